@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edges of the pipeline: bounded, closeable, lossless, first in first out.
+
+    producers ── send ──►  [ capacity ]  ── receive ──► consumers
+                 waits while full           waits while empty
+                 raises once closed         raises once closed *and* drained
+
+asyncio.Queue cannot be closed before Python 3.13, and lets a newcomer overtake a waiter that was woken.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+from ..errors import ChannelClosed
+from .turnstile import Turnstile
+
+T = TypeVar("T")
+
+
+class Channel(Generic[T]):
+    """A queue between tasks of one event loop; each item goes to exactly one receiver.
+
+    Waiting senders are served in the order in which they came, and so are waiting receivers. A send or
+    receive that is cancelled did not happen: the item was not sent, or is still there for the next.
+    """
+
+    def __init__(self, name: str, capacity: int, producers: int = 1) -> None:
+        if capacity < 1:
+            raise ValueError(f"channel {name!r}: capacity must be >= 1, got {capacity}")
+        if producers < 1:
+            raise ValueError(f"channel {name!r}: producers must be >= 1, got {producers}")
+        self._name = name
+        self._capacity = capacity
+        self._producers = producers
+        self._open_producers = producers
+        self._closed = False
+        self._depth_max = 0
+        self._items: deque[T] = deque()
+        self._senders = Turnstile(self._senders_that_may_pass)
+        self._receivers = Turnstile(self._receivers_that_may_pass)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capacity(self) -> int:
+        """The most items that are ever inside."""
+        return self._capacity
+
+    @property
+    def closed(self) -> bool:
+        """Nothing can be sent any more; items may still be inside."""
+        return self._closed
+
+    @property
+    def depth_max(self) -> int:
+        """The most items that have been inside at once."""
+        return self._depth_max
+
+    def __len__(self) -> int:
+        """Items inside now."""
+        return len(self._items)
+
+    def __bool__(self) -> bool:
+        """Always true: `if channel` asks whether there is one, not whether it holds anything."""
+        return True
+
+    async def send(self, item: T) -> None:
+        """Put an item in.
+
+        Waits for: room, behind every sender that came before. Unblocked by: receive, close or abort.
+        Raises ChannelClosed: the channel is closed, or was while this waited; the item is not inside.
+        """
+        await self._senders.turn()
+        if self._closed:
+            raise ChannelClosed(f"channel {self._name!r} is closed; nothing more can be sent")
+        self._items.append(item)
+        self._depth_max = max(self._depth_max, len(self._items))
+        self._receivers.wake()
+
+    async def receive(self) -> T:
+        """Take the oldest item out.
+
+        Waits for: an item, behind every receiver that came before. Unblocked by: send, close or abort.
+        Raises ChannelClosed: the channel is closed and nothing is left in it.
+        """
+        await self._receivers.turn()
+        if not self._items:
+            raise ChannelClosed(f"channel {self._name!r} is closed and drained")
+        item = self._items.popleft()
+        self._senders.wake()
+        return item
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        """Receive until the channel is closed and drained."""
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.receive()
+        except ChannelClosed:
+            raise StopAsyncIteration from None
+
+    def close(self) -> None:
+        """Each producer calls this once, after its last send has returned; the last one closes the channel.
+
+        A send that still waits at that moment raises ChannelClosed.
+        Raises ChannelClosed: called more often than there are producers.
+        """
+        if self._open_producers == 0:
+            raise ChannelClosed(
+                f"channel {self._name!r} is closed: each of its {self._producers} producers closed it before"
+            )
+        self._open_producers -= 1
+        if self._open_producers == 0:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once for everybody; items inside stay receivable. Harmless when closed already."""
+        self._closed = True
+        self._senders.wake()
+        self._receivers.wake()
+
+    def _senders_that_may_pass(self) -> int:
+        return sys.maxsize if self._closed else self._capacity - len(self._items)
+
+    def _receivers_that_may_pass(self) -> int:
+        return sys.maxsize if self._closed else len(self._items)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time as the event loop tells it, a loop whose time is virtual, and the one bounded wait.
+
+Everything in `core` asks the running loop for the time and waits through it. Under an ordinary loop
+that is monotonic real time; under `VirtualTimeLoop` time stands still while anything can run and jumps
+to the next timer when nothing can, so an hour of schedule costs as much as its callbacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from ..errors import WaitTimeout
+
+T = TypeVar("T")
+
+FINEST_RESOLUTION_S = 1e-9
+"""The resolution of a virtual clock that shows a small time; a large one is as fine as a float can be."""
+
+
+class Clock(Protocol):
+    """Anything that can tell the time."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary origin; never goes back."""
+
+
+class LoopClock:
+    """The time of the event loop that asks."""
+
+    def now(self) -> float:
+        """Seconds, real or virtual as the loop is. Raises RuntimeError: no loop is running."""
+        return asyncio.get_running_loop().time()
+
+
+class _NeverWaits(selectors.SelectSelector):
+    """Reports no input, ever; where the loop would block it calls `on_idle` instead."""
+
+    def __init__(self, on_idle: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_idle = on_idle
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None or timeout > 0:
+            self._on_idle()
+        return []
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop that starts at time 0 and jumps to the next timer whenever nothing is ready.
+
+    It sees timers and callbacks only: no files, sockets, subprocesses or threads. When nothing is
+    ready and no timer is set nothing can ever happen again, and `run_*` raises WaitTimeout with the
+    names of the tasks that wait.
+    """
+
+    _scheduled: list[asyncio.TimerHandle]  # asyncio's own heap; its head is live whenever it selects
+    _clock_resolution: float
+
+    def __init__(self) -> None:
+        super().__init__(_NeverWaits(self._jump))
+        self._now = 0.0
+        self._clock_resolution = FINEST_RESOLUTION_S
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+        """Raises NotImplementedError: time would jump while the thread works."""
+        raise NotImplementedError("virtual time has no threads; await a fake of this call instead")
+
+    def _jump(self) -> None:
+        if not self._scheduled:
+            waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
+            names = ", ".join(waiting) or "none"
+            raise WaitTimeout(f"virtual time: every task waits and no timer is set: {names}")
+        self._now = self._scheduled[0].when()
+        # asyncio runs the timers before now + resolution. Where a float is coarser than the resolution
+        # that sum is `now` itself, the timer would never count as due and the loop would spin.
+        self._clock_resolution = max(FINEST_RESOLUTION_S, math.ulp(self._now))
+
+
+def run_virtual(coro: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on a fresh VirtualTimeLoop and return its result.
+
+    Tasks that it leaves behind are cancelled and awaited, async generators closed, the loop closed.
+    Raises what the coroutine raises; WaitTimeout: every task waits and no timer is set.
+    """
+    loop = VirtualTimeLoop()
+    try:
+        try:
+            return loop.run_until_complete(coro)
+        finally:
+            _cancel_all(loop)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancel and await every task; an error that one raises on its way out goes to the loop's handler."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            loop.call_exception_handler(
+                {"message": "a task failed while it was cancelled", "exception": error, "task": task}
+            )
+
+
+async def within(
+    awaitable: Awaitable[T],
+    timeout_s: float | None,
+    *,
+    owner: str,
+    what: str,
+    holder: Callable[[], str] | None = None,
+) -> T:
+    """Await something for at most `timeout_s` seconds (None: without a deadline) and return its result.
+
+    The awaitable runs in the caller's own task, so a cancellation reaches it at once and a result is
+    never lost between two tasks. On expiry it is cancelled and has finished before the error is raised;
+    if it completes all the same, its result, or its own error, is what the caller gets. `holder` says
+    who holds what is waited for; it is asked at the moment of expiry, on the loop.
+
+    Raises WaitTimeout: the deadline passed. CancelledError: the caller was cancelled. Anything that the
+    awaitable raises comes through unchanged, a TimeoutError too.
+    """
+    if timeout_s is None:
+        return await awaitable
+    deadline = _Deadline(holder)
+    timer = asyncio.get_running_loop().call_later(timeout_s, deadline.expire)
+    try:
+        return await awaitable
+    except asyncio.CancelledError:
+        if not deadline.expired or deadline.cancelled_from_outside():
+            raise
+        raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}{deadline.held_by}") from None
+    finally:
+        timer.cancel()
+        deadline.settle()
+
+
+class _Deadline:
+    """Cancels the task that made it, and tells that cancellation from one by somebody else.
+
+    Python 3.10 does not count cancellations: if somebody cancels the task in the very turn of the loop
+    in which the deadline passes, the caller gets WaitTimeout there, and CancelledError from 3.11 on.
+    """
+
+    def __init__(self, holder: Callable[[], str] | None) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        self._task = task
+        self._holder = holder
+        self._cancels_before = self._pending_cancels()
+        self.expired = False
+        self.held_by = ""
+
+    def expire(self) -> None:
+        self.expired = True
+        self._task.cancel()
+        if self._holder is not None:  # last: should it raise, the wait has ended nevertheless
+            self.held_by = f"; {self._holder()}"
+
+    def cancelled_from_outside(self) -> bool:
+        """Did anybody but this deadline cancel the task since?"""
+        return self._pending_cancels() - self._cancels_before > 1
+
+    def settle(self) -> None:
+        """Take back the cancellation, so that the task counts as cancelled only if somebody else did it."""
+        uncancel = getattr(self._task, "uncancel", None)
+        if self.expired and uncancel is not None:
+            uncancel()
+
+    def _pending_cancels(self) -> int:
+        cancelling: Callable[[], int] = getattr(self._task, "cancelling", lambda: 0)
+        return cancelling()

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The append-only log of what every role did, and the arithmetic of busy time on it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .clock import Clock
+
+Interval = tuple[float, float]
+"""Start and end in seconds of the log's time, start < end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRecord:
+    """One event of one role."""
+
+    t: float
+    """Seconds since the log was opened."""
+    role: str
+    event: str
+    state: str | None
+    """State of the role's lane after the event; None if the event does not change a state."""
+    fields: Mapping[str, Any]
+    """Where they apply: lane, step, version, key, why, ..."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """One flat mapping: t, role, event, state unless None, then the fields."""
+        state = {} if self.state is None else {"state": self.state}
+        return {"t": self.t, "role": self.role, "event": self.event, **state, **self.fields}
+
+
+class EventLog:
+    """Records in the order in which they were appended; `t` never goes back.
+
+    The log opens with its first record, whose `t` is 0, so it may be made before any loop runs.
+    `keep` bounds the memory to the last `keep` records; subscribers see all of them. For use on one
+    event loop, not from threads.
+    """
+
+    def __init__(self, clock: Clock, *, keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"an event log must keep at least 1 record, got keep={keep}; None keeps all")
+        self._clock = clock
+        self._opened: float | None = None
+        self._last_t = 0.0
+        self._records: deque[LogRecord] = deque(maxlen=keep)
+        self._subscribers: list[Callable[[LogRecord], None]] = []
+
+    @property
+    def records(self) -> Sequence[LogRecord]:
+        """A snapshot of the records that are kept, oldest first; costs a copy."""
+        return tuple(self._records)
+
+    def append(self, role: str, event: str, state: str | None = None, **fields: Any) -> LogRecord:
+        """Stamp a record, keep it, and hand it to every subscriber before returning it.
+
+        Raises ValueError: a field is called `t`, which is the time. What a subscriber raises comes
+        through: a log that cannot be written is not a detail.
+        """
+        if "t" in fields:
+            raise ValueError(f"{role} {event}: no field can be called 't', that is the time")
+        record = LogRecord(t=self._elapsed(), role=role, event=event, state=state, fields=fields)
+        self._records.append(record)
+        for callback in self._subscribers:
+            callback(record)
+        return record
+
+    def subscribe(self, callback: Callable[[LogRecord], None]) -> None:
+        """Call back with each record from now on, in order. The callback must not append."""
+        self._subscribers.append(callback)
+
+    def _elapsed(self) -> float:
+        now = self._clock.now()
+        if self._opened is None:
+            self._opened = now
+        self._last_t = max(self._last_t, now - self._opened)
+        return self._last_t
+
+
+def busy_intervals(records: Sequence[LogRecord], role: str) -> list[Interval]:
+    """When any lane of `role` was RUNNING: disjoint, in order, touching ones merged, empty ones left out.
+
+    A lane that still runs at the end counts as running until the last record, of whatever role.
+    """
+    running: set[int] = set()
+    since = 0.0
+    intervals: list[Interval] = []
+    for record in records:
+        if record.role != role or record.state is None:
+            continue
+        was_busy = bool(running)
+        lane = record.fields.get("lane", 0)
+        if record.state == "RUNNING":
+            running.add(lane)
+        else:
+            running.discard(lane)
+        if running and not was_busy:
+            since = record.t
+        elif was_busy and not running:
+            _extend(intervals, since, record.t)
+    if running:
+        _extend(intervals, since, records[-1].t)
+    return intervals
+
+
+def _extend(intervals: list[Interval], start: float, end: float) -> None:
+    """Append an interval in place, or lengthen the last one if they touch."""
+    if intervals and intervals[-1][1] == start:
+        start, _ = intervals.pop()
+    if start < end:
+        intervals.append((start, end))
+
+
+def overlap_seconds(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    """Seconds that lie in an interval of `a` and in one of `b`; each list disjoint and in order."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline: wires the roles, runs one task a lane, ends cleanly or with the real error.
+
+            admission (strategy)                       ┌─► logp ─────┐
+    dataloader ────────► generate ─► rollout ──────────┤             ├─► reward ─► train ─► param_update
+        ▲                                              └─► ref_logp ─┘    (join, advantage)      │
+        └───────────────────────── versions: trained ≥ gathered ≥ served ◄───────────────────────┘
+
+What each role waits for, and what unblocks it:
+
+    dataloader    admission of the next step          a publication is served
+    generate      prompts, a slot on its pool         dataloader
+    rollout       finished groups                     generate, group by group
+    logp          a full batch, weights of step-1     rollout; param_update's gather of step-1
+    ref_logp      a full batch                        rollout
+    reward        logp and ref_logp of one batch      both
+    train         the scored batch, gather of step-1  reward; param_update
+    param_update  an optimizer step                   train
+
+End of data closes channels from left to right, so everything that was drawn is trained. The first
+error stops every other role and is raised as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, ConservationError
+from .channel import Channel
+from .clock import Clock, LoopClock
+from .events import EventLog
+from .items import Publication
+from .pools import DevicePool, PoolSet
+from .ports import PipelineTrainer
+from .role import ROLES, RoleStateMachine, create_role_state_machine
+from .staleness import Versions
+
+GRAPH: Mapping[str, tuple[str, ...]] = {
+    "dataloader": ("generate",),
+    "generate": ("rollout",),
+    "rollout": ("logp", "ref_logp"),
+    "logp": ("reward",),
+    "ref_logp": ("reward",),
+    "reward": ("train",),
+    "train": ("param_update",),
+    "param_update": (),
+}
+"""Who hands to whom. A role that a run does not need is left out together with its edges."""
+
+EDGE_CAPACITY = 2
+"""Items that may wait between two batch roles; admission bounds the total, this bounds each edge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowResult:
+    """What a finished run did."""
+
+    steps: int
+    groups_drawn: int
+    groups_trained: int
+    trajectories_trained: int
+    lag_max: int
+    trainer_version: int
+    served_version: int
+    publications: tuple[Publication, ...]
+
+
+class Tally:
+    """Counts that must balance at the end of a run."""
+
+    def __init__(self) -> None:
+        self.drawn: set[str] = set()
+        self.trained: dict[str, int] = {}
+        self.trajectories_trained = 0
+        self.steps = 0
+        self.lag_max = 0
+        self.publications: list[Publication] = []
+
+    def draw(self, uid: str) -> None:
+        """Raises ConservationError: the prompt was drawn before."""
+        if uid in self.drawn:
+            raise ConservationError(f"prompt {uid} was drawn twice")
+        self.drawn.add(uid)
+
+    def train(self, uid: str, step: int, num_trajectories: int) -> None:
+        """Raises ConservationError: never drawn, or trained before."""
+        if uid not in self.drawn:
+            raise ConservationError(f"step {step} trained prompt {uid}, which was never drawn")
+        if uid in self.trained:
+            raise ConservationError(f"step {step} trained prompt {uid} again; step {self.trained[uid]} had it")
+        self.trained[uid] = step
+        self.trajectories_trained += num_trajectories
+
+    def check(self) -> None:
+        """Raises ConservationError: some prompt that was drawn has no fate."""
+        lost = self.drawn - self.trained.keys()
+        if lost:
+            raise ConservationError(f"{len(lost)} of {len(self.drawn)} prompts were lost, e.g. {sorted(lost)[:3]}")
+
+
+class AsyncTrainingFlow:
+    """Runs a trainer as a pipeline of role state machines.
+
+    `enable_async_rl=False` admits a batch only when the weights of the step before are served,
+    whatever the strategy says: the same code as an ordinary sequential trainer.
+    """
+
+    def __init__(
+        self, trainer: PipelineTrainer, enable_async_rl: bool = True, *, clock: Clock | None = None
+    ) -> None:
+        self.trainer = trainer
+        self.enable_async_rl = enable_async_rl
+        self.clock = clock or LoopClock()
+        self.max_lag = trainer.max_lag if enable_async_rl else 0
+        self.graph = _without_missing(GRAPH, trainer.roles())
+        self.versions = Versions()
+        self.tally = Tally()
+        self.machines: list[RoleStateMachine] = []
+        self.log = EventLog(self.clock)
+        self.pools: PoolSet | None = None
+        self.failures: list[tuple[str, Exception]] = []
+        """In the order in which they happened; the first is the cause."""
+        if trainer.first_step > 1:
+            self.versions.advance_trained(trainer.first_step - 1)
+
+    def insert(self, role_name: str, *, after: str, before: str) -> None:
+        """Put a registered role of one's own on the edge `after` -> `before`, before the run starts.
+
+        Raises ConfigError: no such role or edge, or the role is in the graph already.
+        """
+        if role_name not in ROLES:
+            raise ConfigError(f"no role is called {role_name!r}; decorate its class with @register_role({role_name!r})")
+        if role_name in self.graph:
+            raise ConfigError(f"role {role_name!r} is in the pipeline already")
+        if before not in self.graph.get(after, ()):
+            edges = ", ".join(f"{a}->{b}" for a, bs in self.graph.items() for b in bs)
+            raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")
+        self.graph[after] = tuple(role_name if b == before else b for b in self.graph[after])
+        self.graph[role_name] = (before,)
+
+    async def run(self) -> FlowResult:
+        """Publish the starting weights, then run every role until the data ends.
+
+        Raises the first error of any role, unchanged, after all others have stopped.
+        """
+        self._wire()
+        self.log.append("flow", "START", None, version=self.trainer.first_step - 1)
+        await self._supervise()
+        self.tally.check()
+        self.log.append("flow", "DONE", None, version=self.versions.served)
+        return self.result()
+
+    def result(self) -> FlowResult:
+        return FlowResult(
+            steps=self.tally.steps,
+            groups_drawn=len(self.tally.drawn),
+            groups_trained=len(self.tally.trained),
+            trajectories_trained=self.tally.trajectories_trained,
+            lag_max=self.tally.lag_max,
+            trainer_version=self.versions.trained,
+            served_version=self.versions.served,
+            publications=tuple(self.tally.publications),
+        )
+
+    def describe(self, machines: Iterable[RoleStateMachine]) -> str:
+        """Who is in which state, in words, for the message of a wait that expired."""
+        states = ", ".join(f"{m.name} is {m.state.name}" for m in machines)
+        v = self.versions
+        return f"{states or 'nobody feeds it'}; versions trained {v.trained}, gathered {v.gathered}, served {v.served}"
+
+    def _wire(self) -> None:
+        lanes = {role: _role(role).lanes(self.trainer) for role in self.graph}
+        self.pools = PoolSet(
+            {
+                name: DevicePool(name, devices, slots=self._slots(name, lanes), clock=self.clock)
+                for name, devices in self.trainer.pools().items()
+            }
+        )
+        channels: dict[tuple[str, str], Channel[Any]] = {
+            (a, b): Channel(f"{a}->{b}", EDGE_CAPACITY, producers=lanes[a]) for a, bs in self.graph.items() for b in bs
+        }
+        for role in self.graph:
+            pool = self.trainer.pool_of(role)
+            for lane in range(lanes[role]):
+                machine = create_role_state_machine(role, self, self.trainer, self.enable_async_rl, lane)
+                machine.inputs = tuple(ch for (_, b), ch in channels.items() if b == role)
+                machine.outputs = tuple(ch for (a, _), ch in channels.items() if a == role)
+                machine.pool = None if pool is None else self.pools.get(pool)
+                self.machines.append(machine)
+
+    def _slots(self, pool: str, lanes: Mapping[str, int]) -> int:
+        """A pool is exclusive unless the only role on it has several lanes, which then share it."""
+        tenants = [role for role in self.graph if self.trainer.pool_of(role) == pool]
+        return lanes[tenants[0]] if len(tenants) == 1 else 1
+
+    async def _supervise(self) -> None:
+        tasks = [asyncio.create_task(m.run(), name=m.name) for m in self.machines]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self.failures:
+            role, error = self.failures[0]
+            self.log.append("flow", "FAILED", None, why=f"{role}: {type(error).__name__}: {error}"[:500])
+            raise error
+
+
+def _role(name: str) -> type[RoleStateMachine]:
+    if name not in ROLES:
+        raise ConfigError(f"no role is called {name!r}; registered: {', '.join(sorted(ROLES))}")
+    return ROLES[name]
+
+
+def _without_missing(graph: Mapping[str, tuple[str, ...]], roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The graph of these roles only. Raises ConfigError: an unknown role, or one that nobody may leave out."""
+    wanted = set(roles)
+    unknown = wanted - graph.keys()
+    if unknown:
+        raise ConfigError(f"unknown roles {sorted(unknown)}; the pipeline has {', '.join(graph)}")
+    missing = graph.keys() - wanted - {"ref_logp"}
+    if missing:
+        raise ConfigError(f"roles {sorted(missing)} cannot be left out; only ref_logp is optional")
+    return {a: tuple(b for b in bs if b in wanted) for a, bs in graph.items() if a in wanted}

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels on the edges: keys, versions and metrics. Tensors stay in the sample store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One prompt to be answered `n` times: the seed of a group."""
+
+    uid: str
+    step: int
+    """The optimizer step that this prompt was drawn for."""
+    payload: Any = None
+    """Opaque to the core: what the trainer needs to generate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptBatch:
+    """The prompts admitted together."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+    admitted_version: int
+    """The oldest version that any replica served when the batch was admitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One finished answer."""
+
+    key: str
+    first_version: int
+    """Version that generated its oldest span."""
+    last_version: int
+    num_tokens: int
+    reward: float | None = None
+    payload: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A prompt with its finished trajectories."""
+
+    uid: str
+    step: int
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def first_version(self) -> int:
+        return min(t.first_version for t in self.trajectories)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """The groups that one optimizer step consumes, on their way from the join to that step."""
+
+    step: int
+    groups: tuple[Group, ...]
+    payload: Any = None
+    """Opaque handle of the trainer's tensors."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    timing_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def first_version(self) -> int:
+        return min(g.first_version for g in self.groups)
+
+    @property
+    def num_trajectories(self) -> int:
+        return sum(len(g.trajectories) for g in self.groups)
+
+    def merged(self, *others: StepBatch) -> StepBatch:
+        """This batch with the metrics and timings of its siblings from parallel stages."""
+        metrics, timing = dict(self.metrics), dict(self.timing_s)
+        for other in others:
+            metrics.update(other.metrics)
+            timing.update(other.timing_s)
+        return replace(self, metrics=metrics, timing_s=timing)
+
+    def with_results(
+        self, *, payload: Any = None, metrics: Mapping[str, Any] | None = None, **timing_s: float
+    ) -> StepBatch:
+        """A copy that also holds what one stage found out."""
+        return replace(
+            self,
+            payload=self.payload if payload is None else payload,
+            metrics={**self.metrics, **(metrics or {})},
+            timing_s={**self.timing_s, **timing_s},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """What one weight publication cost, in seconds and bytes."""
+
+    version: int
+    num_bytes: int
+    gather_s: float
+    transfer_s: float
+    load_s: float
+    tensors_proved: int
+    replicas: int

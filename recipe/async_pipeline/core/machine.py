@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of a role and every legal move between them.
+
+Theory of operation. A lane of a role works on one item at a time. It waits for the item, then for the
+resource that the work needs (a lease on a device pool), works, and hands results on; an item may yield
+any number of outputs, also none. Every wait is a state of its own, so the log alone tells what a role
+was waiting for, and for how long.
+
+                  START                  ITEM                     LEASE
+            IDLE ───────► WAITING_INPUT ──────► WAITING_RESOURCE ───────► RUNNING
+                            │   ▲   ▲                                      │ │ ▲
+               END_OF_INPUT │   │   └────────────── FINISH ────────────────┘ │ │
+                            ▼   │                                     OUTPUT │ │ RESUME
+                          DONE  └────────── FINISH ────── WAITING_OUTPUT ◄───┘ │
+                                                                 └─────────────┘
+
+    from every state that is not terminal:    FAIL ──► FAILED    STOP ──► STOPPED
+
+DONE means that the input ended and everything was handed on. FAILED means that this role raised;
+STOPPED that it was well and the supervisor ended it, because another one failed or the user asked. The
+three are terminal. `TRANSITIONS` is the only authority: a pair that it does not list is illegal, raises,
+and changes nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+from ..errors import StageProtocolError
+from .events import EventLog
+
+
+class StageState(Enum):
+    """What a lane of a role is doing."""
+
+    IDLE = auto()
+    WAITING_INPUT = auto()
+    WAITING_RESOURCE = auto()
+    RUNNING = auto()
+    WAITING_OUTPUT = auto()
+    DONE = auto()
+    FAILED = auto()
+    STOPPED = auto()
+
+
+class Event(Enum):
+    """What happens to a lane of a role."""
+
+    START = auto()
+    ITEM = auto()
+    LEASE = auto()
+    OUTPUT = auto()
+    RESUME = auto()
+    FINISH = auto()
+    END_OF_INPUT = auto()
+    FAIL = auto()
+    STOP = auto()
+
+
+TRANSITIONS: dict[tuple[StageState, Event], StageState] = {
+    (StageState.IDLE, Event.START): StageState.WAITING_INPUT,
+    (StageState.IDLE, Event.FAIL): StageState.FAILED,
+    (StageState.IDLE, Event.STOP): StageState.STOPPED,
+    (StageState.WAITING_INPUT, Event.ITEM): StageState.WAITING_RESOURCE,
+    (StageState.WAITING_INPUT, Event.END_OF_INPUT): StageState.DONE,
+    (StageState.WAITING_INPUT, Event.FAIL): StageState.FAILED,
+    (StageState.WAITING_INPUT, Event.STOP): StageState.STOPPED,
+    (StageState.WAITING_RESOURCE, Event.LEASE): StageState.RUNNING,
+    (StageState.WAITING_RESOURCE, Event.FAIL): StageState.FAILED,
+    (StageState.WAITING_RESOURCE, Event.STOP): StageState.STOPPED,
+    (StageState.RUNNING, Event.OUTPUT): StageState.WAITING_OUTPUT,
+    (StageState.RUNNING, Event.FINISH): StageState.WAITING_INPUT,
+    (StageState.RUNNING, Event.FAIL): StageState.FAILED,
+    (StageState.RUNNING, Event.STOP): StageState.STOPPED,
+    (StageState.WAITING_OUTPUT, Event.RESUME): StageState.RUNNING,
+    (StageState.WAITING_OUTPUT, Event.FINISH): StageState.WAITING_INPUT,
+    (StageState.WAITING_OUTPUT, Event.FAIL): StageState.FAILED,
+    (StageState.WAITING_OUTPUT, Event.STOP): StageState.STOPPED,
+}
+"""State and event to the state after. What is not listed is illegal."""
+
+TERMINAL: frozenset[StageState] = frozenset({StageState.DONE, StageState.FAILED, StageState.STOPPED})
+"""States that nothing leaves."""
+
+
+def advance(state: StageState, event: Event) -> StageState:
+    """The state after `event` in `state`. Raises StageProtocolError: the event is illegal there."""
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        legal = ", ".join(e.name for s, e in TRANSITIONS if s is state) or "none, the state is terminal"
+        raise StageProtocolError(f"{event.name} in {state.name}; legal here: {legal}") from None
+
+
+class StateMachine:
+    """The state of one lane of one role; every move goes to the log."""
+
+    def __init__(self, role: str, lane: int, log: EventLog) -> None:
+        self._role = role
+        self._lane = lane
+        self._log = log
+        self._state = StageState.IDLE
+
+    @property
+    def state(self) -> StageState:
+        """The present state; IDLE until the first event."""
+        return self._state
+
+    def fire(self, event: Event, **fields: Any) -> None:
+        """Move, then log the event with the state after it, the lane if it is not 0, and `fields`.
+
+        Raises StageProtocolError: the event is illegal here; the state is unchanged, nothing is logged.
+        """
+        try:
+            self._state = advance(self._state, event)
+        except StageProtocolError as error:
+            name = f"{self._role}[{self._lane}]" if self._lane > 0 else self._role
+            raise StageProtocolError(f"{name}: {error}") from None
+        lane = {"lane": self._lane} if self._lane > 0 else {}
+        self._log.append(self._role, event.name, self._state.name, **lane, **fields)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A role: one state machine with its own produce/consume loop.
+
+    receive (join of all inputs) -> gate -> lease -> process -> emit
+       WAITING_INPUT                WAITING_RESOURCE  RUNNING   WAITING_OUTPUT
+
+A role runs on one or more *lanes*; each lane is a machine of its own that reads from the same
+channels, so a role with two lanes works on two items at once. Nothing else is concurrent.
+
+To add a role of one's own: subclass `RoleStateMachine`, implement `process`, decorate the class
+with `@register_role("name")` and insert it with `AsyncTrainingFlow.insert("name", after=…, before=…)`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from ..errors import ChannelClosed, ConfigError, StageProtocolError
+from .channel import Channel
+from .clock import within
+from .machine import TERMINAL, Event, StageState, StateMachine
+from .pools import DevicePool, Lease
+
+if TYPE_CHECKING:
+    from .flow import AsyncTrainingFlow
+    from .ports import PipelineTrainer
+
+T = TypeVar("T")
+R = TypeVar("R", bound="type[RoleStateMachine]")
+
+ROLES: dict[str, type[RoleStateMachine]] = {}
+
+
+class RoleStateMachine(ABC):
+    """One lane of one role. Subclasses say what to do with an item; this class does the rest."""
+
+    role: ClassVar[str]
+
+    def __init__(self, *, pipeline: AsyncTrainingFlow, trainer: PipelineTrainer, lane: int = 0) -> None:
+        self.pipeline = pipeline
+        self.trainer = trainer
+        self.lane = lane
+        self.inputs: tuple[Channel[Any], ...] = ()
+        self.outputs: tuple[Channel[Any], ...] = ()
+        self.machine = StateMachine(self.role, lane, pipeline.log)
+        self.pool: DevicePool | None = None
+        self._lease: Lease | None = None
+        self._item: dict[str, Any] = {}
+
+    @classmethod
+    def lanes(cls, trainer: PipelineTrainer) -> int:
+        """How many items this role may work on at once."""
+        return 1
+
+    @property
+    def state(self) -> StageState:
+        return self.machine.state
+
+    @property
+    def name(self) -> str:
+        return self.role if self.lane == 0 else f"{self.role}[{self.lane}]"
+
+    # What subclasses implement.
+
+    @abstractmethod
+    async def process(self, item: Any) -> None:
+        """Work on one item; hand results on with `emit`. Holds the lease until it returns or releases."""
+
+    async def gate(self, item: Any) -> None:
+        """Wait until the item may be worked on; the default waits for nothing."""
+
+    async def receive(self) -> Any:
+        """The next item: one from each input, which must belong to the same step.
+
+        Waits for: every producer. Raises ChannelClosed: the inputs have ended and are drained.
+        """
+        items = [await self._wait(ch.receive(), f"an item from {ch.name}", self._producers(ch)) for ch in self.inputs]
+        steps = {getattr(item, "step", None) for item in items}
+        if len(steps) > 1:
+            raise StageProtocolError(f"{self.name} joined items of different steps {sorted(map(str, steps))}")
+        return items[0] if len(items) == 1 else tuple(items)
+
+    def describe_item(self, item: Any) -> dict[str, Any]:
+        """Fields that the event log shows with each event of this item."""
+        first = item[0] if isinstance(item, tuple) else item
+        fields = {"step": getattr(first, "step", None), "key": getattr(first, "uid", None)}
+        return {k: v for k, v in fields.items() if v is not None}
+
+    # What subclasses call.
+
+    async def emit(self, item: Any) -> None:
+        """Hand an item to every output, then go on with the present one.
+
+        Waits for: room in each output channel. Raises ChannelClosed: the run is being stopped.
+        """
+        self.machine.fire(Event.OUTPUT, **self._item)
+        for channel in self.outputs:
+            await self._wait(channel.send(item), f"room in {channel.name}", self._consumers(channel))
+        self.machine.fire(Event.RESUME, **self._item)
+
+    def release(self) -> None:
+        """Give the lease back before `process` returns; the rest of the item needs no device."""
+        if self._lease is not None and self.pool is not None:
+            lease, self._lease = self._lease, None
+            self.pool.release(lease)
+            self.pipeline.log.append(self.role, "RELEASE", self.state.name, pool=self.pool.name, **self._item)
+
+    # The loop.
+
+    async def run(self) -> None:
+        """Work until the inputs end. On failure or stop the lease is returned and the state says why."""
+        self.machine.fire(Event.START)
+        try:
+            while True:
+                try:
+                    item = await self.receive()
+                except ChannelClosed:
+                    break
+                await self._work(item)
+            await self.drained()
+            self.machine.fire(Event.END_OF_INPUT)
+            for channel in self.outputs:
+                channel.close()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    async def drained(self) -> None:
+        """Called once when the inputs have ended, before the outputs are closed."""
+
+    async def _work(self, item: Any) -> None:
+        self._item = self.describe_item(item)
+        await self.gate(item)
+        self.machine.fire(Event.ITEM, **self._item)
+        if self.pool is not None:
+            self._lease = await self._wait(
+                self.pool.acquire(self.name), f"a lease on pool {self.pool.name}", self.pool.describe
+            )
+        self.machine.fire(Event.LEASE, **self._item)
+        await self.process(item)
+        self.release()
+        self.machine.fire(Event.FINISH, **self._item)
+        self._item = {}
+
+    def _end(self, error: BaseException) -> None:
+        self.release()
+        if self.state not in TERMINAL:
+            if isinstance(error, Exception):
+                self.pipeline.failures.append((self.name, error))
+                self.machine.fire(Event.FAIL, why=f"{type(error).__name__}: {error}"[:500])
+            else:
+                self.machine.fire(Event.STOP)
+
+    async def _wait(self, awaitable: Awaitable[T], what: str, holder: Callable[[], str]) -> T:
+        return await within(awaitable, self.trainer.wait_timeout_s, owner=self.name, what=what, holder=holder)
+
+    def _producers(self, channel: Channel[Any]) -> Callable[[], str]:
+        return lambda: self.pipeline.describe(m for m in self.pipeline.machines if channel in m.outputs)
+
+    def _consumers(self, channel: Channel[Any]) -> Callable[[], str]:
+        return lambda: self.pipeline.describe(m for m in self.pipeline.machines if channel in m.inputs)
+
+
+def register_role(name: str) -> Callable[[R], R]:
+    """Class decorator: make a machine known under `name`. A name belongs to one class."""
+
+    def decorate(cls: R) -> R:
+        known = ROLES.get(name)
+        if known is not None and known.__qualname__ != cls.__qualname__:
+            raise ConfigError(f"role {name!r} is already {known.__qualname__}; choose another name")
+        cls.role = name
+        ROLES[name] = cls
+        return cls
+
+    return decorate
+
+
+def create_role_state_machine(
+    role_name: str,
+    pipeline: AsyncTrainingFlow,
+    trainer: PipelineTrainer,
+    use_async_rl: bool = True,
+    lane: int = 0,
+) -> RoleStateMachine:
+    """A machine of a registered role, not yet wired.
+
+    `use_async_rl=False` asks for the strictly sequential form and is valid only in a flow that was
+    made so. Raises ConfigError: no such role, or the two disagree.
+    """
+    if use_async_rl != pipeline.enable_async_rl:
+        raise ConfigError(
+            f"role {role_name!r}: use_async_rl={use_async_rl} but the flow has enable_async_rl="
+            f"{pipeline.enable_async_rl}; give both the same value"
+        )
+    try:
+        cls = ROLES[role_name]
+    except KeyError:
+        raise ConfigError(f"no role is called {role_name!r}; registered: {', '.join(sorted(ROLES))}") from None
+    return cls(pipeline=pipeline, trainer=trainer, lane=lane)
+
+
+def known_roles() -> Sequence[str]:
+    """Names of all registered roles."""
+    return tuple(ROLES)

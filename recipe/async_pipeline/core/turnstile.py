@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where tasks queue: strictly first come, first served, and safe to cancel.
+
+A turn is a permission, not a thing: what is waited for stays with its owner until the task that has the
+turn takes it. So a task that is cancelled after its turn came holds nothing that could be lost, and
+whoever comes later cannot overtake it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+
+class Turnstile:
+    """A queue of waiting tasks, of which the first `may_pass()` may go on now.
+
+    The owner calls `wake` whenever `may_pass()` has grown. Each turn that is used lessens it by one.
+    """
+
+    def __init__(self, may_pass: Callable[[], int]) -> None:
+        self._may_pass = may_pass
+        self._waiters: deque[tuple[str, asyncio.Future[None]]] = deque()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who waits, in order, those included whose turn has come but who have not run yet."""
+        return tuple(name for name, _ in self._waiters)
+
+    async def turn(self, name: str = "") -> None:
+        """Wait for a turn; returns at once if nobody waits and there is one.
+
+        The caller must use the turn before its next await.
+        Waits for: everybody ahead, and `may_pass()`. Unblocked by: `wake`. Cancelled, it passes the
+        turn on.
+        """
+        if not self._waiters and self._may_pass() > 0:
+            return
+        waiter = (name, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self.wake()
+        try:
+            await waiter[1]
+        except BaseException:  # cancelled, or the coroutine was closed without ever going on
+            self._waiters.remove(waiter)
+            self.wake()
+            raise
+        self._waiters.remove(waiter)
+
+    def wake(self) -> None:
+        """Tell the first `may_pass()` waiters, in order, that their turn has come."""
+        for _, future in islice(self._waiters, max(0, self._may_pass())):
+            if not future.done():
+                future.set_result(None)

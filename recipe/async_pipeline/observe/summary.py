@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`summary.json`: what a run comes down to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from ..core.flow import FlowResult
+
+
+@dataclass(kw_only=True)
+class RunRecorder:
+    """Collects the numbers of each step; a few floats a step, so a long run stays small."""
+
+    strategy: str
+    max_lag: int
+    started_unix: float
+    """When the user's command began."""
+    rewards: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    kls: list[float] = field(default_factory=list)
+    first_step_unix: float | None = None
+
+    def record(self, reward: float, step_s: float, kl: float | None, now_unix: float) -> None:
+        """One trained step: mean reward of its trajectories, seconds, and verl's rollout_corr/kl."""
+        self.rewards.append(reward)
+        self.step_s.append(step_s)
+        if kl is not None:
+            self.kls.append(kl)
+        if self.first_step_unix is None:
+            self.first_step_unix = now_unix
+
+    def summarize(
+        self, result: FlowResult, overlap_s: float, now_unix: float, error: BaseException | None = None
+    ) -> dict[str, Any]:
+        """All keys of summary.json."""
+        fifth = max(1, len(self.rewards) // 5)
+        loads = [p.load_s for p in result.publications]
+        first = self.first_step_unix
+        return {
+            "status": "completed" if error is None else "failed",
+            "error": None if error is None else one_line(error),
+            "strategy": self.strategy,
+            "max_lag": self.max_lag,
+            "steps": result.steps,
+            "samples_trained": result.trajectories_trained,
+            "groups_drawn": result.groups_drawn,
+            "groups_trained": result.groups_trained,
+            "reward_first": round(fmean(self.rewards[:fifth]), 6) if self.rewards else None,
+            "reward_last": round(fmean(self.rewards[-fifth:]), 6) if self.rewards else None,
+            "lag_max": result.lag_max,
+            "served_version": result.served_version,
+            "trainer_version": result.trainer_version,
+            "rollout_corr_kl_max": round(max(abs(k) for k in self.kls), 8) if self.kls else None,
+            "overlap_s": round(overlap_s, 3),
+            "publications": len(result.publications),
+            "gather_s_median": round(median(p.gather_s for p in result.publications), 5) if loads else None,
+            "load_s_median": round(median(loads), 5) if loads else None,
+            "tensors_proved": sum(p.tensors_proved for p in result.publications),
+            "step_s_median": round(median(self.step_s[1:] or self.step_s), 4) if self.step_s else None,
+            "train_s": round(now_unix - first + self.step_s[0], 1) if first is not None else 0.0,
+            "time_to_first_step_s": None if first is None else round(first - self.started_unix, 1),
+            "wall_s": round(now_unix - self.started_unix, 1),
+        }
+
+
+def write_atomically(path: Path, value: Any) -> None:
+    """JSON to a file that is either the old one or the new one, whole."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def one_line(error: BaseException) -> str:
+    """Kind and message of an error, without the traceback that Ray puts into the text of its own."""
+    cause = getattr(error, "cause", None)
+    shown = cause if isinstance(cause, BaseException) else error
+    text: Sequence[str] = [line.strip() for line in str(shown).splitlines() if line.strip()]
+    name = type(shown).__name__
+    return f"{name}: {text[-1] if text and text[0].startswith('Traceback') else text[0] if text else ''}"[:500]

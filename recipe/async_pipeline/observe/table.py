@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of steps that a user watches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MARK = "[async_pipeline]"
+"""Starts every line meant for the user; `async-pipeline watch` shows these and files the rest."""
+
+_COLUMNS: tuple[tuple[str, str], ...] = (
+    ("step", "{:>9}"),
+    ("reward", "{:>7.3f}"),
+    ("tokens", "{:>7.1f}"),
+    ("lag", "{:>4.2f}"),
+    ("max", "{:>4.0f}"),
+    ("served", "{:>6.0f}"),
+    ("kl", "{:>9.5f}"),
+    ("train_s", "{:>8.2f}"),
+    ("step_s", "{:>7.2f}"),
+    ("samples/s", "{:>10.1f}"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """One optimizer step as the user sees it."""
+
+    step: int
+    last_step: int
+    reward: float
+    tokens: float
+    lag_mean: float
+    lag_max: float
+    served: float
+    kl: float
+    train_s: float
+    step_s: float
+    samples: int
+
+    def render(self) -> str:
+        values: tuple[object, ...] = (
+            f"{self.step}/{self.last_step}",
+            self.reward,
+            self.tokens,
+            self.lag_mean,
+            self.lag_max,
+            self.served,
+            self.kl,
+            self.train_s,
+            self.step_s,
+            self.samples / self.step_s if self.step_s > 0 else 0.0,
+        )
+        cells = [fmt.format(value) for (_, fmt), value in zip(_COLUMNS, values, strict=True)]
+        return f"{MARK} {' '.join(cells)}"
+
+
+def header() -> str:
+    """Column titles, aligned with the rows."""
+    widths = [len(fmt.format("" if name == "step" else 0)) for name, fmt in _COLUMNS]
+    return f"{MARK} {' '.join(name.rjust(width) for (name, _), width in zip(_COLUMNS, widths, strict=True))}"
+
+
+def closing(summary: Mapping[str, object]) -> list[str]:
+    """The last lines of a run."""
+    first, last = summary.get("reward_first"), summary.get("reward_last")
+    lines = [f"{MARK} {summary['status']}: {summary['strategy']}, {summary['steps']} steps in {summary['train_s']} s"]
+    if isinstance(first, float) and isinstance(last, float):
+        lines.append(f"{MARK} reward {first:.3f} -> {last:.3f} (means over the first and last fifth of the steps)")
+    lines.append(
+        f"{MARK} lag_max {summary['lag_max']} of {summary['max_lag']} allowed; served version "
+        f"{summary['served_version']} of {summary['trainer_version']}; generate and train overlapped "
+        f"for {summary['overlap_s']} s"
+    )
+    if summary.get("error"):
+        lines.append(f"{MARK} cause: {summary['error']}")
+    return lines

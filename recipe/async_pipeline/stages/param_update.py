@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""param_update: gather → send/recv → load. Only the gather holds the training devices."""
+
+from __future__ import annotations
+
+from ..core.items import StepBatch
+from ..core.ports import PipelineTrainer
+from ..core.role import RoleStateMachine, register_role
+
+ARENAS = 2
+"""A snapshot can be gathered while the one before is still being read."""
+
+
+@register_role("param_update")
+class ParamUpdateStateMachine(RoleStateMachine):
+    """Version v is the weights after step v. Two lanes: gather v+1 while v is on its way."""
+
+    _started = False
+
+    @classmethod
+    def lanes(cls, trainer: PipelineTrainer) -> int:
+        return ARENAS
+
+    async def receive(self) -> StepBatch:
+        """First the starting weights, then every optimizer step."""
+        if self.lane == 0 and not self._started:
+            self._started = True
+            return StepBatch(step=self.trainer.first_step - 1, groups=())
+        item: StepBatch = await super().receive()
+        return item
+
+    async def process(self, item: StepBatch) -> None:
+        pipeline, version = self.pipeline, item.step
+        snapshot = await self.trainer.gather(version)
+        pipeline.versions.advance_gathered(version)
+        pipeline.log.append(self.role, "GATHERED", self.state.name, version=version)
+        self.release()
+        if version >= self.trainer.first_step:
+            await self._wait(
+                pipeline.versions.wait_for("served", version - 1),
+                f"version {version - 1} to be served",
+                lambda: pipeline.describe(m for m in pipeline.machines if m.role == self.role),
+            )
+        publication = await self.trainer.publish(version, snapshot)
+        pipeline.versions.advance_served(version)
+        pipeline.tally.publications.append(publication)
+        pipeline.log.append(
+            self.role,
+            "SERVED",
+            self.state.name,
+            version=version,
+            gather_s=publication.gather_s,
+            transfer_s=publication.transfer_s,
+            load_s=publication.load_s,
+            bytes=publication.num_bytes,
+        )
+        await self.trainer.validate(version)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train: the optimizer step, and the last check of how old its data is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..core.items import StepBatch
+from ..core.role import RoleStateMachine, register_role
+from ..core.staleness import check_lag
+
+
+@register_role("train")
+class TrainStateMachine(RoleStateMachine):
+    """Steps are strictly ordered; the gather of the last step's weights comes before the next step."""
+
+    async def gate(self, item: StepBatch) -> None:
+        """Waits for: the snapshot of version step-1. Unblocked by: param_update's gather."""
+        await self._wait(
+            self.pipeline.versions.wait_for("gathered", item.step - 1),
+            f"version {item.step - 1} to be gathered",
+            lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
+        )
+
+    async def process(self, item: StepBatch) -> None:
+        facts = self._check_lags(item)
+        batch = await self.trainer.update(item)
+        self.pipeline.versions.advance_trained(item.step)
+        tally = self.pipeline.tally
+        for group in item.groups:
+            tally.train(group.uid, item.step, len(group.trajectories))
+        tally.steps += 1
+        self.pipeline.log.append(
+            self.role, "TRAINED", self.state.name, version=item.step, **self._item, **facts
+        )
+        self.release()
+        # The next gather must not wait for our bookkeeping.
+        await self.emit(batch)
+        await self.trainer.finish_step(batch, facts)
+
+    def _check_lags(self, item: StepBatch) -> Mapping[str, float]:
+        """Lag of every trajectory. Raises StalenessViolation: one is older than the bound."""
+        lags = [
+            check_lag(item.step, t.first_version, self.pipeline.max_lag, f"trajectory {t.key}")
+            for group in item.groups
+            for t in group.trajectories
+        ]
+        self.pipeline.tally.lag_max = max(self.pipeline.tally.lag_max, *lags)
+        spans = [t.last_version - t.first_version for g in item.groups for t in g.trajectories]
+        return {
+            "lag/mean": sum(lags) / len(lags),
+            "lag/max": float(max(lags)),
+            "lag/mixed_version_share": sum(s > 0 for s in spans) / len(spans),
+            "version/trainer": float(item.step),
+            "version/served_min": float(self.pipeline.versions.served),
+        }

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer strategies, one file each: how far generation may run ahead of training.
+
+Importing this package imports verl's trainer (seconds) and registers the strategies with it; verl's
+entry point does so in the process that trains.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+
+from ..errors import ConfigError
+from ..verl_bridge.trainer import AsyncPipelineTrainer
+from .n_step_ahead import NStepAheadTrainer
+from .on_policy import OnPolicyTrainer
+from .one_step_off import OneStepOffTrainer
+
+STRATEGIES: dict[str, type[AsyncPipelineTrainer]] = {
+    "on_policy": OnPolicyTrainer,
+    "one_step_off": OneStepOffTrainer,
+    "n_step_ahead": NStepAheadTrainer,
+}
+
+for _name, _cls in STRATEGIES.items():
+    register_trainer(_name)(_cls)
+
+
+def ensure_registered(name: str) -> None:
+    """Register a strategy that lives elsewhere, named `module:Class`; ours are known already.
+
+    Raises ConfigError: it cannot be imported, or is not an `AsyncPipelineTrainer`.
+    """
+    if ":" not in name:
+        return
+    module, _, attribute = name.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"strategy {name} cannot be imported ({error}); write module:Class") from error
+    if not (isinstance(cls, type) and issubclass(cls, AsyncPipelineTrainer)):
+        raise ConfigError(f"strategy {name} must subclass recipe.async_pipeline.strategies.AsyncPipelineTrainer")
+    register_trainer(name)(cls)
+
+
+__all__ = [
+    "STRATEGIES",
+    "AsyncPipelineTrainer",
+    "NStepAheadTrainer",
+    "OnPolicyTrainer",
+    "OneStepOffTrainer",
+    "ensure_registered",
+]

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""n_step_ahead: up to n+1 batches are being generated while one trains. Lag at most n = max_lag."""
+
+from __future__ import annotations
+
+from ..verl_bridge.trainer import AsyncPipelineTrainer
+
+
+class NStepAheadTrainer(AsyncPipelineTrainer):
+    """The longest answer of a batch is waited for by n other batches, so it costs 1/n of itself.
+
+    More than ceil(longest answer / step time) batches ahead only add staleness.
+    """
+
+    strategy = "n_step_ahead"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent loops whose completion is pushed: one awaitable call a group instead of a polled table."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import ray
+from tensordict import TensorDict
+from verl.experimental.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from ..errors import RolloutError
+
+_StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+"""Ray forbids inheriting from the actor class; this is the plain class under it."""
+
+
+class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
+    """verl's worker. `run_group` answers when the whole group is in the sample store, or raises."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups: dict[str, asyncio.Future[list[dict[str, Any]]]] = {}
+        self._finished: dict[str, list[dict[str, Any]]] = {}
+
+    async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
+        """Answer one prompt n times. Returns `{key, tag, reward}` of each trajectory.
+
+        Raises what the agent loop, the rollout server or the reward function raised.
+        """
+        uid = str(prompt["uid"][0])
+        self._groups[uid] = asyncio.get_running_loop().create_future()
+        self._finished[uid] = []
+        try:
+            await self.generate_sequences(prompt)
+            return await self._groups[uid]
+        finally:
+            del self._groups[uid], self._finished[uid]
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        waiting = self._groups.get(prompt["uid"])
+        if waiting is None:  # validation goes verl's way
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            return
+        try:
+            waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
+        except Exception as error:  # noqa: BLE001 - handed to the caller as it is
+            waiting.set_exception(error)
+
+    async def _answer(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
+    ) -> list[dict[str, Any]]:
+        uid = prompt["uid"]
+        n = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        params = dict(sampling_params)
+        if not prompt.pop("__do_sample__", True):
+            params.update(top_p=1.0, top_k=-1, temperature=0)
+        sessions = [
+            asyncio.create_task(
+                self._run_agent_loop(params, trajectory=trajectory, trace=trace, session_id=i, **prompt)
+            )
+            for i in range(n)
+        ]
+        # All settle first, so that no sibling writes after the group was declared failed.
+        results = await asyncio.gather(*sessions, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+            if isinstance(result, BaseException):
+                raise RolloutError(f"an answer of group {uid} was cancelled") from result
+        if not self._finished[uid]:
+            raise RolloutError(f"group {uid} finished without a trajectory")
+        return self._finished[uid]
+
+    async def _agent_loop_postprocess(
+        self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
+    ) -> None:
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finished = self._finished.get(kwargs["uid"])
+        if finished is None:
+            return
+        for index, one in enumerate(output if isinstance(output, list) else [output]):
+            extra = one.extra_fields
+            prompt_len, response_len = len(one.prompt_ids), len(one.response_ids)
+            finished.append(
+                {
+                    "key": f"{kwargs['uid']}_{kwargs['session_id']}_{index}",
+                    "reward": one.reward_score,
+                    "tag": {
+                        "status": "success",
+                        "prompt_len": prompt_len,
+                        "response_len": response_len,
+                        "seq_len": prompt_len + response_len,
+                        "global_steps": kwargs["global_steps"],
+                        "min_global_steps": extra.get("min_global_steps"),
+                        "max_global_steps": extra.get("max_global_steps"),
+                    },
+                }
+            )
+
+
+class PushAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(PushAgentLoopWorker)
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        self._turns = itertools.cycle(self.agent_loop_workers)
+
+    async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
+        """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`."""
+        result: list[dict[str, Any]] = await next(self._turns).run_group.remote(prompt)
+        return result
+

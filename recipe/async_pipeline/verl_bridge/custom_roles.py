@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles of one's own, named in the config as `module:Class@after->before`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from ..core.flow import AsyncTrainingFlow
+from ..core.role import RoleStateMachine
+from ..errors import ConfigError
+
+
+def insert_custom_roles(flow: AsyncTrainingFlow, specs: Sequence[str]) -> None:
+    """Import and insert each role, in order. Raises ConfigError: it cannot be found or does not fit."""
+    for spec in specs:
+        target, _, edge = spec.partition("@")
+        after, _, before = edge.partition("->")
+        flow.insert(load_role(target).role, after=after.strip(), before=before.strip())
+
+
+def load_role(target: str) -> type[RoleStateMachine]:
+    """The class at `module:Class`. Raises ConfigError: not importable, or not a registered role."""
+    module, _, name = target.partition(":")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"custom role {target} cannot be imported ({error}); write module:Class") from error
+    if not (isinstance(cls, type) and issubclass(cls, RoleStateMachine) and hasattr(cls, "role")):
+        raise ConfigError(f"custom role {target} must be a RoleStateMachine decorated with @register_role")
+    return cls

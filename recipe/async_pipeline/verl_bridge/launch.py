@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens between the command line and Ray: checks, translations, one-line errors.
+
+verl's entry point (patched) calls `prepare` with the whole config before it starts Ray.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from .. import plugin
+from ..config import OWN, AsyncPipelineConfig, is_enabled, resolve, walk
+from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
+from ..observe.table import MARK
+from .patches import find_verl_root, require_patched
+
+MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.PushAgentLoopManager"
+ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
+
+
+def prepare(config: DictConfig) -> None:
+    """Turn a verl config that asks for the pipeline into one that gets it; others stay as they are.
+
+    Exits with status 2 and one line on standard error if anything is wrong.
+    """
+    try:
+        _prepare(config)
+    except AsyncPipelineError as error:
+        sys.stderr.write(f"{MARK} {error}\n")
+        raise SystemExit(2) from None
+
+
+def _prepare(config: DictConfig) -> None:
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
+    if not is_enabled(raw):
+        _require_no_stray_keys(raw)
+        return
+    if not plugin.is_loaded():
+        raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
+    require_patched(find_verl_root())
+    _require_resolvable(config)
+    translation = resolve(raw)
+    check_verl_config(config)
+    _rewrite(config, translation.config, translation.foreign_paths)
+    for note in translation.notes:
+        _say(note)
+
+
+def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
+    stray = [path for path, _ in walk(raw) if path == OWN or path == "async_strategy"]
+    if stray:
+        raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
+
+
+def _require_resolvable(config: DictConfig) -> None:
+    """Raises ConfigError: an interpolation such as ${oc.env:NAME} has no value."""
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key} cannot be resolved: {text}; set it or override the key") from None
+
+
+def check_verl_config(config: DictConfig) -> None:
+    """Raises ConfigError: verl options that this pipeline cannot honour (yet)."""
+    for rule in _RULES:
+        path, allowed, why, remedy = rule
+        value = OmegaConf.select(config, path)
+        if not allowed(value):
+            raise ConfigError(f"{path} {why}, got {value!r}; {remedy}")
+    rollout = config.actor_rollout_ref.rollout
+    devices, tp = rollout.nnodes * rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
+    if tp < 1 or devices % tp:
+        raise ConfigError(
+            f"{_ROLLOUT}.tensor_model_parallel_size must divide the {devices} rollout devices (nnodes * n_gpus_per_node), "
+            f"got {tp}; set it to 1 or give the rollout {max(tp, 1)} devices"
+        )
+    lora = OmegaConf.select(config, "actor_rollout_ref.model.lora.rank") or config.actor_rollout_ref.model.get(
+        "lora_rank", 0
+    )
+    if lora and not OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"):
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora rank {lora} needs actor_rollout_ref.model.lora.merge=True; "
+            "publishing adapters alone is not supported yet"
+        )
+
+
+def _rewrite(config: DictConfig, knobs: AsyncPipelineConfig, foreign: tuple[str, ...]) -> None:
+    own = dataclasses.asdict(knobs)
+    own["custom_roles"] = list(knobs.custom_roles)
+    own["run_dir"] = str(_make_run_dir(config, knobs))
+    own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
+    with open_dict(config):
+        for path in foreign:
+            _remove(config, path)
+        config.trainer.v1.async_pipeline = own
+        config.trainer.v1.trainer_mode = knobs.strategy
+        config.actor_rollout_ref.hybrid_engine = False
+        rollout = config.actor_rollout_ref.rollout
+        rollout.agent.agent_loop_manager_class = MANAGER
+        engine = rollout.checkpoint_engine
+        engine.backend = "dual_buffer"
+        engine.custom_backend_module = ENGINE_MODULE
+        engine.update_weights_bucket_megabytes = knobs.preduce_bucket_size_mb
+        engine.engine_kwargs = {
+            "dual_buffer": {"rollout_dtype": str(rollout.dtype), "proof_tensors": knobs.proof_tensors}
+        }
+        logger = config.trainer.logger
+        names = [logger] if isinstance(logger, str) else list(logger or [])
+        config.trainer.logger = names if "file" in names else [*names, "file"]
+
+
+def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
+    """An absolute directory, and `latest` beside it pointing at it."""
+    project, name = config.trainer.project_name, config.trainer.experiment_name
+    run_dir = Path(knobs.run_dir or Path("outputs") / str(project) / str(name)).resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    latest = run_dir.parent / "latest"
+    temporary = run_dir.parent / f".latest-{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run_dir.name)
+    if latest.is_symlink() or not latest.exists():
+        os.replace(temporary, latest)
+    else:
+        temporary.unlink()
+    _say(f"run directory {run_dir}")
+    return run_dir
+
+
+def _remove(config: DictConfig, path: str) -> None:
+    parent, _, leaf = path.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    if isinstance(node, DictConfig) and leaf in node:
+        del node[leaf]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{MARK} {text}\n")
+    sys.stdout.flush()
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_RULES = (
+    ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
+    (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "sglang is not supported yet"),
+    (f"{_ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
+    (f"{_ROLLOUT}.nnodes", _positive, "must be >= 1", "generation needs devices of its own: say how many nodes"),
+    (f"{_ROLLOUT}.n_gpus_per_node", _positive, "must be >= 1", "generation needs devices of its own"),
+    (f"{_ROLLOUT}.data_parallel_size", lambda v: v == 1, "must be 1", "use more replicas instead"),
+    (
+        f"{_ROLLOUT}.pipeline_model_parallel_size",
+        lambda v: v == 1,
+        "must be 1",
+        "use tensor parallelism or more replicas instead",
+    ),
+    (f"{_ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
+    ("algorithm.adv_estimator", lambda v: v != "gae", "must not be gae", "a critic is not supported yet; use grpo"),
+    ("algorithm.filter_groups.enable", lambda v: not v, "must be False", "group filtering is not supported yet"),
+    ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
+    ("skip.rollout_tq.enable", lambda v: not v, "must be False", "replaying stored rollouts is not supported yet"),
+    ("trainer.resume_mode", lambda v: v in ("auto", "disable"), "must be auto or disable", "resume is not supported yet"),
+    (
+        "reward.reward_model.enable",
+        lambda v: not v,
+        "must be False",
+        "a reward model is not supported yet; use a reward function",
+    ),
+)
+
+

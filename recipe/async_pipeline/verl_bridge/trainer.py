@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's V1 PPOTrainer as the executor of the pipeline.
+
+`fit` runs `AsyncTrainingFlow`; the roles call the coroutines below. Each of them runs verl's own
+blocking code in a thread, on a copy of the batch's metadata, because verl's stages write into it.
+A strategy subclasses this and overrides decisions: `admission`, `take_batch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import ray
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils as tu
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.utils.padding import response_from_nested
+
+from .. import plugin
+from ..config import AsyncPipelineConfig, own_fields
+from ..core.flow import AsyncTrainingFlow
+from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
+from ..core.ports import Admission
+from ..core.staleness import BatchAdmission, Versions
+from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
+from ..observe.event_file import EventFile
+from ..observe.overlap import OverlapMeter
+from ..observe.summary import RunRecorder, write_atomically
+from ..observe.table import MARK, StepRow, closing, header
+from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
+from .custom_roles import insert_custom_roles
+from .patches import find_verl_root, require_patched
+from .rollout_pool import PipelineServerManager, RolloutPool, require_one_host
+from .workers import REF_COLUMN, PipelineWorker
+
+T = TypeVar("T")
+PARTITION = "train"
+TRAIN_POOL, GENERATE_POOL = "train", "generate"
+CALL_THREADS = 16
+"""Blocking calls that may be under way at once; each role has at most one, validation one more."""
+VALIDATION_POLL_S = 0.05
+"""verl polls the sample store during validation, by default every 2 s."""
+
+
+class AsyncPipelineTrainer(PPOTrainer):
+    """Base of the strategies. Not registered itself."""
+
+    _enable_hybrid_replicas = False
+    """verl reads this: no rollout engine on the training devices."""
+    strategy: ClassVar[str]
+
+    def __init__(self, config: DictConfig) -> None:
+        """Raises PatchedVerlRequired: the worker's verl lacks our plugin or patches."""
+        if not plugin.is_loaded():
+            raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
+        require_patched(find_verl_root())
+        super().__init__(config)
+        own = OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
+        assert isinstance(own, dict)
+        self.started_unix = float(own.get("started_unix") or time.time())
+        roles = tuple(own.get("custom_roles") or ())
+        self.knobs = AsyncPipelineConfig(**{k: v for k, v in own.items() if k in own_fields()} | {"custom_roles": roles})
+        self.max_lag = self.knobs.max_lag
+        self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
+        self.run_dir = Path(str(self.knobs.run_dir))
+        self.replay_buffer.poll_interval = VALIDATION_POLL_S
+        self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
+        self._order: dict[str, int] = {}
+        self._last_publication: Publication | None = None
+        self._last_finish = 0.0
+
+    # Start-up.
+
+    def _setup(self) -> None:
+        """Start the rollout servers beside the training workers: neither needs the other."""
+        _say("starting training workers and rollout servers")
+        with ThreadPoolExecutor(1, thread_name_prefix="rollout-start") as starter:
+            servers = starter.submit(PipelineServerManager.create, config=self.config)
+            super()._setup()
+            _say("training workers are up")
+            self._server_manager = servers.result()
+        rollout = self.config.actor_rollout_ref.rollout
+        self.rollout_pool = RolloutPool(
+            self._server_manager, self.knobs.consume_bucket_size_mb << 20, self.knobs.publish_timeout_s
+        )
+        trainer_nodes = set(ray.get([self.actor_rollout_wg.workers[0].__ray_call__.remote(_node_id)]))
+        require_one_host(trainer_nodes, self.rollout_pool.node_ids())
+        _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
+
+    def _init_dataloader(self) -> None:
+        """Whole batches, as verl's sync trainer draws them, so that both see the same prompts in one order."""
+        mode, self.trainer_mode = self.trainer_mode, "sync"
+        try:
+            super()._init_dataloader()
+        finally:
+            self.trainer_mode = mode
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in (Role.Actor, Role.RefPolicy):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = ray.remote(PipelineWorker)
+
+    def _load_checkpoint(self) -> None:
+        """Raises ConfigError: there is a checkpoint to resume from, which is not supported yet."""
+        self.global_steps = 0
+        tracker = Path(self.config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
+        if self.config.trainer.resume_mode != "disable" and tracker.exists():
+            raise ConfigError(
+                f"trainer.resume_mode={self.config.trainer.resume_mode} found {tracker}, but this pipeline cannot "
+                "resume yet; set trainer.resume_mode=disable or another trainer.default_local_dir"
+            )
+
+    def get_llm_client(self) -> LLMServerClient:
+        return self._server_manager.get_client()
+
+    def on_step_end(self) -> None:
+        """verl's serial loop is not used."""
+
+    def on_sample_end(self) -> None:
+        """verl's serial loop is not used."""
+
+    def _get_n_gpus_for_throughput(self) -> int:
+        return sum(self.pools().values())
+
+    # The run.
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        """Train to the end. Raises the first error of any role; the summary is written either way."""
+        self.agent_loop_manager = agent_loop_manager
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / "metrics.jsonl")
+        trainer = self.config.trainer
+        self.logger = Tracking(
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            default_backend=trainer.logger,
+            config=OmegaConf.to_container(self.config, resolve=True),
+        )
+        self.validation_generations_logger = ValidationGenerationsLogger(
+            project_name=trainer.project_name, experiment_name=trainer.experiment_name
+        )
+        self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
+        try:
+            asyncio.run(self._run())
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._shutdown_dump_executor()
+        self.actor_rollout_wg.close_arenas()
+
+    async def _run(self) -> None:
+        flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True)
+        insert_custom_roles(flow, self.knobs.custom_roles)
+        overlap = OverlapMeter()
+        flow.log.subscribe(overlap)
+        failure: BaseException | None = None
+        with EventFile(self.run_dir / "events.jsonl") as events:
+            flow.log.subscribe(events)
+            _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
+            _echo(header())
+            try:
+                await flow.run()
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                summary = self.recorder.summarize(flow.result(), overlap.seconds, time.time(), failure)
+                write_atomically(self.run_dir / "summary.json", summary)
+                for line in closing(summary):
+                    _echo(line)
+
+    async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run blocking verl code in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+
+    # PipelineTrainer: facts.
+
+    @property
+    def first_step(self) -> int:
+        return 1
+
+    @property
+    def last_step(self) -> int:
+        by_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
+        return int(min(self.total_training_steps, by_epochs))
+
+    def roles(self) -> Sequence[str]:
+        roles = ["dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update"]
+        return roles if self.use_reference_policy else [r for r in roles if r != "ref_logp"]
+
+    def pools(self) -> Mapping[str, int]:
+        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
+        return {
+            TRAIN_POOL: int(trainer.nnodes * trainer.n_gpus_per_node),
+            GENERATE_POOL: int(rollout.nnodes * rollout.n_gpus_per_node),
+        }
+
+    def pool_of(self, role: str) -> str | None:
+        if role == "generate":
+            return GENERATE_POOL
+        return TRAIN_POOL if role in ("logp", "ref_logp", "train", "param_update") else None
+
+    # PipelineTrainer: decisions.
+
+    def admission(self, versions: Versions, max_lag: int) -> Admission:
+        """Whole batches; bounds the lag of every token by `max_lag`."""
+        return BatchAdmission(versions, max_lag, self.first_step, self.last_step)
+
+    def take_batch(self, next_step: int, waiting: Mapping[int, Sequence[Group]]) -> Sequence[Group] | None:
+        """A whole batch, of the prompts that were drawn for this very step."""
+        groups = waiting.get(next_step, ())
+        return list(groups) if len(groups) == self.config.data.train_batch_size else None
+
+    # PipelineTrainer: work.
+
+    async def draw_prompts(self, step: int, served_version: int) -> PromptBatch:
+        batch = await self._call(self._draw, step)
+        uids = [str(uid) for uid in batch["uid"]]
+        self._order.update({uid: i for i, uid in enumerate(uids)})
+        prompts = tuple(Prompt(uid=uid, step=step, payload=batch[i : i + 1]) for i, uid in enumerate(uids))
+        return PromptBatch(step=step, prompts=prompts, admitted_version=served_version)
+
+    def _draw(self, step: int) -> Any:
+        batch = self._next_train_batch()
+        tu.assign_non_tensor_data(batch, "global_steps", step)
+        return batch
+
+    async def generate_group(self, prompt: Prompt) -> Group:
+        results = await self.agent_loop_manager.run_group(prompt.payload)
+        trajectories = tuple(
+            Trajectory(
+                key=r["key"],
+                first_version=_version(r, "min_global_steps"),
+                last_version=_version(r, "max_global_steps"),
+                num_tokens=int(r["tag"]["response_len"]),
+                reward=_reward(r),
+                payload=r["tag"],
+            )
+            for r in sorted(results, key=lambda r: str(r["key"]))
+        )
+        return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
+        ordered = tuple(sorted(groups, key=lambda g: self._order.pop(g.uid)))
+        metrics: dict[str, Any] = {}
+        meta = KVBatchMeta(
+            partition_id=PARTITION,
+            keys=[t.key for g in ordered for t in g.trajectories],
+            tags=[dict(t.payload) for g in ordered for t in g.trajectories],
+            extra_info={"temperature": self.config.actor_rollout_ref.rollout.temperature},
+        )
+        meta = await self._call(self._balance_batch, meta, metrics=metrics)
+        return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics)
+
+    async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
+        return await self._stage(batch, self._compute_old_log_prob, "old_log_prob")
+
+    async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
+        return await self._stage(batch, self._compute_ref_log_prob, "ref")
+
+    async def compute_advantages(self, batch: StepBatch) -> StepBatch:
+        return await self._stage(batch, self._compute_advantage, "adv")
+
+    async def update(self, batch: StepBatch) -> StepBatch:
+        return await self._stage(batch, functools.partial(self._update_and_save, batch.step), "update_actor")
+
+    async def _stage(self, batch: StepBatch, function: Callable[..., Any], timer: str) -> StepBatch:
+        metrics: dict[str, Any] = {}
+        started = time.perf_counter()
+        await self._call(function, _copy(batch.payload), metrics=metrics)
+        return batch.with_results(metrics=metrics, **{timer: time.perf_counter() - started})
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        """As verl's, from a column that old log-probs of another batch cannot overwrite."""
+        batch.extra_info.update(
+            calculate_entropy=False,
+            compute_loss=False,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
+        )
+        self.ref_policy_wg.compute_ref_log_prob(batch)
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=[REF_COLUMN, "response_mask"]
+        )
+        data["ref_log_prob"] = response_from_nested(data.pop(REF_COLUMN), data["response_mask"])
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("ref_log_prob"))
+        return batch
+
+    def _update_and_save(self, step: int, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
+        self.global_steps = step
+        self._update_actor(batch, metrics=metrics)
+        every = self.config.trainer.save_freq
+        if every > 0 and (step % every == 0 or step == self.last_step):
+            self._save_weights()
+
+    def _save_weights(self) -> None:
+        """verl's checkpoint without the state of its sample store, which is not how this pipeline resumes."""
+        mode, self.trainer_mode = self.trainer_mode, "sync"
+        try:
+            self._save_checkpoint()
+        finally:
+            self.trainer_mode = mode
+
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        step_s = now - self._last_finish if self._last_finish else sum(batch.timing_s.values())
+        self._last_finish = now
+        await self._call(self._finish, batch, dict(facts), step_s)
+
+    def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float) -> None:
+        timing = {**batch.timing_s, "step": step_s}
+        metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
+        metrics.update(self._publication_metrics())
+        self._compute_metrics(
+            _copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
+        )
+        if self.config.trainer.get("rollout_data_dir"):
+            self.global_steps = batch.step
+            self._log_rollout_data(_copy(batch.payload), timing, self.config.trainer.rollout_data_dir)
+        tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
+        self._report(batch, facts, metrics, step_s)
+        self.logger.log(data=metrics, step=batch.step)
+
+    def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float) -> None:
+        trajectories = [t for g in batch.groups for t in g.trajectories]
+        reward = sum(t.reward or 0.0 for t in trajectories) / len(trajectories)
+        kl = metrics.get("rollout_corr/kl")
+        self.recorder.record(reward, step_s, None if kl is None else float(kl), time.time())
+        row = StepRow(
+            step=batch.step,
+            last_step=self.last_step,
+            reward=reward,
+            tokens=sum(t.num_tokens for t in trajectories) / len(trajectories),
+            lag_mean=facts["lag/mean"],
+            lag_max=facts["lag/max"],
+            served=facts["version/served_min"],
+            kl=float("nan") if kl is None else float(kl),
+            train_s=batch.timing_s.get("update_actor", 0.0),
+            step_s=step_s,
+            samples=len(trajectories),
+        )
+        _echo(row.render())
+
+    def _publication_metrics(self) -> dict[str, float]:
+        """The newest publication, with the metrics of the step during which it happened."""
+        last = self._last_publication
+        if last is None:
+            return {}
+        names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "tensors_proved")
+        return {f"async_pipeline/param_update/{name}": float(getattr(last, name)) for name in names}
+
+    async def gather(self, version: int) -> bytes:
+        manifests = await self._call(self.actor_rollout_wg.gather_weights, version)
+        manifest = next((m for m in manifests if m is not None), None)
+        if manifest is None:
+            raise WeightSyncError(f"no training rank returned a manifest of version {version}")
+        return bytes(manifest)
+
+    async def publish(self, version: int, snapshot: object) -> Publication:
+        assert isinstance(snapshot, bytes)
+        self._last_publication = await self.rollout_pool.publish(snapshot)
+        return self._last_publication
+
+    async def validate(self, version: int) -> None:
+        """Validate a version that was just served, if it is due. Replicas keep it until this is done."""
+        trainer = self.config.trainer
+        due = trainer.get("val_before_train", True) if version == 0 else False
+        if version > 0 and trainer.test_freq > 0:
+            due = version % trainer.test_freq == 0 or version == self.last_step
+        if not due:
+            return
+        async with self.rollout_pool.weights:
+            started = time.perf_counter()
+            metrics = await self._call(self._validate)
+        metrics["async_pipeline/validation/version"] = version
+        await self._call(self.logger.log, data=metrics, step=version)
+        shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
+        _say(f"validation of version {version}: {shown} in {time.perf_counter() - started:.1f} s")
+
+
+def _copy(meta: KVBatchMeta) -> KVBatchMeta:
+    """verl's stages write into `extra_info` and reorder in place; each gets its own."""
+    return KVBatchMeta(
+        partition_id=meta.partition_id,
+        keys=list(meta.keys),
+        tags=[dict(tag) for tag in meta.tags],
+        extra_info=dict(meta.extra_info or {}),
+    )
+
+
+def _version(result: Mapping[str, Any], name: str) -> int:
+    version = result["tag"][name]
+    if version is None:
+        raise RolloutError(f"trajectory {result['key']} came back without the version that generated it")
+    return int(version)
+
+
+def _reward(result: Mapping[str, Any]) -> float | None:
+    reward = result["reward"]
+    return None if reward is None else float(reward)
+
+
+def _node_id(_: Any) -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _say(text: str) -> None:
+    _echo(f"{MARK} {text}")
+
+
+def _echo(line: str) -> None:
+    # Ray forwards the standard output of this actor to the user's terminal.
+    os.write(1, f"{line}\n".encode())
+

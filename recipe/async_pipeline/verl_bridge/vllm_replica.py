@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM rollout server that takes whole versions, and stamps what it generates with them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from ..errors import WeightSyncError
+from ..weight_sync.arena import ArenaReader
+from ..weight_sync.manifest import decode
+
+EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
+
+
+class PipelineVLLMServer(vLLMHttpServer):
+    """verl's server. Requests in flight survive a load; their spans are recorded by version."""
+
+    _reader: ArenaReader | None = None
+
+    def _get_worker_extension_cls(self) -> str:
+        return EXTENSION
+
+    async def run_server(self, args: Any) -> None:
+        await super().run_server(args)
+        # A version must not reuse keys and values that another one computed.
+        self.engine.generate = self._with_salt(self.engine.generate)
+
+    def _with_salt(self, generate: Any) -> Any:
+        def salted(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+            if isinstance(prompt, dict):
+                prompt = {**prompt, "cache_salt": f"v{self.global_steps}"}
+            result: AsyncGenerator[Any, None] = generate(prompt, *args, **kwargs)
+            return result
+
+        return salted
+
+    async def load_version(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> dict[str, float]:
+        """Check, load, prove and announce one version, in this order.
+
+        The checksums are computed here, outside the engine, so that generation stands still only for
+        the copy. Raises WeightSyncError: not newer, corrupt, too slow; ProofError: not what is served.
+        """
+        started = time.perf_counter()
+        described = decode(manifest)
+        if self.global_steps is not None and described.version <= self.global_steps:
+            raise WeightSyncError(
+                f"replica {self.replica_rank} serves v{self.global_steps} and was offered v{described.version}; "
+                "versions only move forward"
+            )
+        self._reader = self._reader or ArenaReader()
+        await asyncio.to_thread(self._reader.verify, described)
+        verified = time.perf_counter()
+        reports = await self.engine.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
+        self.global_steps = described.version
+        return {
+            "transfer_s": verified - started,
+            "load_s": time.perf_counter() - verified,
+            "prove_s": max(r["prove_s"] for r in reports),
+            "tensors_proved": min(r["tensors_proved"] for r in reports),
+        }
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        """As verl's, stamped with the versions at start and finish instead of the latter alone."""
+        first = self.global_steps
+        output = await super().generate(*args, **kwargs)
+        output.extra_fields["min_global_steps"] = first
+        output.extra_fields["max_global_steps"] = self.global_steps
+        return output
+
+
+class PipelineVLLMReplica(vLLMReplica):
+    """verl's replica, running our server."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(PipelineVLLMServer)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker classes that run on the training devices."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+REF_COLUMN = "ref_log_probs_full"
+"""verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix them."""
+
+
+class PipelineWorker(ActorRolloutRefWorker):
+    """verl's worker, with a gather that can be called by itself and a column of its own for the reference."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gather_weights(self, version: int) -> bytes | None:
+        """Copy the full weights into host memory; rank 0 returns the manifest. A collective of all ranks."""
+        weights, _ = self.actor.engine.get_per_tensor_param()
+        return self.checkpoint_engine.gather(weights, version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_arenas(self) -> None:
+        """Unlink the shared memory of this rank."""
+        self.checkpoint_engine.close()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def process_id(self) -> int:
+        return os.getpid()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: TensorDict) -> Any:
+        """As verl's, under our own column. Per-token log-probs of prompt and response, jagged."""
+        output = self.ref.infer_batch(data=data)
+        if output is None:
+            return None
+        output = output.cpu()
+        if "log_probs" in output.keys():
+            output[REF_COLUMN] = output.pop("log_probs")
+        return output

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory that a trainer writes and replicas on the same host map.
+
+An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the
+first write and then reused for every later version: the first touch of fresh shared memory is ten
+times slower than writing to it again. Segments are 0600, carry random names, and are unlinked by
+their owner, or by Python's resource tracker if the owner is killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..errors import WeightSyncError
+from .delivery import draw_sample, sampled_names
+from .dual_buffer import DualBuffer
+from .manifest import BucketEntry, Manifest, TensorEntry
+
+SHM_DIR = Path("/dev/shm")
+PREFIX = "async_pipeline-"
+ALIGN = 64
+"""Each tensor starts on a cache line, which suits every dtype."""
+
+
+class Segment:
+    """One shared-memory file, mapped into this process."""
+
+    def __init__(self, name: str, size: int, *, create: bool) -> None:
+        """Raises WeightSyncError: not ours by name, missing, or shorter than `size`."""
+        if not name.startswith(PREFIX) or "/" in name:
+            raise WeightSyncError(f"{name!r} is not a segment of this pipeline")
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
+        try:
+            fd = os.open(SHM_DIR / name, flags, 0o600)
+        except OSError as error:
+            raise WeightSyncError(f"shared memory {name}: {error.strerror}") from error
+        try:
+            if create:
+                # Owner first: from here on a killed process leaves nothing behind.
+                resource_tracker.register(f"/{name}", "shared_memory")
+                os.ftruncate(fd, size)
+            elif os.fstat(fd).st_size < size:
+                raise WeightSyncError(f"shared memory {name} holds fewer than the {size} bytes promised")
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self.name, self.size, self._owner = name, size, create
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def checksum(self, nbytes: int) -> int:
+        """xxh3 of the first `nbytes` bytes."""
+        return xxhash.xxh3_64_intdigest(memoryview(self._map)[:nbytes])
+
+    def close(self) -> None:
+        """Unlink if this process made it. The mapping itself goes when no tensor uses it any more."""
+        if self._owner:
+            self._owner = False
+            (SHM_DIR / self.name).unlink(missing_ok=True)
+            resource_tracker.unregister(f"/{self.name}", "shared_memory")
+
+
+class Arena:
+    """One slot of the dual buffer: as many buckets as the largest version needed so far."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._segments: list[Segment] = []
+        self._used: list[int] = []
+        self._tensors: list[TensorEntry] = []
+
+    def reset(self) -> None:
+        """Forget the contents; keep the memory."""
+        self._used, self._tensors = [], []
+
+    def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
+        """Copy one tensor in, cast to `dtype` if it is floating point and `dtype` is given."""
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        nbytes = tensor.numel() * target.itemsize
+        bucket, offset = self._place(nbytes)
+        view = self._segments[bucket].bytes[offset : offset + nbytes].view(target)
+        view.copy_(tensor.detach().reshape(-1), non_blocking=tensor.is_cuda)
+        entry = TensorEntry(name, tuple(tensor.shape), str(target).removeprefix("torch."), bucket, offset, nbytes)
+        self._tensors.append(entry)
+        return entry
+
+    def seal(self, version: int, proof_tensors: int, started: float) -> Manifest:
+        """Checksum the buckets, draw the samples for the proof and describe the whole."""
+        tensors = {e.name: e for e in self._tensors}
+        return Manifest(
+            version=version,
+            tensors=tuple(self._tensors),
+            buckets=tuple(
+                BucketEntry(segment.name, used, segment.checksum(used))
+                for segment, used in zip(self._segments, self._used, strict=False)
+            ),
+            samples=tuple(
+                draw_sample(version, name, view_of(self._segments, tensors[name]))
+                for name in sampled_names(tuple(tensors), version, proof_tensors)
+            ),
+            gather_s=time.perf_counter() - started,
+        )
+
+    def close(self) -> None:
+        for segment in self._segments:
+            segment.close()
+
+    def _place(self, nbytes: int) -> tuple[int, int]:
+        if self._used:
+            offset = -(-self._used[-1] // ALIGN) * ALIGN
+            if offset + nbytes <= self._segments[len(self._used) - 1].size:
+                self._used[-1] = offset + nbytes
+                return len(self._used) - 1, offset
+        index = len(self._used)
+        size = max(self._bucket_bytes, nbytes)
+        if index < len(self._segments) and self._segments[index].size < nbytes:
+            self._segments[index].close()
+            self._segments[index] = _create(size)
+        elif index == len(self._segments):
+            self._segments.append(_create(size))
+        self._used.append(nbytes)
+        return index, 0
+
+
+class ArenaWriter:
+    """The trainer's side: gathers versions alternately into two arenas."""
+
+    def __init__(self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None) -> None:
+        self._arenas = (Arena(bucket_bytes), Arena(bucket_bytes))
+        self._buffer = DualBuffer()
+        self._proof_tensors = proof_tensors
+        self._dtype = dtype
+
+    def gather(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
+        """Copy all weights in; returns when the last copy is done. An error leaves the old version intact."""
+        started = time.perf_counter()
+        arena = self._arenas[self._buffer.begin_fill(version)]
+        try:
+            arena.reset()
+            on_device = False
+            for name, tensor in weights:
+                arena.write(name, tensor, self._dtype)
+                on_device = on_device or tensor.is_cuda
+            if on_device:
+                torch.cuda.synchronize()
+            manifest = arena.seal(version, self._proof_tensors, started)
+        except BaseException:
+            self._buffer.abort()
+            raise
+        self._buffer.commit()
+        return manifest
+
+    def close(self) -> None:
+        """Unlink all segments; receivers keep what they have mapped."""
+        for arena in self._arenas:
+            arena.close()
+
+
+class ArenaReader:
+    """A receiver's side: maps segments once and hands out tensors that alias them."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, Segment] = {}
+
+    def verify(self, manifest: Manifest) -> None:
+        """Raises WeightSyncError: a bucket does not have the checksum that the trainer computed."""
+        for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
+            if segment.checksum(bucket.nbytes) != bucket.xxh3:
+                raise WeightSyncError(f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)")
+
+    def read(self, manifest: Manifest, piece_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Named tensors, aliases of the arena, in pieces of at most `piece_bytes`."""
+        segments = self._map(manifest)
+        for piece in manifest.pieces(piece_bytes):
+            yield [(entry.name, view_of(segments, entry)) for entry in piece]
+
+    def _map(self, manifest: Manifest) -> list[Segment]:
+        names = {b.segment for b in manifest.buckets}
+        for bucket in manifest.buckets:
+            known = self._segments.get(bucket.segment)
+            if known is None or known.size < bucket.nbytes:
+                self._segments[bucket.segment] = Segment(bucket.segment, bucket.nbytes, create=False)
+        # Two versions' worth of mappings stay; segments that were replaced by larger ones go.
+        for name in list(self._segments):
+            if name not in names and not (SHM_DIR / name).exists():
+                del self._segments[name]
+        return [self._segments[b.segment] for b in manifest.buckets]
+
+
+def view_of(segments: list[Segment], entry: TensorEntry) -> torch.Tensor:
+    """The tensor that `entry` describes, as an alias of its bucket."""
+    raw = segments[entry.bucket].bytes[entry.offset : entry.offset + entry.nbytes]
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def _create(size: int) -> Segment:
+    return Segment(f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}", size, create=True)

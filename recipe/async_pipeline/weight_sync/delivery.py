@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof of delivery: what a replica serves is compared with what the trainer published.
+
+The trainer puts a few values of some tensors of each version into the manifest. The replica looks the
+same values up in the parameters it *serves*, found by name without help from the loader, so a loader
+that skips, misplaces or half-fills a tensor is caught. Positions follow from version and name; the
+tensors rotate, so that all are covered in turn, and the embeddings are checked every time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from ..errors import ProofError
+from .manifest import Manifest, Sample
+
+VALUES_PER_TENSOR = 64
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def sampled_names(names: Sequence[str], version: int, count: int) -> tuple[str, ...]:
+    """The tensors to prove for this version: a rotating slice, and always embedding and head."""
+    if count >= len(names):
+        return tuple(names)
+    start = version * count % len(names)
+    rotating = {names[(start + i) % len(names)] for i in range(count)}
+    return tuple(n for n in names if n in rotating or n.endswith((EMBEDDING, HEAD)))
+
+
+def sample_positions(version: int, name: str, numel: int) -> torch.Tensor:
+    """Flat positions to compare, int64 of shape (min(numel, 64),); the same on both sides."""
+    seed = xxhash.xxh3_64_intdigest(f"{version}/{name}".encode())
+    count = min(numel, VALUES_PER_TENSOR)
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, numel, size=count))
+
+
+def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
+    """The trainer's half of the proof for one tensor."""
+    if tensor.numel() == 0:
+        return Sample(name, b"")
+    values = tensor.reshape(-1)[sample_positions(version, name, tensor.numel()).to(tensor.device)]
+    return Sample(name, to_bytes(values))
+
+
+def to_bytes(values: torch.Tensor) -> bytes:
+    """Raw bytes of a one-dimensional tensor of any dtype."""
+    return values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows and columns of one published tensor lie in a served parameter."""
+
+    served: torch.Tensor
+    """Shape (rows, columns); trailing dimensions are flattened."""
+    row_shift: int
+    """Served row of published row `rows.start`."""
+    rows: range
+    columns: range
+
+    def lookup(self, positions: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which positions this rank holds (bool), and the served values of those."""
+        row, column = positions // num_columns, positions % num_columns
+        held = (
+            (row >= self.rows.start) & (row < self.rows.stop)
+            & (column >= self.columns.start) & (column < self.columns.stop)
+        )  # fmt: skip
+        row, column = row[held] - self.rows.start + self.row_shift, column[held] - self.columns.start
+        return held, self.served[row.to(self.served.device), column.to(self.served.device)]
+
+
+class ServedModel:
+    """The served parameters by published name, for one tensor-parallel rank."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        packed: Mapping[str, Sequence[str]],
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        """`packed`: fused module to the modules it was fused from, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
+        self._parameters = parameters
+        self._packed = packed
+        self._rank, self._size = tp_rank, tp_size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
+
+    def place(self, name: str, shapes: Mapping[str, Sequence[int]]) -> Placement:
+        """Find published tensor `name` among the served ones. Raises ProofError: it is not there."""
+        rows, columns = _as_matrix(shapes[name])
+        if name in self._parameters:
+            served = self._matrix(name)
+            return self._shard(name, served, rows, columns, served.shape[0], 0)
+        for fused, parts in self._packed.items():
+            module, _, leaf = name.rpartition(".")
+            parent, _, part = module.rpartition(".")
+            candidate = f"{parent}.{fused}.{leaf}" if parent else f"{fused}.{leaf}"
+            if part in parts and candidate in self._parameters:
+                sizes = [_as_matrix(shapes[f"{parent}.{p}.{leaf}" if parent else f"{p}.{leaf}"])[0] for p in parts]
+                served = self._matrix(candidate)
+                index = list(parts).index(part)
+                held = self._fused_rows(candidate, served.shape[0], sizes)
+                return self._shard(name, served, rows, columns, held[index], sum(held[:index]))
+        raise ProofError(f"{name} was published but no served parameter holds it")
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        served = self._parameters[name]
+        if served.numel() == 0:
+            raise ProofError(f"{name} has no served tensor to compare; the engine repacked it")
+        return served.reshape(_as_matrix(served.shape))
+
+    def _fused_rows(self, name: str, served_rows: int, sizes: Sequence[int]) -> list[int]:
+        if served_rows == sum(sizes):
+            return list(sizes)
+        shards = [s // self._size for s in sizes]
+        if sum(shards) != served_rows:
+            raise ProofError(f"{name} has {served_rows} rows, which {self._size} ranks of {list(sizes)} do not explain")
+        return shards
+
+    def _shard(
+        self, name: str, served: torch.Tensor, rows: int, columns: int, held_rows: int, shift: int
+    ) -> Placement:
+        if served.shape[1] == columns and held_rows >= rows:
+            return Placement(served, shift, range(rows), range(columns))
+        if served.shape[1] == columns:
+            start = self._rank * held_rows
+            return Placement(served, shift, range(start, min(rows, start + held_rows)), range(columns))
+        if served.shape[1] * self._size == columns and held_rows >= rows:
+            start = self._rank * served.shape[1]
+            return Placement(served, shift, range(rows), range(start, start + served.shape[1]))
+        raise ProofError(f"{name} was published as {rows}x{columns} but is served as {tuple(served.shape)}")
+
+
+def prove(manifest: Manifest, model: ServedModel) -> int:
+    """Compare every sample of the manifest with the served values; returns the tensors compared.
+
+    Raises ProofError: a value differs, a tensor is not served, or nothing could be compared.
+    """
+    shapes = {e.name: e.shape for e in manifest.tensors}
+    dtypes = {e.name: getattr(torch, e.dtype) for e in manifest.tensors}
+    compared = 0
+    for sample in manifest.samples:
+        targets = [sample.name, *_aliases(sample.name, shapes, model)]
+        for target in targets:
+            if sample.name == target and target.endswith(HEAD) and target not in model:
+                continue  # tied: the engine serves the embedding in its place, which is checked too
+            _compare(manifest.version, sample, target, shapes, dtypes[sample.name], model)
+            compared += 1
+    if compared == 0:
+        raise ProofError(f"v{manifest.version}: nothing could be compared, so nothing is proved")
+    return compared
+
+
+def _compare(
+    version: int,
+    sample: Sample,
+    target: str,
+    shapes: Mapping[str, Sequence[int]],
+    dtype: torch.dtype,
+    model: ServedModel,
+) -> None:
+    shape = shapes[sample.name]
+    if math.prod(shape) == 0:
+        return
+    positions = sample_positions(version, sample.name, math.prod(shape))
+    expected = torch.frombuffer(bytearray(sample.values), dtype=torch.uint8).view(dtype)
+    held, served = model.place(target, {**shapes, target: shape}).lookup(positions, _as_matrix(shape)[1])
+    wanted = expected[held].to(served.dtype)
+    if not torch.equal(wanted.view(torch.uint8), served.cpu().contiguous().view(torch.uint8)):
+        wrong = int((wanted != served.cpu()).sum())
+        raise ProofError(
+            f"v{version}: {target} is served with other values than were published "
+            f"({wrong} of {len(wanted)} sampled values differ); the load did not take"
+        )
+
+
+def _aliases(name: str, shapes: Mapping[str, Sequence[int]], model: ServedModel) -> list[str]:
+    """With tied embeddings the head is not published, but must equal the embedding all the same."""
+    if not name.endswith(EMBEDDING):
+        return []
+    head = HEAD
+    return [head] if head not in shapes and head in model else []
+
+
+def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns; a vector is a matrix of one column."""
+    return int(shape[0]) if len(shape) else 1, math.prod(shape[1:])
