@@ -33,6 +33,7 @@ from .channel import Channel
 from .clock import Clock, LoopClock
 from .events import EventLog
 from .items import Publication
+from .machine import StageState
 from .pools import DevicePool, PoolSet
 from .ports import PipelineTrainer
 from .role import ROLES, RoleStateMachine, create_role_state_machine
@@ -168,8 +169,12 @@ class AsyncTrainingFlow:
     def describe(self, machines: Iterable[RoleStateMachine]) -> str:
         """Who is in which state, in words, for the message of a wait that expired."""
         states = ", ".join(f"{m.name} is {m.state.name}" for m in machines)
+        running = ", ".join(m.name for m in self.machines if m.state is StageState.RUNNING)
         v = self.versions
-        return f"{states or 'nobody feeds it'}; versions trained {v.trained}, gathered {v.gathered}, served {v.served}"
+        return (
+            f"{states or 'nobody feeds it'}; running: {running or 'nobody'}; "
+            f"versions trained {v.trained}, gathered {v.gathered}, served {v.served}"
+        )
 
     def _wire(self) -> None:
         lanes = {role: _role(role).lanes(self.trainer) for role in self.graph}

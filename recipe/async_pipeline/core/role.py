@@ -66,9 +66,12 @@ class RoleStateMachine(ABC):
 
     @abstractmethod
     async def process(self, item: Any) -> None:
-        """Work on one item; hand results on with `emit`. Holds the lease until it returns or releases."""
+        """Work on one item; hand results on with `emit`. Holds the lease until it returns or releases.
 
-    async def gate(self, item: Any) -> None:
+        RUNNING means computing: what is left to do after the last `emit` counts as output.
+        """
+
+    async def gate(self, item: Any) -> None:  # noqa: B027 - optional hook
         """Wait until the item may be worked on; the default waits for nothing."""
 
     async def receive(self) -> Any:
@@ -90,22 +93,28 @@ class RoleStateMachine(ABC):
 
     # What subclasses call.
 
-    async def emit(self, item: Any) -> None:
-        """Hand an item to every output, then go on with the present one.
+    async def emit(self, item: Any, *, more: bool = False) -> None:
+        """Hand an item to every output. `more=True` goes on computing afterwards (a stream of outputs).
 
         Waits for: room in each output channel. Raises ChannelClosed: the run is being stopped.
         """
         self.machine.fire(Event.OUTPUT, **self._item)
         for channel in self.outputs:
             await self._wait(channel.send(item), f"room in {channel.name}", self._consumers(channel))
-        self.machine.fire(Event.RESUME, **self._item)
+        if more:
+            self.machine.fire(Event.RESUME, **self._item)
 
     def release(self) -> None:
         """Give the lease back before `process` returns; the rest of the item needs no device."""
         if self._lease is not None and self.pool is not None:
             lease, self._lease = self._lease, None
             self.pool.release(lease)
-            self.pipeline.log.append(self.role, "RELEASE", self.state.name, pool=self.pool.name, **self._item)
+            self.note("RELEASE", pool=self.pool.name)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Log a fact that changes no state."""
+        lane = {"lane": self.lane} if self.lane else {}
+        self.pipeline.log.append(self.role, event, self.state.name, **lane, **{**self._item, **fields})
 
     # The loop.
 
@@ -127,7 +136,7 @@ class RoleStateMachine(ABC):
             self._end(error)
             raise
 
-    async def drained(self) -> None:
+    async def drained(self) -> None:  # noqa: B027 - optional hook
         """Called once when the inputs have ended, before the outputs are closed."""
 
     async def _work(self, item: Any) -> None:

@@ -28,10 +28,14 @@ class GenerateStateMachine(RoleStateMachine):
             for prompt in item.prompts
         ]
         try:
-            for finished in asyncio.as_completed(tasks, timeout=self.trainer.wait_timeout_s):
-                group = await finished
+            for finished in asyncio.as_completed(tasks):
+                group = await self._wait(
+                    finished,
+                    f"one of the groups of step {item.step} to be answered",
+                    lambda: f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are with the rollout servers",
+                )
                 self._item = {"step": item.step, "key": group.uid, "version": group.first_version}
-                await self.emit(group)
+                await self.emit(group, more=True)
         finally:
             for task in tasks:
                 task.cancel()

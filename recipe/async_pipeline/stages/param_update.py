@@ -33,7 +33,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
         pipeline, version = self.pipeline, item.step
         snapshot = await self.trainer.gather(version)
         pipeline.versions.advance_gathered(version)
-        pipeline.log.append(self.role, "GATHERED", self.state.name, version=version)
+        self.note("GATHERED", version=version)
         self.release()
         if version >= self.trainer.first_step:
             await self._wait(
@@ -44,10 +44,8 @@ class ParamUpdateStateMachine(RoleStateMachine):
         publication = await self.trainer.publish(version, snapshot)
         pipeline.versions.advance_served(version)
         pipeline.tally.publications.append(publication)
-        pipeline.log.append(
-            self.role,
+        self.note(
             "SERVED",
-            self.state.name,
             version=version,
             gather_s=publication.gather_s,
             transfer_s=publication.transfer_s,

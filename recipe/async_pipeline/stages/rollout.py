@@ -27,7 +27,7 @@ class RolloutStateMachine(RoleStateMachine):
             batch = await self.trainer.assemble(self._next_step, groups)
             self._item = {"step": self._next_step}
             self._next_step += 1
-            await self.emit(batch)
+            await self.emit(batch, more=True)
 
     def _forget(self, groups: Sequence[Group]) -> None:
         taken = {g.uid for g in groups}

@@ -30,9 +30,7 @@ class TrainStateMachine(RoleStateMachine):
         for group in item.groups:
             tally.train(group.uid, item.step, len(group.trajectories))
         tally.steps += 1
-        self.pipeline.log.append(
-            self.role, "TRAINED", self.state.name, version=item.step, **self._item, **facts
-        )
+        self.note("TRAINED", version=item.step, **facts)
         self.release()
         # The next gather must not wait for our bookkeeping.
         await self.emit(batch)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -40,8 +40,7 @@ def prepare(config: DictConfig) -> None:
 
 
 def _prepare(config: DictConfig) -> None:
-    raw = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(raw, dict)
+    raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
         _require_no_stray_keys(raw)
         return

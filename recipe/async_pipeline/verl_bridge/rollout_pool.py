@@ -40,7 +40,8 @@ class RolloutPool:
 
     @property
     def replicas(self) -> Sequence[Any]:
-        return self._manager.get_replicas()
+        replicas: Sequence[Any] = self._manager.get_replicas()
+        return replicas
 
     def node_ids(self) -> set[str]:
         """Ray nodes that replicas run on. Blocks on a Ray call."""

@@ -60,6 +60,8 @@ class AsyncPipelineTrainer(PPOTrainer):
     _enable_hybrid_replicas = False
     """verl reads this: no rollout engine on the training devices."""
     strategy: ClassVar[str]
+    trainer_mode: str
+    """verl's name for it; several of its methods ask whether this is `sync`."""
 
     def __init__(self, config: DictConfig) -> None:
         """Raises PatchedVerlRequired: the worker's verl lacks our plugin or patches."""

@@ -22,6 +22,8 @@ EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtensi
 class PipelineVLLMServer(vLLMHttpServer):
     """verl's server. Requests in flight survive a load; their spans are recorded by version."""
 
+    global_steps: int | None
+    """The version that is served; verl's own name for it."""
     _reader: ArenaReader | None = None
 
     def _get_worker_extension_cls(self) -> str:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import vllm._custom_ops as vllm_ops
 import vllm.model_executor.layers.utils as vllm_layers
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
-
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.delivery import ServedModel, prove

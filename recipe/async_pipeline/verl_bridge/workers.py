@@ -21,7 +21,8 @@ class PipelineWorker(ActorRolloutRefWorker):
     def gather_weights(self, version: int) -> bytes | None:
         """Copy the full weights into host memory; rank 0 returns the manifest. A collective of all ranks."""
         weights, _ = self.actor.engine.get_per_tensor_param()
-        return self.checkpoint_engine.gather(weights, version)
+        manifest: bytes | None = self.checkpoint_engine.gather(weights, version)
+        return manifest
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_arenas(self) -> None:

@@ -50,7 +50,7 @@ def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
 
 def to_bytes(values: torch.Tensor) -> bytes:
     """Raw bytes of a one-dimensional tensor of any dtype."""
-    return values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return bytes(values.detach().cpu().contiguous().view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True)

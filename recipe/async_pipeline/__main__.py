@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m recipe.async_pipeline` is the command `async-pipeline`."""
+
+from __future__ import annotations
+
+import sys
+
+from recipe.async_pipeline.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `async-pipeline`: one literal table of subcommands, each a module that is loaded when asked for.
+
+Such a module has `add_arguments(parser)` and `run(args) -> int`. Exit status: 0 all is well, 2 the user's
+mistake (usage, configuration, patches), 1 ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, TextIO
+
+from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError
+
+EXIT_OK, EXIT_OURS, EXIT_USERS = 0, 1, 2
+
+
+class Subcommand(NamedTuple):
+    """Where a subcommand lives, and its line in `--help`."""
+
+    module: str
+    help: str
+
+
+SUBCOMMANDS: dict[str, Subcommand] = {
+    "doctor": Subcommand("recipe.async_pipeline.doctor", "check what a run needs, and say how to mend it"),
+    "patch": Subcommand(
+        "recipe.async_pipeline.verl_bridge.patch_command",
+        "fetch the pinned verl; apply, revert or refresh patches",
+    ),
+    "task": Subcommand("recipe.async_pipeline.toy.command", "make the small model and data of the smoke run"),
+    "watch": Subcommand("recipe.async_pipeline.watch", "follow a run: its steps, then its summary"),
+}
+
+
+def echo(text: str, *, file: TextIO | None = None) -> None:
+    """Write one line of the command's own output (to stdout by default), at once."""
+    stream = file or sys.stdout
+    stream.write(text + "\n")
+    stream.flush()
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Return the parser; only the module of the `chosen` subcommand is imported, for its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="async-pipeline",
+        description="Asynchronous RL post-training on pinned and patched verl.",
+        epilog="exit status: 0 all is well, 2 your mistake (the message says which), 1 ours",
+    )
+    rows = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    for name, (module, text) in SUBCOMMANDS.items():
+        row = rows.add_parser(name, help=text, description=text)
+        if name == chosen:
+            importlib.import_module(module).add_arguments(row)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return the exit status. An error that is nobody's plan propagates (status 1)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    args = build_parser(chosen).parse_args(arguments)
+    try:
+        return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
+    except AsyncPipelineError as error:
+        echo(f"async-pipeline {args.subcommand}: {error}", file=sys.stderr)
+        return EXIT_USERS if isinstance(error, ConfigError | PatchError) else EXIT_OURS

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sets up what is missing, then runs every test: the quick ones first, the end-to-end ones after.
+#
+#   bash run_scripts/test.sh                    all
+#   bash run_scripts/test.sh tests/core -k ...  pytest's own arguments: one run, with just these
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$ROOT"
+bash run_scripts/setup.sh
+# shellcheck source=run_scripts/cpu_env.sh
+source run_scripts/cpu_env.sh
+
+PYTHON="$ROOT/.venv/bin/python"
+if [ "$#" -gt 0 ]; then
+  exec "$PYTHON" -m pytest "$@"
+fi
+
+"$PYTHON" -m ruff check .
+"$PYTHON" -m mypy
+"$PYTHON" -m pytest -m "not e2e and not real_engine"
+"$PYTHON" -m pytest -m "real_engine and not e2e"
+# pytest's status 5 is "no test was selected".
+"$PYTHON" -m pytest -m e2e || { status=$?; [ "$status" -eq 5 ] || exit "$status"; }

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packaging of async_pipeline. `recipe` is a namespace package: it has no __init__.py, on purpose."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+# Only what our own code imports by name. verl, torch, ray and vLLM are not listed: verl comes as a patched
+# tree, and which torch and vLLM are right depends on the machine (CPU: run_scripts/cpu.lock.txt).
+INSTALL_REQUIRES = [
+    "msgspec",  # typed messages between processes, instead of pickles from a socket
+    "numpy",  # views on weight arenas and summaries of metrics, without torch
+    "omegaconf",  # verl hands us its configuration as a DictConfig
+    "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
+]
+DEV_REQUIRES = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff"]
+
+setup(
+    name="async_pipeline",
+    version="0.1.0",
+    description="Asynchronous RL post-training on verl: a state machine a role, overlap across device pools",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8")
+    if (ROOT / "README.md").exists()
+    else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_namespace_packages(include=["recipe.async_pipeline*"]),
+    package_data={"recipe.async_pipeline": ["py.typed"]},
+    # The patches go where an installation without a checkout finds them (sysconfig's `data` folder).
+    data_files=[
+        ("share/async_pipeline/patches", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("patches/*")))
+    ],
+    install_requires=INSTALL_REQUIRES,
+    extras_require={"dev": DEV_REQUIRES},
+    entry_points={
+        "console_scripts": ["async-pipeline = recipe.async_pipeline.cli:main"],
+        "verl.plugins": ["async_pipeline = recipe.async_pipeline.plugin"],
+    },
+)

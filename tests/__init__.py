@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A regular package, so that no other `tests` on the path (verl ships one) is taken for it."""

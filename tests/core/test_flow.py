@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole pipeline under virtual time: order, overlap, bounds, conservation, failure."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
+from recipe.async_pipeline.core.flow import FlowResult, Tally
+from recipe.async_pipeline.core.machine import TERMINAL, StageState
+from recipe.async_pipeline.core.role import ROLES
+from recipe.async_pipeline.errors import ConfigError, ConservationError, StalenessViolation, WaitTimeout
+from tests.sim import ALL_ROLES, SimTrainer
+
+
+def run_flow(trainer: SimTrainer, **kwargs: Any) -> tuple[AsyncTrainingFlow, FlowResult]:
+    flow = AsyncTrainingFlow(trainer, **kwargs)
+    return flow, run_virtual(flow.run())
+
+
+def overlap(flow: AsyncTrainingFlow, a: str, b: str) -> float:
+    records = flow.log.records
+    return overlap_seconds(busy_intervals(records, a), busy_intervals(records, b))
+
+
+def wall_s(flow: AsyncTrainingFlow) -> float:
+    return flow.log.records[-1].t
+
+
+# What each strategy promises.
+
+
+def test_on_policy_trains_every_batch_with_the_weights_of_the_step_before() -> None:
+    trainer = SimTrainer(max_lag=0)
+    flow, result = run_flow(trainer)
+    assert result.steps == 6
+    assert result.lag_max == 0
+    assert [b.step for b in trainer.trained] == [1, 2, 3, 4, 5, 6]
+    assert [b.first_version for b in trainer.trained] == [0, 1, 2, 3, 4, 5]
+    assert overlap(flow, "generate", "train") == 0
+
+
+def test_one_step_off_generates_while_it_trains() -> None:
+    trainer = SimTrainer(max_lag=1)
+    flow, result = run_flow(trainer)
+    assert result.lag_max == 1
+    assert overlap(flow, "generate", "train") > 3
+    assert wall_s(flow) < wall_s(run_flow(SimTrainer(max_lag=0))[0])
+
+
+def test_n_step_ahead_divides_the_tail() -> None:
+    """One answer of every batch takes ten times as long as training; three batches share that wait."""
+
+    def tail(step: int, index: int) -> float:
+        return 10.0 if index == 0 else 0.5
+
+    def seconds(lag: int) -> float:
+        return wall_s(run_flow(SimTrainer(max_lag=lag, steps=24, answer_s=tail, costs={"update": 1.0}))[0])
+
+    assert seconds(3) < 0.4 * seconds(0)
+    assert seconds(3) < 0.6 * seconds(1)
+
+
+def test_batches_ahead_are_bounded_by_the_lag() -> None:
+    trainer = SimTrainer(max_lag=2, costs={"update": 50.0})
+    run_flow(trainer)
+    assert trainer.in_flight_max <= 3 * trainer.groups
+
+
+def test_a_flow_that_is_not_asynchronous_is_on_policy_whatever_the_strategy_says() -> None:
+    trainer = SimTrainer(max_lag=3)
+    flow, result = run_flow(trainer, enable_async_rl=False)
+    assert result.lag_max == 0
+    assert overlap(flow, "generate", "train") == 0
+
+
+# Order.
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_the_next_update_comes_after_the_gather_of_the_last(max_lag: int) -> None:
+    trainer = SimTrainer(max_lag=max_lag)
+    run_flow(trainer)
+    calls = trainer.calls
+    for step in range(2, 7):
+        assert calls.index(f"update:{step - 1}") < calls.index(f"gather:{step - 1}") < calls.index(f"update:{step}")
+        assert calls.index(f"gather:{step - 1}") < calls.index(f"logp:{step}"), "old log-probs of the right version"
+
+
+def test_training_goes_on_while_a_version_is_published() -> None:
+    flow, _ = run_flow(SimTrainer(max_lag=3, answer_s=lambda s, i: 0.1, costs={"publish": 0.9, "update": 1.0}))
+    assert overlap(flow, "param_update", "train") > 2
+
+
+def test_a_slow_publication_holds_back_the_one_after_the_next_gather() -> None:
+    trainer = SimTrainer(max_lag=4, answer_s=lambda s, i: 0.1, costs={"publish": 20.0, "update": 1.0}, steps=5)
+    run_flow(trainer)
+    calls = trainer.calls
+    assert calls.index("gather:2") > calls.index("publish:1"), "two arenas: v2 waits for v0 to be read"
+    assert [c for c in calls if c.startswith("publish")] == [f"publish:{v}" for v in range(6)]
+
+
+def test_validation_of_a_version_comes_before_the_next_publication() -> None:
+    trainer = SimTrainer(max_lag=2, costs={"validate": 3.0})
+    run_flow(trainer)
+    assert [c for c in trainer.calls if c.startswith("validate")] == [f"validate:{v}" for v in range(7)]
+
+
+def test_groups_of_later_steps_that_finish_first_wait_for_their_turn() -> None:
+    trainer = SimTrainer(max_lag=2, steps=3, answer_s=lambda step, index: 9.0 if step == 1 else 0.1)
+    run_flow(trainer)
+    assert [b.step for b in trainer.trained] == [1, 2, 3]
+
+
+def test_metrics_of_parallel_stages_meet_at_the_join() -> None:
+    trainer = SimTrainer()
+    run_flow(trainer)
+    assert all(dict(b.metrics) == {"logp": b.step, "ref_logp": b.step} for b in trainer.trained)
+
+
+def test_a_run_without_reference_policy_has_no_such_role() -> None:
+    trainer = SimTrainer(roles=[r for r in ALL_ROLES if r != "ref_logp"])
+    flow, result = run_flow(trainer)
+    assert result.steps == 6
+    assert "ref_logp" not in {m.role for m in flow.machines}
+    assert not any(c.startswith("ref_logp") for c in trainer.calls)
+
+
+# Invariants under random schedules.
+
+
+@given(
+    max_lag=st.integers(0, 4),
+    steps=st.integers(1, 8),
+    groups=st.integers(1, 4),
+    times=st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0, 40.0]), min_size=1, max_size=12),
+    costs=st.fixed_dictionaries(
+        {
+            name: st.sampled_from([0.0, 0.5, 6.0])
+            for name in ("logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "validate")
+        }
+    ),
+)
+def test_any_schedule_keeps_the_invariants(
+    max_lag: int, steps: int, groups: int, times: list[float], costs: dict[str, float]
+) -> None:
+    trainer = SimTrainer(
+        max_lag=max_lag,
+        steps=steps,
+        groups=groups,
+        costs=costs,
+        answer_s=lambda step, index: times[(step * 7 + index) % len(times)],
+    )
+    flow, result = run_flow(trainer)
+    assert result.lag_max <= max_lag
+    assert result.groups_drawn == result.groups_trained == steps * groups
+    assert result.trajectories_trained == steps * groups * trainer.n
+    assert [b.step for b in trainer.trained] == list(range(1, steps + 1))
+    assert result.served_version == result.trainer_version == steps
+    assert all(m.state is StageState.DONE for m in flow.machines)
+    assert flow.pools is not None
+    assert flow.pools.get("train").holders == ()
+    held = [busy_intervals(flow.log.records, role) for role in ("logp", "ref_logp", "train")]
+    for i, a in enumerate(held):
+        for b in held[i + 1 :]:
+            assert overlap_seconds(a, b) == 0, "roles on one pool never compute at once"
+
+
+# Failure.
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["draw", "generate", "assemble", "logp", "ref_logp", "advantage", "update", "finish", "gather", "publish", "validate"],
+)
+def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
+    error = RuntimeError(f"{where} broke")
+    trainer = SimTrainer(max_lag=2, fail={where: error})
+    flow = AsyncTrainingFlow(trainer)
+    with pytest.raises(RuntimeError, match=f"{where} broke") as caught:
+        run_virtual(flow.run())
+    assert caught.value is error
+    states = [m.state for m in flow.machines]
+    assert all(s in TERMINAL for s in states)
+    assert StageState.FAILED in states
+    assert StageState.DONE not in states
+    assert flow.log.records[-1].event == "FAILED"
+
+
+def test_a_run_that_is_cancelled_stops_every_role() -> None:
+    flow = AsyncTrainingFlow(SimTrainer(steps=1000))
+
+    async def main() -> None:
+        task = asyncio.create_task(flow.run())
+        await asyncio.sleep(20)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run_virtual(main())
+    assert {m.state for m in flow.machines} == {StageState.STOPPED}
+
+
+def test_a_wait_that_expires_says_who_waited_for_whom() -> None:
+    trainer = SimTrainer(answer_s=lambda step, index: 1e6 if step == 2 else 1.0)
+    with pytest.raises(WaitTimeout) as caught:
+        run_virtual(AsyncTrainingFlow(trainer).run())
+    assert "waited 1000 s" in str(caught.value)
+    assert "running: generate" in str(caught.value), "the culprit, whoever noticed first"
+
+
+def test_a_trajectory_older_than_the_bound_never_reaches_the_optimizer() -> None:
+    class Stale(SimTrainer):
+        async def generate_group(self, prompt: Any) -> Any:
+            self.served, now = max(0, self.served - 2), self.served
+            try:
+                return await super().generate_group(prompt)
+            finally:
+                self.served = max(now, self.served)
+
+    trainer = Stale(max_lag=1)
+    with pytest.raises(StalenessViolation, match="exceeds max_lag 1"):
+        run_virtual(AsyncTrainingFlow(trainer).run())
+    assert all(b.step - 1 - b.first_version <= 1 for b in trainer.trained)
+
+
+# Roles of one's own.
+
+
+@pytest.fixture
+def audit() -> Any:
+    seen: list[int] = []
+
+    class Audit(RoleStateMachine):
+        async def process(self, item: Any) -> None:
+            seen.append(item.step)
+            await self.emit(item)
+
+    register_role("audit")(Audit)
+    yield seen
+    del ROLES["audit"]
+
+
+def test_a_role_of_ones_own_runs_between_two_others(audit: list[int]) -> None:
+    trainer = SimTrainer(max_lag=1)
+    flow = AsyncTrainingFlow(trainer)
+    flow.insert("audit", after="reward", before="train")
+    assert run_virtual(flow.run()).steps == 6
+    assert audit == [1, 2, 3, 4, 5, 6]
+    assert "audit" in {r.role for r in flow.log.records}
+
+
+def test_insert_says_what_is_wrong(audit: list[int]) -> None:
+    flow = AsyncTrainingFlow(SimTrainer())
+    with pytest.raises(ConfigError, match="no edge train->logp"):
+        flow.insert("audit", after="train", before="logp")
+    with pytest.raises(ConfigError, match="no role is called 'nobody'"):
+        flow.insert("nobody", after="reward", before="train")
+    flow.insert("audit", after="reward", before="train")
+    with pytest.raises(ConfigError, match="in the pipeline already"):
+        flow.insert("audit", after="rollout", before="logp")
+
+
+@pytest.mark.parametrize("missing", [r for r in ALL_ROLES if r != "ref_logp"])
+def test_only_the_reference_may_be_left_out(missing: str) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        AsyncTrainingFlow(SimTrainer(roles=[r for r in ALL_ROLES if r != missing]))
+
+
+# The books.
+
+
+def test_the_tally_rejects_what_does_not_balance() -> None:
+    tally = Tally()
+    tally.draw("a")
+    with pytest.raises(ConservationError, match="drawn twice"):
+        tally.draw("a")
+    with pytest.raises(ConservationError, match="never drawn"):
+        tally.train("b", 1, 2)
+    with pytest.raises(ConservationError, match="1 of 1 prompts were lost"):
+        tally.check()
+    tally.train("a", 1, 2)
+    with pytest.raises(ConservationError, match="trained prompt a again; step 1 had it"):
+        tally.train("a", 2, 2)
+    tally.check()

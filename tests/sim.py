@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that costs virtual time instead of computing. Only for tests of pure scheduling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
+from recipe.async_pipeline.core.staleness import BatchAdmission, Versions
+
+ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
+
+
+class SimTrainer:
+    """Answers take `answer_s(step, index)` seconds, stages what `costs` says; `calls` records the order."""
+
+    wait_timeout_s: float | None = 1000.0
+
+    def __init__(
+        self,
+        *,
+        max_lag: int = 0,
+        steps: int = 6,
+        groups: int = 3,
+        n: int = 2,
+        costs: Mapping[str, float] | None = None,
+        answer_s: Callable[[int, int], float] = lambda step, index: 1.0,
+        roles: Sequence[str] = ALL_ROLES,
+        fail: Mapping[str, BaseException] | None = None,
+    ) -> None:
+        self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
+        self.groups, self.n = groups, n
+        self.costs = {
+            "draw": 0.0,
+            "assemble": 0.0,
+            "logp": 0.25,
+            "ref_logp": 0.25,
+            "advantage": 0.0,
+            "update": 1.0,
+            "finish": 0.0,
+            "gather": 0.125,
+            "publish": 0.125,
+            "validate": 0.0,
+            **(costs or {}),
+        }
+        self.answer_s = answer_s
+        self._roles = roles
+        self.fail = dict(fail or {})
+        self.served = -1
+        self.calls: list[str] = []
+        self.trained: list[StepBatch] = []
+        self.in_flight = 0
+        self.in_flight_max = 0
+
+    def roles(self) -> Sequence[str]:
+        return self._roles
+
+    def pools(self) -> Mapping[str, int]:
+        return {"train": 1, "generate": 1}
+
+    def pool_of(self, role: str) -> str | None:
+        if role == "generate":
+            return "generate"
+        return "train" if role in ("logp", "ref_logp", "train", "param_update") else None
+
+    def admission(self, versions: Versions, max_lag: int) -> BatchAdmission:
+        return BatchAdmission(versions, max_lag, self.first_step, self.last_step)
+
+    def take_batch(self, next_step: int, waiting: Mapping[int, Sequence[Group]]) -> Sequence[Group] | None:
+        groups = waiting.get(next_step, ())
+        return list(groups) if len(groups) == self.groups else None
+
+    async def _cost(self, name: str, step: int) -> None:
+        self.calls.append(f"{name}:{step}")
+        if name in self.fail and step >= 2:
+            raise self.fail[name]
+        await asyncio.sleep(self.costs[name])
+
+    async def draw_prompts(self, step: int, served_version: int) -> PromptBatch:
+        await self._cost("draw", step)
+        prompts = tuple(Prompt(uid=f"p{step}.{i}", step=step, payload=i) for i in range(self.groups))
+        return PromptBatch(step=step, prompts=prompts, admitted_version=served_version)
+
+    async def generate_group(self, prompt: Prompt) -> Group:
+        first = self.served
+        self.in_flight += 1
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        if "generate" in self.fail and prompt.step >= 2:
+            raise self.fail["generate"]
+        await asyncio.sleep(self.answer_s(prompt.step, prompt.payload))
+        self.in_flight -= 1
+        trajectories = tuple(
+            Trajectory(
+                key=f"{prompt.uid}_{i}_0", first_version=first, last_version=self.served, num_tokens=1, reward=0.5
+            )
+            for i in range(self.n)
+        )
+        return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
+        await self._cost("assemble", step)
+        return StepBatch(step=step, groups=tuple(sorted(groups, key=lambda g: g.uid)))
+
+    async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
+        await self._cost("logp", batch.step)
+        return batch.with_results(metrics={"logp": batch.step})
+
+    async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
+        await self._cost("ref_logp", batch.step)
+        return batch.with_results(metrics={"ref_logp": batch.step})
+
+    async def compute_advantages(self, batch: StepBatch) -> StepBatch:
+        await self._cost("advantage", batch.step)
+        return batch
+
+    async def update(self, batch: StepBatch) -> StepBatch:
+        await self._cost("update", batch.step)
+        self.trained.append(batch)
+        return batch
+
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+        await self._cost("finish", batch.step)
+
+    async def gather(self, version: int) -> object:
+        await self._cost("gather", version)
+        return version
+
+    async def publish(self, version: int, snapshot: object) -> Publication:
+        assert snapshot == version
+        await self._cost("publish", version)
+        assert version > self.served, "versions only move forward"
+        self.served = version
+        return Publication(
+            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, tensors_proved=1, replicas=1
+        )
+
+    async def validate(self, version: int) -> None:
+        await self._cost("validate", version)

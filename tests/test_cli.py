@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dispatcher: lazy, one line an error, exit status by whose mistake it is."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import types
+
+import pytest
+
+from recipe.async_pipeline import cli
+from recipe.async_pipeline.errors import (
+    AsyncPipelineError,
+    ConfigError,
+    PatchedVerlRequired,
+    PatchError,
+    WeightSyncError,
+)
+
+
+@pytest.fixture
+def subcommand(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A subcommand `fake` in the table."""
+    module = types.ModuleType("fake_subcommand")
+    module.add_arguments = lambda parser: parser.add_argument("--status", type=int, default=0)  # type: ignore[attr-defined]
+    module.run = lambda args: args.status  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli.SUBCOMMANDS, "fake", cli.Subcommand(module.__name__, "a fake"))
+    return module
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_status_is_the_subcommands(subcommand: types.ModuleType, status: int) -> None:
+    assert cli.main(["fake", "--status", str(status)]) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("k"), cli.EXIT_USERS),
+        (PatchError("k"), cli.EXIT_USERS),
+        (PatchedVerlRequired("k"), cli.EXIT_USERS),
+        (WeightSyncError("k"), cli.EXIT_OURS),
+        (AsyncPipelineError("k"), cli.EXIT_OURS),
+    ],
+)
+def test_an_error_of_ours_is_one_line(
+    subcommand: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    error: AsyncPipelineError,
+    status: int,
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    subcommand.run = fail  # type: ignore[attr-defined]
+    assert cli.main(["fake"]) == status
+    assert capsys.readouterr().err == "async-pipeline fake: k\n"
+
+
+def test_any_other_error_propagates(subcommand: types.ModuleType) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise KeyError("a bug")
+
+    subcommand.run = fail  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="a bug"):
+        cli.main(["fake"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nothing"], ["patch"], ["patch", "nothing"], ["doctor", "--nothing"]]
+)
+def test_wrong_usage_is_the_users_mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(arguments)
+    assert exit_info.value.code == cli.EXIT_USERS
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["--help"])
+    assert exit_info.value.code == cli.EXIT_OK
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in cli.SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["patch", "--help"], ["doctor", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom recipe.async_pipeline.cli import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'verl', 'ray', 'vllm'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "recipe.async_pipeline", "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: async-pipeline")
