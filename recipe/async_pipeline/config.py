@@ -116,7 +116,7 @@ def is_enabled(raw: Mapping[str, Any]) -> bool:
 def resolve(raw: Mapping[str, Any]) -> Translation:
     """The pipeline's config out of a whole verl config. Raises ConfigError."""
     _reject_misplaced(raw)
-    own = dict(select(raw, OWN) or {})
+    own = _own_section(raw)
     _reject_unknown(own)
     draft, notes = _Draft(), []
     for name in ("strategy", "max_lag"):
@@ -134,10 +134,10 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
                 notes.append(f"{path}={value} -> {key.apply(value, draft)}")
     own.update({k: v for k, v in draft.values.items() if k not in ("strategy", "max_lag")})
     own["strategy"], own["max_lag"] = _strategy_and_lag(draft)
-    if own.get("custom_roles") is not None:
-        own["custom_roles"] = tuple(own["custom_roles"])
     own = {k: v for k, v in own.items() if v is not None}
     _check_types(own)
+    if "custom_roles" in own:
+        own["custom_roles"] = tuple(own["custom_roles"])
     return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign))
 
 
@@ -163,6 +163,14 @@ def select(raw: Mapping[str, Any], path: str) -> Any:
             return None
         node = node[part]
     return node
+
+
+def _own_section(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what stands under `trainer.v1.async_pipeline`. Raises ConfigError: it is not a section."""
+    own = select(raw, OWN)
+    if own is not None and not isinstance(own, Mapping):
+        raise ConfigError(f"{OWN} must be a section of knobs, got {own!r}; the switch is +async_pipeline=True")
+    return dict(own or {})
 
 
 def _strategy_and_lag(draft: _Draft) -> tuple[str, int]:
@@ -192,7 +200,7 @@ def _generate_ahead(value: Any, draft: _Draft) -> str:
 
 def _generation_ratio(value: Any, draft: _Draft) -> str:
     path = "async_generation_ratio"
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
         raise ConfigError(f"{path} must be a whole number >= 0, got {value!r}; fractions are not supported yet")
     draft.propose("max_lag", int(value), path)
     return f"max_lag={int(value)}"
@@ -329,6 +337,9 @@ def _check_types(own: Mapping[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             wanted = "text" if kind is str else "a number" if isinstance(kind, tuple) else "a whole number"
             raise ConfigError(f"{OWN}.{name} must be {wanted}, got {value!r}; leave it out for the default")
+    roles = own.get("custom_roles", ())
+    if not isinstance(roles, list | tuple) or not all(isinstance(spec, str) for spec in roles):
+        raise ConfigError(f"{OWN}.custom_roles must be a list of texts, got {roles!r}; e.g. [module:Class@after->before]")
 
 
 def _require(ok: bool, name: str, rule: str, value: Any, remedy: str) -> None:
@@ -337,5 +348,5 @@ def _require(ok: bool, name: str, rule: str, value: Any, remedy: str) -> None:
 
 
 def _hint(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

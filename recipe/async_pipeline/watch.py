@@ -9,6 +9,7 @@ orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import re
@@ -28,6 +29,8 @@ STOP_S = 20.0
 """Seconds that an interrupted command may take to end by itself."""
 TERM_S = 5.0
 """Seconds between asking its leftovers to end and killing them."""
+KILL_S = 5.0
+"""Seconds until a killed process must be gone; one that hangs in the kernel is given up."""
 TAIL_LINES = 25
 _PR_SET_CHILD_SUBREAPER = 36
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -99,17 +102,31 @@ class Screen:
 
     def _open(self, run_dir: Path) -> None:
         if self._log is None:
-            self.log_path = run_dir / "run.log"
-            self._log = self.log_path.open("w", encoding="utf-8")
-            self._log.writelines(f"{line}\n" for line in self._early)
+            path = run_dir / "run.log"
+            try:
+                self._log = path.open("w", encoding="utf-8")
+                self._log.writelines(f"{line}\n" for line in self._early)
+                self.log_path = path
+            except OSError as error:
+                self._give_up_log(error)
             self._early.clear()
 
     def _file(self, text: str) -> None:
         if self._log is None:
             self._early.append(text)
-        else:
+            return
+        try:
             self._log.write(f"{text}\n")
             self._log.flush()
+        except OSError as error:
+            self._give_up_log(error)
+
+    def _give_up_log(self, error: OSError) -> None:
+        """A full disk must not end the reading: a command whose output nobody reads stands still."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._log = Path(os.devnull).open("w", encoding="utf-8")
+        self.say(f"run.log cannot be written from here on: {error}")
 
 
 class Watcher:
@@ -169,7 +186,7 @@ class Watcher:
             self._interrupts += 1
             if self._interrupts == 1:
                 self.screen.say("interrupted: ending the run (again to kill it)")
-                os.kill(process.pid, signal.SIGINT)
+                _signal(process.pid, signal.SIGINT)  # it may just have ended
                 signal.setitimer(signal.ITIMER_REAL, STOP_S)
                 signal.signal(signal.SIGALRM, lambda *_: end_all(descendants(os.getpid())))
             else:
@@ -210,7 +227,12 @@ def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
     # What was started meanwhile is included.
     for pid in set(descendants(os.getpid())) | alive:
         _signal(pid, signal.SIGKILL)
-    _reap()
+    # A killed process takes a moment to go.
+    deadline = time.monotonic() + KILL_S
+    while (left := _reap_and_look()) and time.monotonic() < deadline:
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -218,6 +240,12 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+def _reap_and_look() -> list[int]:
+    """Reap what has ended; the descendants that are left."""
+    _reap()
+    return descendants(os.getpid())
 
 
 def _reap() -> None:

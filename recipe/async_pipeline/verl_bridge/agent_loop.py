@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from tensordict import TensorDict
@@ -106,6 +106,20 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
 
 class PushAgentLoopManager(AgentLoopManagerTQ):
     """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`."""
+
+    _early: ClassVar[PushAgentLoopManager | None] = None
+
+    @classmethod
+    def start_early(cls, **kwargs: Any) -> None:
+        """Start the workers now, while servers are still starting; `create` then returns this one."""
+        cls._early = super().create(**kwargs)
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> PushAgentLoopManager:
+        """The manager that was started early in this process, or a new one."""
+        early, cls._early = cls._early, None
+        manager: PushAgentLoopManager = early or super().create(*args, **kwargs)
+        return manager
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

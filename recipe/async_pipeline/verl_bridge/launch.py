@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import plugin
-from ..config import OWN, AsyncPipelineConfig, is_enabled, resolve, walk
+from ..config import OWN, AsyncPipelineConfig, is_enabled, resolve, select
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..observe.table import MARK
 from .patches import find_verl_root, require_patched
@@ -56,7 +56,9 @@ def _prepare(config: DictConfig) -> None:
 
 
 def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
-    stray = [path for path, _ in walk(raw) if path == OWN or path == "async_strategy"]
+    """Our defaults may be composed into a stock run; a choice of ours may not be ignored."""
+    paths = ("async_strategy", f"{OWN}.strategy", f"{OWN}.max_lag")
+    stray = [path for path in paths if select(raw, path) is not None]
     if stray:
         raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,27 @@ class PipelineServerManager(LLMServerManager):
     """verl's manager, starting our replicas."""
 
     rollout_replica_class = PipelineVLLMReplica
+
+    def start(self) -> None:
+        """Start balancer and servers; blocks until all are up. For a thread without an event loop."""
+        try:
+            asyncio.run(self._start())
+        finally:
+            self.balancer_is_up.set()  # whoever waits for it finds the error here
+
+    async def _start(self) -> None:
+        # The balancer first, without servers: it takes seconds to import, as the servers do.
+        self.server_addresses, self.server_handles = [], []
+        await self._init_global_load_balancer()
+        self.balancer_is_up.set()
+        await self._initialize_llm_servers()
+        servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
+        await self.global_load_balancer.add_servers.remote(servers)
+
+    @functools.cached_property
+    def balancer_is_up(self) -> threading.Event:
+        """Set as soon as clients can be made; their requests must wait for the servers."""
+        return threading.Event()
 
 
 class RolloutPool:

@@ -40,6 +40,7 @@ from ..observe.overlap import OverlapMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
+from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
 from .rollout_pool import PipelineServerManager, RolloutPool, require_one_host
@@ -88,11 +89,19 @@ class AsyncPipelineTrainer(PPOTrainer):
     def _setup(self) -> None:
         """Start the rollout servers beside the training workers: neither needs the other."""
         _say("starting training workers and rollout servers")
-        with ThreadPoolExecutor(1, thread_name_prefix="rollout-start") as starter:
-            servers = starter.submit(PipelineServerManager.create, config=self.config)
-            super()._setup()
-            _say("training workers are up")
-            self._server_manager = servers.result()
+        self._server_manager = PipelineServerManager(config=self.config)
+        servers = self._threads.submit(self._server_manager.start)
+        super()._setup()
+        _say("training workers are up")
+        self._server_manager.balancer_is_up.wait(timeout=self.wait_timeout_s)
+        if not servers.done():
+            PushAgentLoopManager.start_early(
+                config=self.config,
+                llm_client=self.get_llm_client(),
+                teacher_client=None,
+                reward_loop_worker_handles=self.get_reward_handles(),
+            )
+        servers.result()
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
             self._server_manager, self.knobs.consume_bucket_size_mb << 20, self.knobs.publish_timeout_s

@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
+from verl.single_controller.ray import RayClassWithInitArgs
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from ..errors import WeightSyncError
+from .device_holder import DeviceHolder
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.manifest import decode
 
@@ -28,6 +30,12 @@ class PipelineVLLMServer(vLLMHttpServer):
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        if self.config.tensor_model_parallel_size == 1:
+            # One device needs no process of its own beside the engine core.
+            engine_kwargs.setdefault("distributed_executor_backend", "uni")
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
@@ -83,3 +91,6 @@ class PipelineVLLMReplica(vLLMReplica):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(PipelineVLLMServer)
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        return RayClassWithInitArgs(cls=ray.remote(DeviceHolder))

@@ -76,6 +76,6 @@ def decode(data: bytes) -> Manifest:
         raise WeightSyncError(f"not a weight manifest: {error}") from error
     for entry in manifest.tensors:
         in_range = 0 <= entry.bucket < len(manifest.buckets)
-        if not in_range or entry.offset < 0 or entry.offset + entry.nbytes > manifest.buckets[entry.bucket].nbytes:
+        if not in_range or min(entry.offset, entry.nbytes) < 0 or entry.offset + entry.nbytes > manifest.buckets[entry.bucket].nbytes:
             raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} lies outside its bucket")
     return manifest

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parquet files that verl reads: one row a sum, in verl's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recipe.async_pipeline.toy.task import Problem
+from recipe.async_pipeline.toy.tokenizer import prompt_messages
+
+DATA_SOURCE = "async_pipeline/addition"
+
+
+def make_row(problem: Problem, index: int, split_name: str) -> dict[str, Any]:
+    """One row: the chat that asks, the rule's ground truth, and the row's place in its file."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": prompt_messages(problem),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": split_name},
+    }
+
+
+def write_parquet(problems: Sequence[Problem], split_name: str, path: Path) -> None:
+    """Write one row a problem, in the given order. Replaces `path`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [make_row(problem, index, split_name) for index, problem in enumerate(problems)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

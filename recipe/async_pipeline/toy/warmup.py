@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervised warm-up: from random weights to a policy that is right some of the time.
+
+RL needs groups in which some answers are right and some wrong: a random policy has none of the first, a
+well-taught one few of the second. So warm-up has two stages. A good teacher shows right answers until
+sampling reaches a given accuracy; then a careless one, some of whose digits slip, spoils the policy for a
+fixed number of steps. What comes out knows more about addition than it shows, and imitates the slips;
+the reward does not, and that is what RL has to learn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError
+from recipe.async_pipeline.toy.task import careless_answer
+from recipe.async_pipeline.toy.tokenizer import answer_ids, prompt_ids, prompt_messages
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+    from recipe.async_pipeline.toy.task import Problem, Split
+
+# The label that torch's cross entropy leaves out of the mean.
+_IGNORED = -100
+
+
+class WarmupFailed(AsyncPipelineError, RuntimeError):
+    """The policy did not reach the accuracy that RL needs to start from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupSpec:
+    """How long and how fast to train by supervision."""
+
+    taught_accuracy: float = 0.6
+    """The good teacher stops at this share of right answers, sampled at temperature 1."""
+
+    max_taught_steps: int = 1500
+    """Optimizer steps after which the good teacher gives up."""
+
+    learning_rate: float = 2e-3
+    """Learning rate of AdamW under the good teacher, reached after `ramp_steps`."""
+
+    ramp_steps: int = 50
+    """Steps over which that learning rate rises from zero."""
+
+    slip_rate: float = 0.25
+    """Chance that the careless teacher replaces a digit of an answer by a random one."""
+
+    num_slip_steps: int = 100
+    """Optimizer steps under the careless teacher."""
+
+    slip_learning_rate: float = 5e-4
+    """Learning rate under the careless teacher: low, for slips at the full rate wipe out what was learnt."""
+
+    min_accuracy: float = 0.1
+    """Least share of right answers, after both, that RL can start from."""
+
+    batch_size: int = 64
+    """Sums per optimizer step."""
+
+    check_every: int = 25
+    """Steps between two measurements of the accuracy."""
+
+    num_checked: int = 512
+    """Sums per measurement; the standard error is at most 0.022."""
+
+    num_threads: int = 1
+    """Torch threads. The layers are too small for a second one to gain much, and on busy cores it loses."""
+
+    def __post_init__(self) -> None:
+        for name in ("taught_accuracy", "slip_rate", "min_accuracy"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"warmup {name} must lie between 0 and 1, got {getattr(self, name)}")
+        counts = ("max_taught_steps", "ramp_steps", "num_slip_steps", "batch_size", "check_every")
+        for name in (*counts, "num_checked", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"warmup {name} must be >= 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sum as token ids: what RL sends as the prompt, and an answer with its end token."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, answer: str) -> Example:
+    """Encode a sum and one answer to it, with the prompt ids of RL."""
+    return Example(
+        prompt=tuple(prompt_ids(tokenizer, prompt_messages(problem))),
+        answer=tuple(answer_ids(tokenizer, answer)),
+    )
+
+
+def collate(examples: Sequence[Example], pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Pad on the right and label the answer alone.
+
+    Returns ids and labels, both [num_examples, longest example]; labels[i][j] is what ids[i][:j] should be
+    followed by, or -100 where that token is prompt or padding.
+    """
+    width = max(len(example.prompt) + len(example.answer) for example in examples)
+    ids: list[list[int]] = []
+    labels: list[list[int]] = []
+    for example in examples:
+        fill = width - len(example.prompt) - len(example.answer)
+        ids.append([*example.prompt, *example.answer, *[pad_id] * fill])
+        labels.append([*[_IGNORED] * len(example.prompt), *example.answer, *[_IGNORED] * fill])
+    return ids, labels
+
+
+def sampled_accuracy(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
+) -> float:
+    """Share of `problems` answered exactly right, one answer each, sampled at temperature 1.
+
+    Draws from torch's global random state.
+    """
+    import torch
+
+    examples = [encode_example(tokenizer, problem, problem.answer) for problem in problems]
+    width = max(len(example.prompt) for example in examples)
+    pad_id = tokenizer.pad_token_id
+    prompts = torch.tensor([[pad_id] * (width - len(e.prompt)) + list(e.prompt) for e in examples])
+    model.eval()
+    with torch.no_grad():
+        output = model.generate(
+            prompts,
+            attention_mask=(prompts != pad_id).long(),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=max(len(example.answer) for example in examples),
+        )
+    model.train()
+    answers = output[:, width:].tolist()
+    right = sum(
+        tuple(ids[: len(example.answer)]) == example.answer
+        for ids, example in zip(answers, examples, strict=True)
+    )
+    return right / len(problems)
+
+
+def warm_up(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    split: Split,
+    spec: WarmupSpec,
+    *,
+    seed: int,
+    report: Callable[[str], None],
+) -> float:
+    """Train `model` in place on `split.train` under both teachers.
+
+    Restores torch's thread count and random state. `report` gets a line for each measurement.
+    Returns the accuracy on `split.val`, which the model has not seen.
+    Raises WarmupFailed: an accuracy that the spec asks for was not reached.
+    """
+    import torch
+
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(spec.num_threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return _Warmup(model, tokenizer, split, spec, random.Random(seed), report).run()
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+class _Warmup:
+    """The two stages, on one model and one optimizer."""
+
+    def __init__(
+        self,
+        model: Qwen2ForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        split: Split,
+        spec: WarmupSpec,
+        rng: random.Random,
+        report: Callable[[str], None],
+    ) -> None:
+        import torch
+
+        self.model, self.tokenizer, self.split, self.spec = model, tokenizer, split, spec
+        self.rng, self.report = rng, report
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+        )
+
+    def run(self) -> float:
+        """Train under both teachers; return the accuracy on sums that neither showed."""
+        self._teach()
+        self._spoil()
+        accuracy = sampled_accuracy(self.model, self.tokenizer, self.split.val)
+        if accuracy < self.spec.min_accuracy:
+            raise WarmupFailed(
+                f"warm-up ended at accuracy {accuracy:.2f}, RL needs {self.spec.min_accuracy} to start; "
+                "use another --seed"
+            )
+        return accuracy
+
+    def _teach(self) -> None:
+        spec, accuracy = self.spec, 0.0
+        for step in range(1, spec.max_taught_steps + 1):
+            self._train(spec.learning_rate * min(1.0, step / spec.ramp_steps), slip_rate=0.0)
+            if step % spec.check_every:
+                continue
+            checked = self.rng.sample(self.split.train, min(spec.num_checked, len(self.split.train)))
+            accuracy = sampled_accuracy(self.model, self.tokenizer, checked)
+            self.report(f"warm-up step {step}: accuracy {accuracy:.2f} of {spec.taught_accuracy}")
+            if accuracy >= spec.taught_accuracy:
+                return
+        raise WarmupFailed(
+            f"warm-up reached accuracy {accuracy:.2f} after {spec.max_taught_steps} steps, "
+            f"needs {spec.taught_accuracy}; use another --seed"
+        )
+
+    def _spoil(self) -> None:
+        for _ in range(self.spec.num_slip_steps):
+            self._train(self.spec.slip_learning_rate, slip_rate=self.spec.slip_rate)
+
+    def _train(self, learning_rate: float, *, slip_rate: float) -> None:
+        problems = self.rng.choices(self.split.train, k=self.spec.batch_size)
+        batch = [
+            encode_example(self.tokenizer, problem, careless_answer(problem, self.rng, slip_rate))
+            for problem in problems
+        ]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        _train_step(self.model, self.optimizer, batch, self.tokenizer.pad_token_id)
+
+
+def _train_step(
+    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: Sequence[Example], pad_id: int
+) -> None:
+    import torch
+
+    ids, labels = (torch.tensor(rows) for rows in collate(batch, pad_id))
+    logits = model(input_ids=ids).logits
+    loss = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
+    )
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whole training jobs as a user would, through `async-pipeline watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 420.0
+"""No job of these tests takes longer, start-up included; a job that does is a hang."""
+
+
+def smoke_command(*overrides: str, pipeline: bool = True) -> list[str]:
+    """verl's entry point with the smoke configuration."""
+    switch = ["+async_pipeline=True"] if pipeline else []
+    config = ["--config-path", str(ROOT / "configs"), "--config-name", "smoke_cpu"]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *config, *switch, *overrides]
+
+
+@dataclass
+class Job:
+    """A finished job."""
+
+    status: int
+    output: str
+    run_dir: Path
+    ended_after_event_s: float | None = None
+    """Seconds between the moment that `when` fired and the end."""
+    pids: set[int] = field(default_factory=set)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        return loaded
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        with (self.run_dir / "events.jsonl").open() as lines:
+            yield from map(json.loads, lines)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_job(
+    command: Sequence[str],
+    run_dir: Path,
+    task: Path,
+    *,
+    when: Callable[[str], bool] | None = None,
+    do: Callable[[subprocess.Popen[str]], None] | None = None,
+) -> Job:
+    """Run to the end; when `when` holds for a line of output, `do` once.
+
+    Raises TimeoutError: the job did not end, with what it printed.
+    """
+    environment = {**os.environ, "ASYNC_PIPELINE_TASK": str(task), "ASYNC_PIPELINE_RUN": run_dir.name}
+    watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
+    process = subprocess.Popen(
+        watch, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    timer = threading.Timer(LIMIT_S, process.send_signal, (signal.SIGTERM,))
+    timer.start()
+    lines: list[str] = []
+    fired: float | None = None
+    started = time.monotonic()
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if fired is None and when is not None and when(line):
+            fired = time.monotonic()
+            if do is not None:
+                do(process)
+    status = process.wait()
+    timer.cancel()
+    ended = time.monotonic()
+    if ended - started > LIMIT_S:
+        raise TimeoutError(f"the job did not end within {LIMIT_S:g} s:\n{''.join(lines)[-3000:]}")
+    return Job(status, "".join(lines), run_dir, None if fired is None else ended - fired)
+
+
+def leftovers() -> list[str]:
+    """Command lines of processes that a job left behind."""
+    names = ("raylet", "ray::", "gcs_server", "EngineCore", "verl.trainer.main_ppo")
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if state != "Z" and any(name in text for name in names):
+                found.append(f"{entry.name}: {text[:120]}")
+    return found
+
+
+def kill_process_named(part: str) -> None:
+    """SIGKILL every process whose command line holds `part`."""
+    for line in leftovers():
+        pid, _, text = line.partition(": ")
+        if part in text:
+            os.kill(int(pid), signal.SIGKILL)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The event file: every record, in order, whole, also when the run breaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline import AsyncTrainingFlow
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.events import LogRecord
+from recipe.async_pipeline.observe.event_file import EventFile
+from tests.sim import SimTrainer
+
+
+def record(number: int, **fields: Any) -> LogRecord:
+    return LogRecord(
+        t=float(number), role="train", event="TRAINED", state=None, fields={"step": number, **fields}
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_one_object_a_line_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    with EventFile(path) as write:
+        for number in range(500):
+            write(record(number))
+    assert lines(path) == [record(number).as_dict() for number in range(500)]
+
+
+def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
+    with EventFile(tmp_path / "events.jsonl") as write:
+        write(record(1, path=Path("a/b"), why="two\nlines, ünïcode"))
+    (line,) = lines(tmp_path / "events.jsonl")
+    assert line["path"] == "a/b"
+    assert line["why"] == "two\nlines, ünïcode"
+
+
+def test_an_error_in_the_run_still_closes_the_file(tmp_path: Path) -> None:
+    file = EventFile(tmp_path / "events.jsonl")
+    with pytest.raises(RuntimeError, match="broke"), file:
+        file(record(1))
+        raise RuntimeError("the run broke")
+    assert len(lines(tmp_path / "events.jsonl")) == 1
+    file.close()
+    file.close()
+
+
+def test_a_file_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
+    for number in (1, 2):
+        with EventFile(tmp_path / "events.jsonl") as write:
+            write(record(number))
+    assert [line["step"] for line in lines(tmp_path / "events.jsonl")] == [2]
+
+
+def test_the_log_of_a_whole_run(tmp_path: Path) -> None:
+    flow = AsyncTrainingFlow(SimTrainer(max_lag=1))
+    with EventFile(tmp_path / "events.jsonl") as write:
+        flow.log.subscribe(write)
+        run_virtual(flow.run())
+    found = lines(tmp_path / "events.jsonl")
+    assert found == [r.as_dict() for r in flow.log.records]
+    assert all(isinstance(line["t"], float) and {"role", "event"} <= line.keys() for line in found)
+    assert {"step", "version", "key", "state"} <= {name for line in found for name in line}

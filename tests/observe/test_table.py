@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of steps: titles stand over their values, and the last lines say how it went."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.observe.table import MARK, StepRow, closing, header
+
+
+def row(**changes: Any) -> StepRow:
+    values: dict[str, Any] = {
+        "step": 7,
+        "last_step": 80,
+        "reward": 0.5,
+        "tokens": 3.25,
+        "lag_mean": 0.75,
+        "lag_max": 1.0,
+        "served": 6.0,
+        "kl": 0.00012,
+        "train_s": 0.51,
+        "step_s": 2.0,
+        "samples": 256,
+    }
+    return StepRow(**{**values, **changes})
+
+
+def ends(text: str) -> list[int]:
+    """Where each word ends."""
+    return [found.end() for found in re.finditer(r"\S+", text)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"step": 1000, "last_step": 1000},
+        {"reward": -1.5, "kl": -0.00345},
+        {"tokens": 8192.5, "lag_mean": 3.0, "served": 999.0, "train_s": 1234.5, "samples": 4096},
+    ],
+)
+def test_header_and_rows_are_aligned(changes: dict[str, Any]) -> None:
+    titles, values = header(), row(**changes).render()
+    assert len(titles) == len(values)
+    assert ends(titles) == ends(values)
+    assert titles.startswith(MARK) and values.startswith(MARK)
+
+
+def test_cells() -> None:
+    words = row().render().removeprefix(MARK).split()
+    assert words == ["7/80", "0.500", "3.2", "0.75", "1", "6", "0.00012", "0.51", "2.00", "128.0"]
+    assert header().removeprefix(MARK).split() == [
+        *("step", "reward", "tokens", "lag", "max", "served", "kl", "train_s", "step_s", "samples/s")
+    ]
+
+
+def test_a_step_that_took_no_time_has_no_rate() -> None:
+    assert row(step_s=0.0).render().endswith(" 0.0")
+
+
+SUMMARY: dict[str, object] = {
+    "status": "completed",
+    "strategy": "one_step_off",
+    "steps": 80,
+    "train_s": 140.5,
+    "reward_first": 0.25,
+    "reward_last": 0.75,
+    "lag_max": 1,
+    "max_lag": 1,
+    "served_version": 80,
+    "trainer_version": 80,
+    "overlap_s": 55.2,
+    "error": None,
+}
+
+
+def test_closing_lines_of_a_good_run() -> None:
+    lines = closing(SUMMARY)
+    assert all(line.startswith(f"{MARK} ") for line in lines)
+    text = "\n".join(lines)
+    for part in (
+        "completed: one_step_off, 80 steps in 140.5 s",
+        "0.250 -> 0.750",
+        "lag_max 1 of 1",
+        "55.2 s",
+    ):
+        assert part in text
+    assert "cause" not in text
+
+
+def test_closing_lines_of_a_run_that_failed_before_its_first_step() -> None:
+    lines = closing(
+        {**SUMMARY, "status": "failed", "reward_first": None, "reward_last": None, "error": "E: boom"}
+    )
+    assert not any("reward" in line for line in lines)
+    assert lines[-1] == f"{MARK} cause: E: boom"

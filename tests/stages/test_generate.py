@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate: each group leaves the moment it is finished; a failure leaves nobody behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch
+from recipe.async_pipeline.core.machine import StageState
+from recipe.async_pipeline.errors import RolloutError, WaitTimeout
+from tests.sim import SimTrainer
+from tests.stages.conftest import MakeRole
+
+
+def prompts(count: int) -> PromptBatch:
+    made = tuple(Prompt(uid=f"p{i}", step=1, payload=i) for i in range(count))
+    return PromptBatch(step=1, prompts=made, admitted_version=0)
+
+
+def test_a_lane_for_each_version_ahead_and_one_more(alone: MakeRole) -> None:
+    for max_lag in (0, 1, 3):
+        trainer = SimTrainer(max_lag=max_lag)
+        assert type(alone("generate", trainer)).lanes(trainer) == max_lag + 1
+
+
+def test_hands_on_each_group_the_moment_it_is_finished(alone: MakeRole) -> None:
+    seconds = [5.0, 1.0, 3.0]
+    machine = alone("generate", SimTrainer(answer_s=lambda step, index: seconds[index]))
+    arrivals: list[tuple[str, float]] = []
+
+    async def collect() -> None:
+        async for group in machine.outputs[0]:
+            arrivals.append((group.uid, asyncio.get_running_loop().time()))
+
+    async def main() -> None:
+        await machine.inputs[0].send(prompts(3))
+        machine.inputs[0].close()
+        await asyncio.gather(machine.run(), collect())
+
+    run_virtual(main())
+    assert arrivals == [("p1", 1.0), ("p2", 3.0), ("p0", 5.0)]
+
+
+def test_a_slow_consumer_does_not_hold_back_the_servers(alone: MakeRole) -> None:
+    trainer = SimTrainer(answer_s=lambda step, index: 1.0 + index)
+    machine = alone("generate", trainer, room=1)
+
+    async def main() -> list[str]:
+        await machine.inputs[0].send(prompts(3))
+        machine.inputs[0].close()
+        task = asyncio.create_task(machine.run())
+        await asyncio.sleep(10)
+        assert trainer.in_flight == 0, "all are answered"
+        assert machine.state is StageState.WAITING_OUTPUT
+        uids = [group.uid async for group in machine.outputs[0]]
+        await task
+        return uids
+
+    assert run_virtual(main()) == ["p0", "p1", "p2"]
+
+
+class Watched(SimTrainer):
+    """Says who was cancelled; p0 fails after two seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(answer_s=lambda step, index: 1.0 if index == 1 else 100.0)
+        self.cancelled: list[str] = []
+
+    async def generate_group(self, prompt: Prompt) -> Group:
+        if prompt.payload == 0:
+            await asyncio.sleep(2)
+            raise RolloutError("p0 broke")
+        try:
+            return await super().generate_group(prompt)
+        except asyncio.CancelledError:
+            self.cancelled.append(prompt.uid)
+            raise
+
+
+def test_a_failure_cancels_the_siblings_and_waits_for_them(alone: MakeRole) -> None:
+    trainer = Watched()
+    machine = alone("generate", trainer)
+
+    async def main() -> set[asyncio.Task[object]]:
+        await machine.inputs[0].send(prompts(4))
+        with pytest.raises(RolloutError, match="p0 broke"):
+            await machine.run()
+        return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+
+    assert run_virtual(main()) == set(), "nobody is left behind"
+    assert trainer.cancelled == ["p2", "p3"]
+    assert machine.outputs[0].depth_max == 1, "p1 had been handed on"
+    assert machine.pool is not None and machine.pool.holders == ()
+
+
+def test_an_answer_that_never_comes_is_counted(alone: MakeRole) -> None:
+    machine = alone("generate", SimTrainer(answer_s=lambda step, index: 1.0 if index == 0 else 1e6))
+
+    async def main() -> None:
+        await machine.inputs[0].send(prompts(3))
+        await machine.run()
+
+    with pytest.raises(WaitTimeout, match="2 of 3 groups are with the rollout servers"):
+        run_virtual(main())
+
+
+def test_the_log_names_group_and_version(alone: MakeRole) -> None:
+    trainer = SimTrainer()
+    trainer.served = 7
+    machine = alone("generate", trainer)
+
+    async def main() -> None:
+        await machine.inputs[0].send(prompts(1))
+        machine.inputs[0].close()
+        await machine.run()
+
+    run_virtual(main())
+    output = next(r for r in machine.pipeline.log.records if r.event == "OUTPUT")
+    assert dict(output.fields) == {"step": 1, "key": "p0", "version": 7}

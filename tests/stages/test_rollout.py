@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rollout: batches leave complete and in step order, and nothing is left over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.core.role import RoleStateMachine
+from recipe.async_pipeline.errors import ConservationError
+from tests.sim import SimTrainer
+from tests.stages.conftest import MakeRole
+
+
+def group(uid: str, step: int) -> Group:
+    return Group(
+        uid=uid, step=step, trajectories=(Trajectory(key=uid, first_version=0, last_version=0, num_tokens=1),)
+    )
+
+
+async def feed(machine: RoleStateMachine, *groups: Group) -> list[StepBatch]:
+    for one in groups:
+        await machine.inputs[0].send(one)
+    machine.inputs[0].close()
+    await machine.run()
+    return [item async for item in machine.outputs[0]]
+
+
+def uids(batches: Sequence[StepBatch]) -> list[tuple[int, list[str]]]:
+    return [(b.step, [g.uid for g in b.groups]) for b in batches]
+
+
+def test_a_later_step_that_is_complete_waits_for_the_earlier(alone: MakeRole) -> None:
+    machine = alone("rollout", SimTrainer(groups=2))
+    groups = [group("c", 2), group("a", 1), group("d", 2), group("b", 1)]
+    assert uids(run_virtual(feed(machine, *groups))) == [(1, ["a", "b"]), (2, ["c", "d"])]
+
+
+def test_a_run_that_goes_on_starts_at_its_own_first_step(alone: MakeRole) -> None:
+    trainer = SimTrainer(groups=1)
+    trainer.first_step = 5
+    assert uids(run_virtual(feed(alone("rollout", trainer), group("a", 5)))) == [(5, ["a"])]
+
+
+def test_a_strategy_may_take_groups_of_any_step(alone: MakeRole) -> None:
+    class AsTheyCome(SimTrainer):
+        def take_batch(
+            self, next_step: int, waiting: Mapping[int, Sequence[Group]]
+        ) -> Sequence[Group] | None:
+            finished = [g for groups in waiting.values() for g in groups]
+            return finished[:2] if len(finished) >= 2 else None
+
+    machine = alone("rollout", AsTheyCome())
+    groups = [group("c", 3), group("a", 1), group("b", 1), group("d", 2)]
+    assert uids(run_virtual(feed(machine, *groups))) == [(1, ["a", "c"]), (2, ["b", "d"])]
+
+
+def test_finished_groups_that_no_step_took_are_an_error(alone: MakeRole) -> None:
+    machine = alone("rollout", SimTrainer(groups=2))
+    with pytest.raises(ConservationError, match=r"that no step took: \{2: 1\}"):
+        run_virtual(feed(machine, group("a", 1), group("b", 1), group("c", 2)))
+    assert not machine.outputs[0].closed
+
+
+def test_no_data_at_all_is_a_clean_end(alone: MakeRole) -> None:
+    assert run_virtual(feed(alone("rollout", SimTrainer()))) == []

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train: the last check, the order of its duties, and the books."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.core.machine import StageState
+from recipe.async_pipeline.core.role import RoleStateMachine
+from recipe.async_pipeline.errors import ConservationError, StalenessViolation
+from tests.sim import SimTrainer
+from tests.stages.conftest import MakeRole
+
+
+class Books(SimTrainer):
+    """Keeps the facts that each step was finished with."""
+
+    facts: Mapping[str, float] = {}
+
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+        self.facts = facts
+        await super().finish_step(batch, facts)
+
+
+def batch(step: int, *versions: tuple[int, int]) -> StepBatch:
+    trajectories = tuple(
+        Trajectory(key=f"t{i}", first_version=first, last_version=last, num_tokens=1)
+        for i, (first, last) in enumerate(versions)
+    )
+    return StepBatch(step=step, groups=(Group(uid=f"g{step}", step=step, trajectories=trajectories),))
+
+
+def ready(machine: RoleStateMachine, version: int) -> None:
+    """Version `version` is trained and gathered; the group of the step after it was drawn."""
+    machine.pipeline.versions.advance_trained(version)
+    machine.pipeline.versions.advance_gathered(version)
+    machine.pipeline.tally.draw(f"g{version + 1}")
+
+
+async def train(machine: RoleStateMachine, item: StepBatch) -> None:
+    await machine.inputs[0].send(item)
+    machine.inputs[0].close()
+    await machine.run()
+
+
+def test_waits_for_the_gather_of_the_step_before(alone: MakeRole) -> None:
+    trainer = SimTrainer(max_lag=3)
+    machine = alone("train", trainer)
+
+    async def main() -> None:
+        task = asyncio.create_task(train(machine, batch(2, (0, 0))))
+        await asyncio.sleep(10)
+        assert trainer.calls == [], "an update now would change weights that are still to be copied"
+        assert machine.pool is not None and machine.pool.holders == ()
+        ready(machine, 1)
+        await task
+
+    run_virtual(main())
+    assert trainer.calls == ["update:2", "finish:2"]
+    assert machine.pipeline.versions.trained == 2
+
+
+def test_emits_and_frees_the_devices_before_the_bookkeeping(alone: MakeRole) -> None:
+    trainer = SimTrainer(costs={"update": 1.0, "finish": 50.0})
+    machine = alone("train", trainer)
+    ready(machine, 0)
+
+    async def main() -> None:
+        task = asyncio.create_task(train(machine, batch(1, (0, 0))))
+        await machine.outputs[0].receive()
+        assert asyncio.get_running_loop().time() == 1.0
+        assert machine.pool is not None and machine.pool.holders == ()
+        await asyncio.sleep(0.5)
+        assert trainer.calls[-1] == "finish:1"
+        assert machine.state is StageState.WAITING_OUTPUT, "it does not compute any more"
+        await task
+        assert asyncio.get_running_loop().time() == 51.0
+
+    run_virtual(main())
+
+
+def test_facts_of_a_step(alone: MakeRole) -> None:
+    trainer = Books(max_lag=2)
+    machine = alone("train", trainer)
+    ready(machine, 2)
+    machine.pipeline.versions.advance_served(1)
+    run_virtual(train(machine, batch(3, (0, 0), (1, 2), (2, 2), (2, 2))))
+    assert trainer.facts == {
+        "lag/mean": 0.75,
+        "lag/max": 2.0,
+        "lag/mixed_version_share": 0.25,
+        "version/trainer": 3.0,
+        "version/served_min": 1.0,
+    }
+    tally = machine.pipeline.tally
+    assert (tally.steps, tally.lag_max, tally.trajectories_trained, tally.trained) == (1, 2, 4, {"g3": 3})
+    trained = next(r for r in machine.pipeline.log.records if r.event == "TRAINED")
+    assert trained.fields["version"] == 3
+    assert trained.fields["lag/max"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"), [((0, 2), "lag 2 exceeds max_lag 1"), ((3, 3), "does not exist yet")]
+)
+def test_a_trajectory_that_is_too_old_or_not_yet_possible_is_not_trained(
+    alone: MakeRole, versions: tuple[int, int], reason: str
+) -> None:
+    trainer = SimTrainer(max_lag=1)
+    machine = alone("train", trainer)
+    ready(machine, 2)
+    with pytest.raises(StalenessViolation, match=reason):
+        run_virtual(train(machine, batch(3, (2, 2), versions)))
+    assert trainer.calls == []
+
+
+def test_a_prompt_that_nobody_drew_is_caught(alone: MakeRole) -> None:
+    machine = alone("train", SimTrainer())
+    machine.pipeline.versions.advance_gathered(0)
+    with pytest.raises(ConservationError, match="never drawn"):
+        run_virtual(train(machine, batch(1, (0, 0))))

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers hold: who imports whom, which test mirrors which module, and that every shipped config parses."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline import errors
+from recipe.async_pipeline.config import OWN, AsyncPipelineConfig, own_fields, resolve, select
+from recipe.async_pipeline.verl_bridge.patches import find_verl_root
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
+OWN_NAME = "recipe.async_pipeline"
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+
+STACK = {"verl", "ray", "transfer_queue", "vllm"}
+MAY_IMPORT_STACK = ("verl_bridge/", "strategies/")
+READS_FILES_ONLY = ("unified_diff", "patches", "verl_source", "patch_command")
+"""Modules of verl_bridge that must work on a verl that cannot be imported."""
+DECIDES = ("core/", "stages/")
+HEAVY = {"torch", "verl", "ray", "vllm", "transformers"}
+
+WHOLE_JOB = "e2e/test_jobs.py"
+TESTED_ELSEWHERE: Mapping[str, str] = {
+    # Nothing to call: classes without a body, and a protocol.
+    "errors.py": "test_architecture.py",
+    "core/ports.py": "core/test_flow.py",
+    # Subclasses of verl's trainer: only a whole job can drive them.
+    "strategies/on_policy.py": WHOLE_JOB,
+    "strategies/one_step_off.py": WHOLE_JOB,
+    "strategies/n_step_ahead.py": WHOLE_JOB,
+    # Live in processes of Ray and of vLLM, with models in them.
+    "verl_bridge/agent_loop.py": WHOLE_JOB,
+    "verl_bridge/trainer.py": WHOLE_JOB,
+    "verl_bridge/vllm_replica.py": WHOLE_JOB,
+    "verl_bridge/vllm_worker.py": WHOLE_JOB,
+    "verl_bridge/workers.py": WHOLE_JOB,
+}
+"""Modules without a mirror, each with the test file (below tests/) that covers it."""
+
+PERSONAL_PATH = re.compile(r"(?<![\w.$}~-])/(?:home|root|Users|work)/\w")
+
+
+@cache
+def parse(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
+
+
+def imports(module: str) -> Iterator[str]:
+    """Absolute dotted names of everything that a module imports, anywhere in it."""
+    package = [*OWN_NAME.split("."), *module.split("/")[:-1]]
+    for node in ast.walk(parse(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            yield ".".join([*base, *filter(None, [node.module])])
+
+
+def top_levels(module: str) -> set[str]:
+    return {name.split(".")[0] for name in imports(module)}
+
+
+def mirror_of(module: str) -> str:
+    folder, _, name = module.rpartition("/")
+    return f"{folder}/test_{name}" if folder else f"test_{name}"
+
+
+# Tests mirror the tree.
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith(("__init__.py", "__main__.py"))])
+def test_every_module_has_a_mirror_test(module: str) -> None:
+    covering = TESTED_ELSEWHERE.get(module, mirror_of(module))
+    assert (REPOSITORY / "tests" / covering).is_file(), (
+        f"{module} has no test; write tests/{mirror_of(module)}"
+    )
+
+
+@pytest.mark.parametrize("module", TESTED_ELSEWHERE)
+def test_exceptions_are_still_needed(module: str) -> None:
+    assert module in MODULES, "the module is gone: drop its line"
+    assert not (REPOSITORY / "tests" / mirror_of(module)).exists(), "it has a mirror now: drop its line"
+
+
+# Layers.
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_the_bridge_and_the_strategies_import_the_stack(module: str) -> None:
+    if not module.startswith(MAY_IMPORT_STACK):
+        assert not top_levels(module) & STACK
+
+
+@pytest.mark.parametrize("name", READS_FILES_ONLY)
+def test_what_patches_verl_does_not_import_it(name: str) -> None:
+    assert not top_levels(f"verl_bridge/{name}.py") & (STACK | HEAVY)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(DECIDES)])
+def test_what_decides_imports_the_standard_library_and_itself(module: str) -> None:
+    allowed = (f"{OWN_NAME}.errors", f"{OWN_NAME}.core", f"{OWN_NAME}.{module.split('/')[0]}")
+    for name in imports(module):
+        ours = name.startswith(allowed)
+        assert ours or name.split(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+def test_a_relative_import_is_resolved() -> None:
+    assert f"{OWN_NAME}.errors" in set(imports("core/role.py"))
+    assert f"{OWN_NAME}.core.channel" in set(imports("core/flow.py"))
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = f"import sys, {OWN_NAME}; print(*sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.stdout.split() == []
+
+
+# Habits.
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_prints(module: str) -> None:
+    calls = [node.func for node in ast.walk(parse(module)) if isinstance(node, ast.Call)]
+    assert "print" not in {func.id for func in calls if isinstance(func, ast.Name)}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_its_licence_and_its_purpose(module: str) -> None:
+    assert (
+        (PACKAGE / module).read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    )
+    assert ast.get_docstring(parse(module))
+
+
+def test_every_error_has_our_root_and_a_standard_parent() -> None:
+    ours = [e for e in vars(errors).values() if isinstance(e, type) and e is not errors.AsyncPipelineError]
+    assert ours
+    for error in ours:
+        assert issubclass(error, errors.AsyncPipelineError)
+        standard = {b for b in error.__mro__ if vars(builtins).get(b.__name__) is b}
+        assert standard - {Exception, BaseException, object}, f"{error.__name__} is no standard error"
+
+
+def test_no_tracked_file_names_a_personal_path() -> None:
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("not a git checkout, so nothing is tracked")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True
+    )
+    found = [
+        f"{name}:{number}"
+        for name in filter(None, listed.stdout.split("\0"))
+        for number, line in enumerate(text_lines(REPOSITORY / name), start=1)
+        if PERSONAL_PATH.search(line) or str(REPOSITORY) + "/" in line
+    ]
+    assert found == []
+
+
+def text_lines(path: Path) -> list[str]:
+    """No lines of a file that is gone or is not text."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, IsADirectoryError, UnicodeDecodeError):
+        return []
+
+
+@pytest.mark.parametrize("folder", ["home", "root", "Users", "work"])
+def test_a_personal_path_would_be_found(folder: str) -> None:
+    assert PERSONAL_PATH.search(f"see /{folder}/me/notes")
+    assert not PERSONAL_PATH.search(f"see verl/{folder}/me or $ROOT/{folder}/me")
+
+
+# Configs.
+
+
+def composed(name: str) -> dict[str, Any]:
+    """A shipped config with verl's own below it, found as files: verl is not imported."""
+    GlobalHydra.instance().clear()
+    search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
+    with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
+        config = compose(config_name=name, overrides=[search, "++async_pipeline=True"])
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_shipped_config_composes_and_resolves(name: str) -> None:
+    raw = composed(name)
+    translation = resolve(raw)
+    assert translation.config.strategy in ("on_policy", "one_step_off", "n_step_ahead")
+    if name != "async_pipeline":
+        assert select(raw, "actor_rollout_ref.rollout.name"), "verl's own config is below it"
+
+
+def test_every_knob_is_documented_with_its_default() -> None:
+    path = REPOSITORY / "configs" / "async_pipeline.yaml"
+    raw = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path)))
+    own = select(raw, OWN)
+    defaults = AsyncPipelineConfig()
+    assert set(own) == set(own_fields())
+    assert resolve(raw).config == defaults
+    for name, value in own.items():
+        default = getattr(defaults, name)
+        # Strategy and lag may also be given by another key, so the file leaves both open.
+        assert value == (list(default) if isinstance(default, tuple) else default) or (
+            value is None and name in ("strategy", "max_lag")
+        )
+
+
+def test_every_knob_has_a_comment_above_it() -> None:
+    lines = (REPOSITORY / "configs" / "async_pipeline.yaml").read_text(encoding="utf-8").splitlines()
+    for name in (*own_fields(), "async_strategy"):
+        at = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
+        assert lines[at - 1].strip().startswith("#"), f"{name} has no comment above it"

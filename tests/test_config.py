@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every key, ours and other systems': what it means, and the one line that a wrong one gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.config import (
+    FOREIGN,
+    OWN,
+    SWITCHES,
+    AsyncPipelineConfig,
+    Translation,
+    canonical_strategy,
+    is_enabled,
+    own_fields,
+    resolve,
+    select,
+)
+from recipe.async_pipeline.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+UNDERSTOOD: list[tuple[str, Any, dict[str, Any]]] = [
+    ("async_strategy", "n-step-ahead", {"strategy": "n_step_ahead", "max_lag": 3}),
+    ("actor_rollout_ref.async_strategy", "one-step-off", {"strategy": "one_step_off", "max_lag": 1}),
+    ("trainer.generate_ahead_steps", 1, {"strategy": "on_policy", "max_lag": 0}),
+    ("trainer.generate_ahead_steps", 2, {"strategy": "one_step_off", "max_lag": 1}),
+    ("trainer.generate_ahead_steps", 5, {"strategy": "n_step_ahead", "max_lag": 4}),
+    ("async_generation_ratio", 0, {"strategy": "on_policy", "max_lag": 0}),
+    ("async_generation_ratio", 2.0, {"strategy": "n_step_ahead", "max_lag": 2}),
+    (f"{ROLLOUT}.enable_dual_buffer", True, {}),
+    (f"{ROLLOUT}.with_reward", True, {}),
+    (f"{ROLLOUT}.param_update_preduce_bucket_size_mb", 64, {"preduce_bucket_size_mb": 64}),
+    (f"{ROLLOUT}.param_update_consume_bucket_size_mb", 32, {"consume_bucket_size_mb": 32}),
+]
+REFUSED: list[tuple[str, Any, str]] = [
+    ("async_strategy", "two_steps", "must be one of"),
+    ("actor_rollout_ref.async_strategy", "", "must be one of"),
+    ("trainer.generate_ahead_steps", 0, "1 is on-policy, 2 is one-step-off"),
+    ("trainer.generate_ahead_steps", True, "whole number"),
+    ("async_generation_ratio", 0.5, "fractions are not supported yet"),
+    ("async_generation_ratio", -1, ">= 0"),
+    ("async_generation_ratio", float("inf"), "whole number"),
+    ("async_generation_ratio", float("nan"), "whole number"),
+    (f"{ROLLOUT}.enable_dual_buffer", False, "leave it out"),
+    (f"{ROLLOUT}.with_reward", False, "not supported yet"),
+    (f"{ROLLOUT}.param_update_preduce_bucket_size_mb", 0, "leave it out"),
+    (f"{ROLLOUT}.param_update_consume_bucket_size_mb", "32", "leave it out"),
+    ("staleness_threshold", 0.5, "remove it"),
+    ("trigger_parameter_sync_step", 4, "remove it"),
+    ("partial_rollout", True, "remove it"),
+    ("pg_variant", "tis", "remove it"),
+    ("trainer.use_nodes_ratios", [1, 1], "remove it"),
+    ("trainer.sperated_node_tasks", ["logp"], "remove it"),
+    ("trainer.sperated_node_ratios", [1], "remove it"),
+]
+
+
+def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
+    """A mapping out of dotted paths and values."""
+    root: dict[str, Any] = {}
+    for path, value in pairs:
+        *folders, leaf = path.split(".")
+        node = root
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[leaf] = value
+    return root
+
+
+def own(**knobs: Any) -> dict[str, Any]:
+    return nested(*((f"{OWN}.{name}", value) for name, value in knobs.items()))
+
+
+def assert_one_line(caught: pytest.ExceptionInfo[ConfigError], *parts: str) -> None:
+    """Path, value and remedy are on one line."""
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+# What is understood.
+
+
+def test_nothing_said_means_the_defaults() -> None:
+    assert resolve({}) == Translation(AsyncPipelineConfig(), (), SWITCHES)
+
+
+@pytest.mark.parametrize(("path", "value", "meaning"), UNDERSTOOD)
+def test_a_key_of_another_system_is_translated_and_noted(
+    path: str, value: Any, meaning: dict[str, Any]
+) -> None:
+    translation = resolve(nested((path, value)))
+    assert translation.config == dataclasses.replace(AsyncPipelineConfig(), **meaning)
+    assert [note.startswith(f"{path}={value} -> ") for note in translation.notes] == [True]
+    assert translation.foreign_paths == (*SWITCHES, path), "verl does not know it, so it must go"
+
+
+@pytest.mark.parametrize(("path", "value", "reason"), REFUSED)
+def test_a_key_that_cannot_be_honoured_is_refused(path: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested((path, value)))
+    assert_one_line(caught, path, repr(value), reason)
+
+
+def test_every_foreign_key_is_tried_here() -> None:
+    known = {path for key in FOREIGN for path in key.paths}
+    assert known == {path for path, *_ in UNDERSTOOD} | {path for path, *_ in REFUSED}
+
+
+def test_a_foreign_key_that_is_null_says_nothing() -> None:
+    paths = [path for key in FOREIGN for path in key.paths]
+    assert resolve(nested(*((path, None) for path in paths))) == resolve({})
+
+
+@pytest.mark.parametrize("value", ["one_step_off", "one-step-off", "One-Step-Off", "ONE_STEP-OFF"])
+def test_spellings_of_a_strategy(value: str) -> None:
+    assert canonical_strategy(value, "p") == "one_step_off"
+
+
+def test_naive_is_on_policy() -> None:
+    assert resolve(nested(("async_strategy", "naive"))).config.max_lag == 0
+
+
+def test_a_strategy_of_ones_own_is_taken_as_it_is() -> None:
+    config = resolve(own(strategy="my-pkg.mod:Class", max_lag=2)).config
+    assert (config.strategy, config.max_lag) == ("my-pkg.mod:Class", 2)
+
+
+@pytest.mark.parametrize(("lag", "strategy"), [(0, "on_policy"), (1, "one_step_off"), (2, "n_step_ahead")])
+def test_a_lag_alone_names_the_strategy(lag: int, strategy: str) -> None:
+    assert resolve(own(max_lag=lag)).config.strategy == strategy
+
+
+def test_own_knobs_arrive() -> None:
+    knobs: Mapping[str, Any] = {
+        "strategy": "n_step_ahead",
+        "max_lag": 4,
+        "wait_timeout_s": 5,
+        "publish_timeout_s": 2.5,
+        "proof_tensors": 3,
+        "preduce_bucket_size_mb": 4,
+        "consume_bucket_size_mb": 2,
+        "run_dir": "somewhere",
+        "custom_roles": ["m:C@reward->train"],
+    }
+    assert set(knobs) == set(own_fields())
+    found = resolve(own(**knobs)).config
+    assert found == AsyncPipelineConfig(**{**knobs, "custom_roles": ("m:C@reward->train",)})
+
+
+# Contradictions.
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        (("async_strategy", "naive"), ("actor_rollout_ref.async_strategy", "one-step-off")),
+        ((f"{OWN}.strategy", "on_policy"), ("async_strategy", "one_step_off")),
+        (("trainer.generate_ahead_steps", 2), ("async_generation_ratio", 2)),
+        ((f"{OWN}.max_lag", 3), ("trainer.generate_ahead_steps", 2)),
+        (("async_strategy", "one_step_off"), ("trainer.generate_ahead_steps", 1)),
+        ((f"{OWN}.strategy", "on_policy"), (f"{OWN}.max_lag", 2)),
+    ],
+)
+def test_keys_that_disagree_are_both_named(pairs: tuple[tuple[str, Any], ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested(*pairs))
+    assert_one_line(caught, *(path for path, _ in pairs))
+
+
+def test_keys_that_agree_are_welcome() -> None:
+    raw = nested(
+        ("async_strategy", "one-step-off"),
+        ("actor_rollout_ref.async_strategy", "one_step_off"),
+        ("trainer.generate_ahead_steps", 2),
+        ("async_generation_ratio", 1),
+        (f"{OWN}.max_lag", 1),
+    )
+    translation = resolve(raw)
+    assert translation.config == AsyncPipelineConfig()
+    assert len(translation.notes) == 4, "one line for each key of another system"
+
+
+# The switch.
+
+
+@pytest.mark.parametrize(
+    ("raw", "enabled"),
+    [
+        ({}, False),
+        ({"async_pipeline": True}, True),
+        ({"async_pipeline": False}, False),
+        ({"actor_rollout_ref": {"async_pipeline": True}}, True),
+        ({"async_pipeline": True, "actor_rollout_ref": {"async_pipeline": True}}, True),
+    ],
+)
+def test_switch(raw: dict[str, Any], enabled: bool) -> None:
+    assert is_enabled(raw) is enabled
+
+
+@pytest.mark.parametrize("value", ["True", 1, {"max_lag": 1}])
+def test_a_switch_that_is_no_boolean(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        is_enabled({"async_pipeline": value})
+    assert_one_line(caught, "async_pipeline", repr(value), OWN)
+
+
+def test_switches_that_disagree() -> None:
+    with pytest.raises(ConfigError, match="disagree; keep one"):
+        is_enabled({"async_pipeline": True, "actor_rollout_ref": {"async_pipeline": False}})
+
+
+# Unknown, misplaced and ill-typed keys.
+
+
+def test_an_unknown_knob_gets_a_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(own(max_lagg=7))
+    assert_one_line(caught, f"{OWN}.max_lagg", "7", "did you mean 'max_lag'?", "proof_tensors")
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("max_lag", f"{OWN}.max_lag"),
+        ("trainer.max_lag", f"{OWN}.max_lag"),
+        ("trainer.async_pipeline", OWN),
+        ("trainer.async_strategy", "actor_rollout_ref.async_strategy"),
+        ("generate_ahead_steps", "trainer.generate_ahead_steps"),
+        ("rollout.with_reward", f"{ROLLOUT}.with_reward"),
+        (f"{OWN}.async_strategy", "async_strategy"),
+    ],
+)
+def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested((path, 5)))
+    assert_one_line(caught, f"{path} is misplaced", "got 5", place)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_lag", -1),
+        ("max_lag", 1.5),
+        ("max_lag", True),
+        ("max_lag", "1"),
+        ("wait_timeout_s", 0),
+        ("wait_timeout_s", "long"),
+        ("wait_timeout_s", float("nan")),
+        ("publish_timeout_s", True),
+        ("proof_tensors", 0),
+        ("proof_tensors", 1.0),
+        ("preduce_bucket_size_mb", -5),
+        ("consume_bucket_size_mb", [1]),
+        ("run_dir", 3),
+        ("custom_roles", 3),
+        ("custom_roles", "m:C@a->b"),
+        ("custom_roles", [3]),
+        ("custom_roles", ["m:C@a"]),
+        ("custom_roles", ["C@a->b"]),
+        ("strategy", "onpolicy"),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(own(**{name: value}))
+    shown = repr(value[0]) if name == "custom_roles" and value in (["m:C@a"], ["C@a->b"]) else repr(value)
+    assert_one_line(
+        caught, f"{OWN}.{name}", shown, ";" if name != "strategy" else "did you mean 'on_policy'?"
+    )
+
+
+@pytest.mark.parametrize("value", [True, "one_step_off", 3, ["strategy"]])
+def test_a_section_that_is_none(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested((OWN, value)))
+    assert_one_line(caught, OWN, repr(value), "+async_pipeline=True")
+
+
+def test_a_config_made_in_code_is_checked_as_well() -> None:
+    with pytest.raises(ConfigError, match="must be 0 with strategy on_policy, got 1"):
+        AsyncPipelineConfig(strategy="on_policy")
+
+
+@pytest.mark.parametrize(("path", "value"), [("a.b", 1), ("a", {"b": 1}), ("a.b.c", None), ("x", None)])
+def test_select(path: str, value: Any) -> None:
+    assert select({"a": {"b": 1}}, path) == value
+
+
+# Anything at all.
+
+PATHS = (
+    [path for key in FOREIGN for path in key.paths]
+    + [f"{OWN}.{name}" for name in own_fields()]
+    + [*SWITCHES, OWN]
+)
+WORDS = sorted({part for path in PATHS for part in path.split(".")}) + ["other"]
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.floats(),
+    st.text(max_size=3),
+    st.sampled_from(["one-step-off", "naive", "m:C", "m:C@a->b", "n_step_ahead"]),
+)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=2))
+TREES = st.recursive(
+    VALUES,
+    lambda inner: st.dictionaries(st.sampled_from(WORDS) | st.integers(0, 1), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def merge(into: dict[Any, Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    for name, value in tree.items():
+        inner = into.get(name)
+        into[name] = merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return into
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(
+    pairs=st.lists(st.tuples(st.sampled_from(PATHS), TREES), max_size=4),
+    stray=st.dictionaries(st.sampled_from(WORDS), TREES, max_size=2),
+)
+def test_any_config_resolves_or_is_refused_in_one_line(
+    pairs: list[tuple[str, Any]], stray: dict[str, Any]
+) -> None:
+    raw: dict[Any, Any] = dict(stray)
+    for pair in pairs:
+        merge(raw, nested(pair))
+    for read in (is_enabled, resolve):
+        try:
+            read(raw)
+        except ConfigError as error:
+            assert "\n" not in str(error)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between the command line and Ray: what is checked, what is rewritten, what a mistake looks like."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.async_pipeline.config import OWN
+from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
+from recipe.async_pipeline.observe.table import MARK
+from recipe.async_pipeline.verl_bridge.patches import find_verl_root
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROLLOUT = "actor_rollout_ref.rollout"
+MISTAKES: list[tuple[str, Any]] = [
+    ("trainer.use_v1", False),
+    (f"{ROLLOUT}.name", "sglang"),
+    (f"{ROLLOUT}.mode", "sync"),
+    (f"{ROLLOUT}.nnodes", 0),
+    (f"{ROLLOUT}.n_gpus_per_node", None),
+    (f"{ROLLOUT}.data_parallel_size", 2),
+    (f"{ROLLOUT}.pipeline_model_parallel_size", 2),
+    (f"{ROLLOUT}.disaggregation.enabled", True),
+    ("algorithm.adv_estimator", "gae"),
+    ("algorithm.filter_groups.enable", True),
+    ("distillation.enabled", True),
+    ("skip.rollout_tq.enable", True),
+    ("trainer.resume_mode", "resume_path"),
+    ("reward.reward_model.enable", True),
+]
+Smoke = Callable[..., DictConfig]
+
+
+@pytest.fixture(scope="module")
+def launch(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.launch")
+
+
+@pytest.fixture(scope="module")
+def base() -> DictConfig:
+    GlobalHydra.instance().clear()
+    search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
+    with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
+        return compose(config_name="smoke_cpu", overrides=[search])
+
+
+@pytest.fixture
+def smoke(base: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
+    """The shipped smoke config with changes, run from an empty folder."""
+    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path / "task"))
+    monkeypatch.chdir(tmp_path)
+
+    def make(changes: dict[str, Any] | None = None, *, switched_on: bool = True) -> DictConfig:
+        config = copy.deepcopy(base)
+        with open_dict(config):
+            if switched_on:
+                config.async_pipeline = True
+            for path, value in (changes or {}).items():
+                OmegaConf.update(config, path, value, force_add=True)
+        return config
+
+    return make
+
+
+def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error with which `prepare` ends the process."""
+    before = copy.deepcopy(config)
+    with pytest.raises(SystemExit) as ended:
+        launch.prepare(config)
+    assert ended.value.code == 2
+    assert config == before, "what is refused is not touched"
+    error = capsys.readouterr().err
+    assert error.startswith(f"{MARK} ") and error.count("\n") == 1
+    return error
+
+
+# Not asked for.
+
+
+def test_without_the_switch_nothing_changes(launch: ModuleType, smoke: Smoke) -> None:
+    config = smoke(switched_on=False)
+    before = copy.deepcopy(config)
+    launch.prepare(config)
+    assert config == before
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [("async_strategy", "on_policy"), (f"{OWN}.strategy", "naive"), (f"{OWN}.max_lag", 1)]
+)
+def test_without_the_switch_our_keys_are_an_error(
+    launch: ModuleType, capsys: pytest.CaptureFixture[str], path: str, value: Any
+) -> None:
+    config = OmegaConf.create({})
+    OmegaConf.update(config, path, value, force_add=True)
+    assert "add +async_pipeline=True" in refused(launch, config, capsys)
+
+
+# Asked for.
+
+
+def test_a_config_is_rewritten(launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASYNC_PIPELINE_STARTED_UNIX", "1234.5")
+    config = smoke(
+        {
+            "async_strategy": "n-step-ahead",
+            "trainer.generate_ahead_steps": 3,
+            f"{ROLLOUT}.enable_dual_buffer": True,
+            f"{ROLLOUT}.param_update_preduce_bucket_size_mb": 64,
+            f"{OWN}.proof_tensors": 4,
+            f"{ROLLOUT}.dtype": "float16",
+        }
+    )
+    launch.prepare(config)
+    for path in (
+        "async_pipeline",
+        "async_strategy",
+        "trainer.generate_ahead_steps",
+        f"{ROLLOUT}.enable_dual_buffer",
+    ):
+        assert OmegaConf.select(config, path) is None, f"{path} is none of verl's, so it must be gone"
+    own = config.trainer.v1.async_pipeline
+    assert (own.strategy, own.max_lag, own.proof_tensors) == ("n_step_ahead", 2, 4)
+    assert (own.started_unix, list(own.custom_roles)) == (1234.5, [])
+    assert config.trainer.v1.trainer_mode == "n_step_ahead"
+    assert config.actor_rollout_ref.hybrid_engine is False
+    assert config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == launch.MANAGER
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    assert (engine.backend, engine.custom_backend_module) == ("dual_buffer", launch.ENGINE_MODULE)
+    assert engine.update_weights_bucket_megabytes == 64
+    assert dict(engine.engine_kwargs.dual_buffer) == {"rollout_dtype": "float16", "proof_tensors": 4}
+    OmegaConf.to_container(config, resolve=True)
+
+
+def test_classes_named_in_the_config_exist(launch: ModuleType, load: Load) -> None:
+    module, _, name = launch.MANAGER.rpartition(".")
+    assert hasattr(load(module), name)
+    load(launch.ENGINE_MODULE)
+
+
+def test_the_strategies_are_known_to_verl(launch: ModuleType, load: Load) -> None:
+    strategies = load("recipe.async_pipeline.strategies")
+    get = load("verl.trainer.ppo.v1.trainer_base").get_trainer_cls
+    for name, cls in strategies.STRATEGIES.items():
+        assert get(name) is cls
+        assert cls.strategy == name
+    for wrong, reason in (("no_such_module:C", "cannot be imported"), ("builtins:dict", "must subclass")):
+        with pytest.raises(ConfigError, match=reason):
+            strategies.ensure_registered(wrong)
+
+
+@pytest.mark.parametrize(
+    ("logger", "names"),
+    [("console", ["console", "file"]), (["file", "wandb"], ["file", "wandb"]), (None, ["file"])],
+)
+def test_the_file_tracker_is_always_on(
+    launch: ModuleType, smoke: Smoke, logger: Any, names: list[str]
+) -> None:
+    config = smoke({"trainer.logger": logger})
+    launch.prepare(config)
+    assert list(config.trainer.logger) == names
+
+
+def test_translations_are_said(launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]) -> None:
+    launch.prepare(smoke({"trainer.generate_ahead_steps": 1}))
+    said = capsys.readouterr().out.splitlines()
+    assert f"{MARK} trainer.generate_ahead_steps=1 -> max_lag=0" in said
+    assert all(line.startswith(MARK) for line in said)
+
+
+# The run directory.
+
+
+def test_the_run_directory_and_its_link(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "second"):
+        config = smoke({"trainer.experiment_name": name})
+        launch.prepare(config)
+        run_dir = Path.cwd() / "outputs" / "smoke" / name
+        assert config.trainer.v1.async_pipeline.run_dir == str(run_dir)
+        assert f"{MARK} run directory {run_dir}\n" in capsys.readouterr().out
+        latest = run_dir.parent / "latest"
+        assert latest.is_symlink() and os.readlink(latest) == name, (
+            "relative, so that the folder can be moved"
+        )
+    assert {p.name for p in (Path.cwd() / "outputs" / "smoke").iterdir()} == {"first", "second", "latest"}
+
+
+def test_a_directory_of_ones_own(launch: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
+    config = smoke({f"{OWN}.run_dir": "mine/here"})
+    launch.prepare(config)
+    assert config.trainer.v1.async_pipeline.run_dir == str(tmp_path / "mine" / "here")
+    assert (tmp_path / "mine" / "latest").resolve() == tmp_path / "mine" / "here"
+
+
+def test_a_real_directory_called_latest_is_left_alone(launch: ModuleType, smoke: Smoke) -> None:
+    latest = Path("outputs/smoke/latest")
+    latest.mkdir(parents=True)
+    launch.prepare(smoke())
+    assert latest.is_dir() and not latest.is_symlink()
+    assert {p.name for p in latest.parent.iterdir()} == {"latest", "run"}
+
+
+# Mistakes.
+
+
+def test_the_smoke_config_is_one_that_can_be_honoured(launch: ModuleType, smoke: Smoke) -> None:
+    launch.check_verl_config(smoke())
+
+
+def test_every_rule_is_tried_here(launch: ModuleType) -> None:
+    assert [path for path, *_ in launch._RULES] == [path for path, _ in MISTAKES]
+
+
+@pytest.mark.parametrize(("path", "value"), MISTAKES)
+def test_an_option_that_cannot_be_honoured(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch.check_verl_config(smoke({path: value}))
+    assert str(caught.value).startswith(f"{path} must ")
+    assert f"got {value!r}; " in str(caught.value)
+
+
+@pytest.mark.parametrize("tp", [0, 3])
+def test_tensor_parallelism_must_divide_the_devices(launch: ModuleType, smoke: Smoke, tp: int) -> None:
+    config = smoke({f"{ROLLOUT}.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": tp})
+    with pytest.raises(ConfigError, match=f"must divide the 4 rollout devices .* got {tp}"):
+        launch.check_verl_config(config)
+
+
+@pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
+def test_adapters_must_be_merged(launch: ModuleType, smoke: Smoke, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"needs actor_rollout_ref\.model\.lora\.merge=True"):
+        launch.check_verl_config(smoke({path: 8}))
+    launch.check_verl_config(smoke({path: 8, "actor_rollout_ref.model.lora.merge": True}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({f"{OWN}.max_lagg": 1}, "did you mean 'max_lag'?"),
+        ({"trainer.max_lag": 1}, "it belongs at"),
+        ({"async_pipeline": "yes"}, "must be True or False"),
+        ({f"{ROLLOUT}.name": "sglang"}, "sglang is not supported yet"),
+        ({"data.train_files": "${oc.env:NO_SUCH_VARIABLE}"}, "data.train_files cannot be resolved"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert part in refused(launch, smoke(changes), capsys)
+    assert not Path("outputs").exists()
+
+
+def test_verl_without_our_plugin(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.plugin, "_loaded", False)
+    assert "pip install -e ." in refused(launch, smoke(), capsys)
+
+
+def test_verl_without_our_patches(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pristine(root: Path) -> None:
+        raise PatchedVerlRequired(f"{root.name} is pristine; run `async-pipeline patch apply`, then retry")
+
+    monkeypatch.setattr(launch, "require_patched", pristine)
+    assert "patch apply" in refused(launch, smoke(), capsys)
