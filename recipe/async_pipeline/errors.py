@@ -57,3 +57,7 @@ class ProofError(WeightSyncError):
 
 class RolloutError(AsyncPipelineError, RuntimeError):
     """A group could not be generated or scored."""
+
+
+class WarmupFailed(AsyncPipelineError, RuntimeError):
+    """The small model did not reach the accuracy that RL needs to start from."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from .observe.table import MARK
+from .weight_sync.segment_names import sweep_orphans
 
 STOP_S = 20.0
 """Seconds that an interrupted command may take to end by itself."""
@@ -164,6 +165,7 @@ class Watcher:
                 signal.signal(sig, handler)
             # Leftovers hold the other end of the pipe, so they go before the reader can end.
             end_all(descendants(os.getpid()))
+            sweep_orphans()
             reader.join()
         return self._close(status)
 

@@ -32,7 +32,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def own_segments() -> set[str]:
-    return {path.name for path in SHM_DIR.glob(f"{PREFIX}{os.getpid()}-*")}
+    return {path.name for path in SHM_DIR.glob(f"{PREFIX}*-{os.getpid()}-*")}
 
 
 @pytest.fixture(autouse=True)
@@ -292,3 +292,14 @@ def test_the_samples_of_the_proof_come_from_the_arena() -> None:
     sizes = {s.name: len(s.values) for s in manifest.samples}
     assert sizes["large"] == 64 * 2, "64 values as they are served, not as they were trained"
     assert sizes["empty"] == 0
+
+
+def test_too_little_shared_memory_is_an_error_and_not_a_crash(writer: ArenaWriter) -> None:
+    free = os.statvfs(SHM_DIR).f_bavail * os.statvfs(SHM_DIR).f_frsize
+    arena = Arena(64)
+    try:
+        with pytest.raises(WeightSyncError, match="MB left and the weights need more .* --shm-size"):
+            arena._place(free * 2)
+            arena._segments[0].reserve(free * 2)
+    finally:
+        arena.close()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,9 +89,7 @@ class Toy:
 Fill = Callable[[ToySpec, Path, Callable[[str], None]], float]
 
 
-def ensure_toy(
-    spec: ToySpec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None
-) -> Toy:
+def ensure_toy(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None) -> Toy:
     """Return the toy of `spec` under `root`; make it first if it is absent or half made.
 
     Two processes may do this at once: the first to finish wins and the other uses its result.
@@ -102,8 +100,7 @@ def ensure_toy(
     if finished is not None:
         return finished
     started = time.monotonic()
-    work = root / f".{spec.dir_name}.{os.getpid()}.tmp"
-    shutil.rmtree(work, ignore_errors=True)
+    work = root / f".{spec.dir_name}.{uuid.uuid4().hex}.tmp"
     work.mkdir(parents=True)
     try:
         accuracy = (fill or fill_toy)(spec, work, report)

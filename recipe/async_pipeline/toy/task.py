@@ -60,7 +60,9 @@ class TaskSpec:
 
 def careless_answer(problem: Problem, rng: random.Random, slip_rate: float) -> str:
     """The answer of a teacher who writes a random digit in place of each digit with chance `slip_rate`."""
-    return "".join(rng.choice("0123456789") if rng.random() < slip_rate else digit for digit in problem.answer)
+    return "".join(
+        rng.choice("0123456789") if rng.random() < slip_rate else digit for digit in problem.answer
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError
+from recipe.async_pipeline.errors import ConfigError, WarmupFailed
 from recipe.async_pipeline.toy.task import careless_answer
 from recipe.async_pipeline.toy.tokenizer import answer_ids, prompt_ids, prompt_messages
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 # The label that torch's cross entropy leaves out of the mean.
 _IGNORED = -100
-
-
-class WarmupFailed(AsyncPipelineError, RuntimeError):
-    """The policy did not reach the accuracy that RL needs to start from."""
 
 
 @dataclass(frozen=True, kw_only=True)

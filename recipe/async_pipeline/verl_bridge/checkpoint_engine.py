@@ -19,8 +19,9 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import WeightSyncError
-from ..weight_sync.arena import PREFIX, SHM_DIR, ArenaReader, ArenaWriter
+from ..weight_sync.arena import ArenaReader, ArenaWriter
 from ..weight_sync.manifest import Manifest, decode, encode
+from ..weight_sync.segment_names import SHM_DIR, new_name
 
 POLL_S = 0.002
 """How often a receiver under verl's manager looks for the manifest; sender and receiver start together."""
@@ -63,7 +64,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
     def prepare(self) -> dict[str, Any]:
         if self._writer is None:
             return {}
-        self._board = self._board or SHM_DIR / f"{PREFIX}board-{os.getpid()}"
+        self._board = self._board or SHM_DIR / new_name()
         self._board.unlink(missing_ok=True)
         return {"board": str(self._board)}
 

@@ -36,7 +36,8 @@ class PipelineServerManager(LLMServerManager):
 
     async def _start(self) -> None:
         # The balancer first, without servers: it takes seconds to import, as the servers do.
-        self.server_addresses, self.server_handles = [], []
+        self.server_addresses: list[str] = []
+        self.server_handles: list[Any] = []
         await self._init_global_load_balancer()
         self.balancer_is_up.set()
         await self._initialize_llm_servers()

@@ -13,7 +13,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -51,6 +51,8 @@ PARTITION = "train"
 TRAIN_POOL, GENERATE_POOL = "train", "generate"
 CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
+CLOSE_S = 5.0
+"""Seconds that the workers get to unlink their shared memory at the end."""
 VALIDATION_POLL_S = 0.05
 """verl polls the sample store during validation, by default every 2 s."""
 
@@ -167,9 +169,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         try:
             asyncio.run(self._run())
         finally:
+            # Also after a failure, but without waiting for a worker that may be stuck.
+            wait([self._threads.submit(self.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._shutdown_dump_executor()
-        self.actor_rollout_wg.close_arenas()
 
     async def _run(self) -> None:
         flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True)

@@ -14,9 +14,9 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from ..errors import WeightSyncError
-from .device_holder import DeviceHolder
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.manifest import decode
+from .device_holder import DeviceHolder
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
 

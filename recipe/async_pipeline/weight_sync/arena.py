@@ -4,18 +4,16 @@
 An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the
 first write and then reused for every later version: the first touch of fresh shared memory is ten
 times slower than writing to it again. Segments are 0600, carry random names, and are unlinked by
-their owner, or by Python's resource tracker if the owner is killed.
+their owner; if it is killed, by Python's resource tracker, `async-pipeline watch` or the next run.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import resource_tracker
-from pathlib import Path
 
 import torch
 import xxhash
@@ -24,9 +22,8 @@ from ..errors import WeightSyncError
 from .delivery import draw_sample, sampled_names
 from .dual_buffer import DualBuffer
 from .manifest import BucketEntry, Manifest, TensorEntry
+from .segment_names import PREFIX, SHM_DIR, new_name, sweep_orphans
 
-SHM_DIR = Path("/dev/shm")
-PREFIX = "async_pipeline-"
 ALIGN = 64
 """Each tensor starts on a cache line, which suits every dtype."""
 
@@ -51,10 +48,29 @@ class Segment:
             elif os.fstat(fd).st_size < size:
                 raise WeightSyncError(f"shared memory {name} holds fewer than the {size} bytes promised")
             self._map = mmap.mmap(fd, size)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        self._fd, self._reserved = fd, 0
         self.name, self.size, self._owner = name, size, create
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def reserve(self, nbytes: int) -> None:
+        """Have the kernel back the first `nbytes` bytes with memory, once.
+
+        Raises WeightSyncError: there is not enough. Without this, writing would kill the process.
+        """
+        if nbytes <= self._reserved:
+            return
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            free_mb = os.statvfs(SHM_DIR).f_bavail * os.statvfs(SHM_DIR).f_frsize >> 20
+            raise WeightSyncError(
+                f"{SHM_DIR} has {free_mb} MB left and the weights need more ({error.strerror}); enlarge it, e.g. "
+                "docker run --shm-size"
+            ) from error
+        self._reserved = nbytes
 
     def checksum(self, nbytes: int) -> int:
         """xxh3 of the first `nbytes` bytes."""
@@ -62,6 +78,9 @@ class Segment:
 
     def close(self) -> None:
         """Unlink if this process made it. The mapping itself goes when no tensor uses it any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
         if self._owner:
             self._owner = False
             (SHM_DIR / self.name).unlink(missing_ok=True)
@@ -86,6 +105,7 @@ class Arena:
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * target.itemsize
         bucket, offset = self._place(nbytes)
+        self._segments[bucket].reserve(offset + nbytes)
         view = self._segments[bucket].bytes[offset : offset + nbytes].view(target)
         view.copy_(tensor.detach().reshape(-1), non_blocking=tensor.is_cuda)
         entry = TensorEntry(name, tuple(tensor.shape), str(target).removeprefix("torch."), bucket, offset, nbytes)
@@ -134,6 +154,7 @@ class ArenaWriter:
     """The trainer's side: gathers versions alternately into two arenas."""
 
     def __init__(self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None) -> None:
+        sweep_orphans()
         self._arenas = (Arena(bucket_bytes), Arena(bucket_bytes))
         self._buffer = DualBuffer()
         self._proof_tensors = proof_tensors
@@ -191,7 +212,7 @@ class ArenaReader:
         # Two versions' worth of mappings stay; segments that were replaced by larger ones go.
         for name in list(self._segments):
             if name not in names and not (SHM_DIR / name).exists():
-                del self._segments[name]
+                self._segments.pop(name).close()
         return [self._segments[b.segment] for b in manifest.buckets]
 
 
@@ -202,4 +223,5 @@ def view_of(segments: list[Segment], entry: TensorEntry) -> torch.Tensor:
 
 
 def _create(size: int) -> Segment:
-    return Segment(f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}", size, create=True)
+    return Segment(new_name(), size, create=True)
+

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of shared-memory segments, and the sweep of those whose owner is gone. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+SHM_DIR = Path("/dev/shm")
+PREFIX = "async_pipeline-"
+
+
+def new_name() -> str:
+    """A random name that says which process owns the segment."""
+    return f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def sweep_orphans() -> list[str]:
+    """Unlink segments of processes that are gone; returns their names.
+
+    Ray kills a worker together with the tracker that would have cleaned up after it. Only our own
+    user's segments of our own process namespace are touched.
+    """
+    swept = []
+    for path in SHM_DIR.glob(f"{PREFIX}{_pid_namespace()}-*"):
+        pid = path.name.removeprefix(PREFIX).split("-")[1]
+        if not Path(f"/proc/{pid}").exists() and path.stat().st_uid == os.getuid():
+            path.unlink(missing_ok=True)
+            swept.append(path.name)
+    return swept
+
+
+def _pid_namespace() -> int:
+    """Identifies the process ids that this process can see; containers may share memory but not these."""
+    return os.stat("/proc/self/ns/pid").st_ino

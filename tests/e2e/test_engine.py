@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real vLLM engine serves after a load is what was published, or the load is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.job import ROOT
+
+pytestmark = pytest.mark.e2e
+
+
+def probe(task: Path, mode: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "e2e" / "engine_probe.py"), str(task / "model"), mode]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
+    loaded: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
+    return loaded
+
+
+def check_load(report: dict[str, Any]) -> None:
+    assert report["first"]["ok"]["tensors_proved"] > 0, report
+    assert report["engine"] == report["transformers"]
+    assert report["engine"] != report["before"], "the published weights differ from those on disk"
+    assert report["skipped"]["error"] == "ProofError"
+    assert "embed_tokens.weight" in report["skipped"]["message"]
+
+
+def test_tied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(tied_task: Path) -> None:
+    check_load(probe(tied_task, "load"))
+
+
+def test_untied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(untied_task: Path) -> None:
+    check_load(probe(untied_task, "load"))
+
+
+def test_weights_that_the_engine_repacked_are_never_announced(tied_task: Path) -> None:
+    with pytest.raises(AssertionError, match="weight_loader|repacked|size"):
+        report = probe(tied_task, "repacked")
+        assert report["first"].get("error") is None, f"refused: {report['first']['message']}"
