@@ -63,25 +63,31 @@ def run_job(
 
     Raises TimeoutError: the job did not end, with what it printed.
     """
-    environment = {**os.environ, "ASYNC_PIPELINE_TASK": str(task), "ASYNC_PIPELINE_RUN": run_dir.name}
+    environment = {
+        **os.environ,
+        "ASYNC_PIPELINE_TASK": str(task),
+        "ASYNC_PIPELINE_RUN": run_dir.name,
+        # Where a stock run puts its metrics; ours go to the run directory.
+        "VERL_FILE_LOGGER_ROOT": str(run_dir.parent),
+    }
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
-    process = subprocess.Popen(
-        watch, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    timer = threading.Timer(LIMIT_S, process.send_signal, (signal.SIGTERM,))
-    timer.start()
     lines: list[str] = []
     fired: float | None = None
     started = time.monotonic()
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if fired is None and when is not None and when(line):
-            fired = time.monotonic()
-            if do is not None:
-                do(process)
-    status = process.wait()
-    timer.cancel()
+    with subprocess.Popen(
+        watch, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        timer = threading.Timer(LIMIT_S, process.send_signal, (signal.SIGTERM,))
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if fired is None and when is not None and when(line):
+                fired = time.monotonic()
+                if do is not None:
+                    do(process)
+        status = process.wait()
+        timer.cancel()
     ended = time.monotonic()
     if ended - started > LIMIT_S:
         raise TimeoutError(f"the job did not end within {LIMIT_S:g} s:\n{''.join(lines)[-3000:]}")

@@ -129,13 +129,16 @@ def main_ppo_registers_the_trainers() -> None:
 
     config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "one_step_off", "async_pipeline": {}}}})
     runner = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class()
-    with served("recipe.async_pipeline.strategies") as strategies:
+    strategies = types.ModuleType("recipe.async_pipeline.strategies")
+    begun: list[Any] = []
+    strategies.begin = begun.append  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {strategies.__name__: strategies}):
         with mock.patch.object(verl.trainer.ppo.v1, "get_trainer_cls", side_effect=Reached):
             try:
                 runner.run(config)
             except Reached:
                 pass
-    assert strategies.imported, "the trainer was looked up before the strategies were imported"
+    assert begun == [config], "the trainer was looked up before the strategies were registered"
 
 
 def verl_reexports_the_public_names() -> None:

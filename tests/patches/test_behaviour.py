@@ -78,7 +78,7 @@ def assert_mended(results: Mapping[str, Results], probe: str, pristine_error: st
 
 def test_main_ppo_hands_its_config_to_the_pipeline(results: dict[str, Results]) -> None:
     assert_mended(results, "main_ppo_hands_its_config_over", r"prepare was called with \[\]")
-    assert_mended(results, "main_ppo_registers_the_trainers", "before the strategies were imported")
+    assert_mended(results, "main_ppo_registers_the_trainers", "before the strategies were registered")
 
 
 def test_verl_reexports_the_public_names(results: dict[str, Results]) -> None:

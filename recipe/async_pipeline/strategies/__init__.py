@@ -2,16 +2,18 @@
 """Trainer strategies, one file each: how far generation may run ahead of training.
 
 Importing this package imports verl's trainer (seconds) and registers the strategies with it; verl's
-entry point does so in the process that trains.
+entry point does so in the process that trains, and then calls `begin`.
 """
 
 from __future__ import annotations
 
 import importlib
 
+from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
 from ..errors import ConfigError
+from ..verl_bridge.rollout_pool import PipelineServerManager
 from ..verl_bridge.trainer import AsyncPipelineTrainer
 from .n_step_ahead import NStepAheadTrainer
 from .on_policy import OnPolicyTrainer
@@ -25,6 +27,18 @@ STRATEGIES: dict[str, type[AsyncPipelineTrainer]] = {
 
 for _name, _cls in STRATEGIES.items():
     register_trainer(_name)(_cls)
+
+
+def begin(config: DictConfig) -> None:
+    """Called by verl's entry point in the process that trains, before anything else is started.
+
+    Registers a strategy of one's own, and has the rollout servers start while verl starts the rest.
+    A stock trainer, into whose config our defaults were composed, is left alone.
+    """
+    mode = str(config.trainer.v1.trainer_mode)
+    if mode in STRATEGIES or ":" in mode:
+        ensure_registered(mode)
+        PipelineServerManager.start_early(config)
 
 
 def ensure_registered(name: str) -> None:
@@ -50,5 +64,6 @@ __all__ = [
     "NStepAheadTrainer",
     "OnPolicyTrainer",
     "OneStepOffTrainer",
+    "begin",
     "ensure_registered",
 ]

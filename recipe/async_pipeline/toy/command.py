@@ -6,8 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
+from recipe.async_pipeline.cli import echo
 from recipe.async_pipeline.toy.build import ToySpec, ensure_toy
 
 DEFAULT_ROOT = Path(".cache") / "toy"
@@ -38,16 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make or find the directory and print it; progress goes to stderr. Returns the exit status."""
-    toy = ensure_toy(ToySpec.of(seed=args.seed, tied=args.tied), args.root.resolve(), report=_report)
-    _write(json.dumps(toy.as_dict(), indent=2) if args.as_json else str(toy.dir))
+    toy = ensure_toy(
+        ToySpec.of(seed=args.seed, tied=args.tied), args.root.resolve(), report=partial(echo, file=sys.stderr)
+    )
+    echo(json.dumps(toy.as_dict(), indent=2) if args.as_json else str(toy.dir))
     return 0
-
-
-def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def _report(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import threading
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import ray
+from omegaconf import DictConfig
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from ..core.clock import within
@@ -27,27 +27,35 @@ class PipelineServerManager(LLMServerManager):
 
     rollout_replica_class = PipelineVLLMReplica
 
-    def start(self) -> None:
-        """Start balancer and servers; blocks until all are up. For a thread without an event loop."""
-        try:
-            asyncio.run(self._start())
-        finally:
-            self.balancer_is_up.set()  # whoever waits for it finds the error here
+    _early: ClassVar[PipelineServerManager | None] = None
 
-    async def _start(self) -> None:
-        # The balancer first, without servers: it takes seconds to import, as the servers do.
-        self.server_addresses: list[str] = []
-        self.server_handles: list[Any] = []
-        await self._init_global_load_balancer()
-        self.balancer_is_up.set()
-        await self._initialize_llm_servers()
+    def __init__(self, config: DictConfig) -> None:
+        """Begins to start the servers at once, in a thread; `ready` waits for them."""
+        super().__init__(config=config)
+        starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
+        self._starting = starter.submit(lambda: asyncio.run(self._initialize_llm_servers()))
+        starter.shutdown(wait=False)
+
+    @classmethod
+    def start_early(cls, config: DictConfig) -> None:
+        """Begin now; the trainer that is made later in this process takes this one over."""
+        cls._early = cls(config)
+
+    @classmethod
+    def started(cls, config: DictConfig) -> PipelineServerManager:
+        """The manager that was begun early, or a new one."""
+        early, cls._early = cls._early, None
+        return early or cls(config)
+
+    def ready(self) -> None:
+        """Wait for the servers and tell the balancer about them. Raises what their start raised."""
+        self._starting.result()
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
-        await self.global_load_balancer.add_servers.remote(servers)
+        ray.get(self.global_load_balancer.add_servers.remote(servers))
 
-    @functools.cached_property
-    def balancer_is_up(self) -> threading.Event:
-        """Set as soon as clients can be made; their requests must wait for the servers."""
-        return threading.Event()
+    def attach(self, balancer: Any) -> None:
+        """Use a balancer that verl has started, so that clients can be made before the servers are up."""
+        self.global_load_balancer = balancer
 
 
 class RolloutPool:

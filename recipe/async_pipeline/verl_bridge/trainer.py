@@ -89,21 +89,19 @@ class AsyncPipelineTrainer(PPOTrainer):
     # Start-up.
 
     def _setup(self) -> None:
-        """Start the rollout servers beside the training workers: neither needs the other."""
+        """Training workers and rollout servers start side by side: neither needs the other."""
         _say("starting training workers and rollout servers")
-        self._server_manager = PipelineServerManager(config=self.config)
-        servers = self._threads.submit(self._server_manager.start)
+        self._server_manager = PipelineServerManager.started(self.config)
         super()._setup()
         _say("training workers are up")
-        self._server_manager.balancer_is_up.wait(timeout=self.wait_timeout_s)
-        if not servers.done():
-            PushAgentLoopManager.start_early(
-                config=self.config,
-                llm_client=self.get_llm_client(),
-                teacher_client=None,
-                reward_loop_worker_handles=self.get_reward_handles(),
-            )
-        servers.result()
+        self._server_manager.attach(self.llm_server_manager.global_load_balancer)
+        PushAgentLoopManager.start_early(
+            config=self.config,
+            llm_client=self.get_llm_client(),
+            teacher_client=None,
+            reward_loop_worker_handles=self.get_reward_handles(),
+        )
+        self._server_manager.ready()
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
             self._server_manager, self.knobs.consume_bucket_size_mb << 20, self.knobs.publish_timeout_s
