@@ -16,6 +16,7 @@ from ..core.clock import within
 from ..core.items import Publication
 from ..errors import WeightSyncError
 from ..weight_sync.manifest import decode
+from .device_holder import node_id
 from .vllm_replica import PipelineVLLMReplica
 
 GRACE_S = 30.0
@@ -77,7 +78,7 @@ class RolloutPool:
 
     def node_ids(self) -> set[str]:
         """Ray nodes that replicas run on. Blocks on a Ray call."""
-        calls = [w.__ray_call__.remote(_node_id) for r in self.replicas for w in r.workers]
+        calls = [server.__ray_call__.remote(node_id) for replica in self.replicas for server in replica.servers]
         return set(ray.get(calls))
 
     async def publish(self, manifest: bytes) -> Publication:
@@ -120,11 +121,6 @@ def require_one_host(trainer_nodes: set[str], replica_nodes: set[str]) -> None:
             f"rank 0 of the trainer and all replicas must share one host, got {len(trainer_nodes | replica_nodes)} "
             "Ray nodes; weights over several hosts are not supported yet"
         )
-
-
-def _node_id(_: Any) -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
 
 
 async def _all(references: Sequence[Any]) -> list[Any]:

@@ -42,6 +42,7 @@ from ..observe.table import MARK, StepRow, closing, header
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
+from .device_holder import node_id
 from .patches import find_verl_root, require_patched
 from .rollout_pool import PipelineServerManager, RolloutPool, require_one_host
 from .workers import REF_COLUMN, PipelineWorker
@@ -106,7 +107,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.rollout_pool = RolloutPool(
             self._server_manager, self.knobs.consume_bucket_size_mb << 20, self.knobs.publish_timeout_s
         )
-        trainer_nodes = set(ray.get([self.actor_rollout_wg.workers[0].__ray_call__.remote(_node_id)]))
+        trainer_nodes = set(ray.get([self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id)]))
         require_one_host(trainer_nodes, self.rollout_pool.node_ids())
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
 
@@ -422,11 +423,6 @@ def _version(result: Mapping[str, Any], name: str) -> int:
 def _reward(result: Mapping[str, Any]) -> float | None:
     reward = result["reward"]
     return None if reward is None else float(reward)
-
-
-def _node_id(_: Any) -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
 
 
 def _say(text: str) -> None:

@@ -9,15 +9,20 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
-from verl.single_controller.ray import RayClassWithInitArgs
-from verl.workers.rollout.replica import TokenOutput
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from verl.plugin.platform import get_platform
+from verl.single_controller.ray import ResourcePoolManager
+from verl.utils.device import get_device_name, get_resource_name
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from ..errors import WeightSyncError
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.manifest import decode
-from .device_holder import DeviceHolder
+from .device_holder import DeviceHolder, HeldDevice
 
+SHARES_OF_A_DEVICE = 2
+"""verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
 EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
 
 
@@ -92,5 +97,31 @@ class PipelineVLLMReplica(vLLMReplica):
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(PipelineVLLMServer)
 
-    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
-        return RayClassWithInitArgs(cls=ray.remote(DeviceHolder))
+    async def init_standalone(self) -> None:
+        """Reserve the devices and start the server on them."""
+        self.rollout_mode = RolloutMode.STANDALONE
+        name = f"rollout_pool_{self.replica_rank}{self.name_suffix}"
+        pools = ResourcePoolManager(
+            resource_pool_spec={name: [self.gpus_per_replica_node] * self.nnodes},
+            mapping=None,
+            max_colocate_count=SHARES_OF_A_DEVICE,
+        )
+        pools.create_resource_pool()
+        self.resource_pool = pools.resource_pool_dict[name]
+        groups = self.resource_pool.get_placement_groups(device_name=get_device_name())
+        options = get_platform().ray_resource_options(1 / SHARES_OF_A_DEVICE)
+        self.workers = [
+            HeldDevice(
+                ray.remote(DeviceHolder)
+                .options(
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+                    name=f"rollout_device_{self.replica_rank}{self.name_suffix}_{number}_{bundle}",
+                    **options,
+                )
+                .remote(),
+                get_resource_name(),
+            )
+            for number, group in enumerate(groups)
+            for bundle in range(group.bundle_count)
+        ]
+        await self.launch_servers()
