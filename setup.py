@@ -38,5 +38,7 @@ setup(
     entry_points={
         "console_scripts": ["async-pipeline = recipe.async_pipeline.cli:main"],
         "verl.plugins": ["async_pipeline = recipe.async_pipeline.plugin"],
+        # vLLM calls it in each of its processes; see the module for what it changes, and when.
+        "vllm.general_plugins": ["async_pipeline = recipe.async_pipeline.verl_bridge.vllm_plugin:register"],
     },
 )

@@ -1,24 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor that only holds devices: accepts what verl passes and costs no import."""
+"""The actor that only holds devices: it answers where it is, and costs no import of the stack."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from recipe.async_pipeline.verl_bridge.device_holder import DeviceHolder
+from recipe.async_pipeline.verl_bridge.device_holder import HeldDevice
 
 
-def test_it_takes_whatever_verl_passes() -> None:
-    assert isinstance(DeviceHolder(), DeviceHolder)
-    assert isinstance(DeviceHolder({"config": 1}, device_mesh=None, rank=3), DeviceHolder)
+async def answer() -> tuple[str, dict[str, list[str]]]:
+    return "node-7", {"GPU": ["3"], "NPU": []}
+
+
+def test_it_answers_the_question_that_verl_asks_a_worker() -> None:
+    device: Any = HeldDevice(SimpleNamespace(where=SimpleNamespace(remote=answer)), "GPU")
+
+    async def ask() -> list[tuple[str, str]]:
+        return list(await asyncio.gather(*[w.__ray_call__.remote(lambda self: None) for w in [device]]))
+
+    assert asyncio.run(ask()) == [("node-7", "3")]
 
 
 def test_it_loads_nothing_of_the_stack() -> None:
     code = (
         "import sys, recipe.async_pipeline.verl_bridge.device_holder; "
-        "sys.stdout.write(' '.join({'torch', 'verl', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+        "sys.stdout.write(' '.join({'torch', 'verl', 'vllm', 'transformers'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=root)
