@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import ROOT, Job, kill_process_named, leftovers, run_job, smoke_command
+from tests.e2e.job import ROOT, Job, kill_process_named, processes_of, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
 WITHIN_S = 60.0
@@ -21,7 +21,7 @@ def check_ended(job: Job, cause: str) -> None:
     assert job.ended_after_event_s < WITHIN_S
     last_screen = "\n".join(job.output.splitlines()[-24:])
     assert cause in last_screen
-    assert leftovers() == []
+    assert processes_of(job.run_dir) == []
 
 
 def long_run(tmp_path: Path) -> list[str]:
@@ -53,7 +53,7 @@ def test_a_rollout_server_that_dies(tied_task: Path, tmp_path: Path) -> None:
         tmp_path / "run",
         tied_task,
         when=lambda line: " 2/1000" in line,
-        do=lambda process: kill_process_named("EngineCore"),
+        do=lambda process: kill_process_named("EngineCore", tmp_path / "run"),
     )
     check_ended(job, "EngineDeadError")
 

@@ -148,10 +148,10 @@ class AsyncTrainingFlow:
         Raises the first error of any role, unchanged, after all others have stopped.
         """
         self._wire()
-        self.log.append("flow", "START", None, version=self.trainer.first_step - 1)
+        self.log.append("flow", "START", "RUNNING", version=self.trainer.first_step - 1)
         await self._supervise()
         self.tally.check()
-        self.log.append("flow", "DONE", None, version=self.versions.served)
+        self.log.append("flow", "DONE", "DONE", version=self.versions.served)
         return self.result()
 
     def result(self) -> FlowResult:
@@ -211,7 +211,7 @@ class AsyncTrainingFlow:
             await asyncio.gather(*tasks, return_exceptions=True)
         if self.failures:
             role, error = self.failures[0]
-            self.log.append("flow", "FAILED", None, why=f"{role}: {type(error).__name__}: {error}"[:500])
+            self.log.append("flow", "FAILED", "FAILED", why=f"{role}: {type(error).__name__}: {error}"[:500])
             raise error
 
 
