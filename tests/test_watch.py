@@ -24,7 +24,7 @@ from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.watch import Screen, descendants
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 SLEEPER = "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); print(p.pid)"
 """Starts a sleeping child, says its number and ends."""

@@ -170,6 +170,8 @@ class Watcher:
         return self._close(status)
 
     def _read(self, output: IO[str]) -> None:
+        # Python handles signals in the main thread; one that the kernel gives to this thread would wait there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGALRM})
         for line in output:
             self.screen.line(line)
 
