@@ -343,3 +343,32 @@ def test_any_config_resolves_or_is_refused_in_one_line(
             read(raw)
         except ConfigError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("async_strateg", "async_strategy"),
+        ("async_stategy", "async_strategy"),
+        ("async_pipelin", "async_pipeline"),
+        ("trainer.generate_ahead_step", "generate_ahead_steps"),
+        ("actor_rollout_ref.rollout.enable_dual_bufer", "enable_dual_buffer"),
+    ],
+)
+def test_a_key_that_is_almost_ours_is_not_ignored(path: str, meant: str) -> None:
+    raw: dict[str, Any] = {}
+    node = raw
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[leaf] = "x"
+    with pytest.raises(ConfigError, match=f"{path} is unknown, got 'x'; did you mean '{meant}'"):
+        resolve(raw)
+
+
+@pytest.mark.parametrize("name", ["strategy", "run_dir", "preduce_bucket_size_mb"])
+@pytest.mark.parametrize("section", ["", "trainer"])
+def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None:
+    raw = {section: {name: 3}} if section else {name: 3}
+    with pytest.raises(ConfigError, match="is misplaced, got 3; it belongs at trainer.v1.async_pipeline"):
+        resolve(raw)

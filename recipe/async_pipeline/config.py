@@ -312,6 +312,29 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
         places = right_places.get(leaf, ())
         if places and path not in places:
             raise ConfigError(f"{path} is misplaced, got {value!r}; it belongs at {' or '.join(places)}")
+    # These names are common; only where verl has no such key are they certainly meant for us.
+    for name in ("strategy", "run_dir", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
+        for path in (name, f"trainer.{name}", f"trainer.v1.{name}", f"trainer.async_pipeline.{name}"):
+            if select(raw, path) is not None:
+                raise ConfigError(f"{path} is misplaced, got {select(raw, path)!r}; it belongs at {OWN}.{name}")
+    reject_near_misses(raw)
+
+
+def reject_near_misses(raw: Mapping[str, Any]) -> None:
+    """A key that verl does not know and that is almost one of ours would be ignored, so it is an error.
+
+    Looks at the levels on which our switches stand. Raises ConfigError.
+    """
+    ours = {path.rpartition(".")[2] for key in FOREIGN for path in key.paths} | {"async_pipeline"}
+    for parent in ("", "actor_rollout_ref", "trainer", "actor_rollout_ref.rollout"):
+        node = select(raw, parent) if parent else raw
+        for name in node if isinstance(node, Mapping) else ():
+            if not isinstance(name, str) or name in ours:
+                continue
+            close = difflib.get_close_matches(name, list(ours), n=1, cutoff=0.85)
+            if close:
+                path = f"{parent}.{name}" if parent else name
+                raise ConfigError(f"{path} is unknown, got {node[name]!r}; did you mean {close[0]!r}?")
 
 
 def walk(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

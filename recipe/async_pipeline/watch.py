@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import IO, TextIO
 
 from .observe.table import MARK
 from .weight_sync.segment_names import sweep_orphans
@@ -138,12 +138,16 @@ class Watcher:
         self._started = time.monotonic()
         self.screen = Screen(out, self._started, verbose=verbose)
         self._interrupts = 0
+        self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> int:
         """Blocks until the command and all that it started are gone; returns its status."""
         adopt_orphans()
         environment = {**os.environ, "ASYNC_PIPELINE_STARTED_UNIX": f"{time.time():.3f}", "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(
+        # Before the command starts: it then has Python's own handlers, even if we were told to ignore Ctrl-C
+        # (as a shell tells its background jobs), and there is no moment in which Ctrl-C goes unnoticed.
+        before = {sig: signal.signal(sig, self._stop) for sig in (signal.SIGINT, signal.SIGTERM)}
+        process = self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -153,7 +157,6 @@ class Watcher:
             errors="replace",
             env=environment,
         )
-        before = {sig: signal.signal(sig, self._stopper(process)) for sig in (signal.SIGINT, signal.SIGTERM)}
         assert process.stdout is not None
         reader = threading.Thread(target=self._read, args=(process.stdout,), name="reader", daemon=True)
         reader.start()
@@ -185,18 +188,16 @@ class Watcher:
         self.screen.close()
         return status
 
-    def _stopper(self, process: subprocess.Popen[str]) -> Any:
-        def stop(number: int, frame: object) -> None:
-            self._interrupts += 1
-            if self._interrupts == 1:
-                self.screen.say("interrupted: ending the run (again to kill it)")
-                _signal(process.pid, signal.SIGINT)  # it may just have ended
-                signal.setitimer(signal.ITIMER_REAL, STOP_S)
-                signal.signal(signal.SIGALRM, lambda *_: end_all(descendants(os.getpid())))
-            else:
-                end_all(descendants(os.getpid()), patience_s=0.0)
-
-        return stop
+    def _stop(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self.screen.say("interrupted: ending the run (again to kill it)")
+            if self._process is not None:
+                _signal(self._process.pid, signal.SIGINT)  # it may just have ended
+            signal.signal(signal.SIGALRM, lambda *_: end_all(descendants(os.getpid())))
+            signal.setitimer(signal.ITIMER_REAL, STOP_S)
+        else:
+            end_all(descendants(os.getpid()), patience_s=0.0)
 
 
 def adopt_orphans() -> None:

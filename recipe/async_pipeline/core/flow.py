@@ -110,8 +110,14 @@ class AsyncTrainingFlow:
     """
 
     def __init__(
-        self, trainer: PipelineTrainer, enable_async_rl: bool = True, *, clock: Clock | None = None
+        self,
+        trainer: PipelineTrainer,
+        enable_async_rl: bool = True,
+        *,
+        clock: Clock | None = None,
+        keep_records: int | None = None,
     ) -> None:
+        """`keep_records` bounds the events kept in memory; subscribers see all of them."""
         self.trainer = trainer
         self.enable_async_rl = enable_async_rl
         self.clock = clock or LoopClock()
@@ -120,7 +126,7 @@ class AsyncTrainingFlow:
         self.versions = Versions()
         self.tally = Tally()
         self.machines: list[RoleStateMachine] = []
-        self.log = EventLog(self.clock)
+        self.log = EventLog(self.clock, keep=keep_records)
         self.pools: PoolSet | None = None
         self.failures: list[tuple[str, Exception]] = []
         """In the order in which they happened; the first is the cause."""

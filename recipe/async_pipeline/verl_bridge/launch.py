@@ -7,6 +7,7 @@ verl's entry point (patched) calls `prepare` with the whole config before it sta
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import plugin
-from ..config import OWN, AsyncPipelineConfig, is_enabled, resolve, select
+from ..config import OWN, AsyncPipelineConfig, is_enabled, reject_near_misses, resolve, select
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..observe.table import MARK
 from .patches import find_verl_root, require_patched
@@ -49,6 +50,7 @@ def _prepare(config: DictConfig) -> None:
     require_patched(find_verl_root())
     _require_resolvable(config)
     translation = resolve(raw)
+    _require_importable(translation.config)
     check_verl_config(config)
     _rewrite(config, translation.config, translation.foreign_paths)
     for note in translation.notes:
@@ -57,6 +59,7 @@ def _prepare(config: DictConfig) -> None:
 
 def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
     """Our defaults may be composed into a stock run; a choice of ours may not be ignored."""
+    reject_near_misses(raw)
     paths = ("async_strategy", f"{OWN}.strategy", f"{OWN}.max_lag")
     stray = [path for path in paths if select(raw, path) is not None]
     if stray:
@@ -70,6 +73,21 @@ def _require_resolvable(config: DictConfig) -> None:
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key} cannot be resolved: {text}; set it or override the key") from None
+
+
+def _require_importable(knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: a strategy or role of one's own names a module that cannot be found."""
+    roles = [(f"{OWN}.custom_roles", spec.partition("@")[0]) for spec in knobs.custom_roles]
+    for path, target in [(f"{OWN}.strategy", knobs.strategy), *roles]:
+        module = target.partition(":")[0] if ":" in target else None
+        if module is None:
+            continue
+        try:
+            found = importlib.util.find_spec(module)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise ConfigError(f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH")
 
 
 def check_verl_config(config: DictConfig) -> None:
@@ -169,6 +187,14 @@ _RULES = (
         "use tensor parallelism or more replicas instead",
     ),
     (f"{_ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
+    (
+        "actor_rollout_ref.actor.strategy",
+        lambda v: v in ("fsdp", "fsdp2"),
+        "must be fsdp or fsdp2",
+        "other training engines are not supported yet",
+    ),
+    ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),
+    ("trainer.critic_warmup", lambda v: not v, "must be 0", "there is no critic yet"),
     ("algorithm.adv_estimator", lambda v: v != "gae", "must not be gae", "a critic is not supported yet; use grpo"),
     ("algorithm.filter_groups.enable", lambda v: not v, "must be False", "group filtering is not supported yet"),
     ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),

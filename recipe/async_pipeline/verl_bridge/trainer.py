@@ -52,6 +52,8 @@ PARTITION = "train"
 TRAIN_POOL, GENERATE_POOL = "train", "generate"
 CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
+KEPT_RECORDS = 10_000
+"""Events kept in memory; `events.jsonl` has them all."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
 VALIDATION_POLL_S = 0.05
@@ -150,7 +152,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     # The run.
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train to the end. Raises the first error of any role; the summary is written either way."""
+        """Train to the end. Raises the first error of any role, after the summary was written."""
         self.agent_loop_manager = agent_loop_manager
         self.run_dir.mkdir(parents=True, exist_ok=True)
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / "metrics.jsonl")
@@ -174,7 +176,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._shutdown_dump_executor()
 
     async def _run(self) -> None:
-        flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True)
+        flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True, keep_records=KEPT_RECORDS)
         insert_custom_roles(flow, self.knobs.custom_roles)
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -32,6 +33,7 @@ class PipelineVLLMServer(vLLMHttpServer):
     global_steps: int | None
     """The version that is served; verl's own name for it."""
     _reader: ArenaReader | None = None
+    _loading = False
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -50,7 +52,9 @@ class PipelineVLLMServer(vLLMHttpServer):
     def _with_salt(self, generate: Any) -> Any:
         def salted(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
             if isinstance(prompt, dict):
-                prompt = {**prompt, "cache_salt": f"v{self.global_steps}"}
+                # While a load is under way nobody can say which version will fill the cache: share nothing.
+                salt = uuid.uuid4().hex if self._loading else f"v{self.global_steps}"
+                prompt = {**prompt, "cache_salt": salt}
             result: AsyncGenerator[Any, None] = generate(prompt, *args, **kwargs)
             return result
 
@@ -72,8 +76,10 @@ class PipelineVLLMServer(vLLMHttpServer):
         self._reader = self._reader or ArenaReader()
         await asyncio.to_thread(self._reader.verify, described)
         verified = time.perf_counter()
+        self._loading = True
         reports = await self.engine.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
         self.global_steps = described.version
+        self._loading = False
         return {
             "transfer_s": verified - started,
             "load_s": time.perf_counter() - verified,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from tensordict import TensorDict
@@ -28,10 +27,6 @@ class PipelineWorker(ActorRolloutRefWorker):
     def close_arenas(self) -> None:
         """Unlink the shared memory of this rank."""
         self.checkpoint_engine.close()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def process_id(self) -> int:
-        return os.getpid()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> Any:
