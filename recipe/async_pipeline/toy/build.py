@@ -156,7 +156,10 @@ def fill_toy(spec: ToySpec, work: Path, report: Callable[[str], None]) -> float:
     tokenizer = make_tokenizer()
     model = make_model(spec.model, tokenizer, spec.seed)
     accuracy = warm_up(model, tokenizer, split, spec.warmup, seed=spec.seed, report=report)
-    report(f"warm-up done: accuracy {accuracy:.2f} on sums it has not seen")
+    report(
+        f"warm-up done: accuracy {accuracy:.2f} on sums it has not seen, spoiled on purpose so that RL has "
+        "something to mend"
+    )
     # One shard does not need a progress bar among the report's lines.
     disable_progress_bar()
     try:
