@@ -7,10 +7,23 @@ from typing import Any
 
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from .cpu_platform import is_cpu
 
 REF_COLUMN = "ref_log_probs_full"
 """verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix them."""
+
+
+def offload_without_pinning() -> None:
+    """verl keeps a forward-only FSDP2 model in pinned memory, which no machine without accelerator has."""
+    policy = transformer_impl.CPUOffloadPolicy
+    transformer_impl.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)
+
+
+if is_cpu():
+    offload_without_pinning()
 
 
 class PipelineWorker(ActorRolloutRefWorker):
