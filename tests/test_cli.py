@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import subprocess
 import sys
 import types
@@ -101,3 +102,9 @@ def test_python_dash_m_is_the_same_command() -> None:
     command = [sys.executable, "-m", "recipe.async_pipeline", "--help"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout.startswith("usage: async-pipeline")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"async-pipeline {importlib.metadata.version('async_pipeline')}\n"

@@ -111,6 +111,12 @@ def test_a_key_that_cannot_be_honoured_is_refused(path: str, value: Any, reason:
     assert_one_line(caught, path, repr(value), reason)
 
 
+def test_a_key_that_cannot_be_honoured_is_sent_nowhere() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested(("async_training.staleness_threshold", 0.5)))
+    assert_one_line(caught, "async_training.staleness_threshold is known but not supported yet", "got 0.5", "remove it")
+
+
 def test_every_foreign_key_is_tried_here() -> None:
     known = {path for key in FOREIGN for path in key.paths}
     assert known == {path for path, *_ in UNDERSTOOD} | {path for path, *_ in REFUSED}

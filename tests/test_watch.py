@@ -132,6 +132,20 @@ def test_the_cause_is_on_the_last_line(out: io.StringIO, tmp_path: Path) -> None
     assert "    Traceback" not in out.getvalue(), "with a cause there is no need for the tail"
 
 
+def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = screen_of(out)
+    screen.line("noise\n")
+    screen.reassure()
+    assert shown(out) == [], "not yet"
+    monkeypatch.setattr(watch, "QUIET_S", 0.0)
+    screen.reassure()
+    screen.line(f"{MARK} run directory {tmp_path}\n")
+    screen.reassure()
+    screen.close()
+    assert shown(out)[0] == "... at work: 1 lines so far"
+    assert shown(out)[-1] == "... at work: 2 lines in run.log so far"
+
+
 def test_without_a_cause_the_tail_is_shown(out: io.StringIO) -> None:
     screen = screen_of(out)
     for number in range(100):
@@ -193,6 +207,18 @@ def test_a_command_that_was_killed_has_the_status_that_a_shell_gives() -> None:
     status, output = watched("sh", "-c", "kill -KILL $$")
     assert status == 128 + signal.SIGKILL
     assert "failed with status 137" in output
+
+
+def test_a_command_that_says_nothing_is_known_to_be_alive() -> None:
+    impatient = (
+        "import sys; from recipe.async_pipeline import watch; watch.QUIET_S = 0.001; "
+        "sys.exit(watch.Watcher(sys.argv[1:]).run())"
+    )
+    # An interpreter takes longer than that to start.
+    with started("-c", impatient, sys.executable, "-c", "import sys; sys.exit(4)") as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 4
+    assert "... at work: 0 lines so far" in output.decode()
 
 
 def test_no_command_is_the_users_mistake() -> None:

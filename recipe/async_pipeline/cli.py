@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
@@ -32,7 +33,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "fetch the pinned verl; apply, revert or refresh patches",
     ),
     "task": Subcommand("recipe.async_pipeline.toy.command", "make the small model and data of the smoke run"),
-    "watch": Subcommand("recipe.async_pipeline.watch", "follow a run: its steps, then its summary"),
+    "watch": Subcommand("recipe.async_pipeline.watch", "run a training command: show its steps, log the rest, leave nothing behind"),
 }
 
 
@@ -50,12 +51,20 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         description="Asynchronous RL post-training on pinned and patched verl.",
         epilog="exit status: 0 all is well, 2 your mistake (the message says which), 1 ours",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     rows = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
     for name, (module, text) in SUBCOMMANDS.items():
         row = rows.add_parser(name, help=text, description=text)
         if name == chosen:
             importlib.import_module(module).add_arguments(row)
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("async_pipeline")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

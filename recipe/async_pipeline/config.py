@@ -83,6 +83,7 @@ class ForeignKey:
 
     paths: tuple[str, ...]
     apply: Callable[[Any, _Draft], str]
+    supported: bool = True
 
 
 @dataclass
@@ -153,6 +154,11 @@ def canonical_strategy(value: Any, path: str) -> str:
             f"{path} must be one of {', '.join(STRATEGY_LAG)} or module:Class, got {text!r}{_hint(name, STRATEGY_LAG)}"
         )
     return name
+
+
+def is_strategy(name: str) -> bool:
+    """Is this trainer mode one of ours or, written `module:Class`, somebody's own?"""
+    return name in STRATEGY_LAG or ":" in name
 
 
 def select(raw: Mapping[str, Any], path: str) -> Any:
@@ -270,7 +276,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
         _size_mb(f"{_ROLLOUT}.param_update_consume_bucket_size_mb", "consume_bucket_size_mb"),
     ),
     *(
-        ForeignKey((p,), _not_yet(p))
+        ForeignKey((p,), _not_yet(p), supported=False)
         for p in (
             "staleness_threshold",
             "trigger_parameter_sync_step",
@@ -304,12 +310,15 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
         for path in key.paths:
             leaf = path.rsplit(".", 1)[-1]
             right_places[leaf] = (*right_places.get(leaf, ()), path)
+    unsupported = {path.rsplit(".", 1)[-1] for key in FOREIGN if not key.supported for path in key.paths}
     right_places["async_pipeline"] = (*SWITCHES, OWN)
     unique = ("max_lag", "proof_tensors", "publish_timeout_s", "wait_timeout_s", "custom_roles")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
         places = right_places.get(leaf, ())
+        if leaf in unsupported and value is not None:
+            _not_yet(path)(value, _Draft())
         if places and path not in places:
             raise ConfigError(f"{path} is misplaced, got {value!r}; it belongs at {' or '.join(places)}")
     # These names are common; only where verl has no such key are they certainly meant for us.

@@ -32,6 +32,8 @@ TERM_S = 5.0
 """Seconds between asking its leftovers to end and killing them."""
 KILL_S = 5.0
 """Seconds until a killed process must be gone; one that hangs in the kernel is given up."""
+QUIET_S = 20.0
+"""Seconds without a line for the user after which one says that the run is alive."""
 TAIL_LINES = 25
 _PR_SET_CHILD_SUBREAPER = 36
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -63,6 +65,8 @@ class Screen:
         self._verbose = verbose
         self._early: list[str] = []
         self._log: TextIO | None = None
+        self._filed = 0
+        self._said = started
         self.log_path: Path | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.cause: str | None = None
@@ -85,8 +89,15 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line for the user, with the seconds since the start."""
-        self._out.write(f"{time.monotonic() - self._started:7.1f} s  {text}\n")
+        self._said = time.monotonic()
+        self._out.write(f"{self._said - self._started:7.1f} s  {text}\n")
         self._out.flush()
+
+    def reassure(self) -> None:
+        """Say that the run is alive, if the user has seen nothing for a while."""
+        if time.monotonic() - self._said >= QUIET_S:
+            where = f" in {self.log_path.name}" if self.log_path else ""
+            self.say(f"... at work: {self._filed} lines{where} so far")
 
     def fail(self, status: int) -> None:
         """The last screen of a failed run: what happened and where to read on."""
@@ -113,6 +124,7 @@ class Screen:
             self._early.clear()
 
     def _file(self, text: str) -> None:
+        self._filed += 1
         if self._log is None:
             self._early.append(text)
             return
@@ -161,7 +173,7 @@ class Watcher:
         reader = threading.Thread(target=self._read, args=(process.stdout,), name="reader", daemon=True)
         reader.start()
         try:
-            status = process.wait()
+            status = self._wait(process)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for sig, handler in before.items():
@@ -171,6 +183,13 @@ class Watcher:
             sweep_orphans()
             reader.join()
         return self._close(status)
+
+    def _wait(self, process: subprocess.Popen[str]) -> int:
+        while True:
+            try:
+                return process.wait(QUIET_S)
+            except subprocess.TimeoutExpired:
+                self.screen.reassure()
 
     def _read(self, output: IO[str]) -> None:
         # Python handles signals in the main thread; one that the kernel gives to this thread would wait there.

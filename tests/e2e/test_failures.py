@@ -30,8 +30,6 @@ def long_run(tmp_path: Path) -> list[str]:
     )
 
 
-
-
 def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     job = run_job(
         [
