@@ -141,6 +141,34 @@ def main_ppo_registers_the_trainers() -> None:
     assert begun == [config], "the trainer was looked up before the strategies were registered"
 
 
+def main_ppo_starts_the_sample_store_beside_the_runner() -> None:
+    import ray
+    from omegaconf import OmegaConf
+    from verl.trainer import main_ppo
+
+    happened: list[str] = []
+    launch = types.ModuleType("recipe.async_pipeline.verl_bridge.launch")
+    launch.start_sample_store = lambda config: happened.append("store")  # type: ignore[attr-defined]
+    runner = mock.Mock()
+    runner.remote.return_value.run.remote.side_effect = lambda config: happened.append("run")
+    rollout = {"full_determinism": False}
+    base = {
+        "actor_rollout_ref": {"rollout": rollout},
+        "reward": {"reward_model": {"enable": False, "rollout": rollout}},
+        "trainer": {"logger": []},
+        "ray_kwargs": {},
+        "global_profiler": {"tool": None},
+    }
+    waits = mock.patch.object(ray, "get", side_effect=lambda running: happened.append("wait"))
+    started = mock.patch.object(ray, "is_initialized", return_value=True)
+    with waits, started, mock.patch.dict(sys.modules, {launch.__name__: launch}):
+        main_ppo.run_ppo(OmegaConf.create(base), runner)
+        assert happened == ["run", "wait"], f"a run without the pipeline did {happened}"
+        happened.clear()
+        main_ppo.run_ppo(OmegaConf.merge(base, {"trainer": {"v1": {"async_pipeline": {}}}}), runner)
+    assert happened == ["run", "store", "wait"], f"with the pipeline it did {happened}"
+
+
 def verl_reexports_the_public_names() -> None:
     import recipe.async_pipeline as ours
 
@@ -399,6 +427,7 @@ def weights_arrive_whole() -> None:
 PROBES = (
     main_ppo_hands_its_config_over,
     main_ppo_registers_the_trainers,
+    main_ppo_starts_the_sample_store_beside_the_runner,
     verl_reexports_the_public_names,
     cpu_process_group_is_plain_gloo,
     separate_async_starts_without_hybrid_replicas,

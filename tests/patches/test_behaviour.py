@@ -81,6 +81,10 @@ def test_main_ppo_hands_its_config_to_the_pipeline(results: dict[str, Results]) 
     assert_mended(results, "main_ppo_registers_the_trainers", "before the strategies were registered")
 
 
+def test_main_ppo_starts_the_sample_store_while_the_runner_imports(results: dict[str, Results]) -> None:
+    assert_mended(results, "main_ppo_starts_the_sample_store_beside_the_runner", r"it did \['run', 'wait'\]")
+
+
 def test_verl_reexports_the_public_names(results: dict[str, Results]) -> None:
     assert_mended(results, "verl_reexports_the_public_names", "No module named 'verl.trainer.ppo.pipeline'")
 

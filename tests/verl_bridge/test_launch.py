@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -283,3 +285,35 @@ def test_verl_without_our_patches(
 
     monkeypatch.setattr(launch, "require_patched", pristine)
     assert "patch apply" in refused(launch, smoke(), capsys)
+
+
+# The sample store, started early.
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What was asked of a stand-in for TransferQueue, and of the interpreter's end."""
+    asked: dict[str, list[Any]] = {"init": [], "exit": []}
+    module = ModuleType("transfer_queue")
+    module.init = asked["init"].append  # type: ignore[attr-defined]
+    module.close = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transfer_queue", module)
+    monkeypatch.setattr(atexit, "register", asked["exit"].append)
+    return asked
+
+
+def with_mode(mode: str) -> DictConfig:
+    queue = {"backend": {"SimpleStorage": {"num_data_storage_units": "${units}"}}}
+    return OmegaConf.create({"trainer": {"v1": {"trainer_mode": mode}}, "transfer_queue": queue, "units": 3})
+
+
+@pytest.mark.parametrize("mode", ["on_policy", "n_step_ahead", "my.module:Mine"])
+def test_our_trainers_get_the_store_early(launch: ModuleType, store: dict[str, list[Any]], mode: str) -> None:
+    launch.start_sample_store(with_mode(mode))
+    assert store["init"] == [{"backend": {"SimpleStorage": {"num_data_storage_units": 3}}}], "resolved"
+    assert store["exit"] == [sys.modules["transfer_queue"].close]
+
+
+def test_a_stock_trainer_starts_its_own_store(launch: ModuleType, store: dict[str, list[Any]]) -> None:
+    launch.start_sample_store(with_mode("sync"))
+    assert store == {"init": [], "exit": []}

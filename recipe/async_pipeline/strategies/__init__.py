@@ -12,6 +12,7 @@ import importlib
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
+from ..config import is_strategy
 from ..errors import ConfigError
 from ..verl_bridge.rollout_pool import PipelineServerManager
 from ..verl_bridge.trainer import AsyncPipelineTrainer
@@ -36,7 +37,7 @@ def begin(config: DictConfig) -> None:
     A stock trainer, into whose config our defaults were composed, is left alone.
     """
     mode = str(config.trainer.v1.trainer_mode)
-    if mode in STRATEGIES or ":" in mode:
+    if is_strategy(mode):
         ensure_registered(mode)
         PipelineServerManager.start_early(config)
 

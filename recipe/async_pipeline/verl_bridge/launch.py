@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens between the command line and Ray: checks, translations, one-line errors.
 
-verl's entry point (patched) calls `prepare` with the whole config before it starts Ray.
+verl's entry point (patched) calls `prepare` with the whole config before it starts Ray, and
+`start_sample_store` after.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import importlib.util
 import os
@@ -19,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from .. import plugin
-from ..config import OWN, AsyncPipelineConfig, is_enabled, reject_near_misses, resolve, select
+from ..config import OWN, AsyncPipelineConfig, is_enabled, is_strategy, reject_near_misses, resolve, select
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..observe.table import MARK
 from .patches import find_verl_root, require_patched
@@ -38,6 +40,21 @@ def prepare(config: DictConfig) -> None:
     except AsyncPipelineError as error:
         sys.stderr.write(f"{MARK} {error}\n")
         raise SystemExit(2) from None
+
+
+def start_sample_store(config: DictConfig) -> None:
+    """Start TransferQueue from the driver, which is idle while the trainer's process imports.
+
+    verl's entry point calls this once that process was asked for; it then finds the store there. verl's
+    own `tq.close` leaves the storage to whoever started it, so we close at exit, before Ray ends. A stock
+    trainer, into whose config our defaults were composed, is left alone.
+    """
+    if not is_strategy(str(config.trainer.v1.trainer_mode)):
+        return
+    import transfer_queue as tq
+
+    tq.init(OmegaConf.create(OmegaConf.to_container(config.transfer_queue, resolve=True)))
+    atexit.register(tq.close)
 
 
 def _prepare(config: DictConfig) -> None:
