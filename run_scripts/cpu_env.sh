@@ -15,6 +15,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 # The tokenizers' own threads dead-lock when their process forks.
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
-# What the job tells to the machine's owner and nobody else.
+# No usage statistics to the makers of Ray and vLLM.
 export RAY_USAGE_STATS_ENABLED="${RAY_USAGE_STATS_ENABLED:-0}"
 export VLLM_NO_USAGE_STATS="${VLLM_NO_USAGE_STATS:-1}"

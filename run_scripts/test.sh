@@ -21,5 +21,4 @@ fi
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -m "not e2e and not real_engine"
 "$PYTHON" -m pytest -m "real_engine and not e2e"
-# pytest's status 5 is "no test was selected".
-"$PYTHON" -m pytest -m e2e || { status=$?; [ "$status" -eq 5 ] || exit "$status"; }
+"$PYTHON" -m pytest -m e2e

@@ -22,6 +22,7 @@ from recipe.async_pipeline.config import (
     own_fields,
     resolve,
     select,
+    unknown_key,
 )
 from recipe.async_pipeline.errors import ConfigError
 
@@ -226,6 +227,13 @@ def test_switches_that_disagree() -> None:
 
 
 # Unknown, misplaced and ill-typed keys.
+
+
+def test_a_key_of_no_config() -> None:
+    assert "did you mean 'wait_timeout_s'" in unknown_key("trainer.v1.async_pipeline.wait_timeout")
+    assert unknown_key("trainer.nope") == (
+        "trainer.nope is not a key of this config; check its spelling, or write +trainer.nope=... to add it"
+    )
 
 
 def test_an_unknown_knob_gets_a_hint() -> None:

@@ -132,6 +132,16 @@ def test_the_cause_is_on_the_last_line(out: io.StringIO, tmp_path: Path) -> None
     assert "    Traceback" not in out.getvalue(), "with a cause there is no need for the tail"
 
 
+def test_a_key_that_hydra_does_not_know_is_one_line_and_status_2() -> None:
+    path = "trainer.v1.async_pipeline.max_lags"
+    code = f"import sys; sys.exit(\"Could not override '{path}'.\\nTo append to your config use +{path}=2\")"
+    watched = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code]
+    done = subprocess.run(watched, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert f"failed with status 2: {path} is unknown (did you mean 'max_lag'?); knobs: strategy, max_lag," in line
+
+
 def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = screen_of(out)
     screen.line("noise\n")

@@ -303,6 +303,14 @@ def _reject_unknown(own: Mapping[str, Any]) -> None:
             )
 
 
+def unknown_key(path: str) -> str:
+    """What to say of a path that hydra finds in no config: one line, with the nearest of our knobs."""
+    parent, _, name = path.rpartition(".")
+    if parent == OWN:
+        return f"{path} is unknown{_hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
+    return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
+
+
 def _reject_misplaced(raw: Mapping[str, Any]) -> None:
     """Our names anywhere but in their place would be ignored by verl, so they are errors."""
     right_places: dict[str, tuple[str, ...]] = {}

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
+from .config import unknown_key
 from .observe.table import MARK
 from .weight_sync.segment_names import sweep_orphans
 
@@ -38,6 +39,8 @@ TAIL_LINES = 25
 _PR_SET_CHILD_SUBREAPER = 36
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RUN_DIR = re.compile(re.escape(MARK) + r" run directory (.+)$")
+_NO_SUCH_KEY = re.compile(r"^Could not override '([^']+)'")
+"""What hydra says of a key that is in no config, before verl or we see it."""
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 
 
@@ -70,6 +73,7 @@ class Screen:
         self.log_path: Path | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.cause: str | None = None
+        self.users_mistake = False
 
     def line(self, raw: str) -> None:
         """One line of the command's output."""
@@ -78,6 +82,8 @@ class Screen:
             self._open(Path(found[1]))
         self._file(text)
         self.tail.append(text)
+        if unknown := _NO_SUCH_KEY.match(text):
+            self.cause, self.users_mistake = unknown_key(unknown[1]), True
         mark = text.find(MARK)
         if mark >= 0:
             shown = _REPEATED.sub("", text[mark + len(MARK) + 1 :])
@@ -202,7 +208,7 @@ class Watcher:
             self.screen.say("interrupted; all processes have ended")
             status = 130
         elif status:
-            status = status if status > 0 else 128 - status
+            status = 2 if self.screen.users_mistake else status if status > 0 else 128 - status
             self.screen.fail(status)
         self.screen.close()
         return status

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -95,6 +96,12 @@ def test_the_largest_kl_is_by_absolute_value_and_may_be_missing() -> None:
     silent = RunRecorder(strategy="on_policy", max_lag=0, started_unix=0.0)
     silent.record(0.5, 1.0, None, 1.0)
     assert silent.summarize(result(), 0.0, 2.0)["rollout_corr_kl_max"] is None
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt()])
+def test_ctrl_c_is_no_failure(error: BaseException) -> None:
+    summary = recorder([]).summarize(result(), 0.0, 1007.0, error)
+    assert (summary["status"], summary["error"]) == ("interrupted", None)
 
 
 def test_a_run_that_fails_before_its_first_step_has_a_summary() -> None:

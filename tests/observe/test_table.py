@@ -53,7 +53,7 @@ def test_cells() -> None:
     words = row().render().removeprefix(MARK).split()
     assert words == ["7/80", "0.500", "3.2", "0.75", "1", "6", "0.00012", "0.51", "2.00", "128.0"]
     assert header().removeprefix(MARK).split() == [
-        *("step", "reward", "tokens", "lag", "max", "served", "kl", "train_s", "step_s", "samples/s")
+        *("step", "reward", "tokens", "lag", "lag_max", "served", "kl", "train_s", "step_s", "samples/s")
     ]
 
 

@@ -46,7 +46,7 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_roles_are_inserted_in_order_and_run() -> None:
     flow = AsyncTrainingFlow(SimTrainer(steps=2))
-    insert_custom_roles(flow, ["theirs:First@reward->train", "theirs:Second@first -> train"])
+    insert_custom_roles(flow.graph, ["theirs:First@reward->train", "theirs:Second@first -> train"])
     assert flow.graph["reward"] == ("first",)
     assert flow.graph["first"] == ("second",)
     assert flow.graph["second"] == ("train",)
@@ -57,7 +57,7 @@ def test_roles_are_inserted_in_order_and_run() -> None:
 def test_none_at_all() -> None:
     flow = AsyncTrainingFlow(SimTrainer())
     before = dict(flow.graph)
-    insert_custom_roles(flow, [])
+    insert_custom_roles(flow.graph, [])
     assert flow.graph == before
 
 
@@ -78,4 +78,4 @@ def test_what_is_no_role_is_named(target: str, reason: str) -> None:
 
 def test_an_edge_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="no edge train->reward"):
-        insert_custom_roles(AsyncTrainingFlow(SimTrainer()), ["theirs:First@train->reward"])
+        insert_custom_roles(AsyncTrainingFlow(SimTrainer()).graph, ["theirs:First@train->reward"])

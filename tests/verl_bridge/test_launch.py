@@ -28,6 +28,14 @@ pytestmark = pytest.mark.real_engine
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
 MISTAKES: list[tuple[str, Any]] = [
+    ("trainer.v1.trainer_mode", "separate_async"),
+    (f"{ROLLOUT}.checkpoint_engine.backend", "nccl"),
+    (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 7),
+    (f"{ROLLOUT}.agent.agent_loop_manager_class", "mine.Manager"),
+    (f"{ROLLOUT}.n", 0),
+    ("data.train_batch_size", 0),
+    ("trainer.total_training_steps", -3),
+    ("critic.enable", True),
     ("trainer.use_v1", False),
     (f"{ROLLOUT}.name", "sglang"),
     (f"{ROLLOUT}.mode", "sync"),
@@ -246,6 +254,28 @@ def test_tensor_parallelism_must_divide_the_devices(launch: ModuleType, smoke: S
         launch.check_verl_config(config)
 
 
+@pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
+def test_the_devices_must_be_there(launch: ModuleType, smoke: Smoke, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
+        launch.check_verl_config(smoke({path: 4}))
+    launch.check_verl_config(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
+
+
+@pytest.mark.parametrize(
+    ("role", "part"),
+    [
+        ("json:JSONDecoder@reward->train", "must be a RoleStateMachine"),
+        ("recipe.async_pipeline.stages.reward:RewardStateMachine@reward->train", "is in the pipeline already"),
+    ],
+)
+def test_a_role_of_ones_own_must_fit(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], role: str, part: str
+) -> None:
+    line = refused(launch, smoke({f"{OWN}.custom_roles": [role]}), capsys)
+    assert f"{OWN}.custom_roles: " in line
+    assert part in line
+
+
 @pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
 def test_adapters_must_be_merged(launch: ModuleType, smoke: Smoke, path: str) -> None:
     with pytest.raises(ConfigError, match=r"needs actor_rollout_ref\.model\.lora\.merge=True"):
@@ -259,7 +289,7 @@ def test_adapters_must_be_merged(launch: ModuleType, smoke: Smoke, path: str) ->
         ({f"{OWN}.max_lagg": 1}, "did you mean 'max_lag'?"),
         ({"trainer.max_lag": 1}, "it belongs at"),
         ({"async_pipeline": "yes"}, "must be True or False"),
-        ({f"{ROLLOUT}.name": "sglang"}, "sglang is not supported yet"),
+        ({f"{ROLLOUT}.name": "sglang"}, "other engines are not supported yet"),
         ({"data.train_files": "${oc.env:NO_SUCH_VARIABLE}"}, "data.train_files cannot be resolved"),
     ],
 )

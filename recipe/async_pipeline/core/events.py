@@ -28,9 +28,9 @@ class LogRecord:
     """Where they apply: lane, step, version, key, why, ..."""
 
     def as_dict(self) -> dict[str, Any]:
-        """One flat mapping: t, role, event, state unless None, then the fields."""
+        """One flat mapping: t to the microsecond, role, event, state unless None, then the fields."""
         state = {} if self.state is None else {"state": self.state}
-        return {"t": self.t, "role": self.role, "event": self.event, **state, **self.fields}
+        return {"t": round(self.t, 6), "role": self.role, "event": self.event, **state, **self.fields}
 
 
 class EventLog:

@@ -122,7 +122,7 @@ class AsyncTrainingFlow:
         self.enable_async_rl = enable_async_rl
         self.clock = clock or LoopClock()
         self.max_lag = trainer.max_lag if enable_async_rl else 0
-        self.graph = _without_missing(GRAPH, trainer.roles())
+        self.graph = graph_of(trainer.roles())
         self.versions = Versions()
         self.tally = Tally()
         self.machines: list[RoleStateMachine] = []
@@ -138,15 +138,7 @@ class AsyncTrainingFlow:
 
         Raises ConfigError: no such role or edge, or the role is in the graph already.
         """
-        if role_name not in ROLES:
-            raise ConfigError(f"no role is called {role_name!r}; decorate its class with @register_role({role_name!r})")
-        if role_name in self.graph:
-            raise ConfigError(f"role {role_name!r} is in the pipeline already")
-        if before not in self.graph.get(after, ()):
-            edges = ", ".join(f"{a}->{b}" for a, bs in self.graph.items() for b in bs)
-            raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")
-        self.graph[after] = tuple(role_name if b == before else b for b in self.graph[after])
-        self.graph[role_name] = (before,)
+        insert_role(self.graph, role_name, after=after, before=before)
 
     async def run(self) -> FlowResult:
         """Publish the starting weights, then run every role until the data ends.
@@ -227,13 +219,29 @@ def _role(name: str) -> type[RoleStateMachine]:
     return ROLES[name]
 
 
-def _without_missing(graph: Mapping[str, tuple[str, ...]], roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The graph of these roles only. Raises ConfigError: an unknown role, or one that nobody may leave out."""
     wanted = set(roles)
-    unknown = wanted - graph.keys()
+    unknown = wanted - GRAPH.keys()
     if unknown:
-        raise ConfigError(f"unknown roles {sorted(unknown)}; the pipeline has {', '.join(graph)}")
-    missing = graph.keys() - wanted - {"ref_logp"}
+        raise ConfigError(f"unknown roles {sorted(unknown)}; the pipeline has {', '.join(GRAPH)}")
+    missing = GRAPH.keys() - wanted - {"ref_logp"}
     if missing:
         raise ConfigError(f"roles {sorted(missing)} cannot be left out; only ref_logp is optional")
-    return {a: tuple(b for b in bs if b in wanted) for a, bs in graph.items() if a in wanted}
+    return {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
+
+
+def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str, before: str) -> None:
+    """Put a registered role on the edge `after` -> `before` of a graph.
+
+    Raises ConfigError: no such role or edge, or the role is in the graph already.
+    """
+    if role_name not in ROLES:
+        raise ConfigError(f"no role is called {role_name!r}; decorate its class with @register_role({role_name!r})")
+    if role_name in graph:
+        raise ConfigError(f"role {role_name!r} is in the pipeline already")
+    if before not in graph.get(after, ()):
+        edges = ", ".join(f"{a}->{b}" for a, bs in graph.items() for b in bs)
+        raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")
+    graph[after] = tuple(role_name if b == before else b for b in graph[after])
+    graph[role_name] = (before,)

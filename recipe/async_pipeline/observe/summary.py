@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Sequence
@@ -44,8 +45,8 @@ class RunRecorder:
         loads = [p.load_s for p in result.publications]
         first = self.first_step_unix
         return {
-            "status": "completed" if error is None else "failed",
-            "error": None if error is None else one_line(error),
+            "status": status_of(error),
+            "error": one_line(error) if error is not None and status_of(error) == "failed" else None,
             "strategy": self.strategy,
             "max_lag": self.max_lag,
             "steps": result.steps,
@@ -75,6 +76,13 @@ def write_atomically(path: Path, value: Any) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(part, path)
+
+
+def status_of(error: BaseException | None) -> str:
+    """`completed`, `interrupted` (by Ctrl-C, which cancels all tasks) or `failed`."""
+    if error is None:
+        return "completed"
+    return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     ("reward", "{:>7.3f}"),
     ("tokens", "{:>7.1f}"),
     ("lag", "{:>4.2f}"),
-    ("max", "{:>4.0f}"),
+    ("lag_max", "{:>7.0f}"),
     ("served", "{:>6.0f}"),
     ("kl", "{:>9.5f}"),
     ("train_s", "{:>8.2f}"),

@@ -7,7 +7,7 @@ from ..verl_bridge.trainer import AsyncPipelineTrainer
 
 
 class NStepAheadTrainer(AsyncPipelineTrainer):
-    """The longest answer of a batch is waited for by n other batches, so it costs 1/n of itself.
+    """While the longest answer of a batch is awaited, n later batches go on being generated.
 
     More than ceil(longest answer / step time) batches ahead only add staleness.
     """

@@ -7,7 +7,7 @@ from ..verl_bridge.trainer import AsyncPipelineTrainer
 
 
 class OneStepOffTrainer(AsyncPipelineTrainer):
-    """Generation and training overlap fully once the pipeline is full; the first batch has lag 0.
+    """Generation of one batch and training of the one before go on side by side; the first batch has lag 0.
 
     Source of the scheme: Noukhovitch et al., "Asynchronous RLHF", arXiv 2410.18252.
     """

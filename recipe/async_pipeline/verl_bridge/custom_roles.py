@@ -6,17 +6,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from ..core.flow import AsyncTrainingFlow
+from ..core.flow import insert_role
 from ..core.role import RoleStateMachine
 from ..errors import ConfigError
 
 
-def insert_custom_roles(flow: AsyncTrainingFlow, specs: Sequence[str]) -> None:
-    """Import and insert each role, in order. Raises ConfigError: it cannot be found or does not fit."""
+def insert_custom_roles(graph: dict[str, tuple[str, ...]], specs: Sequence[str]) -> None:
+    """Import each role and put it into the graph, in order. Raises ConfigError: not found, or does not fit."""
     for spec in specs:
         target, _, edge = spec.partition("@")
         after, _, before = edge.partition("->")
-        flow.insert(load_role(target).role, after=after.strip(), before=before.strip())
+        insert_role(graph, load_role(target).role, after=after.strip(), before=before.strip())
 
 
 def load_role(target: str) -> type[RoleStateMachine]:

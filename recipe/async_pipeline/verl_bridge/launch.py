@@ -19,11 +19,14 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.ppo.utils import need_reference_policy
 
 from .. import plugin
 from ..config import OWN, AsyncPipelineConfig, is_enabled, is_strategy, reject_near_misses, resolve, select
+from ..core.flow import GRAPH, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..observe.table import MARK
+from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.PushAgentLoopManager"
@@ -69,6 +72,7 @@ def _prepare(config: DictConfig) -> None:
     translation = resolve(raw)
     _require_importable(translation.config)
     check_verl_config(config)
+    _require_roles_that_fit(config, translation.config)
     _rewrite(config, translation.config, translation.foreign_paths)
     for note in translation.notes:
         _say(note)
@@ -107,6 +111,15 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
             raise ConfigError(f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH")
 
 
+def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: a role of one's own is none, or there is no such edge."""
+    roles = [role for role in GRAPH if role != "ref_logp" or need_reference_policy(config)]
+    try:
+        insert_custom_roles(graph_of(roles), knobs.custom_roles)
+    except ConfigError as error:
+        raise ConfigError(f"{OWN}.custom_roles: {error}") from None
+
+
 def check_verl_config(config: DictConfig) -> None:
     """Raises ConfigError: verl options that this pipeline cannot honour (yet)."""
     for rule in _RULES:
@@ -120,6 +133,13 @@ def check_verl_config(config: DictConfig) -> None:
         raise ConfigError(
             f"{_ROLLOUT}.tensor_model_parallel_size must divide the {devices} rollout devices (nnodes * n_gpus_per_node), "
             f"got {tp}; set it to 1 or give the rollout {max(tp, 1)} devices"
+        )
+    trainer = config.trainer
+    wanted, there = trainer.nnodes * trainer.n_gpus_per_node + devices, OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+    if there is not None and wanted > there:
+        raise ConfigError(
+            f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
+            f"n_gpus_per_node}}, together {wanted}, got {there}; raise it, or ask for fewer devices"
         )
     lora = OmegaConf.select(config, "actor_rollout_ref.model.lora.rank") or config.actor_rollout_ref.model.get(
         "lora_rank", 0
@@ -190,9 +210,28 @@ def _positive(value: Any) -> bool:
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.checkpoint_engine"
 _RULES = (
+    ("trainer.v1.trainer_mode", lambda v: v == "sync", "must be left alone", "async_strategy says which trainer runs"),
+    (f"{_ENGINE}.backend", lambda v: v in ("naive", "dual_buffer"), "must be dual_buffer", "leave it out"),
+    (
+        f"{_ENGINE}.update_weights_bucket_megabytes",
+        lambda v: v == 2048,
+        "must be left alone",
+        f"set {OWN}.preduce_bucket_size_mb instead",
+    ),
+    (
+        f"{_ROLLOUT}.agent.agent_loop_manager_class",
+        lambda v: v in (None, MANAGER),
+        "must be left alone",
+        "the pipeline's own manager says when a group is complete",
+    ),
+    (f"{_ROLLOUT}.n", _positive, "must be >= 1", "answers to each prompt"),
+    ("data.train_batch_size", _positive, "must be >= 1", "prompts of one optimizer step"),
+    ("trainer.total_training_steps", lambda v: v is None or _positive(v), "must be >= 1", "leave it out to train by epochs"),
+    ("critic.enable", lambda v: not v, "must not be True", "a critic is not supported yet; use grpo"),
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
-    (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "sglang is not supported yet"),
+    (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "other engines are not supported yet"),
     (f"{_ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
     (f"{_ROLLOUT}.nnodes", _positive, "must be >= 1", "generation needs devices of its own: say how many nodes"),
     (f"{_ROLLOUT}.n_gpus_per_node", _positive, "must be >= 1", "generation needs devices of its own"),

@@ -177,7 +177,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     async def _run(self) -> None:
         flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True, keep_records=KEPT_RECORDS)
-        insert_custom_roles(flow, self.knobs.custom_roles)
+        insert_custom_roles(flow.graph, self.knobs.custom_roles)
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)
         failure: BaseException | None = None
@@ -185,6 +185,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             flow.log.subscribe(events)
             _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
             _echo(header())
+            self._last_finish = time.perf_counter()
             try:
                 await flow.run()
             except BaseException as error:
@@ -330,8 +331,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         now = time.perf_counter()
-        step_s = now - self._last_finish if self._last_finish else sum(batch.timing_s.values())
-        self._last_finish = now
+        step_s, self._last_finish = now - self._last_finish, now
         await self._call(self._finish, batch, dict(facts), step_s)
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float) -> None:

@@ -77,6 +77,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         await asyncio.to_thread(self._reader.verify, described)
         verified = time.perf_counter()
         self._loading = True
+        # If the load fails, nobody knows what is served, so it stays "loading": no prefix is shared.
         reports = await self.engine.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
         self.global_steps = described.version
         self._loading = False
