@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm.general_plugins` entry point: on CPU, the engine forks its worker instead of spawning it.
+"""A `vllm.general_plugins` entry point: what vLLM's engine does otherwise on a CPU run, and why.
 
-The rollout server is a Ray actor, from which vLLM only spawns; it then tells every process below to
-spawn too. The engine core is no Ray actor and has imported all that its worker needs, so there vLLM's
-own default, fork, is safe, and saves the worker's 15 CPU-seconds of imports. Loaded by vLLM in each of
-its processes, so it imports nothing.
+The engine forks its worker instead of spawning it. The rollout server is a Ray actor, from which vLLM
+only spawns; it then tells every process below to spawn too. The engine core is no Ray actor and has
+imported all that its worker needs, so there vLLM's own default, fork, is safe, and saves the worker's
+15 CPU-seconds of imports.
+
+Engine core and worker spin for milliseconds after a message, not for a second. That costs nothing where
+cores are plenty; here every core that spins is missing to the trainer. They look again soon, because
+the notification that should wake them is dropped when it follows another one too closely.
+
+Loaded by vLLM in each of its processes, so it imports nothing that they do not.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+
+SPIN_S = 0.005
+"""A token takes about as long, so a busy engine still spins."""
+LOOK_AGAIN_MS = 5
+"""vLLM: 5000, which is what a lost notification costs."""
 
 
 def register() -> None:
@@ -18,3 +30,13 @@ def register() -> None:
     on_cpu = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     if on_cpu and multiprocessing.current_process().name.startswith("EngineCore"):
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        _spin_briefly()
+
+
+def _spin_briefly() -> None:
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    # The forked worker inherits both.
+    condition = shm_broadcast.SpinCondition
+    condition.__init__ = functools.partialmethod(condition.__init__, busy_loop_s=SPIN_S)
+    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_AGAIN_MS
