@@ -13,8 +13,10 @@ INSTALL_REQUIRES = [
     "msgspec",  # typed messages between processes, instead of pickles from a socket
     "numpy",  # views on weight arenas and summaries of metrics, without torch
     "omegaconf",  # verl hands us its configuration as a DictConfig
+    "psutil",  # CPU time and memory of a benchmark's process trees
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
+BENCH_REQUIRES = ["matplotlib"]  # its picture
 DEV_REQUIRES = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff"]
 
 setup(
@@ -34,7 +36,7 @@ setup(
         ("share/async_pipeline/patches", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("patches/*")))
     ],
     install_requires=INSTALL_REQUIRES,
-    extras_require={"dev": DEV_REQUIRES},
+    extras_require={"bench": BENCH_REQUIRES, "dev": DEV_REQUIRES},
     entry_points={
         "console_scripts": ["async-pipeline = recipe.async_pipeline.cli:main"],
         "verl.plugins": ["async_pipeline = recipe.async_pipeline.plugin"],

@@ -47,6 +47,9 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
+    "verl_bridge/bench_agent.py": "e2e/test_bench.py",
+    "verl_bridge/bench_job.py": "e2e/test_bench.py",
+    "verl_bridge/bench_probe.py": "e2e/test_bench.py",
     "verl_bridge/vllm_replica.py": WHOLE_JOB,
     "verl_bridge/vllm_worker.py": WHOLE_JOB,
     "verl_bridge/workers.py": WHOLE_JOB,

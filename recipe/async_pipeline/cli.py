@@ -27,6 +27,9 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
+    "bench": Subcommand(
+        "recipe.async_pipeline.bench.command", "measure our strategies and verl's own trainers side by side"
+    ),
     "doctor": Subcommand("recipe.async_pipeline.doctor", "check what a run needs, and say how to mend it"),
     "patch": Subcommand(
         "recipe.async_pipeline.verl_bridge.patch_command",

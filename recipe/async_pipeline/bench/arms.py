@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms: which trainer runs, on which devices, with what overrides. One literal table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
+_BRIDGE = "recipe.async_pipeline.verl_bridge"
+DEVICES = 2
+"""Every arm has these many, with one thread each."""
+
+# What verl's own trainers need to run on a CPU at all, and what ours does by itself: no process between the
+# engine core and its only worker.
+_STOCK: dict[str, Any] = {
+    f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.vllm_worker.PipelineWorkerExtension",
+    f"{_VLLM}.distributed_executor_backend": "uni",
+}
+# Both devices train, and both generate.
+_SHARED: dict[str, Any] = {"trainer.n_gpus_per_node": DEVICES, f"{_ROLLOUT}.nnodes": 0}
+
+
+class Arm(NamedTuple):
+    """One trainer at its best settings."""
+
+    ours: bool
+    shared_devices: bool
+    """Training and generation take turns on all devices, instead of having one each."""
+    batches_in_flight: int
+    """Batches that may be between their first prompt and their optimizer step."""
+    bounded_lag: bool
+    """No answer is older than batches_in_flight - 1 versions; else the slow ones are overtaken, and age."""
+    overrides: dict[str, Any]
+
+
+def _ours(strategy: str, max_lag: int) -> Arm:
+    overrides = {"async_pipeline": True, "async_strategy": strategy}
+    if strategy == "n_step_ahead":
+        overrides["trainer.v1.async_pipeline.max_lag"] = max_lag
+    return Arm(True, False, max_lag + 1, True, overrides)
+
+
+_SEPARATE = _STOCK | {
+    "trainer.v1.trainer_mode": "separate_async",
+    "trainer.v1.separate_async.num_warmup_batches": 3,
+    "trainer.v1.separate_async.parameter_sync_step": 1,
+    "actor_rollout_ref.hybrid_engine": False,
+    # Its transports want accelerators; ours goes through its own blocking manager.
+    f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
+    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
+    f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
+}
+_COLOCATE = (
+    _STOCK
+    | _SHARED
+    | {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.colocate_async.num_warmup_batches": 3}
+)
+# verl counts the step that trains: a span of 4 is a lag of 3. It then waits for answers that would get older.
+_LAG_3 = {
+    "trainer.v1.sampler.max_off_policy_threshold": 4,
+    "trainer.v1.sampler.max_off_policy_strategy": "wait",
+}
+
+ARMS: dict[str, Arm] = {
+    "verl_sync": Arm(False, True, 1, True, _STOCK | _SHARED | {"trainer.v1.trainer_mode": "sync"}),
+    "verl_colocate_async": Arm(False, True, 4, False, _COLOCATE),
+    "verl_separate_async": Arm(False, False, 4, False, _SEPARATE),
+    "verl_separate_async_lag3": Arm(False, False, 4, True, _SEPARATE | _LAG_3),
+    "on_policy": _ours("on_policy", 0),
+    "one_step_off": _ours("one_step_off", 1),
+    "n_step_ahead": _ours("n_step_ahead", 3),
+}
+
+
+def parse_arms(text: str) -> list[str]:
+    """`A,B,...` in the order in which they take turns. Raises ConfigError: unknown, repeated or none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or not names or len(set(names)) < len(names):
+        raise ConfigError(f"--arms must name each arm once, of {', '.join(ARMS)}; got {text!r}")
+    return names
+
+
+def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
+    """`++key=value` for each, whether or not the key is there already."""
+    return [f"++{key}={_literal(value)}" for key, value in values.items()]
+
+
+def _literal(value: Any) -> str:
+    """hydra's grammar is close to JSON, but its mappings have bare keys."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_literal, value)) + "]"
+    if value is None or isinstance(value, bool | int | float):
+        return json.dumps(value)
+    # In quotes, a backslash is only special before a quote.
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"

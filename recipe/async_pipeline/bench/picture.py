@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The results as one PNG: throughput with its spread, and where the devices' time went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+OURS, THEIRS, WAIT, STALL = "#2a78b5", "#8a8f98", "#e4e6ea", "#d1495b"
+
+
+def draw(data: Mapping[str, Any], path: Path) -> None:
+    """Write the picture. Raises ConfigError: matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("the picture needs matplotlib; `pip install matplotlib`, or leave out --picture") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    arms: Mapping[str, Any] = data["arms"]
+    names = list(arms)[::-1]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 1.4 + 0.62 * len(names)), layout="constrained")
+    rates = [arms[name]["samples_per_s"] for name in names]
+    middles = [rate["median"] for rate in rates]
+    spreads = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
+    colours = [THEIRS if name.startswith("verl_") else OURS for name in names]
+    left.barh(names, middles, xerr=spreads, color=colours, ecolor="#333", capsize=3)
+    for row, middle in enumerate(middles):
+        left.text(middle * 0.02, row, f"{middle:.1f}", va="center", color="white", fontweight="bold")
+    left.set_xlabel("samples/s: median, smallest and largest turn")
+    _split(right, arms, names)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{data['workload']['name']}: {data['machine']['cores']} cores, {data['machine']['cpu']}", x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _split(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
+    """Two thin bars an arm: what the trainer and the generator did with their time."""
+    for row, name in enumerate(names):
+        arm = arms[name]
+        step = arm["step_s"]["median"]
+        for offset, kind in ((0.19, "train"), (-0.19, "generate")):
+            stall = min(1.0, arm[f"stall_{kind}_s"] / step)
+            idle = arm["trainer_idle" if kind == "train" else "generator_idle"]["median"]
+            # The trainer's stall is beside its work; a stalled generator has open requests, so it is inside.
+            busy = max(0.0, 1 - idle - stall)
+            at = 0.0
+            for share, colour in ((busy, OURS), (stall, STALL), (idle, WAIT)):
+                axes.barh(row + offset, share, 0.34, left=at, color=colour)
+                at += share
+            axes.text(1.01, row + offset, kind, va="center", fontsize=8, color="#555")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(0, 1.13)
+    axes.set_xlabel("share of a step: work (blue), waits for weights (red), idle (grey)")

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs arms as jobs, in turns. A job that fails is reported with its last words, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .arms import ARMS, hydra_overrides
+from .measure import Measured, NotEnoughSteps, measure
+from .spans import POLL_S, SPANS_DIR, read_spans
+from .usage import UsageMeter
+from .workload import CONFIGS, Workload
+
+FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
+"""How often verl's replay buffer looks for finished answers: in a comparison, and as shipped."""
+LIMIT_S = 1800.0
+"""No job takes longer; one that does is ended and reported."""
+PROGRESS_S = 30.0
+WATCH_S = 1.0
+_ERROR = re.compile(r"^\S*(?:Error|Exception|Violation|Timeout)\S*: .+")
+_PRINTED_BY = re.compile(r"^\s*[\d.]+ s  |^\([^)]*pid=\d+[^)]*\) ?")
+"""What `watch` and Ray put before a line."""
+
+
+class Job(NamedTuple):
+    """One arm in one turn."""
+
+    arm: str
+    turn: int
+    poll_s: float
+    directory: Path
+
+
+class JobFailed(RuntimeError):
+    """A job ended with an error, or before its measured steps were done."""
+
+
+def jobs_in_turns(arms: Sequence[str], repeats: int, root: Path, *, stock_poll: bool) -> list[Job]:
+    """A B C A B C; then each of verl's own once more, with its polling interval as shipped."""
+    turns = [
+        Job(arm, turn, FAST_POLL_S, root / f"{turn}-{arm}") for turn in range(1, repeats + 1) for arm in arms
+    ]
+    if stock_poll:
+        turns += [
+            Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}") for arm in arms if not ARMS[arm].ours
+        ]
+    return turns
+
+
+def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
+    """The command line of a job, below verl's entry point. Writes the agent loop's file."""
+    agents = job.directory / "agents.yaml"
+    # JSON is YAML.
+    agents.write_text(
+        json.dumps(
+            [
+                {
+                    "name": "bench_episode",
+                    "_target_": "recipe.async_pipeline.verl_bridge.bench_agent.EpisodeLoop",
+                    "episode": msgspec.to_builtins(workload.episode),
+                    "seed": seed,
+                }
+            ]
+        )
+    )
+    arm = ARMS[job.arm]
+    values: dict[str, Any] = {
+        "data.seed": seed,
+        "trainer.total_training_steps": workload.total_steps,
+        "trainer.experiment_name": job.directory.name,
+        "trainer.default_local_dir": str(job.directory / "checkpoints"),
+        "actor_rollout_ref.rollout.agent.default_agent_loop": "bench_episode",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(agents),
+        **workload.overrides,
+        **arm.overrides,
+        **workload.arms.get(job.arm, {}),
+    }
+    if arm.ours:
+        values["trainer.v1.async_pipeline.run_dir"] = str(job.directory / "run")
+    if workload.judge_s is not None:
+        values["reward.custom_reward_function.path"] = "pkg://recipe.async_pipeline.bench.judge"
+        values["reward.custom_reward_function.reward_kwargs"] = {
+            "seed": seed,
+            "wait": msgspec.to_builtins(workload.judge_s),
+        }
+    return hydra_overrides(values)
+
+
+def command_of(job: Job, workload: Workload, seed: int) -> list[str]:
+    """What is run: under `watch`, so that nothing of it is left; with the settings of a CPU run."""
+    environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
+    entry = ["-m", "recipe.async_pipeline.verl_bridge.bench_job"]
+    config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
+    watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
+    shell = ["bash", "-c", 'source "$0"; exec "$@"', str(environment)]
+    return [*shell, *watch, *entry, *config, *overrides_of(job, workload, seed)]
+
+
+def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[str], None]) -> Measured:
+    """Run one arm once. Raises JobFailed: it failed, hung, or stopped before its steps were done."""
+    job.directory.mkdir(parents=True)
+    log = job.directory / "job.log"
+    environment = {
+        **os.environ,
+        SPANS_DIR: str(job.directory),
+        POLL_S: str(job.poll_s),
+        "ASYNC_PIPELINE_TASK": str(task),
+        "ASYNC_PIPELINE_RUN": job.directory.name,
+        # Where a stock run puts its metrics; ours go to the run directory.
+        "VERL_FILE_LOGGER_ROOT": str(job.directory),
+    }
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command_of(job, workload, seed), cwd=CONFIGS.parent, env=environment, stdout=output, stderr=output
+        )
+        meter = UsageMeter(process.pid)
+        try:
+            status = _wait(process, job, workload, started, say)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+            usage = meter.stop()
+    try:
+        if status:
+            raise NotEnoughSteps(f"status {status}")
+        return measure(read_spans(job.directory), usage, workload, started=started, load_average=os.getloadavg()[0])
+    except NotEnoughSteps as error:
+        raise JobFailed(f"{error}: {last_error(log.read_text(errors='replace'))}; see {log}") from None
+
+
+def _wait(
+    process: subprocess.Popen[bytes], job: Job, workload: Workload, started: float, say: Callable[[str], None]
+) -> int:
+    said = started
+    while process.poll() is None:
+        try:
+            process.wait(WATCH_S)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            if now - started > LIMIT_S:
+                raise JobFailed(f"no end after {LIMIT_S:g} s; see {job.directory / 'job.log'}") from None
+            if now - said >= PROGRESS_S:
+                said = now
+                done = sum(span.name == "update_actor" for span in read_spans(job.directory))
+                say(f"  ... {now - started:.0f} s, step {done} of {workload.total_steps}")
+    return process.returncode
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that names an exception, without who printed it."""
+    lines = (_PRINTED_BY.sub("", _PRINTED_BY.sub("", line)).strip() for line in log.splitlines())
+    found = [line for line in lines if _ERROR.match(line)]
+    return found[-1][:300] if found else "no error in its log"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU seconds and memory of a job and all its descendants, sampled while it runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import psutil
+
+EVERY_S = 1.0
+PARTS = {"VLLM": "generate", "EngineCore": "generate", "WorkerDict": "train"}
+"""Words in a command line that tell what a process is for; all others count as `other`."""
+
+
+class Usage(NamedTuple):
+    """One sample: CPU seconds since the start by part, and bytes that no two processes share."""
+
+    at: float
+    cpu_s: dict[str, float]
+    private_bytes: int
+
+
+def part_of(command_line: str) -> str:
+    """Which part of the job a process is."""
+    return next((part for word, part in PARTS.items() if word in command_line), "other")
+
+
+def cpu_between(samples: Sequence[Usage], start: float, end: float) -> dict[str, float]:
+    """CPU seconds by part that were spent from `start` to `end`, interpolated between samples."""
+    parts = {part for sample in samples for part in sample.cpu_s}
+    return {part: _at(samples, part, end) - _at(samples, part, start) for part in sorted(parts)}
+
+
+def _at(samples: Sequence[Usage], part: str, when: float) -> float:
+    index = bisect_left([sample.at for sample in samples], when)
+    if index == 0 or index == len(samples):
+        nearest = samples[min(index, len(samples) - 1)]
+        return nearest.cpu_s.get(part, 0.0)
+    before, after = samples[index - 1], samples[index]
+    share = (when - before.at) / (after.at - before.at)
+    low, high = before.cpu_s.get(part, 0.0), after.cpu_s.get(part, 0.0)
+    return low + share * (high - low)
+
+
+class UsageMeter:
+    """Samples a process tree in a thread until `stop`."""
+
+    def __init__(self, pid: int) -> None:
+        self.samples: list[Usage] = []
+        self._root = psutil.Process(pid)
+        self._seen: dict[tuple[int, float], tuple[str, float]] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample_until_ended, name="usage", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> list[Usage]:
+        """End the thread; all samples, oldest first."""
+        self._ended.set()
+        self._thread.join()
+        return self.samples
+
+    def _sample_until_ended(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            self.samples.append(self.sample())
+
+    def sample(self) -> Usage:
+        """One sample now. Processes that have ended keep the CPU time that was last seen of them."""
+        private = 0
+        try:
+            processes = [self._root, *self._root.children(recursive=True)]
+        except psutil.Error:
+            processes = []
+        for process in processes:
+            try:
+                with process.oneshot():
+                    spent = process.cpu_times()
+                    memory = process.memory_info()
+                    # Ray names a worker after its actor once it has one, so a process may change its part.
+                    part = part_of(" ".join(process.cmdline()))
+                    self._seen[process.pid, process.create_time()] = (part, spent.user + spent.system)
+                    private += memory.rss - memory.shared
+            except psutil.Error:
+                continue
+        cpu: dict[str, float] = {}
+        for part, seconds in self._seen.values():
+            cpu[part] = cpu.get(part, 0.0) + seconds
+        return Usage(time.monotonic(), cpu, private)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A workload: how much is generated and what is waited for, read from `configs/bench/NAME.yaml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import ConfigError
+from .waits import Lognormal
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One trajectory: `turns` answers, with a tool call after each but the last."""
+
+    turns: int = 1
+    tool_s: Lognormal | None = None
+    """Seconds that a tool call takes. The wait is an await beside the engine, never in it."""
+    answer_tokens: Lognormal | None = None
+    """Length of each answer; None lets the model end it."""
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or (self.turns > 1) != (self.tool_s is not None):
+            raise ConfigError(
+                f"episode.turns must be >= 1, and episode.tool_s belongs to several turns, got turns={self.turns} "
+                f"and tool_s={self.tool_s}; mend it in the workload's file"
+            )
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What every arm does."""
+
+    reason: str
+    """Why this workload is worth measuring; shown with its results."""
+    steps: int = 8
+    """Optimizer steps that are measured."""
+    warmup: int = 4
+    """Steps before them: the pipeline fills, caches warm up."""
+    cooldown: int = 4
+    """Steps after them: generation would otherwise run dry while the last measured steps train."""
+    episode: Episode = Episode()
+    judge_s: Lognormal | None = None
+    """Seconds that the reward of one trajectory takes."""
+    overrides: dict[str, Any] = {}
+    """Hydra overrides on `configs/smoke_cpu.yaml`, for every arm."""
+    arms: dict[str, dict[str, Any]] = {}
+    """Further overrides that make one arm as fast as it can be here."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.warmup + self.steps + self.cooldown
+
+
+def names() -> list[str]:
+    """The workloads that are shipped."""
+    return sorted(path.stem for path in (CONFIGS / "bench").glob("*.yaml"))
+
+
+def load(name: str) -> Workload:
+    """Read a shipped workload by name, or a file. Raises ConfigError: unknown, or its file is wrong."""
+    path = Path(name) if name.endswith(".yaml") else CONFIGS / "bench" / f"{name}.yaml"
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=Workload)
+    except FileNotFoundError:
+        raise ConfigError(f"no workload {name!r}; there are {', '.join(names())}, or give a .yaml file") from None
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"workload {path}: {error}") from None

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times any trainer from outside, and gives verl's own the polling interval of the benchmark."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import verl.trainer.ppo.v1 as verl_v1
+from verl.trainer.main_ppo import TaskRunnerV1
+
+from ..bench.spans import POLL_S, SpanFile, of_this_job
+from .trainer import AsyncPipelineTrainer
+
+_StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
+"""Ray forbids inheriting from the actor class; this is the plain class under it."""
+
+
+def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
+    """A subclass of a trainer that writes a span for each of its stages."""
+
+    class Probed(trainer):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if poll_s is not None:
+                self.replay_buffer.poll_interval = poll_s
+
+        def _compute_old_log_prob(self, batch: Any, metrics: Any) -> Any:
+            with spans.measure("old_log_prob"):
+                return super()._compute_old_log_prob(batch, metrics=metrics)
+
+        def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
+            with spans.measure("ref_log_prob"):
+                return super()._compute_ref_log_prob(batch, metrics=metrics)
+
+        def _compute_advantage(self, batch: Any, metrics: Any) -> Any:
+            with spans.measure("advantage"):
+                return super()._compute_advantage(batch, metrics=metrics)
+
+        def _update_actor(self, batch: Any, metrics: Any) -> Any:
+            # Version v is what v optimizer steps made, so step s starts with version s - 1.
+            tags = [tag for tag in batch.tags if not tag.get("is_padding")]
+            lags = [self.global_steps - 1 - int(tag["min_global_steps"]) for tag in tags]
+            with spans.measure("update_actor", step=self.global_steps, samples=len(tags), lags=lags):
+                return super()._update_actor(batch, metrics=metrics)
+
+        def on_sample_end(self) -> None:
+            with spans.measure("sync"):
+                super().on_sample_end()
+
+        def on_step_end(self) -> None:
+            with spans.measure("sync"):
+                super().on_step_end()
+
+    return Probed
+
+
+def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
+    """As `probed`, for ours: only the gather holds the trainer, only the load holds a replica."""
+
+    class ProbedPipeline(probed(trainer, spans, None)):  # type: ignore[misc]
+        async def gather(self, version: int) -> bytes:
+            with spans.measure("sync"):
+                manifest: bytes = await super().gather(version)
+                return manifest
+
+        async def publish(self, version: int, snapshot: object) -> Any:
+            publication = await super().publish(version, snapshot)
+            ended = time.monotonic()
+            spans.add("load", ended - publication.load_s, ended)
+            return publication
+
+    return ProbedPipeline
+
+
+class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
+    """verl's task runner; the trainer that it finds is probed."""
+
+    def run(self, config: Any) -> None:
+        spans = of_this_job()
+        poll_s = float(os.environ[POLL_S])
+        stock_lookup = verl_v1.get_trainer_cls
+
+        def lookup(mode: str) -> Any:
+            trainer = stock_lookup(mode)
+            if issubclass(trainer, AsyncPipelineTrainer):
+                return probed_pipeline(trainer, spans)
+            return probed(trainer, spans, poll_s)
+
+        verl_v1.get_trainer_cls = lookup
+        super().run(config)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of arms, the parser of `--arms`, and overrides in hydra's grammar."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.bench.arms import ARMS, DEVICES, hydra_overrides, parse_arms
+from recipe.async_pipeline.errors import ConfigError
+
+
+def test_arms_keep_the_order_in_which_they_take_turns() -> None:
+    assert parse_arms(" n_step_ahead, verl_sync ") == ["n_step_ahead", "verl_sync"]
+    assert parse_arms(",".join(ARMS)) == list(ARMS)
+
+
+@pytest.mark.parametrize("text", ["", ",", "sync", "verl_sync,verl_sync", "verl_sync,nope"])
+def test_a_wrong_list_names_the_arms(text: str) -> None:
+    with pytest.raises(ConfigError, match="of verl_sync, verl_colocate_async, verl_separate_async, "):
+        parse_arms(text)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_arm_has_two_devices(name: str) -> None:
+    arm = ARMS[name]
+    training = arm.overrides.get("trainer.n_gpus_per_node", 1)
+    generating = 0 if arm.overrides.get("actor_rollout_ref.rollout.nnodes") == 0 else 1
+    assert (training, generating) == ((DEVICES, 0) if arm.shared_devices else (1, 1))
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_only_ours_are_switched_on(name: str) -> None:
+    assert ("async_pipeline" in ARMS[name].overrides) is ARMS[name].ours is not name.startswith("verl_")
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(alphabet="ab:/,{}[]'\" =\\.$")),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["median", "cap"]), inner)),
+    max_leaves=6,
+)
+
+
+def unquoted(value: Any) -> Any:
+    """What hydra read, without its wrappers of quoted strings."""
+    if isinstance(value, list):
+        return [unquoted(item) for item in value]
+    if isinstance(value, dict):
+        return {key: unquoted(item) for key, item in value.items()}
+    return getattr(value, "text", value)
+
+
+@given(VALUES)
+def test_hydra_reads_every_value_as_it_was(value: Any) -> None:
+    (override,) = OverridesParser.create().parse_overrides(hydra_overrides({"a.b": value}))
+    assert override.key_or_group == "a.b"
+    assert unquoted(override._value) == value

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge waits as the seed says, writes its span and scores the last line."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.bench import judge, spans
+from recipe.async_pipeline.bench.spans import SPANS_DIR, read_spans
+from recipe.async_pipeline.bench.waits import Lognormal
+from recipe.async_pipeline.core.clock import run_virtual
+
+WAIT = {"median": 5.0, "sigma": 0.5, "cap": 20.0}
+
+
+def score(answer: str, prompt: int = 3) -> float:
+    return run_virtual(judge.compute_score("toy", answer, "46", {"index": prompt}, seed=1, wait=WAIT))
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    spans.of_this_job.cache_clear()
+    judge._calls.clear()
+    monkeypatch.setenv(SPANS_DIR, str(tmp_path))
+    return tmp_path
+
+
+def test_the_last_line_counts() -> None:
+    assert score("46") == score("9\n12\n46") == 1.0
+    assert score("46\n9") == score("") == 0.0
+
+
+def test_each_verdict_of_a_prompt_has_a_wait_of_its_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    for _ in range(3):
+        score("46")
+    assert waits == [Lognormal(**WAIT).draw(1, "judge", 3, i) for i in range(3)]
+    assert [s.facts for s in read_spans(job) if s.name == "judge"] == [{"prompt": 3}] * 3

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture is a PNG of both panels; without matplotlib there is one clear line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.bench.picture import draw
+from recipe.async_pipeline.bench.report import report
+from recipe.async_pipeline.bench.workload import Workload
+from recipe.async_pipeline.errors import ConfigError
+from tests.bench.test_report import RESULTS
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data = report("w", Workload(reason="r"), RESULTS, seed=1, command="", failed={}, stock_poll={})
+    draw(data, tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        draw({"arms": {}}, tmp_path / "b.png")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON and the table, from figures made up for the purpose."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from recipe.async_pipeline.bench.bound import StageWork
+from recipe.async_pipeline.bench.measure import Measured
+from recipe.async_pipeline.bench.report import bounds, machine, report, table
+from recipe.async_pipeline.bench.workload import Workload
+
+ONE = Measured(
+    samples_per_s=10.0,
+    step_s=4.0,
+    steps_s=[4.0, 4.0],
+    trainer_idle=0.5,
+    generator_idle=0.25,
+    stall_train_s=0.1,
+    stall_generate_s=0.2,
+    lag_mean=0.0,
+    lag_max=0,
+    cpu_s={"train": 1.0, "generate": 0.5},
+    peak_memory_gib=3.0,
+    first_step_s=100.0,
+    load_average=2.0,
+    work=StageWork(tail_s=3.0, group_s=1.0, train_s=0.9, sync_s=0.1, generate_cpu_s=0.5, cpu_s=1.5),
+)
+
+
+def arm(rate: float, **changes: Any) -> Measured:
+    return msgspec.structs.replace(ONE, samples_per_s=rate, step_s=32 / rate, **changes)
+
+
+RESULTS = {
+    "verl_sync": [arm(8.0), arm(4.0)],
+    "one_step_off": [arm(16.0, lag_max=1, lag_mean=1.0), arm(8.0, lag_max=1, lag_mean=1.0)],
+}
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    return report(
+        "w",
+        Workload(reason="why"),
+        RESULTS,
+        seed=1,
+        command="async-pipeline bench",
+        failed={"n_step_ahead": "status 1: boom"},
+        stock_poll={"verl_sync": arm(2.0)},
+    )
+
+
+def test_ratios_are_paired_in_both_directions(data: dict[str, Any]) -> None:
+    assert data["ratios"]["one_step_off/verl_sync"] == {"median": 2.0, "min": 2.0, "max": 2.0}
+    assert data["ratios"]["verl_sync/one_step_off"]["median"] == 0.5
+    assert set(data["ratios"]) == {"one_step_off/verl_sync", "verl_sync/one_step_off"}
+
+
+def test_each_arm_has_the_figures_that_readers_rely_on(data: dict[str, Any]) -> None:
+    row = data["arms"]["one_step_off"]
+    assert row["samples_per_s"] == {"median": 12.0, "min": 8.0, "max": 16.0}
+    assert row["lag_max"] == 1
+    assert row["stall_train_s"] == 0.1
+    assert row["stall_generate_s"] == 0.2
+    # (3.0 + 0.9 + 0.1) / 2 batches in flight.
+    assert row["bound_step_s"] == pytest.approx(2.0)
+    assert row["overlap_efficiency"]["max"] == pytest.approx(1.0)
+    assert row["cpu_s"] == {"train": 1.0, "generate": 0.5}
+    assert data["arms"]["verl_sync"]["stock_poll_samples_per_s"] == 2.0
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_the_bound_takes_the_least_disturbed_turn_of_a_like_arm() -> None:
+    slow = arm(8.0, work=StageWork(9.0, 9.0, 5.0, 0.3, 0.9, 2.0))
+    found = bounds({"verl_sync": [slow], "on_policy": [ONE], "one_step_off": [slow, slow]}, 2)
+    assert found["on_policy"] == pytest.approx(3.0 + 0.9 + 0.1)
+    assert found["one_step_off"] == pytest.approx(2.0), "waits and costs of on_policy, half of it a step"
+    assert found["verl_sync"] == pytest.approx(3.0 + 5.0 + 0.1), "training on both devices is its own"
+
+
+def test_the_table(data: dict[str, Any]) -> None:
+    lines = table(data).splitlines()
+    assert lines[0].count("|") == lines[2].count("|") == lines[3].count("|")
+    assert "× verl_sync" in lines[0]
+    assert "| `one_step_off` | 12.0 [8.0 .. 16.0] |" in lines[3]
+    assert "2.00 [2.00 .. 2.00]" in lines[3]
+    assert lines[-1] == "`n_step_ahead` failed: status 1: boom"
+
+
+def test_a_table_of_failures_alone() -> None:
+    data = report("w", Workload(reason="r"), {}, seed=1, command="", failed={"verl_sync": "x"}, stock_poll={})
+    assert "`verl_sync` failed: x" in table(data)
+
+
+def test_the_machine_is_described() -> None:
+    assert machine()["cores"] >= 1
+    assert machine()["cpu"]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of jobs, their command lines, and what is said of one that failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline.bench import runner
+from recipe.async_pipeline.bench.runner import (
+    Job,
+    JobFailed,
+    command_of,
+    jobs_in_turns,
+    last_error,
+    overrides_of,
+    run_job,
+)
+from recipe.async_pipeline.bench.workload import Episode, Workload, load
+
+
+def test_arms_take_turns(tmp_path: Path) -> None:
+    jobs = jobs_in_turns(["verl_sync", "on_policy"], 2, tmp_path, stock_poll=True)
+    assert [(job.arm, job.turn, job.poll_s) for job in jobs] == [
+        ("verl_sync", 1, 0.02),
+        ("on_policy", 1, 0.02),
+        ("verl_sync", 2, 0.02),
+        ("on_policy", 2, 0.02),
+        ("verl_sync", 0, 2.0),
+    ]
+    assert len({job.directory for job in jobs}) == 5
+    assert len(jobs_in_turns(["verl_sync", "on_policy"], 2, tmp_path, stock_poll=False)) == 4
+
+
+def job_in(tmp_path: Path, arm: str) -> Job:
+    return Job(arm, 1, 0.02, tmp_path)
+
+
+def test_every_arm_gets_the_same_prompts_waits_and_number_of_steps(tmp_path: Path) -> None:
+    workload = load("agentic_wait")
+    lines = {arm: set(overrides_of(job_in(tmp_path, arm), workload, 7)) for arm in ("verl_sync", "n_step_ahead")}
+    for line in (
+        "++data.seed=7",
+        f"++trainer.total_training_steps={workload.total_steps}",
+        "++actor_rollout_ref.rollout.n=4",
+        "++reward.custom_reward_function.reward_kwargs={seed:7,wait:{median:0.3,sigma:0.6,cap:2.0}}",
+    ):
+        assert all(line in overrides for overrides in lines.values()), line
+    assert "++async_strategy='n_step_ahead'" in lines["n_step_ahead"]
+    assert not any("async_pipeline" in line and "bench" not in line and "worker" not in line for line in lines["verl_sync"])
+
+
+def test_the_agent_loop_gets_the_episode(tmp_path: Path) -> None:
+    workload = load("agentic_wait")
+    overrides_of(job_in(tmp_path, "verl_sync"), workload, 7)
+    (agent,) = OmegaConf.load(tmp_path / "agents.yaml")
+    assert (agent.name, agent.seed) == ("bench_episode", 7)
+    assert msgspec.convert(OmegaConf.to_container(agent.episode), Episode) == workload.episode
+
+
+def test_an_arm_may_have_settings_of_its_own_in_a_workload(tmp_path: Path) -> None:
+    best: dict[str, dict[str, Any]] = {"verl_sync": {"trainer.n_gpus_per_node": 1}}
+    workload = Workload(reason="r", overrides={"trainer.n_gpus_per_node": 9}, arms=best)
+    assert "++trainer.n_gpus_per_node=1" in overrides_of(job_in(tmp_path, "verl_sync"), workload, 1)
+
+
+def fake_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(runner, "command_of", lambda job, workload, seed: ["bash", "-c", script])
+
+
+def test_a_job_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, "echo '  3.1 s  ValueError: no such model'; exit 3")
+    with pytest.raises(JobFailed, match=r"status 3: ValueError: no such model; see .*job\.log"):
+        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
+
+
+def test_a_job_without_steps_is_a_failure_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, "true")
+    with pytest.raises(JobFailed, match="0 optimizer steps ended"):
+        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
+
+
+def test_a_job_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, "exec sleep 600")
+    monkeypatch.setattr(runner, "LIMIT_S", 0.0)
+    monkeypatch.setattr(runner, "WATCH_S", 0.01)
+    with pytest.raises(JobFailed, match="no end after 0 s"):
+        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
+
+
+def test_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, "read -t 0.2 < <(tail -f /dev/null); exit 1")
+    monkeypatch.setattr(runner, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(runner, "WATCH_S", 0.01)
+    said: list[str] = []
+    with pytest.raises(JobFailed):
+        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, said.append)
+    assert "step 0 of 16" in said[0]
+
+
+def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run(tmp_path: Path) -> None:
+    command = command_of(job_in(tmp_path, "on_policy"), Workload(reason="r"), 1)
+    assert command[3].endswith("run_scripts/cpu_env.sh")
+    assert Path(command[3]).is_file()
+    assert "watch" in command
+    assert "recipe.async_pipeline.verl_bridge.bench_job" in command
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("x\n  1.0 s  (WorkerDict pid=7) AssertionError: odd\n  2.0 s  done", "AssertionError: odd"),
+        ("ray.exceptions.RayTaskError(ValueError): long\nValueError: short\nend", "ValueError: short"),
+        ("all is well", "no error in its log"),
+    ],
+)
+def test_the_last_error_of_a_log(log: str, expected: str) -> None:
+    assert last_error(log) == expected

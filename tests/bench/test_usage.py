@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU time and memory of a process tree, of real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recipe.async_pipeline.bench.usage import Usage, UsageMeter, cpu_between, part_of
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("ray::WorkerDict.actor_update_actor", "train"),
+        ("VLLM::EngineCore", "generate"),
+        ("ray::AgentLoopWorkerTQ", "other"),
+        ("", "other"),
+    ],
+)
+def test_a_process_belongs_to_a_part(command: str, part: str) -> None:
+    assert part_of(command) == part
+
+
+def test_time_between_samples_is_interpolated() -> None:
+    samples = [Usage(0.0, {"train": 0.0}, 0), Usage(10.0, {"train": 5.0, "other": 2.0}, 0), Usage(20.0, {"train": 25.0, "other": 2.0}, 0)]
+    assert cpu_between(samples, 5.0, 15.0) == {"other": pytest.approx(1.0), "train": pytest.approx(12.5)}
+    assert cpu_between(samples, -5.0, 99.0) == {"other": 2.0, "train": 25.0}
+
+
+def test_a_tree_that_burns_time_is_seen_and_remembered_when_it_is_gone() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
+    code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {burn!r}, 'WorkerDict']))"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        meter = UsageMeter(process.pid)
+        assert process.stdout is not None
+        process.stdout.readline()
+        alive = meter.sample()
+        process.communicate(b"\n")
+        gone = meter.sample()
+    assert alive.cpu_s["train"] >= 0.29
+    assert gone.cpu_s["train"] >= alive.cpu_s["train"]
+    assert alive.private_bytes > 2**20
+    assert meter.stop() is meter.samples
+
+
+def test_sampling_is_cheap() -> None:
+    meter = UsageMeter(os.getpid())
+    started = time.process_time()
+    meter.sample()
+    assert time.process_time() - started < 1.0
+    meter.stop()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workload files: the shipped ones say why they are there; a wrong one is one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.bench.arms import ARMS
+from recipe.async_pipeline.bench.workload import load, names
+from recipe.async_pipeline.errors import ConfigError
+
+
+def test_the_workloads_that_are_shipped() -> None:
+    assert names() == ["agentic_wait", "compute", "long_tail", "slow_reward"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_shipped_workload_gives_its_reason_and_fits_every_arm(name: str) -> None:
+    workload = load(name)
+    assert len(workload.reason) > 40
+    assert set(workload.arms) <= set(ARMS)
+    deepest = max(arm.batches_in_flight for arm in ARMS.values())
+    assert workload.warmup >= deepest, "the deepest pipeline is full when measuring begins"
+    assert workload.cooldown >= deepest, "and still full when it ends"
+    # Two training ranks, and micro-batches that divide what each of them gets.
+    samples = workload.overrides.get("data.train_batch_size", 16) * workload.overrides.get("actor_rollout_ref.rollout.n", 8)
+    micro = workload.overrides.get("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 64)
+    assert samples % (2 * micro) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "reason"),
+        ("reason: r\nsteps: many", "steps"),
+        ("reason: r\nstep: 3", "step"),
+        ("reason: r\nepisode: {turns: 2}", "tool_s belongs to several turns"),
+        ("reason: r\nepisode: {turns: 0}", "turns must be >= 1"),
+        ("reason: r\njudge_s: {median: 3, sigma: 1, cap: 1}", "0 < median <= cap"),
+        ("reason: [", "workload"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(str(path))
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="no workload 'agentic'; there are agentic_wait, compute"):
+        load("agentic")
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("reason: r\nepisode: {turns: 2, tool_s: {median: 1, sigma: 0, cap: 1}}\nsteps: 3")
+    workload = load(str(path))
+    assert (workload.episode.turns, workload.total_steps) == (2, 11)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One measured step of one of verl's own trainers and of one of ours, through the command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import ROOT
+
+pytestmark = pytest.mark.e2e
+
+WORKLOAD = """
+reason: the shortest job that uses every probe
+steps: 1
+warmup: 1
+cooldown: 0
+episode: {turns: 2, tool_s: {median: 0.2, sigma: 0.5, cap: 1.0}}
+judge_s: {median: 0.2, sigma: 0.5, cap: 1.0}
+overrides: {data.max_response_length: 9}
+"""
+
+
+def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
+    workload, out = tmp_path / "short.yaml", tmp_path / "b.json"
+    workload.write_text(WORKLOAD)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "recipe.async_pipeline", "bench", "--no-stock-poll", "--repeats", "1"),
+            *("--arms", "verl_sync,one_step_off", "--workload", str(workload), "--json", str(out)),
+            *("--logs", str(tmp_path / "logs")),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    data = json.loads(out.read_text())
+    assert data["failed"] == {}
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert data["ratios"]["one_step_off/verl_sync"]["median"] > 0
+    for name, max_lag in (("verl_sync", 0), ("one_step_off", 1)):
+        arm = data["arms"][name]
+        assert arm["lag_max"] == max_lag
+        assert arm["stall_train_s"] > 0, "the weights were published"
+        assert 0 <= arm["trainer_idle"]["median"] < 1
+        assert arm["cpu_s"]["train"] > 0
+        assert arm["cpu_s"]["generate"] > 0
+        assert arm["bound_step_s"] > 0
+        assert arm["first_step_s"]["median"] > 0
