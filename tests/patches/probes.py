@@ -424,7 +424,41 @@ def weights_arrive_whole() -> None:
         assert received == {f"layer{i}": 200_000.0 for i in range(3)}
 
 
+def subclass_stores_trajectories_its_own_way() -> None:
+    import torch
+    import transfer_queue
+    from verl.experimental.agent_loop import AgentLoopOutput
+    from verl.trainer.ppo.v1 import agent_loop_tq
+
+    stock: Any = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+    stored: list[Any] = []
+
+    class Keeping(stock):  # type: ignore[misc]
+        def __init__(self) -> None:
+            """Only what is stored of a finished answer is of interest: no engine, no scores."""
+
+        async def _compute_score(self, *args: Any, **kwargs: Any) -> None: ...
+
+        async def _compute_teacher_logprobs(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def _compute_multi_modal_inputs(self, *args: Any) -> dict[str, Any]:
+            return {}
+
+        def _compute_position_ids(self, ids: Any, *args: Any) -> Any:
+            return torch.arange(ids.shape[1])[None]
+
+        async def _store_trajectories(self, keys: Any, fields: Any, tags: Any, partition_id: str) -> None:
+            stored.append((keys, fields[0]["uid"], tags[0]["seq_len"], partition_id))
+
+    answer = AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2, metrics={})
+    put = mock.AsyncMock(side_effect=AssertionError("it went to the sample store"))
+    with mock.patch.object(transfer_queue, "async_kv_batch_put", put):
+        asyncio.run(Keeping()._agent_loop_postprocess(answer, False, uid="u", session_id=0, global_steps=1))
+    assert stored == [(["u_0_0"], "u", 3, "train")], stored
+
+
 PROBES = (
+    subclass_stores_trajectories_its_own_way,
     main_ppo_hands_its_config_over,
     main_ppo_registers_the_trainers,
     main_ppo_starts_the_sample_store_beside_the_runner,

@@ -120,3 +120,7 @@ def test_all_masked_batch_has_zero_loss(results: dict[str, Results]) -> None:
 def test_loss_of_other_batches_is_unchanged(results: dict[str, Results]) -> None:
     assert results["patched"]["loss_of_a_partly_masked_batch_is_as_published"] is None
     assert results["pristine"]["loss_of_a_partly_masked_batch_is_as_published"] is None
+
+
+def test_a_subclass_stores_trajectories_its_own_way(results: dict[str, Results]) -> None:
+    assert_mended(results, "subclass_stores_trajectories_its_own_way", "it went to the sample store")

@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 from tensordict import TensorDict
-from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from ..errors import RolloutError
+from .grouping import joinable
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
+
+
+class Trajectory(NamedTuple):
+    """A finished answer on its way to the sample store."""
+
+    key: str
+    fields: dict[str, Any]
+    tag: dict[str, Any]
+    partition_id: str
 
 
 class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
@@ -24,7 +33,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._groups: dict[str, asyncio.Future[list[dict[str, Any]]]] = {}
-        self._finished: dict[str, list[dict[str, Any]]] = {}
+        self._finished: dict[str, list[Trajectory]] = {}
 
     async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
         """Answer one prompt n times. Returns `{key, tag, reward}` of each trajectory.
@@ -73,34 +82,30 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 raise result
             if isinstance(result, BaseException):
                 raise RolloutError(f"an answer of group {uid} was cancelled") from result
-        if not self._finished[uid]:
+        group = self._finished[uid]
+        if not group:
             raise RolloutError(f"group {uid} finished without a trajectory")
-        return self._finished[uid]
+        await self._store_group(group)
+        return [{"key": one.key, "tag": one.tag, "reward": _reward(one.fields)} for one in group]
 
-    async def _agent_loop_postprocess(
-        self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
+    async def _store_trajectories(
+        self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
     ) -> None:
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
-        finished = self._finished.get(kwargs["uid"])
-        if finished is None:
-            return
-        for index, one in enumerate(output if isinstance(output, list) else [output]):
-            extra = one.extra_fields
-            prompt_len, response_len = len(one.prompt_ids), len(one.response_ids)
-            finished.append(
-                {
-                    "key": f"{kwargs['uid']}_{kwargs['session_id']}_{index}",
-                    "reward": one.reward_score,
-                    "tag": {
-                        "status": "success",
-                        "prompt_len": prompt_len,
-                        "response_len": response_len,
-                        "seq_len": prompt_len + response_len,
-                        "global_steps": kwargs["global_steps"],
-                        "min_global_steps": extra.get("min_global_steps"),
-                        "max_global_steps": extra.get("max_global_steps"),
-                    },
-                }
+        """Called at the end of each session. A put a group costs a fraction of a put a session."""
+        group = self._finished.get(fields[0]["uid"])
+        if group is None:
+            await super()._store_trajectories(keys, fields, tags, partition_id)
+        else:
+            group += [
+                Trajectory(key, values, tag, partition_id)
+                for key, values, tag in zip(keys, fields, tags, strict=True)
+            ]
+
+    async def _store_group(self, group: list[Trajectory]) -> None:
+        for indices in joinable([one.fields for one in group]):
+            some = [group[i] for i in indices]
+            await super()._store_trajectories(
+                [one.key for one in some], [one.fields for one in some], [one.tag for one in some], some[0].partition_id
             )
 
 
@@ -134,3 +139,8 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         result: list[dict[str, Any]] = await next(self._turns).run_group.remote(prompt)
         return result
 
+
+def _reward(fields: dict[str, Any]) -> float | None:
+    """verl keeps a score on the last token of its answer, and no field without one."""
+    scores = fields.get("rm_scores")
+    return None if scores is None else float(scores[-1])
