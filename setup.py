@@ -13,7 +13,7 @@ INSTALL_REQUIRES = [
     "msgspec",  # typed messages between processes, instead of pickles from a socket
     "numpy",  # views on weight arenas and summaries of metrics, without torch
     "omegaconf",  # verl hands us its configuration as a DictConfig
-    "psutil",  # CPU time and memory of a benchmark's process trees
+    "psutil",  # process trees: to end a replica with all its processes, and to measure a benchmark's jobs
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
 BENCH_REQUIRES = ["matplotlib"]  # its picture

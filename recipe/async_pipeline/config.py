@@ -21,6 +21,10 @@ STRATEGY_LAG: Mapping[str, int | None] = {"on_policy": 0, "one_step_off": 1, "n_
 """Strategies by name, with the lag that they imply; None: `max_lag` says."""
 STRATEGY_ALIASES = {"naive": "on_policy"}
 DEFAULT_STRATEGY = "one_step_off"
+IN_FLIGHT = ("keep", "abort", "drain")
+"""What may become of requests in flight when a replica loads; see `weight_sync.versioned_engine`."""
+STAGES = ("host", "device")
+"""Where a version waits for its load; see `weight_sync.stage`."""
 DEFAULT_AHEAD = 3
 """max_lag of n_step_ahead when nothing names one."""
 
@@ -43,6 +47,10 @@ class AsyncPipelineConfig:
     """Size of the host buckets that the trainer gathers into."""
     consume_bucket_size_mb: int = 128
     """Bytes that a replica loads at a time; bounds the extra device memory of a load."""
+    in_flight: str = "keep"
+    """Requests being answered when a replica loads: keep (go on), abort (start again from what they have), drain."""
+    stage: str = "host"
+    """device: copy a version to the replica's devices first, beside generation; costs the weights' memory there."""
     run_dir: str | None = None
     """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
     custom_roles: tuple[str, ...] = ()
@@ -56,6 +64,9 @@ class AsyncPipelineConfig:
         for name in ("proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
             value = getattr(self, name)
             _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
+        for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES)):
+            value = getattr(self, name)
+            _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
         for spec in self.custom_roles:
             ok = spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]
             _require(ok, "custom_roles", "entries must read module:Class@after->before", spec, "see the README")
@@ -320,7 +331,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     unsupported = {path.rsplit(".", 1)[-1] for key in FOREIGN if not key.supported for path in key.paths}
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "proof_tensors", "publish_timeout_s", "wait_timeout_s", "custom_roles")
+    unique = ("max_lag", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
@@ -370,6 +381,8 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "proof_tensors": int,
         "preduce_bucket_size_mb": int,
         "consume_bucket_size_mb": int,
+        "in_flight": str,
+        "stage": str,
         "run_dir": str,
     }
     for name, kind in kinds.items():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0
@@ -37,7 +37,7 @@ class Job:
     output: str
     run_dir: Path
     ended_after_event_s: float | None = None
-    """Seconds between the moment that `when` fired and the end."""
+    """Seconds between the last event and the end."""
     pids: set[int] = field(default_factory=set)
 
     @property
@@ -53,15 +53,21 @@ class Job:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+class Event(NamedTuple):
+    """Something done to a job when its output holds `text`."""
+
+    text: str
+    do: Callable[[subprocess.Popen[str]], None] = lambda process: None
+
+
 def run_job(
     command: Sequence[str],
     run_dir: Path,
     task: Path,
     *,
-    when: Callable[[str], bool] | None = None,
-    do: Callable[[subprocess.Popen[str]], None] | None = None,
+    events: Sequence[Event] = (),
 ) -> Job:
-    """Run to the end; when `when` holds for a line of output, `do` once.
+    """Run to the end; the events happen one after the other, each at the first line of output that it waits for.
 
     Raises TimeoutError: the job did not end, with what it printed.
     """
@@ -75,6 +81,7 @@ def run_job(
     }
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
     lines: list[str] = []
+    waiting = list(events)
     fired: float | None = None
     started = time.monotonic()
     with subprocess.Popen(
@@ -85,16 +92,16 @@ def run_job(
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
-            if fired is None and when is not None and when(line):
+            if waiting and waiting[0].text in line:
                 fired = time.monotonic()
-                if do is not None:
-                    do(process)
+                waiting.pop(0).do(process)
         status = process.wait()
         timer.cancel()
     ended = time.monotonic()
     if ended - started > LIMIT_S:
         raise TimeoutError(f"the job did not end within {LIMIT_S:g} s:\n{''.join(lines)[-3000:]}")
-    return Job(status, "".join(lines), run_dir, None if fired is None else ended - fired)
+    after = None if fired is None or waiting else ended - fired
+    return Job(status, "".join(lines), run_dir, after)
 
 
 def processes_of(run_dir: Path) -> list[str]:

@@ -18,8 +18,12 @@ pytestmark = pytest.mark.e2e
 
 
 def probe(task: Path, mode: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests" / "e2e" / "engine_probe.py"), str(task / "model"), mode]
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    return run("engine_probe.py", task, mode, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+
+
+def run(script: str, task: Path, argument: str, **extra: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "e2e" / script), str(task / "model"), argument]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **extra}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
@@ -47,3 +51,25 @@ def test_weights_that_the_engine_repacked_are_never_announced(tied_task: Path) -
     with pytest.raises(AssertionError, match="weight_loader|repacked|size"):
         report = probe(tied_task, "repacked")
         assert report["first"].get("error") is None, f"refused: {report['first']['message']}"
+
+
+@pytest.fixture(scope="module")
+def versions(untied_task: Path) -> dict[str, Any]:
+    """Fifty publications for each way to load, at random moments."""
+    return run("versions_probe.py", untied_task, "50", VERL_PLATFORM="cpu")
+
+
+@pytest.mark.parametrize("way", ["keep/host", "abort/host", "drain/host", "keep/device"])
+def test_every_token_is_recorded_with_the_version_that_wrote_it(versions: dict[str, Any], way: str) -> None:
+    found = versions[way]
+    assert found["wrong"] == []
+    assert found["answers"] >= 20, "too few to mean anything"
+    if way.startswith("drain"):
+        assert found["over_versions"] == 0
+    else:
+        assert found["over_versions"] >= 10, "loads have met requests in flight"
+
+
+def test_after_many_loads_the_engine_says_what_a_fresh_model_says(versions: dict[str, Any]) -> None:
+    assert versions["versions"] == 4 * 50 + 1
+    assert versions["engine"] == versions["transformers"]

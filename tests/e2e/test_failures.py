@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.job import ROOT, Job, kill_process_named, processes_of, run_job, smoke_command
+from tests.e2e.job import ROOT, Event, Job, kill_process_named, processes_of, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
 WITHIN_S = 60.0
@@ -39,21 +41,33 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
         ],
         tmp_path / "run",
         tied_task,
-        when=lambda line: "samples/s" in line,
+        events=[Event("samples/s")],
     )
     check_ended(job, "ValueError: the judge fell asleep")
     assert job.summary["status"] == "failed"
 
 
-def test_a_rollout_server_that_dies(tied_task: Path, tmp_path: Path) -> None:
+def test_a_rollout_server_that_dies_comes_back_and_the_last_one_ends_the_run(tied_task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def kill_one(process: subprocess.Popen[str]) -> None:
+        engines = [line for line in processes_of(run_dir) if "EngineCore" in line]
+        assert len(engines) == 2
+        os.kill(int(engines[0].partition(":")[0]), signal.SIGKILL)
+
+    def kill_all(process: subprocess.Popen[str]) -> None:
+        kill_process_named("EngineCore", run_dir)
+
     job = run_job(
-        long_run(tmp_path),
-        tmp_path / "run",
+        [*long_run(tmp_path), "actor_rollout_ref.rollout.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"],
+        run_dir,
         tied_task,
-        when=lambda line: " 2/1000" in line,
-        do=lambda process: kill_process_named("EngineCore", tmp_path / "run"),
+        events=[Event(" 4/1000", kill_one), Event("serves again, version ", kill_all)],
     )
+    assert "is fenced and starts anew; 1 go on. " in job.output
     check_ended(job, "EngineDeadError")
+    replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
+    assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
 
 
 def test_ctrl_c(tied_task: Path, tmp_path: Path) -> None:
@@ -61,7 +75,7 @@ def test_ctrl_c(tied_task: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
 
     job = run_job(
-        long_run(tmp_path), tmp_path / "run", tied_task, when=lambda line: " 2/1000" in line, do=interrupt
+        long_run(tmp_path), tmp_path / "run", tied_task, events=[Event(" 2/1000", interrupt)]
     )
     check_ended(job, "interrupted")
     assert job.status == 130

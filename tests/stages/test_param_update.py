@@ -95,7 +95,15 @@ def test_served_is_said_after_the_publication_and_before_the_validation(alone: M
     }
     assert notes == {
         "GATHERED": {"step": 0, "version": 0},
-        "SERVED": {"step": 0, "version": 0, "gather_s": 0.1, "transfer_s": 0.1, "load_s": 0.1, "bytes": 8},
+        "SERVED": {
+            "step": 0,
+            "version": 0,
+            "gather_s": 0.1,
+            "transfer_s": 0.1,
+            "load_s": 0.1,
+            "bytes": 8,
+            "replicas": 1,
+        },
     }
 
 

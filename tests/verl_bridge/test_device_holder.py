@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from recipe.async_pipeline.verl_bridge.device_holder import HeldDevice
+import psutil
+
+from recipe.async_pipeline.verl_bridge.device_holder import DeviceHolder, HeldDevice
 
 
 async def answer() -> tuple[str, dict[str, list[str]]]:
@@ -24,6 +27,19 @@ def test_it_answers_the_question_that_verl_asks_a_worker() -> None:
         return list(await asyncio.gather(*[w.__ray_call__.remote(lambda self: None) for w in [device]]))
 
     assert asyncio.run(ask()) == [("node-7", "3")]
+
+
+def test_it_ends_the_processes_that_it_is_told_and_no_others() -> None:
+    with subprocess.Popen(["sleep", "600"]) as doomed, subprocess.Popen(["sleep", "600"]) as spared:
+        started = psutil.Process(doomed.pid).create_time()
+        another = psutil.Process(spared.pid).create_time() - 1.0
+        gone = 2**22 + 1  # beyond the largest id that Linux gives
+        try:
+            assert DeviceHolder().end([(doomed.pid, started), (spared.pid, another), (gone, 0.0)]) == 1
+            assert doomed.wait(timeout=10) == -signal.SIGKILL
+            assert spared.poll() is None, "its id was another process's once"
+        finally:
+            spared.kill()
 
 
 def test_it_loads_nothing_of_the_stack() -> None:

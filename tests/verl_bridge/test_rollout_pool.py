@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads are rolling, bounded, and add up; weights stay on one host."""
+"""Loads are rolling and add up; a replica that fails comes back; one on another host gets a courier."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Publication
-from recipe.async_pipeline.errors import ProofError, WaitTimeout, WeightSyncError
+from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.weight_sync.distribution import LoadReport
 from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode
 from tests.conftest import Load
 
@@ -25,91 +26,135 @@ def ours(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.rollout_pool")
 
 
+class Method:
+    """`actor.method.remote(...)`, awaitable."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._function(*args))
+
+
 class Server:
-    """A server's handle: answers after `seconds`, keeps a log with everybody else."""
+    """A server's handle: answers after two seconds, keeps a log with everybody else."""
 
-    def __init__(
-        self, name: str, log: list[str], seconds: float = 2.0, error: Exception | None = None
-    ) -> None:
-        self.name, self.log, self.seconds, self.error = name, log, seconds, error
-        self.load_version = SimpleNamespace(remote=self._remote)
+    courier: str | None = None
 
-    def _remote(
-        self, manifest: bytes, piece_bytes: int, timeout_s: float
-    ) -> asyncio.Future[dict[str, float]]:
-        assert (manifest, piece_bytes, timeout_s) == (MANIFEST, 64, 10.0)
-        return asyncio.ensure_future(self._load())
+    def __init__(self, name: str, log: list[str], error: Exception | None = None, node: str = "a") -> None:
+        self.name, self.log, self.error, self.node = name, log, error, node
+        self.load_version = Method(self._load)
+        self.__ray_call__ = SimpleNamespace(remote=lambda function: self.node)
 
-    async def _load(self) -> dict[str, float]:
+    async def _load(self, *arguments: Any) -> LoadReport:
+        assert arguments == (MANIFEST, self.courier, 64, 10.0, "abort", "device")
         self.log.append(f"{self.name} begins")
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(2.0)
         if self.error is not None:
             raise self.error
         self.log.append(f"{self.name} serves")
-        return {"transfer_s": 0.5, "load_s": self.seconds, "prove_s": 0.1, "tensors_proved": 3.0}
+        return LoadReport(0.5, 2.0, 0.1, 3, 20)
 
 
-def replica(rank: int, *servers: Server) -> Any:
-    return SimpleNamespace(replica_rank=rank, servers=servers, workers=())
+class Balancer:
+    """The balancer's handle: who gets requests."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Any] = {}
+        self.add_servers, self.remove_servers = Method(self._add), Method(self._remove)
+
+    async def _add(self, servers: dict[str, Any]) -> None:
+        self.servers.update(servers)
+
+    async def _remove(self, names: list[str]) -> None:
+        for name in names:
+            del self.servers[name]
+
+
+class Replica:
+    def __init__(self, rank: int, *servers: Server) -> None:
+        self.replica_rank, self.servers = rank, list(servers)
+        self._server_address, self._server_handle = f"address {rank}", servers[0]
+
+    async def restart(self) -> None:
+        (old,) = self.servers
+        self.servers = [Server(f"{old.name}, restarted", old.log)]
+        self._server_address, self._server_handle = f"{self._server_address}, restarted", self.servers[0]
 
 
 @pytest.fixture
-def pool(ours: ModuleType) -> Callable[..., Any]:
-    def make(*replicas: Any) -> Any:
-        manager = SimpleNamespace(get_replicas=lambda: list(replicas))
-        return ours.RolloutPool(manager, piece_bytes=64, timeout_s=10.0)
+def balancer() -> Balancer:
+    return Balancer()
+
+
+@pytest.fixture
+def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(ours, "ray", SimpleNamespace(get=list))
+
+    def make(*replicas: Replica) -> Any:
+        balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}
+        manager = SimpleNamespace(get_replicas=lambda: list(replicas), global_load_balancer=balancer)
+        return ours.RolloutPool(
+            manager,
+            lambda line: None,
+            trainer_node="a",
+            piece_bytes=64,
+            load_timeout_s=10.0,
+            restart_timeout_s=10.0,
+            how=ours.LoadMode("abort", "device"),
+        )
 
     return make
 
 
 def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
     log: list[str] = []
-    made = pool(replica(0, Server("a", log)), replica(1, Server("b", log)))
+    made = pool(Replica(0, Server("a", log)), Replica(1, Server("b", log)))
     assert run_virtual(made.publish(MANIFEST)) == Publication(
-        version=5, num_bytes=330, gather_s=0.25, transfer_s=1.0, load_s=4.0, tensors_proved=6, replicas=2
+        version=5,
+        num_bytes=330,
+        gather_s=0.25,
+        transfer_s=1.0,
+        load_s=4.0,
+        tensors_proved=6,
+        replicas=2,
+        tokens_read_again=40,
     )
     assert log == ["a begins", "a serves", "b begins", "b serves"], "the pool never stands still as a whole"
 
 
 def test_the_servers_of_one_replica_load_together(pool: Callable[..., Any]) -> None:
     log: list[str] = []
-    publication = run_virtual(pool(replica(0, Server("a", log), Server("b", log))).publish(MANIFEST))
+    publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log))).publish(MANIFEST))
     assert log[:2] == ["a begins", "b begins"]
     assert publication.replicas == 1
 
 
-def test_whoever_needs_the_weights_to_stay_can_hold_them(pool: Callable[..., Any]) -> None:
+def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
+    pool: Callable[..., Any], balancer: Balancer
+) -> None:
     log: list[str] = []
-    made = pool(replica(0, Server("a", log)))
+    bad = Replica(0, Server("bad", log, error=ProofError("v5: other values")))
 
     async def main() -> None:
-        async with made.weights:
-            task = asyncio.create_task(made.publish(MANIFEST))
-            await asyncio.sleep(100)
-            assert log == []
-        await task
+        made = pool(bad, Replica(1, Server("good", log)))
+        publication = await made.publish(MANIFEST)
+        assert publication.replicas == 1
+        assert list(balancer.servers) == ["address 1"]
+        await asyncio.sleep(10)
+        assert list(balancer.servers) == ["address 1", "address 0, restarted"]
+        assert balancer.servers["address 0, restarted"] is bad.servers[0]
+        await made.close()
 
     run_virtual(main())
-    assert log == ["a begins", "a serves"]
+    assert log[-2:] == ["bad, restarted begins", "bad, restarted serves"]
 
 
-def test_a_replica_that_does_not_answer_is_named(ours: ModuleType, pool: Callable[..., Any]) -> None:
-    log: list[str] = []
-    made = pool(replica(0, Server("a", log)), replica(1, Server("b", log, seconds=1e6)))
-    limit = 10.0 + ours.GRACE_S
-    with pytest.raises(WaitTimeout, match=f"waited {limit:g} s for replica 1 to load version 5"):
-        run_virtual(made.publish(MANIFEST))
-    assert not made.weights.locked()
-
-
-def test_what_a_replica_raises_comes_through_and_stops_the_rest(pool: Callable[..., Any]) -> None:
-    log: list[str] = []
+def test_what_the_only_replica_raises_comes_through(pool: Callable[..., Any]) -> None:
     error = ProofError("v5: other values")
-    made = pool(replica(0, Server("a", log, error=error)), replica(1, Server("b", log)))
     with pytest.raises(ProofError) as caught:
-        run_virtual(made.publish(MANIFEST))
+        run_virtual(pool(Replica(0, Server("a", [], error=error))).publish(MANIFEST))
     assert caught.value is error
-    assert log == ["a begins"], "a bad version is not offered to the others"
 
 
 def test_a_pool_needs_a_replica(pool: Callable[..., Any]) -> None:
@@ -121,14 +166,15 @@ def test_our_replicas_are_started(ours: ModuleType) -> None:
     assert ours.PipelineServerManager.rollout_replica_class is ours.PipelineVLLMReplica
 
 
-@pytest.mark.parametrize(("trainers", "replicas"), [(["a"], ["a"]), (["a", "a"], ["a"]), ([], ["a"])])
-def test_one_host_is_enough(ours: ModuleType, trainers: Sequence[str], replicas: Sequence[str]) -> None:
-    ours.require_one_host(set(trainers), set(replicas))
-
-
-@pytest.mark.parametrize(("trainers", "replicas"), [(["a"], ["b"]), (["a"], ["a", "b"]), (["a", "b"], ["a"])])
-def test_several_hosts_are_refused(
-    ours: ModuleType, trainers: Sequence[str], replicas: Sequence[str]
+def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
+    ours: ModuleType, pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(WeightSyncError, match="must share one host, got 2 Ray nodes"):
-        ours.require_one_host(set(trainers), set(replicas))
+    log: list[str] = []
+    started: list[str] = []
+    monkeypatch.setattr(ours, "start_on", lambda node: started.append(node) or "the courier")
+    servers = [Server("here", log), Server("there", log, node="b"), Server("far", log, node="c")]
+    for server, courier in zip(servers, (None, "the courier", "the courier"), strict=True):
+        server.courier = courier
+    publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(MANIFEST))
+    assert publication.replicas == 3
+    assert started == ["a"], "it runs where the trainer's memory is"

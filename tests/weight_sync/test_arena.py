@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync import arena
 from recipe.async_pipeline.weight_sync.arena import (
     ALIGN,
     PREFIX,
@@ -303,3 +304,33 @@ def test_too_little_shared_memory_is_an_error_and_not_a_crash(writer: ArenaWrite
             arena._segments[0].reserve(free * 2)
     finally:
         arena.close()
+
+
+@pytest.mark.parametrize("hash_bytes", [1, 100, 1 << 20])
+def test_checksums_are_of_all_bytes_however_they_are_cut(monkeypatch: pytest.MonkeyPatch, hash_bytes: int) -> None:
+    monkeypatch.setattr(arena, "HASH_BYTES", hash_bytes)
+    writer = ArenaWriter(1 << 12, 2, None)
+    try:
+        for version in range(3):
+            weights = {f"w{i}": torch.randn(7 + 90 * i) for i in range(30)}
+            manifest = writer.gather(version, weights.items())
+            assert len(manifest.buckets) > 1
+            ArenaReader().verify(manifest)
+    finally:
+        writer.close()
+
+
+def test_after_a_gather_that_failed_nothing_reads_its_arena_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "HASH_BYTES", 1)
+    writer = ArenaWriter(1 << 12, 2, None)
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(500)
+        raise ValueError("the rank died")
+
+    try:
+        with pytest.raises(ValueError, match="the rank died"):
+            writer.gather(0, failing())
+        ArenaReader().verify(writer.gather(1, [("a", torch.zeros(500))]))
+    finally:
+        writer.close()

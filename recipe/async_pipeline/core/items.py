@@ -105,3 +105,5 @@ class Publication:
     load_s: float
     tensors_proved: int
     replicas: int
+    tokens_read_again: int = 0
+    """By engines whose requests were stopped for the load."""

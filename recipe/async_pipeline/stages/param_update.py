@@ -51,5 +51,6 @@ class ParamUpdateStateMachine(RoleStateMachine):
             transfer_s=publication.transfer_s,
             load_s=publication.load_s,
             bytes=publication.num_bytes,
+            replicas=publication.replicas,
         )
         await self.trainer.validate(version)

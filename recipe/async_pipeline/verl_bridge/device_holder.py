@@ -8,9 +8,11 @@ This module is imported in that actor: it imports neither verl nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
+import psutil
 import ray
 
 
@@ -21,6 +23,17 @@ class DeviceHolder:
         """Ray's node id, and the ids of the accelerators that this actor holds, by resource name."""
         context = ray.get_runtime_context()
         return context.get_node_id(), context.get_accelerator_ids()
+
+    def end(self, processes: Sequence[tuple[int, float]]) -> int:
+        """Kill these processes of this host, if they are still the ones that started then. Returns how many were."""
+        found = 0
+        for pid, started in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.create_time() == started:
+                    process.kill()
+                    found += 1
+        return found
 
 
 class HeldDevice:
@@ -44,6 +57,11 @@ class HeldDevice:
         """Node id and id of the device."""
         node, devices = await self._holder.where.remote()
         return node, devices[self._resource][0]
+
+    async def end(self, processes: Sequence[tuple[int, float]]) -> int:
+        """See `DeviceHolder.end`."""
+        found: int = await self._holder.end.remote(processes)
+        return found
 
 
 def node_id(actor: Any) -> str:

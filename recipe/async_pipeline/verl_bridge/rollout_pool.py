@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ray
 from omegaconf import DictConfig
-from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
-from ..core.clock import within
 from ..core.items import Publication
 from ..errors import WeightSyncError
+from ..weight_sync.distribution import Distribution, LoadReport
 from ..weight_sync.manifest import decode
+from .courier import start_on
 from .device_holder import node_id
+from .llm_client import PipelineLLMClient
 from .vllm_replica import PipelineVLLMReplica
-
-GRACE_S = 30.0
-"""A replica's own deadline fires first, so that its message, which knows more, is the one shown."""
 
 
 class PipelineServerManager(LLMServerManager):
@@ -54,74 +53,121 @@ class PipelineServerManager(LLMServerManager):
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
         ray.get(self.global_load_balancer.add_servers.remote(servers))
 
+    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+        return super().get_client(client_cls or PipelineLLMClient, **kwargs)
+
     def attach(self, balancer: Any) -> None:
         """Use a balancer that verl has started, so that clients can be made before the servers are up."""
         self.global_load_balancer = balancer
 
 
-class RolloutPool:
-    """Owns the standalone replicas. Loads are rolling: only one replica at a time is busy with one."""
+class LoadMode(NamedTuple):
+    """The knobs `in_flight` and `stage`."""
 
-    def __init__(self, manager: LLMServerManager, piece_bytes: int, timeout_s: float) -> None:
+    in_flight: str = "keep"
+    stage: str = "host"
+
+
+class ReplicaConsumer:
+    """One rollout replica, as `Distribution` sees it."""
+
+    def __init__(
+        self, replica: Any, balancer: Any, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
+    ) -> None:
+        """`courier`: for a replica on another host than the trainer's arenas."""
+        self.name = f"replica {replica.replica_rank}"
+        self._replica, self._balancer = replica, balancer
+        self._arguments = (courier, piece_bytes, timeout_s, how.in_flight, how.stage)
+
+    async def load(self, manifest: bytes) -> LoadReport:
+        answers = [server.load_version.remote(manifest, *self._arguments) for server in self._replica.servers]
+        # The servers of one replica load together, and the first speaks for all.
+        reports: list[LoadReport] = [await answer for answer in answers]
+        return reports[0]
+
+    async def leave(self) -> None:
+        await self._balancer.remove_servers.remote([self._replica._server_address])
+
+    async def restart(self) -> None:
+        await self._replica.restart()
+
+    async def join(self) -> None:
+        replica = self._replica
+        await self._balancer.add_servers.remote({replica._server_address: replica._server_handle})
+
+
+class RolloutPool:
+    """The standalone replicas of a run. Loads are rolling: only one replica at a time is busy with one."""
+
+    def __init__(
+        self,
+        manager: LLMServerManager,
+        say: Callable[[str], None],
+        *,
+        trainer_node: str,
+        piece_bytes: int,
+        load_timeout_s: float,
+        restart_timeout_s: float,
+        how: LoadMode,
+    ) -> None:
+        """`trainer_node`: the Ray node that the arenas are on. Blocks on Ray calls."""
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
         self._manager = manager
-        self._piece_bytes = piece_bytes
-        self._timeout_s = timeout_s
-        self.weights = asyncio.Lock()
-        """Held while replicas change version, and by whoever needs them not to."""
+        self._courier: Any = None
+        self._distribution = Distribution(
+            [
+                ReplicaConsumer(
+                    replica,
+                    manager.global_load_balancer,
+                    self._courier_for(replica, trainer_node),
+                    piece_bytes,
+                    load_timeout_s,
+                    how,
+                )
+                for replica in manager.get_replicas()
+            ],
+            say,
+            load_timeout_s=load_timeout_s,
+            restart_timeout_s=restart_timeout_s,
+        )
+
+    def _courier_for(self, replica: Any, trainer_node: str) -> Any:
+        """None for a replica that can map the trainer's memory; else the one courier of the run."""
+        nodes = ray.get([server.__ray_call__.remote(node_id) for server in replica.servers])
+        if set(nodes) == {trainer_node}:
+            return None
+        self._courier = self._courier or start_on(trainer_node)
+        return self._courier
 
     @property
     def replicas(self) -> Sequence[Any]:
         replicas: Sequence[Any] = self._manager.get_replicas()
         return replicas
 
-    def node_ids(self) -> set[str]:
-        """Ray nodes that replicas run on. Blocks on a Ray call."""
-        calls = [server.__ray_call__.remote(node_id) for replica in self.replicas for server in replica.servers]
-        return set(ray.get(calls))
+    @property
+    def weights(self) -> asyncio.Lock:
+        """Held while replicas change version, and by whoever needs them not to."""
+        return self._distribution.weights
 
     async def publish(self, manifest: bytes) -> Publication:
-        """Have every replica check, load and prove a version; returns when all serve it.
+        """Have every replica check, load and prove a version; returns when all that work serve it.
 
-        Raises what a replica raised, or WaitTimeout naming the replica that did not answer.
+        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left.
         """
         described = decode(manifest)
-        reports = []
-        async with self.weights:
-            for replica in self.replicas:
-                reports.append(await self._load(replica, manifest, described.version))
+        reports = await self._distribution.publish(described.version, manifest)
         return Publication(
             version=described.version,
             num_bytes=described.num_bytes,
             gather_s=described.gather_s,
-            transfer_s=sum(r["transfer_s"] for r in reports),
-            load_s=sum(r["load_s"] for r in reports),
-            tensors_proved=int(sum(r["tensors_proved"] for r in reports)),
+            transfer_s=sum(r.transfer_s for r in reports),
+            load_s=sum(r.load_s for r in reports),
+            tensors_proved=sum(r.tensors_proved for r in reports),
             replicas=len(reports),
+            tokens_read_again=sum(r.tokens_read_again for r in reports),
         )
 
-    async def _load(self, replica: Any, manifest: bytes, version: int) -> dict[str, float]:
-        answers = [s.load_version.remote(manifest, self._piece_bytes, self._timeout_s) for s in replica.servers]
-        results = await within(
-            _all(answers),
-            self._timeout_s + GRACE_S,
-            owner="param_update",
-            what=f"replica {replica.replica_rank} to load version {version}",
-            holder=lambda: f"replica {replica.replica_rank} does not answer",
-        )
-        report: dict[str, float] = results[0]
-        return report
-
-
-def require_one_host(trainer_nodes: set[str], replica_nodes: set[str]) -> None:
-    """Raises WeightSyncError: weights travel over the memory of one host, and there are several."""
-    if len(trainer_nodes | replica_nodes) > 1:
-        raise WeightSyncError(
-            f"rank 0 of the trainer and all replicas must share one host, got {len(trainer_nodes | replica_nodes)} "
-            "Ray nodes; weights over several hosts are not supported yet"
-        )
-
-
-async def _all(references: Sequence[Any]) -> list[Any]:
-    return [await reference for reference in references]
+    async def close(self) -> None:
+        """Stop waiting for replicas that are on their way back."""
+        await self._distribution.close()

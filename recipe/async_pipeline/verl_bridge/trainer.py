@@ -44,7 +44,7 @@ from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .patches import find_verl_root, require_patched
-from .rollout_pool import PipelineServerManager, RolloutPool, require_one_host
+from .rollout_pool import LoadMode, PipelineServerManager, RolloutPool
 from .workers import REF_COLUMN, PipelineWorker
 
 T = TypeVar("T")
@@ -107,10 +107,14 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._server_manager.ready()
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
-            self._server_manager, self.knobs.consume_bucket_size_mb << 20, self.knobs.publish_timeout_s
+            self._server_manager,
+            _say,
+            trainer_node=ray.get(self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id)),
+            piece_bytes=self.knobs.consume_bucket_size_mb << 20,
+            load_timeout_s=self.knobs.publish_timeout_s,
+            restart_timeout_s=self.knobs.wait_timeout_s,
+            how=LoadMode(self.knobs.in_flight, self.knobs.stage),
         )
-        trainer_nodes = set(ray.get([self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id)]))
-        require_one_host(trainer_nodes, self.rollout_pool.node_ids())
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
 
     def _init_dataloader(self) -> None:
@@ -192,6 +196,7 @@ class AsyncPipelineTrainer(PPOTrainer):
                 failure = error
                 raise
             finally:
+                await self.rollout_pool.close()
                 summary = self.recorder.summarize(flow.result(), overlap.seconds, time.time(), failure)
                 write_atomically(self.run_dir / "summary.json", summary)
                 for line in closing(summary):
@@ -373,7 +378,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         last = self._last_publication
         if last is None:
             return {}
-        names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "tensors_proved")
+        names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "tensors_proved", "tokens_read_again")
         return {f"async_pipeline/param_update/{name}": float(getattr(last, name)) for name in names}
 
     async def gather(self, version: int) -> bytes:

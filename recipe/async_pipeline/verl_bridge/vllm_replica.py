@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncGenerator
 from typing import Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform import get_platform
@@ -19,21 +18,30 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from ..errors import WeightSyncError
 from ..weight_sync.arena import ArenaReader
-from ..weight_sync.manifest import decode
+from ..weight_sync.distribution import LoadReport
+from ..weight_sync.inbox import Inbox
+from ..weight_sync.manifest import decode, encode
+from ..weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from .courier import pull_through
 from .device_holder import DeviceHolder, HeldDevice
 
 SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
+STAGE_POLL_S = 0.02
+"""How often the engine is asked whether its spare copy is complete."""
 EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
 
 
 class PipelineVLLMServer(vLLMHttpServer):
-    """verl's server. Requests in flight survive a load; their spans are recorded by version."""
+    """verl's server. What each version wrote of an answer is recorded; see `VersionedEngine`."""
 
     global_steps: int | None
     """The version that is served; verl's own name for it."""
-    _reader: ArenaReader | None = None
-    _loading = False
+    _versioned: VersionedEngine
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reader, self._inbox = ArenaReader(), Inbox()
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -46,25 +54,15 @@ class PipelineVLLMServer(vLLMHttpServer):
 
     async def run_server(self, args: Any) -> None:
         await super().run_server(args)
-        # A version must not reuse keys and values that another one computed.
-        self.engine.generate = self._with_salt(self.engine.generate)
+        self._versioned = VersionedEngine(self.engine)
 
-    def _with_salt(self, generate: Any) -> Any:
-        def salted(prompt: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-            if isinstance(prompt, dict):
-                # While a load is under way nobody can say which version will fill the cache: share nothing.
-                salt = uuid.uuid4().hex if self._loading else f"v{self.global_steps}"
-                prompt = {**prompt, "cache_salt": salt}
-            result: AsyncGenerator[Any, None] = generate(prompt, *args, **kwargs)
-            return result
+    async def load_version(
+        self, manifest: bytes, courier: Any | None, piece_bytes: int, timeout_s: float, in_flight: str, stage: str
+    ) -> LoadReport:
+        """Fetch, check, load, prove and announce one version, in this order.
 
-        return salted
-
-    async def load_version(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> dict[str, float]:
-        """Check, load, prove and announce one version, in this order.
-
-        The checksums are computed here, outside the engine, so that generation stands still only for
-        the copy. Raises WeightSyncError: not newer, corrupt, too slow; ProofError: not what is served.
+        Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside the engine,
+        so that generation stands still only for the copy. Raises WeightSyncError: not newer, corrupt, too slow; ProofError: not what is served.
         """
         started = time.perf_counter()
         described = decode(manifest)
@@ -73,36 +71,61 @@ class PipelineVLLMServer(vLLMHttpServer):
                 f"replica {self.replica_rank} serves v{self.global_steps} and was offered v{described.version}; "
                 "versions only move forward"
             )
-        self._reader = self._reader or ArenaReader()
-        await asyncio.to_thread(self._reader.verify, described)
+        if courier is None:
+            await asyncio.to_thread(self._reader.verify, described)
+        else:
+            manifest = encode(await self._inbox.receive(described, pull_through(courier, manifest)))
+        if stage == "device":
+            await self._stage(manifest, described.version, timeout_s)
         verified = time.perf_counter()
-        self._loading = True
-        # If the load fails, nobody knows what is served, so it stays "loading": no prefix is shared.
-        reports = await self.engine.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
+
+        async def load() -> Loaded:
+            core = self.engine.engine_core
+            return Loaded(*await core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s))
+
+        loaded, read_again = await self._versioned.load(described.version, load, in_flight)
         self.global_steps = described.version
-        self._loading = False
-        return {
-            "transfer_s": verified - started,
-            "load_s": time.perf_counter() - verified,
-            "prove_s": max(r["prove_s"] for r in reports),
-            "tensors_proved": min(r["tensors_proved"] for r in reports),
-        }
+        return LoadReport(
+            transfer_s=verified - started,
+            load_s=time.perf_counter() - verified,
+            prove_s=max(r["prove_s"] for r in loaded.reports),
+            tensors_proved=int(min(r["tensors_proved"] for r in loaded.reports)),
+            tokens_read_again=read_again,
+        )
+
+    async def _stage(self, manifest: bytes, version: int, timeout_s: float) -> None:
+        """Copy a version to the devices of all ranks; the engine generates meanwhile."""
+        await self.engine.collective_rpc("stage_snapshot", timeout_s, (manifest,))
+        # The copy is in another process, which can be asked but does not call.
+        while set(await self.engine.collective_rpc("staged_version", timeout_s)) != {version}:  # noqa: ASYNC110
+            await asyncio.sleep(STAGE_POLL_S)
+
+    def processes(self) -> list[tuple[int, float]]:
+        """Id and start time of this process and of all below it: what must end before another one starts here."""
+        own = psutil.Process()
+        return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """As verl's, stamped with the versions at start and finish instead of the latter alone."""
-        first = self.global_steps
-        output = await super().generate(*args, **kwargs)
-        output.extra_fields["min_global_steps"] = first
-        output.extra_fields["max_global_steps"] = self.global_steps
+        """As verl's, with the versions that wrote the answer instead of the one that is served at its end."""
+        with recorded_spans() as spans:
+            output = await super().generate(*args, **kwargs)
+        output.extra_fields["min_global_steps"] = spans[0].version if spans else None
+        output.extra_fields["max_global_steps"] = spans[-1].version if spans else None
+        output.extra_fields["version_spans"] = [list(span) for span in spans]
         return output
 
 
 class PipelineVLLMReplica(vLLMReplica):
     """verl's replica, running our server."""
 
+    name_suffix: str
+    servers: list[Any]
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(PipelineVLLMServer)
+        self._plain_suffix, self._restarts = self.name_suffix, 0
+        self._processes: list[list[tuple[int, float]]] = []
 
     async def init_standalone(self) -> None:
         """Reserve the devices and start the server on them."""
@@ -131,4 +154,21 @@ class PipelineVLLMReplica(vLLMReplica):
             for number, group in enumerate(groups)
             for bundle in range(group.bundle_count)
         ]
+        await self.launch_servers()
+
+    async def launch_servers(self) -> None:
+        await super().launch_servers()
+        self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
+
+    async def restart(self) -> None:
+        """End the servers, whatever state they are in, and start others on the same devices."""
+        for server in self.servers:
+            ray.kill(server)
+        # A stuck engine does not notice that its server is gone.
+        for number, processes in enumerate(self._processes):
+            await self.workers[number * self.gpus_per_replica_node].end(processes)
+        self.servers = []
+        self._restarts += 1
+        # Ray may still know the old name.
+        self.name_suffix = f"{self._plain_suffix}_{self._restarts}"
         await self.launch_servers()

@@ -9,6 +9,7 @@ values without a word. So the repack is switched off before the model is built.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from vllm.platforms import current_platform
 
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.delivery import ServedModel, prove
-from ..weight_sync.manifest import decode
+from ..weight_sync.manifest import Manifest, decode
+from ..weight_sync.stage import Stage
 
 
 def keep_weights_unpacked() -> None:
@@ -34,41 +36,67 @@ def keep_weights_unpacked() -> None:
 
 
 class PipelineWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension, plus `load_snapshot`."""
+    """verl's extension, plus `load_snapshot`, and `stage_snapshot` before it if that is wanted."""
+
+    _reader: ArenaReader | None = None
+    _stage: Stage | None = None
 
     def __new__(cls, **kwargs: Any) -> Any:
         if current_platform.is_cpu():
             keep_weights_unpacked()
         return super().__new__(cls, **kwargs)
 
-    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> dict[str, float]:
+    def stage_snapshot(self, manifest: bytes) -> None:
+        """Begin to copy a version to the device, beside what the engine does; its load then is a copy there."""
+        self._stage = Stage(self._arena_reader(), decode(manifest), self.device)
+
+    def staged_version(self) -> int | None:
+        """The version that lies on the device, complete. Raises what the copy raised."""
+        return None if self._stage is None else self._stage.version()
+
+    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, float], dict[str, int]]:
         """Load and prove one version; the engine runs nothing else meanwhile.
 
-        Returns seconds and the number of tensors compared. Raises WeightSyncError, ProofError.
+        Returns seconds and the number of tensors compared, and how many output tokens each request in the batch
+        has. Raises WeightSyncError, ProofError.
         """
         started = time.perf_counter()
         described = decode(manifest)
         model = self.model_runner.model
-        reader = self._arena_reader()
         with torch.no_grad():
-            for piece in reader.read(described, piece_bytes):
+            for piece in self._pieces(described, piece_bytes):
                 self._load_piece(model, piece)
             for served, config in self._iter_all_models_with_config():
                 process_weights_after_loading(served, config, self.device)
         loaded = time.perf_counter()
         compared = prove(described, served_model(model))
-        return {
+        report = {
             "load_s": loaded - started,
             "prove_s": time.perf_counter() - loaded,
             "tensors_proved": float(compared),
+        }
+        return report, self._output_tokens()
+
+    def _pieces(self, described: Manifest, piece_bytes: int) -> Iterable[list[tuple[str, torch.Tensor]]]:
+        """The version's tensors: those on the device, if they are of this version, or else the arena's."""
+        stage, self._stage = self._stage, None
+        if stage is not None and stage.version() == described.version:
+            return [stage.tensors]
+        return self._arena_reader().read(described, piece_bytes)
+
+    def _output_tokens(self) -> dict[str, int]:
+        """Also counts a token whose step the scheduler does not know to be finished."""
+        batch = self.model_runner.input_batch
+        return {
+            request: int(batch.num_tokens_no_spec[index] - batch.num_prompt_tokens[index])
+            for request, index in batch.req_id_to_index.items()
         }
 
     def _load_piece(self, model: torch.nn.Module, piece: list[tuple[str, torch.Tensor]]) -> None:
         model.load_weights(iter(piece))
 
     def _arena_reader(self) -> ArenaReader:
-        if not hasattr(self, "_reader"):
-            self._reader = ArenaReader()
+        self._reader = self._reader or ArenaReader()
         return self._reader
 
 

@@ -13,7 +13,9 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import resource_tracker
+from typing import ClassVar
 
 import torch
 import xxhash
@@ -26,6 +28,8 @@ from .segment_names import PREFIX, SHM_DIR, new_name, sweep_orphans
 
 ALIGN = 64
 """Each tensor starts on a cache line, which suits every dtype."""
+HASH_BYTES = 16 << 20
+"""A thread hashes what was gathered, this much at a time, while more is gathered."""
 
 
 class Segment:
@@ -74,7 +78,11 @@ class Segment:
 
     def checksum(self, nbytes: int) -> int:
         """xxh3 of the first `nbytes` bytes."""
-        return xxhash.xxh3_64_intdigest(memoryview(self._map)[:nbytes])
+        return xxhash.xxh3_64_intdigest(self.view(0, nbytes))
+
+    def view(self, start: int, end: int) -> memoryview:
+        """These bytes, uncopied."""
+        return memoryview(self._map)[start:end]
 
     def close(self) -> None:
         """Unlink if this process made it. The mapping itself goes when no tensor uses it any more."""
@@ -87,6 +95,43 @@ class Segment:
             resource_tracker.unregister(f"/{self.name}", "shared_memory")
 
 
+class RunningChecksum:
+    """xxh3 of a segment, computed in a thread while the rest of it is still being written."""
+
+    _thread: ClassVar = ThreadPoolExecutor(1, thread_name_prefix="xxh3")
+    """One for all, so that pieces are hashed in order."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._hash = xxhash.xxh3_64()
+        self._submitted = 0
+        self._last: Future[None] | None = None
+
+    def written(self, nbytes: int, on_device: bool, *, last: bool = False) -> None:
+        """The first `nbytes` bytes will not change any more, once the copies from the device that began are done."""
+        if nbytes - self._submitted >= HASH_BYTES or last:
+            copied = torch.cuda.Event() if on_device else None
+            if copied is not None:
+                copied.record()
+            self._last = self._thread.submit(self._update, self._submitted, nbytes, copied)
+            self._submitted = nbytes
+
+    def digest(self) -> int:
+        """The checksum of all that was written. Raises what went wrong with a copy."""
+        self.settle()
+        return self._hash.intdigest()
+
+    def settle(self) -> None:
+        """Wait until nothing reads the segment any more."""
+        if self._last is not None:
+            self._last.result()
+
+    def _update(self, start: int, end: int, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        self._hash.update(self._segment.view(start, end))
+
+
 class Arena:
     """One slot of the dual buffer: as many buckets as the largest version needed so far."""
 
@@ -95,10 +140,14 @@ class Arena:
         self._segments: list[Segment] = []
         self._used: list[int] = []
         self._tensors: list[TensorEntry] = []
+        self._checksums: list[RunningChecksum] = []
+        self._on_device = False
 
     def reset(self) -> None:
         """Forget the contents; keep the memory."""
-        self._used, self._tensors = [], []
+        for checksum in self._checksums:
+            checksum.settle()
+        self._used, self._tensors, self._checksums, self._on_device = [], [], [], False
 
     def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
         """Copy one tensor in, cast to `dtype` if it is floating point and `dtype` is given."""
@@ -108,19 +157,25 @@ class Arena:
         self._segments[bucket].reserve(offset + nbytes)
         view = self._segments[bucket].bytes[offset : offset + nbytes].view(target)
         view.copy_(tensor.detach().reshape(-1), non_blocking=tensor.is_cuda)
+        self._on_device = self._on_device or tensor.is_cuda
+        self._checksums[bucket].written(offset + nbytes, self._on_device)
         entry = TensorEntry(name, tuple(tensor.shape), str(target).removeprefix("torch."), bucket, offset, nbytes)
         self._tensors.append(entry)
         return entry
 
     def seal(self, version: int, proof_tensors: int, started: float) -> Manifest:
-        """Checksum the buckets, draw the samples for the proof and describe the whole."""
+        """Finish the checksums, draw the samples for the proof and describe the whole, once all copies are done."""
+        for checksum, used in zip(self._checksums, self._used, strict=True):
+            checksum.written(used, self._on_device, last=True)
+        if self._on_device:
+            torch.cuda.synchronize()
         tensors = {e.name: e for e in self._tensors}
         return Manifest(
             version=version,
             tensors=tuple(self._tensors),
             buckets=tuple(
-                BucketEntry(segment.name, used, segment.checksum(used))
-                for segment, used in zip(self._segments, self._used, strict=False)
+                BucketEntry(segment.name, used, checksum.digest())
+                for segment, used, checksum in zip(self._segments, self._used, self._checksums, strict=False)
             ),
             samples=tuple(
                 draw_sample(version, name, view_of(self._segments, tensors[name]))
@@ -143,10 +198,13 @@ class Arena:
         size = max(self._bucket_bytes, nbytes)
         if index < len(self._segments) and self._segments[index].size < nbytes:
             self._segments[index].close()
-            self._segments[index] = _create(size)
+            self._segments[index] = create_segment(size)
         elif index == len(self._segments):
-            self._segments.append(_create(size))
+            self._segments.append(create_segment(size))
+        if index > 0:
+            self._checksums[-1].written(self._used[-1], self._on_device, last=True)
         self._used.append(nbytes)
+        self._checksums.append(RunningChecksum(self._segments[index]))
         return index, 0
 
 
@@ -166,12 +224,8 @@ class ArenaWriter:
         arena = self._arenas[self._buffer.begin_fill(version)]
         try:
             arena.reset()
-            on_device = False
             for name, tensor in weights:
                 arena.write(name, tensor, self._dtype)
-                on_device = on_device or tensor.is_cuda
-            if on_device:
-                torch.cuda.synchronize()
             manifest = arena.seal(version, self._proof_tensors, started)
         except BaseException:
             self._buffer.abort()
@@ -196,6 +250,10 @@ class ArenaReader:
         for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
             if segment.checksum(bucket.nbytes) != bucket.xxh3:
                 raise WeightSyncError(f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)")
+
+    def bucket(self, manifest: Manifest, sequence: int) -> torch.Tensor:
+        """The bytes of one bucket, an alias of the arena."""
+        return self._map(manifest)[sequence].bytes[: manifest.buckets[sequence].nbytes]
 
     def read(self, manifest: Manifest, piece_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Named tensors, aliases of the arena, in pieces of at most `piece_bytes`."""
@@ -222,6 +280,7 @@ def view_of(segments: list[Segment], entry: TensorEntry) -> torch.Tensor:
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
-def _create(size: int) -> Segment:
+def create_segment(size: int) -> Segment:
+    """A new segment of this process, unlinked when it ends."""
     return Segment(new_name(), size, create=True)
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings each version to all its consumers, one after another; one that fails is fenced, and comes back.
+
+A consumer is whatever computes with published weights: a rollout replica, later a pool for log-probs. It
+serves, or it is fenced: then it gets no work, is started anew beside the run, loads the version that is
+current by then, and serves again. The trainer takes no part in that: the newest version stays in host memory
+until the one after it is served everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from ..core.clock import within
+from ..errors import WeightSyncError
+
+GRACE_S = 30.0
+"""A consumer's own deadline fires first, so that its message, which knows more, is the one shown."""
+ATTEMPTS = 3
+"""A consumer that could not come back this many times in a row stays away."""
+
+
+class LoadReport(NamedTuple):
+    """What one load cost one consumer, in seconds."""
+
+    transfer_s: float
+    load_s: float
+    """The consumer stood still."""
+    prove_s: float
+    """Part of `load_s`."""
+    tensors_proved: int
+    tokens_read_again: int
+
+
+class Consumer(Protocol):
+    """Whatever computes with published weights."""
+
+    name: str
+
+    async def load(self, manifest: bytes) -> LoadReport:
+        """Check, load and prove one version, and serve it from then on."""
+
+    async def leave(self) -> None:
+        """Get no more work. Called when it has failed, so it must work without the consumer's help."""
+
+    async def restart(self) -> None:
+        """Begin anew, with no weights yet; what is left of the old one is ended first."""
+
+    async def join(self) -> None:
+        """Get work again."""
+
+
+class Distribution:
+    """Which consumers serve, and the loads and returns that keep it so."""
+
+    def __init__(
+        self,
+        consumers: Sequence[Consumer],
+        say: Callable[[str], None],
+        *,
+        load_timeout_s: float,
+        restart_timeout_s: float,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        """`say` gets one line for the user, whenever a consumer leaves, fails to come back or comes back."""
+        self.serving = list(consumers)
+        self.fenced: dict[str, str] = {}
+        """Why each consumer that does not serve does not, by name."""
+        self.weights = asyncio.Lock()
+        """Held while consumers change version, and by whoever needs them not to."""
+        self._load_timeout_s = load_timeout_s + grace_s
+        self._restart_timeout_s = restart_timeout_s
+        self._say = say
+        self._newest: tuple[int, bytes] | None = None
+        self._returning: dict[str, asyncio.Task[None]] = {}
+
+    async def publish(self, version: int, manifest: bytes) -> list[LoadReport]:
+        """Have every consumer that serves load a version. One that fails is fenced, and the others go on.
+
+        Raises what the last of them raised, or WaitTimeout naming who did not answer: nobody is left.
+        WeightSyncError: the version is not newer than the last.
+        """
+        reports = []
+        async with self.weights:
+            if self._newest is not None and version <= self._newest[0]:
+                raise WeightSyncError(f"v{version} offered after v{self._newest[0]}; versions only move forward")
+            self._newest = (version, manifest)
+            for consumer in list(self.serving):
+                try:
+                    reports.append(await self._load(consumer, version, manifest))
+                except Exception as error:
+                    if len(self.serving) == 1:
+                        raise
+                    await self._fence(consumer, error)
+        return reports
+
+    async def close(self) -> None:
+        """Stop what is on its way back."""
+        tasks = list(self._returning.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load(self, consumer: Consumer, version: int, manifest: bytes) -> LoadReport:
+        return await within(
+            consumer.load(manifest),
+            self._load_timeout_s,
+            owner="param_update",
+            what=f"{consumer.name} to load version {version}",
+            holder=lambda: f"{consumer.name} does not answer",
+        )
+
+    async def _fence(self, consumer: Consumer, error: Exception) -> None:
+        self.serving.remove(consumer)
+        self.fenced[consumer.name] = reason = f"{type(error).__name__}: {error}"
+        self._say(f"{consumer.name} is fenced and starts anew; {len(self.serving)} go on. {reason}")
+        await consumer.leave()
+        self._returning[consumer.name] = asyncio.create_task(self._return(consumer), name=f"return:{consumer.name}")
+
+    async def _return(self, consumer: Consumer) -> None:
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                await within(
+                    consumer.restart(),
+                    self._restart_timeout_s,
+                    owner="param_update",
+                    what=f"{consumer.name} to start anew",
+                )
+                async with self.weights:
+                    assert self._newest is not None, "it was fenced at a publication"
+                    version, manifest = self._newest
+                    await self._load(consumer, version, manifest)
+                    await consumer.join()
+                    self.serving.append(consumer)
+                    del self.fenced[consumer.name]
+            except Exception as error:  # noqa: BLE001  whatever it is, the others go on
+                self.fenced[consumer.name] = reason = f"{type(error).__name__}: {error}"
+                self._say(f"{consumer.name} did not come back (attempt {attempt} of {ATTEMPTS}). {reason}")
+            else:
+                self._say(f"{consumer.name} serves again, version {version}")
+                return

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation that goes on while versions change: which version wrote which token of an answer.
+
+An answer is a run of spans, one for each version that wrote a part of it. The engine counts: at a load it
+says of each request how many tokens it had, so a span begins at exactly the right token, however late the
+tokens themselves arrive here.
+
+What happens to requests in flight at a load:
+
+- `keep`: they go on with the new weights and the keys and values that the old ones computed;
+- `abort`: they stop, and start again from what they have, which the new weights read from the beginning;
+- `drain`: the load waits for them, and new ones wait for the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+_PAUSE = {"abort": "abort", "drain": "wait"}
+"""In the engine's words; `keep` needs no pause."""
+
+
+class Span(NamedTuple):
+    """Tokens of an answer from `start` on, until the next span, are by `version`."""
+
+    version: int
+    start: int
+
+
+class Loaded(NamedTuple):
+    """What the engine says after a load."""
+
+    reports: Sequence[Mapping[str, float]]
+    """One for each of its ranks."""
+    progress: Mapping[str, int]
+    """Output tokens that each live request had at the load, by the engine's own id of it."""
+
+
+Load = Callable[[], Awaitable[Loaded]]
+
+
+class Engine(Protocol):
+    """The part of vLLM's `AsyncLLM` that is used."""
+
+    generate: Callable[..., AsyncGenerator[Any, None]]
+    add_request: Callable[..., Awaitable[Any]]
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+
+@dataclass
+class _Answer:
+    """One request that the engine has, or is about to get."""
+
+    prompt_tokens: int
+    spans: list[Span] = field(default_factory=list)
+    before: list[Any] = field(default_factory=list)
+    """Completions of the attempts that loads have stopped."""
+    part: Any = None
+    """The completion of this attempt, as far as it was seen."""
+    sent_before: int | None = None
+    """Number of the load that came next when the engine got it."""
+    interrupted: bool = False
+    """A load has told the engine to stop it."""
+    stopped_by_load: bool = False
+
+    @property
+    def said(self) -> list[int]:
+        """Tokens of the attempts before this one."""
+        return [token for part in self.before for token in part.token_ids]
+
+    @property
+    def base(self) -> int:
+        return sum(len(part.token_ids) for part in self.before)
+
+    @property
+    def total(self) -> int:
+        return self.base + (len(self.part.token_ids) if self.part is not None else 0)
+
+    def begin(self, version: int, start: int) -> None:
+        """From token `start` on it is `version`; spans that have no token by then are dropped."""
+        self.spans = [*(span for span in self.spans if span.start < start), Span(version, start)]
+
+    def begin_attempt(self, version: int | None) -> None:
+        self.part, self.sent_before, self.interrupted, self.stopped_by_load = None, None, False, False
+        if version is not None:
+            self.begin(version, self.base)
+
+    def take(self, output: Any) -> bool:
+        """Note an output; False: it only says that a load has stopped the request."""
+        if output.outputs:
+            self.part = output.outputs[0]
+        reason = self.part.finish_reason if self.part is not None else "abort"
+        self.stopped_by_load = self.interrupted and output.finished and reason == "abort"
+        return not self.stopped_by_load
+
+    def written_spans(self) -> list[Span]:
+        """The spans that have tokens; of an empty answer, the version that was asked."""
+        return [span for span in self.spans if span.start < self.total] or self.spans[:1]
+
+
+_recording: ContextVar[list[Span] | None] = ContextVar("spans of the answer that this task waits for", default=None)
+
+
+@contextmanager
+def recorded_spans() -> Iterator[list[Span]]:
+    """Gets the spans of the one answer that is generated inside."""
+    spans: list[Span] = []
+    token = _recording.set(spans)
+    try:
+        yield spans
+    finally:
+        _recording.reset(token)
+
+
+class VersionedEngine:
+    """Wraps an engine's `generate` and `add_request`, on this very object."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.version: int | None = None
+        """What is served; None before the first load."""
+        self._engine = engine
+        self._generate, self._add_request = engine.generate, engine.add_request
+        self._answers: dict[str, _Answer] = {}
+        self._next_load = 0
+        self._settled = asyncio.Event()
+        """No load is under way."""
+        self._settled.set()
+        self._unknown = False
+        """A load has begun, and did not succeed yet: which weights will fill the cache?"""
+        self._paused = False
+        engine.generate = self.generate
+        engine.add_request = self._add
+
+    async def load(self, version: int, load: Load, in_flight: str) -> tuple[Loaded, int]:
+        """Run `load` at a moment that suits the requests in flight. Returns also the tokens to be read again.
+
+        Raises what `load` raises. Nobody knows then with which weights the engine would go on, so it stands still,
+        with all its requests, until a later load succeeds.
+        """
+        self._settled.clear()
+        self._unknown = True
+        if in_flight == "abort":
+            for answer in self._answers.values():
+                answer.interrupted = True
+        try:
+            if in_flight in _PAUSE:
+                await self._pause(_PAUSE[in_flight])
+            again = sum(a.prompt_tokens + a.total for a in self._answers.values() if a.interrupted)
+            number, self._next_load = self._next_load, self._next_load + 1
+            try:
+                loaded = await load()
+            except BaseException:
+                # An engine that is dead cannot be paused, and its death is what the caller gets.
+                with suppress(Exception):
+                    await self._pause("keep")
+                raise
+        finally:
+            self._settled.set()
+        # vLLM appends random characters to the ids that it is given.
+        progress = {internal.rpartition("-")[0]: tokens for internal, tokens in loaded.progress.items()}
+        for request, answer in self._answers.items():
+            # What reached the engine after the load has nothing from before it. Else one not named was finished.
+            if request in progress or answer.sent_before is None or answer.sent_before > number:
+                answer.interrupted = False
+                answer.begin(version, answer.base + progress.get(request, 0))
+        self.version, self._unknown = version, False
+        if self._paused:
+            await self._engine.resume_generation()
+            self._paused = False
+        return loaded, again
+
+    async def _pause(self, mode: str) -> None:
+        self._paused = True
+        await self._engine.pause_generation(mode=mode, clear_cache=False)
+
+    async def _add(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        queue = await self._add_request(request_id, *args, **kwargs)
+        if request_id in self._answers:
+            self._answers[request_id].sent_before = self._next_load
+        return queue
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """As the engine's. Within `recorded_spans`, an answer that a load interrupts goes on by itself."""
+        record = _recording.get()
+        if record is None:
+            async for output in self._generate(self._salted(prompt), sampling_params, request_id, **kwargs):
+                yield output
+            return
+        answer = _Answer(prompt_tokens=len(prompt["prompt_token_ids"]))
+        self._answers[request_id] = answer
+        try:
+            while True:
+                answer.begin_attempt(self.version)
+                attempt = self._generate(
+                    self._salted(_extended(prompt, answer.said)),
+                    _shortened(sampling_params, answer.base),
+                    request_id,
+                    **kwargs,
+                )
+                async for output in attempt:
+                    if answer.take(output):
+                        yield _joined(output, answer.before)
+                if not answer.stopped_by_load:
+                    # A load may have changed what wrote its end; only the load can tell.
+                    await self._settled.wait()
+                    return
+                if answer.part is not None:
+                    answer.before.append(answer.part)
+        finally:
+            del self._answers[request_id]
+            record[:] = answer.written_spans()
+
+    def _salted(self, prompt: Any) -> Any:
+        """Marked, so that a version does not reuse the keys and values that another one computed."""
+        if not isinstance(prompt, dict):
+            return prompt
+        return {**prompt, "cache_salt": uuid.uuid4().hex if self._unknown else f"v{self.version}"}
+
+
+def _extended(prompt: dict[str, Any], said: Sequence[int]) -> dict[str, Any]:
+    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *said]} if said else prompt
+
+
+def _shortened(params: Any, said: int) -> Any:
+    """Sampling parameters of what is left of an answer."""
+    if not said:
+        return params
+    left = copy.copy(params)
+    left.max_tokens = params.max_tokens - said
+    left.min_tokens = max(0, params.min_tokens - said)
+    return left
+
+
+def _joined(output: Any, before: Sequence[Any]) -> Any:
+    """The engine's output, with the attempts before it in front."""
+    if before and output.outputs:
+        part = copy.copy(output.outputs[0])
+        said = sum(len(one.token_ids) for one in before)
+        part.token_ids = [*(token for one in before for token in one.token_ids), *part.token_ids]
+        if part.logprobs is not None:
+            part.logprobs = [*(entry for one in before for entry in one.logprobs), *part.logprobs]
+        if part.cumulative_logprob is not None:
+            part.cumulative_logprob += sum(one.cumulative_logprob for one in before)
+        part.text = "".join([*(one.text for one in before), part.text])
+        output.outputs = [part]
+        output.prompt_token_ids = output.prompt_token_ids[: len(output.prompt_token_ids) - said]
+    return output

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request outlives the replica that answers it, as long as there is another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+
+class EngineDeadError(RuntimeError):
+    """Named as vLLM's."""
+
+
+def raised_remotely(cause: Exception) -> Exception:
+    return RayTaskError("generate", "traceback", cause).as_instanceof_cause()
+
+
+@pytest.fixture(scope="module")
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.llm_client")
+
+
+class Balancer:
+    """verl's, without its actor: sends every request to the first server."""
+
+    def __init__(self, **servers: Callable[[], Awaitable[Any]]) -> None:
+        self.servers = servers
+        self.asked: list[str] = []
+        self.released: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(Balancer, f"_{name}")
+
+        async def call(**kwargs: Any) -> Any:
+            return method(self, **kwargs)
+
+        def remote(*args: Any, **kwargs: Any) -> Any:
+            kwargs |= {"names": args[0]} if args else {}
+            return asyncio.ensure_future(call(**kwargs))
+
+        return SimpleNamespace(remote=remote)
+
+    def _require_acquire_fields(self) -> list[str]:
+        return []
+
+    _require_release_fields = _require_acquire_fields
+
+    def _acquire_server(self, request_id: str) -> tuple[str, Any]:
+        if not self.servers:
+            raise raised_remotely(RuntimeError("No available servers in load balancer"))
+        name = next(iter(self.servers))
+        self.asked.append(name)
+        answer = self.servers[name]
+        return name, SimpleNamespace(
+            generate=SimpleNamespace(remote=lambda **kwargs: asyncio.ensure_future(answer()))
+        )
+
+    def _release_server(self, server_id: str) -> None:
+        self.released.append(server_id)
+
+    def _remove_servers(self, names: list[str]) -> None:
+        for name in names:
+            self.servers.pop(name, None)
+
+    def _get_all_servers(self) -> list[str]:
+        return list(self.servers)
+
+
+async def well() -> Any:
+    return SimpleNamespace(extra_fields={"global_steps": 4}, token_ids=[1])
+
+
+def failing(error: Exception) -> Callable[[], Awaitable[Any]]:
+    async def answer() -> Any:
+        raise error
+
+    return answer
+
+
+def generate(ours: ModuleType, balancer: Balancer, times: int = 1) -> Any:
+    """The answer to the last of some requests, one after the other."""
+
+    rollout = SimpleNamespace(name="vllm")
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    client = ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
+
+    async def main() -> Any:
+        try:
+            for _ in range(times - 1):
+                with suppress(RuntimeError):
+                    await client.generate("r", prompt_ids=[1], sampling_params={})
+            return await client.generate("r", prompt_ids=[1], sampling_params={})
+        finally:
+            await asyncio.sleep(0)
+            assert client._server_of == {}
+
+    return asyncio.run(main())
+
+
+DEATHS = [ActorDiedError(), raised_remotely(EngineDeadError("died"))]
+
+
+@pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
+def test_another_replica_answers(ours: ModuleType, death: Exception) -> None:
+    balancer = Balancer(a=failing(death), b=well)
+    assert generate(ours, balancer).token_ids == [1]
+    assert balancer.asked == balancer.released == ["a", "b"]
+    assert list(balancer.servers) == ["b"], "nobody else is sent to the dead one"
+
+
+@pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
+def test_the_last_death_is_what_the_caller_gets(ours: ModuleType, death: Exception) -> None:
+    balancer = Balancer(a=failing(ActorDiedError()), b=failing(death))
+    with pytest.raises(type(death)):
+        generate(ours, balancer)
+    assert balancer.asked == ["a", "b"]
+
+
+def test_whoever_comes_too_late_learns_what_the_last_one_died_of(ours: ModuleType) -> None:
+    balancer = Balancer(a=failing(raised_remotely(EngineDeadError("died"))))
+    with pytest.raises(EngineDeadError):
+        generate(ours, balancer, times=2)
+    assert balancer.asked == ["a"]
+
+
+def test_a_pool_that_was_never_there_is_said_to_be_empty(ours: ModuleType) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        generate(ours, Balancer())
+    assert "No available servers" in str(ours.cause_of(caught.value))
+
+
+@pytest.mark.parametrize("error", [raised_remotely(ValueError("prompt too long")), ActorUnavailableError("busy", b"x" * 16)])
+def test_what_is_no_death_comes_through(ours: ModuleType, error: Exception) -> None:
+    balancer = Balancer(a=failing(error), b=well)
+    with pytest.raises(type(error)):
+        generate(ours, balancer)
+    assert balancer.asked == ["a"]

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Consumers that fail, hang and come back, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import ProofError, WaitTimeout, WeightSyncError
+from recipe.async_pipeline.weight_sync.distribution import ATTEMPTS, Distribution, LoadReport
+
+LOAD_TIMEOUT_S, RESTART_TIMEOUT_S, GRACE_S = 10.0, 50.0, 1.0
+LOAD_S, RESTART_S = 2.0, 20.0
+FOREVER_S = 1e9
+
+
+@dataclass
+class Replica:
+    """Does what its script says, call after call: `ok`, `raise` or `hang`; then all is well."""
+
+    name: str
+    log: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
+    version: int | None = None
+    working: bool = True
+    failed: bool = False
+
+    async def load(self, manifest: bytes) -> LoadReport:
+        version = int(manifest)
+        assert not self.failed, "a replica that failed a load starts anew before the next"
+        assert self.version is None or version > self.version, "never back"
+        self.log.append(f"{self.name} loads {version}")
+        self.failed = True
+        await self._follow(self.loads, LOAD_S)
+        self.failed = False
+        self.version = version
+        self.log.append(f"{self.name} serves {version}")
+        return LoadReport(0.1, LOAD_S, 0.01, 3, 0)
+
+    async def leave(self) -> None:
+        self.working = False
+
+    async def restart(self) -> None:
+        assert not self.working
+        self.version = None
+        await self._follow(self.restarts, RESTART_S)
+        self.failed = False
+
+    async def join(self) -> None:
+        assert self.version is not None
+        self.working = True
+
+    async def _follow(self, script: list[str], seconds: float) -> None:
+        step = script.pop(0) if script else "ok"
+        await asyncio.sleep(FOREVER_S if step == "hang" else seconds)
+        if step == "raise":
+            raise ProofError(f"{self.name}: other values")
+
+
+def distribute(*replicas: Replica, say: Callable[[str], None] = lambda line: None) -> Distribution:
+    return Distribution(
+        replicas, say, load_timeout_s=LOAD_TIMEOUT_S, restart_timeout_s=RESTART_TIMEOUT_S, grace_s=GRACE_S
+    )
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
+
+
+def publish(distribution: Distribution, version: int) -> Coroutine[Any, Any, list[LoadReport]]:
+    return distribution.publish(version, str(version).encode())
+
+
+def test_consumers_load_one_after_another() -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        reports = await publish(distribute(Replica("a", log), Replica("b", log)), 0)
+        assert len(reports) == 2
+
+    run(scenario)
+    assert log == ["a loads 0", "a serves 0", "b loads 0", "b serves 0"], "never all at once"
+
+
+@pytest.mark.parametrize(("what", "seconds"), [("raise", LOAD_S), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
+def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: str, seconds: float) -> None:
+    log: list[str] = []
+    said: list[str] = []
+    bad, good = Replica("bad", log, loads=["ok", what]), Replica("good", log)
+
+    async def scenario() -> None:
+        distribution = distribute(bad, good, say=said.append)
+        loop = asyncio.get_running_loop()
+        await publish(distribution, 0)
+        started = loop.time()
+        assert len(await publish(distribution, 1)) == 1
+        assert loop.time() - started == seconds + LOAD_S, "nobody waits for the restart"
+        assert (bad.working, good.version) == (False, 1)
+        assert list(distribution.fenced) == ["bad"]
+        await publish(distribution, 2)
+        await asyncio.sleep(RESTART_S + LOAD_S)
+        assert (bad.working, bad.version, distribution.fenced) == (True, 2, {})
+        await publish(distribution, 3)
+        assert bad.version == 3
+
+    run(scenario)
+    assert "bad loads 1" in log and log.count("bad loads 2") == 1
+    assert said[0].startswith("bad is fenced and starts anew; 1 go on. ")
+    assert said[1] == "bad serves again, version 2"
+
+
+def test_the_last_one_that_fails_ends_it() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a", loads=["raise"]), Replica("b", loads=["hang"]))
+        with pytest.raises(WaitTimeout, match="waited 11 s for b to load version 0; b does not answer"):
+            await publish(distribution, 0)
+        assert not distribution.weights.locked()
+        await distribution.close()
+
+    run(scenario)
+
+
+def test_one_that_does_not_come_back_is_given_up_after_some_attempts() -> None:
+    said: list[str] = []
+
+    async def scenario() -> None:
+        never = Replica("never", loads=["raise"], restarts=["raise", "hang", "raise"])
+        distribution = distribute(never, Replica("good"), say=said.append)
+        await publish(distribution, 0)
+        await asyncio.sleep(1000)
+        assert not never.working
+        assert distribution.fenced == {"never": "ProofError: never: other values"}
+        assert len(await publish(distribution, 1)) == 1
+
+    run(scenario)
+    assert [line.partition(". ")[0] for line in said[1:]] == [
+        f"never did not come back (attempt {n} of {ATTEMPTS})" for n in (1, 2, 3)
+    ]
+    assert "waited 50 s for never to start anew" in said[2]
+
+
+def test_a_version_that_is_not_newer_is_refused() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a"))
+        await publish(distribution, 3)
+        with pytest.raises(WeightSyncError, match="v3 offered after v3"):
+            await publish(distribution, 3)
+
+    run(scenario)
+
+
+def test_whoever_needs_the_weights_to_stay_can_hold_them() -> None:
+    async def scenario() -> None:
+        replica = Replica("a")
+        distribution = distribute(replica)
+        async with distribution.weights:
+            task = asyncio.create_task(publish(distribution, 0))
+            await asyncio.sleep(100)
+            assert replica.version is None
+        await task
+        assert replica.version == 0
+
+    run(scenario)
+
+
+STEPS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=8)
+RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
+
+
+@given(
+    scripts=st.lists(st.tuples(STEPS, RESTARTS), min_size=1, max_size=3),
+    gaps=st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=12),
+)
+@settings(max_examples=200, deadline=None)
+def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
+    scripts: list[tuple[list[str], list[str]]], gaps: list[float]
+) -> None:
+    replicas = [Replica(f"r{i}", loads=list(a), restarts=list(b)) for i, (a, b) in enumerate(scripts)]
+    rock = Replica("rock")
+
+    async def scenario() -> None:
+        distribution = distribute(*replicas, rock)
+        for version, gap in enumerate(gaps):
+            await publish(distribution, version)
+            assert rock in distribution.serving
+            for replica in (*replicas, rock):
+                assert (replica in distribution.serving) == replica.working == (replica.name not in distribution.fenced)
+                if replica.working:
+                    assert replica.version == version
+            await asyncio.sleep(gap)
+        await asyncio.sleep(1000)
+        for replica in replicas:
+            if not replica.working:
+                assert replica.name in distribution.fenced, "its fate is recorded"
+            else:
+                assert replica.version == len(gaps) - 1
+        await distribution.close()
+
+    run(scenario)
