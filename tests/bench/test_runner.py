@@ -69,7 +69,7 @@ def test_an_arm_may_have_settings_of_its_own_in_a_workload(tmp_path: Path) -> No
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(runner, "command_of", lambda job, workload, seed: ["bash", "-c", script])
+    monkeypatch.setattr(runner, "command_of", lambda entry, overrides: ["bash", "-c", script])
 
 
 def test_a_job_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,12 +102,13 @@ def test_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "step 0 of 16" in said[0]
 
 
-def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run(tmp_path: Path) -> None:
-    command = command_of(job_in(tmp_path, "on_policy"), Workload(reason="r"), 1)
+def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
+    command = command_of(runner.ENTRY, ["++a=1"])
     assert command[3].endswith("run_scripts/cpu_env.sh")
     assert Path(command[3]).is_file()
     assert "watch" in command
     assert "recipe.async_pipeline.verl_bridge.bench_job" in command
+    assert command[-1] == "++a=1"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured step of one of verl's own trainers and of one of ours, through the command."""
+"""One measured step of one of verl's own trainers and of one of ours, and a few measured publications."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.bench.weight_sync import make_task, run_way
 from tests.e2e.job import ROOT
 
 pytestmark = pytest.mark.e2e
@@ -52,3 +53,13 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
         assert arm["cpu_s"]["generate"] > 0
         assert arm["bound_step_s"] > 0
         assert arm["first_step_s"]["median"] > 0
+
+
+def test_publications_are_measured(tmp_path: Path) -> None:
+    said: list[str] = []
+    task = make_task(2 * 10**6, tmp_path / "task")
+    row = run_way("dual_buffer", tmp_path / "job", task, replicas=1, versions=3, say=said.append)
+    assert row["gather_s"]["median"] <= row["trainer_stall_s"]["median"] < 5
+    assert 0 < row["load_s"]["median"] <= row["publication_s"]["median"]
+    assert row["generator_stall_s"]["max"] > 0, "a load holds the engine"
+    assert row["gather_gb_s"] > 0

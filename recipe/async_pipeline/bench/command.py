@@ -18,6 +18,7 @@ import msgspec
 from ..cli import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
+from . import weight_sync
 from .arms import ARMS, parse_arms
 from .measure import Measured
 from .picture import draw
@@ -37,10 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
     parser.add_argument("--no-stock-poll", action="store_true", help="do not also run verl's arms once with their polling interval as shipped")
+    text = "instead: what a publication of weights costs, with our way and with verl's"
+    weight_sync.add_arguments(
+        parser.add_subparsers(dest="instead", metavar="weight-sync").add_parser("weight-sync", help=text, description=text)
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all jobs. Status 0: all arms completed; 1: some failed."""
+    if args.instead is not None:
+        return weight_sync.run(args)
     arms = parse_arms(args.arms)
     workload = load(args.workload)
     if args.steps is not None:

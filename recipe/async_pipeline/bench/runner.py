@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,15 @@ import msgspec
 from .arms import ARMS, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
 from .spans import POLL_S, SPANS_DIR, read_spans
-from .usage import UsageMeter
+from .usage import Usage, UsageMeter
 from .workload import CONFIGS, Workload
 
 FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
 """How often verl's replay buffer looks for finished answers: in a comparison, and as shipped."""
 LIMIT_S = 1800.0
 """No job takes longer; one that does is ended and reported."""
+ENTRY = "recipe.async_pipeline.verl_bridge.bench_job"
+LOG = "job.log"
 PROGRESS_S = 30.0
 WATCH_S = 1.0
 _ERROR = re.compile(r"^\S*(?:Error|Exception|Violation|Timeout)\S*: .+")
@@ -96,65 +98,90 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
     return hydra_overrides(values)
 
 
-def command_of(job: Job, workload: Workload, seed: int) -> list[str]:
-    """What is run: under `watch`, so that nothing of it is left; with the settings of a CPU run."""
+def command_of(entry: str, overrides: Sequence[str]) -> list[str]:
+    """What is run: a module under `watch`, so that nothing of it is left; with the settings of a CPU run."""
     environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
-    entry = ["-m", "recipe.async_pipeline.verl_bridge.bench_job"]
     config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
     shell = ["bash", "-c", 'source "$0"; exec "$@"', str(environment)]
-    return [*shell, *watch, *entry, *config, *overrides_of(job, workload, seed)]
+    return [*shell, *watch, "-m", entry, *config, *overrides]
 
 
 def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[str], None]) -> Measured:
     """Run one arm once. Raises JobFailed: it failed, hung, or stopped before its steps were done."""
     job.directory.mkdir(parents=True)
-    log = job.directory / "job.log"
-    environment = {
-        **os.environ,
-        SPANS_DIR: str(job.directory),
-        POLL_S: str(job.poll_s),
-        "ASYNC_PIPELINE_TASK": str(task),
-        "ASYNC_PIPELINE_RUN": job.directory.name,
-        # Where a stock run puts its metrics; ours go to the run directory.
-        "VERL_FILE_LOGGER_ROOT": str(job.directory),
-    }
     started = time.monotonic()
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command_of(job, workload, seed), cwd=CONFIGS.parent, env=environment, stdout=output, stderr=output
-        )
+    usage = run_watched(
+        job.directory,
+        command_of(ENTRY, overrides_of(job, workload, seed)),
+        {"ASYNC_PIPELINE_TASK": str(task), POLL_S: str(job.poll_s)},
+        counting=("update_actor", workload.total_steps, "step"),
+        say=say,
+    )
+    try:
+        return measure(read_spans(job.directory), usage, workload, started=started, load_average=os.getloadavg()[0])
+    except NotEnoughSteps as error:
+        raise failure(job.directory, str(error)) from None
+
+
+def run_watched(
+    directory: Path,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    counting: tuple[str, int, str],
+    say: Callable[[str], None],
+) -> list[Usage]:
+    """Run a command to its end; its output goes to `job.log` and its spans to files, both in `directory`.
+
+    `counting`: a span's name, how many are expected and what they are called, for a line of progress now and then.
+    Returns what the processes used. Raises JobFailed: it failed, or hung.
+    """
+    settings = {
+        **os.environ,
+        SPANS_DIR: str(directory),
+        "ASYNC_PIPELINE_RUN": directory.name,
+        # Where a stock run puts its metrics; ours go to the run directory.
+        "VERL_FILE_LOGGER_ROOT": str(directory),
+        **environment,
+    }
+    with (directory / LOG).open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=output, stderr=output)
         meter = UsageMeter(process.pid)
         try:
-            status = _wait(process, job, workload, started, say)
+            status = _wait(process, directory, counting, say)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
             usage = meter.stop()
-    try:
-        if status:
-            raise NotEnoughSteps(f"status {status}")
-        return measure(read_spans(job.directory), usage, workload, started=started, load_average=os.getloadavg()[0])
-    except NotEnoughSteps as error:
-        raise JobFailed(f"{error}: {last_error(log.read_text(errors='replace'))}; see {log}") from None
+    if status:
+        raise failure(directory, f"status {status}")
+    return usage
+
+
+def failure(directory: Path, why: str) -> JobFailed:
+    """With the last words of the log."""
+    log = directory / LOG
+    return JobFailed(f"{why}: {last_error(log.read_text(errors='replace'))}; see {log}")
 
 
 def _wait(
-    process: subprocess.Popen[bytes], job: Job, workload: Workload, started: float, say: Callable[[str], None]
+    process: subprocess.Popen[bytes], directory: Path, counting: tuple[str, int, str], say: Callable[[str], None]
 ) -> int:
-    said = started
+    name, expected, unit = counting
+    started = said = time.monotonic()
     while process.poll() is None:
         try:
             process.wait(WATCH_S)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
             if now - started > LIMIT_S:
-                raise JobFailed(f"no end after {LIMIT_S:g} s; see {job.directory / 'job.log'}") from None
+                raise JobFailed(f"no end after {LIMIT_S:g} s; see {directory / LOG}") from None
             if now - said >= PROGRESS_S:
                 said = now
-                done = sum(span.name == "update_actor" for span in read_spans(job.directory))
-                say(f"  ... {now - started:.0f} s, step {done} of {workload.total_steps}")
+                done = sum(span.name == name for span in read_spans(directory))
+                say(f"  ... {now - started:.0f} s, {unit} {done} of {expected}")
     return process.returncode
 
 

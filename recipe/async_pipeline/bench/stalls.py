@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long engines and trainer stand still for a publication, from what they did around it. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from .spans import Span
+from .statistics import spread
+
+STEP, PUBLICATION = "engine_step", "publication"
+"""Names of spans. A step says which process made it; a publication says what it cost, and how long the trainer
+could not train."""
+
+Interval = tuple[float, float]
+
+
+class Cost(NamedTuple):
+    """One publication, in seconds."""
+
+    seconds: float
+    """From its begin until every replica served it."""
+    trainer_stall: float
+    generator_stall: float
+    """Of all replicas together."""
+    facts: Mapping[str, float]
+
+
+def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
+    """The publications after the first `warmup` ones.
+
+    A replica stands still where it makes no step for longer than usual; usual is its median pause between two
+    steps while nothing is published. It always has requests, so it pauses for nothing else.
+    """
+    steps: dict[int, list[Interval]] = defaultdict(list)
+    for span in spans:
+        if span.name == STEP:
+            steps[int(span.facts["pid"])].append((span.start, span.end))
+    publications = sorted((s for s in spans if s.name == PUBLICATION), key=lambda s: s.start)
+    windows = [(s.start, s.end) for s in publications]
+    pauses = {pid: pauses_of(sorted(made)) for pid, made in steps.items()}
+    found = []
+    for span, window in list(zip(publications, windows, strict=True))[warmup:]:
+        stall = sum(stall_in(mine, window, usual_pause(mine, windows)) for mine in pauses.values())
+        facts = {k: float(v) for k, v in span.facts.items()}
+        found.append(Cost(span.seconds, facts.pop("trainer_stall"), stall, facts))
+    return found
+
+
+def pauses_of(steps: Sequence[Interval]) -> list[Interval]:
+    """From the end of each step to the start of the next."""
+    return [(a[1], b[0]) for a, b in pairwise(steps) if b[0] > a[1]]
+
+
+def usual_pause(pauses: Sequence[Interval], windows: Sequence[Interval]) -> float:
+    """Median pause that no window touches."""
+    quiet = [end - start for start, end in pauses if not any(touch((start, end), w) for w in windows)]
+    return median(quiet) if quiet else 0.0
+
+
+def stall_in(pauses: Sequence[Interval], window: Interval, usual: float) -> float:
+    """Seconds beyond the usual of the pauses that the window touches."""
+    return sum(max(0.0, end - start - usual) for start, end in pauses if touch((start, end), window))
+
+
+def touch(a: Interval, b: Interval) -> bool:
+    """Do they have more than a point in common?"""
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def summary(found: Sequence[Cost]) -> dict[str, Any]:
+    """Medians with their spread; the rate of each part; the share of the work that nobody stood still for."""
+    row: dict[str, Any] = {
+        "trainer_stall_s": spread([cost.trainer_stall for cost in found])._asdict(),
+        "generator_stall_s": spread([cost.generator_stall for cost in found])._asdict(),
+        "publication_s": spread([cost.seconds for cost in found])._asdict(),
+    }
+    parts = ("gather_s", "transfer_s", "load_s")
+    if all(part in cost.facts for cost in found for part in parts):
+        work = [sum(cost.facts[part] for part in parts) for cost in found]
+        stalls = [cost.trainer_stall + cost.generator_stall for cost in found]
+        row["hidden_fraction"] = spread([1 - s / w for s, w in zip(stalls, work, strict=True)])._asdict()
+        for part in parts:
+            copies = 1 if part == "gather_s" else "replicas"
+            rates = [
+                cost.facts["bytes"] * (cost.facts[copies] if isinstance(copies, str) else copies) / cost.facts[part]
+                for cost in found
+            ]
+            row[f"{part.removesuffix('_s')}_gb_s"] = median(rates) / 1e9
+            row[part] = spread([cost.facts[part] for cost in found])._asdict()
+    return row

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline bench weight-sync`: what a publication costs, with our way and with verl's, on real engines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..cli import echo
+from ..errors import ConfigError
+from ..toy.build import ToySpec, ensure_toy
+from ..weight_sync.arena import create_segment
+from .arms import ARMS, hydra_overrides
+from .report import machine
+from .runner import JobFailed, command_of, run_watched
+from .spans import read_spans
+from .stalls import PUBLICATION, costs, summary
+
+ENTRY = "recipe.async_pipeline.verl_bridge.bench_sync_job"
+TIMED = "recipe.async_pipeline.verl_bridge.bench_sync_worker.TimedWorkerExtension"
+WAYS = {"dual_buffer": "one_step_off", "verl_stock": "verl_separate_async"}
+"""Each way to publish, and the arm whose settings it runs with."""
+WARMUP = 2
+"""Publications that are not counted: each of the two arenas is touched for the first time."""
+REQUESTS = 4
+"""Each replica answers this many at a time, all the while."""
+LIMIT_BYTES = 256 << 20
+"""The machine's own limits are measured with blocks of this size."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline bench weight-sync`."""
+    parser.add_argument("--params", default="100M", metavar="N", help="parameters of the model, e.g. 20M (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="rollout replicas, generating all the while (default: %(default)s)")
+    parser.add_argument("--versions", type=int, default=10, metavar="N", help="publications to measure (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run both ways, one after the other. Status 0: both completed; 1: one failed."""
+    if args.replicas < 1 or args.versions < 1:
+        raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
+    root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
+    task = make_task(parse_count(args.params), root / "task")
+    data: dict[str, Any] = {
+        "machine": machine(),
+        "command": "async-pipeline " + " ".join(sys.argv[1:]),
+        "limits": limits(),
+    }
+    for number, way in enumerate(WAYS, start=1):
+        echo(f"[{number}/{len(WAYS)}] {way}; log in {root / way}")
+        try:
+            data[way] = run_way(way, root / way, task, args.replicas, args.versions, echo)
+        except JobFailed as error:
+            echo(f"  failed: {error}")
+            data.setdefault("failed", {})[way] = str(error)
+    if all(way in data for way in WAYS):
+        data["ratios"] = ratios(data)
+    if args.json:
+        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    echo("\n" + table(data))
+    return 1 if "failed" in data else 0
+
+
+def parse_count(text: str) -> int:
+    """`100M` -> 100 000 000. Raises ConfigError: not a count."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.upper())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"--params must be a count such as 100M, got {text!r}")
+    return round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]])
+
+
+def run_way(
+    way: str, directory: Path, task: Path, replicas: int, versions: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Raises JobFailed."""
+    directory.mkdir(parents=True)
+    environment = {
+        "ASYNC_PIPELINE_TASK": str(task),
+        "ASYNC_PIPELINE_BENCH_VERSIONS": str(versions + WARMUP),
+        "ASYNC_PIPELINE_BENCH_REQUESTS": str(REQUESTS),
+    }
+    command = command_of(ENTRY, overrides_of(way, directory, replicas))
+    run_watched(directory, command, environment, counting=(PUBLICATION, versions + WARMUP, "publication"), say=say)
+    return summary(costs(read_spans(directory), WARMUP))
+
+
+def overrides_of(way: str, directory: Path, replicas: int) -> list[str]:
+    """The command line of a way, below verl's entry point."""
+    rollout = "actor_rollout_ref.rollout"
+    values: dict[str, Any] = {
+        **ARMS[WAYS[way]].overrides,
+        f"{rollout}.n_gpus_per_node": replicas,
+        f"{rollout}.engine_kwargs.vllm.worker_extension_cls": TIMED,
+        "ray_kwargs.ray_init.num_gpus": replicas + 1,
+        "trainer.default_local_dir": str(directory / "checkpoints"),
+    }
+    if ARMS[WAYS[way]].ours:
+        values["trainer.v1.async_pipeline.run_dir"] = str(directory / "run")
+    return hydra_overrides(values)
+
+
+def make_task(parameters: int, directory: Path) -> Path:
+    """The toy's data with an untrained model of about so many parameters. Returns its directory."""
+    from transformers import AutoTokenizer
+
+    from ..toy.model import make_model
+
+    toy = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
+    directory.mkdir(parents=True)
+    for name in ("train.parquet", "val.parquet"):
+        (directory / name).symlink_to(toy.dir / name)
+    spec = shape_of(parameters)
+    tokenizer = AutoTokenizer.from_pretrained(toy.dir / "model")
+    model = make_model(spec, tokenizer, seed=0)
+    model.to(torch.bfloat16).save_pretrained(directory / "model")
+    tokenizer.save_pretrained(directory / "model")
+    return directory
+
+
+def shape_of(parameters: int) -> Any:
+    """A model of about so many parameters: twelve blocks, each as wide as it takes."""
+    from ..toy.model import ModelSpec
+
+    layers, head = 12, 64
+    # A block has 4 d^2 parameters for attention and 3 d (8/3 d) for the rest.
+    width = max(head, round((parameters / layers / 12) ** 0.5 / head) * head)
+    return ModelSpec(num_layers=layers, hidden_size=width, head_dim=head, intermediate_size=width * 8 // 3, init_std=0.02)
+
+
+def limits() -> dict[str, float]:
+    """GB/s of one thread of this machine: a copy between two warm blocks, and one into warm shared memory."""
+    source, target = torch.ones(LIMIT_BYTES, dtype=torch.uint8), torch.empty(LIMIT_BYTES, dtype=torch.uint8)
+    segment = create_segment(LIMIT_BYTES)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {"memcpy_gb_s": _rate(target, source), "shm_gb_s": _rate(segment.bytes, source)}
+    finally:
+        torch.set_num_threads(threads)
+        segment.close()
+
+
+def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    seconds = []
+    for _ in range(6):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return LIMIT_BYTES / median(seconds[1:]) / 1e9
+
+
+def ratios(data: Mapping[str, Any]) -> dict[str, float]:
+    """Our stalls over verl's, of the medians."""
+    ours, stock = data["dual_buffer"], data["verl_stock"]
+    return {
+        name.removesuffix("_s"): ours[name]["median"] / stock[name]["median"]
+        for name in ("generator_stall_s", "trainer_stall_s")
+    }
+
+
+def table(data: Mapping[str, Any]) -> str:
+    """A Markdown table: medians in milliseconds, with [smallest .. largest]."""
+    names = ("trainer_stall_s", "generator_stall_s", "publication_s", "gather_s", "transfer_s", "load_s")
+    lines = ["| ms | " + " | ".join(name.removesuffix("_s").replace("_", " ") for name in names) + " | hidden |"]
+    lines.append("| --- " * (len(names) + 2) + "|")
+    for way in WAYS:
+        if way in data:
+            hidden = data[way].get("hidden_fraction")
+            cells = [_ms(data[way].get(name)) for name in names] + [f"{hidden['median']:.0%}" if hidden else ""]
+            lines.append(f"| `{way}` | " + " | ".join(cells) + " |")
+    if "ratios" in data:
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in data["ratios"].items())
+        lines.append(f"\ndual_buffer / verl_stock: {shown}")
+    rates = {k: v for k, v in data.get("dual_buffer", {}).items() if k.endswith("_gb_s")} | dict(data["limits"])
+    lines.append("GB/s: " + ", ".join(f"{name.removesuffix('_gb_s')} {value:.1f}" for name, value in rates.items()))
+    return "\n".join(lines)
+
+
+def _ms(spread: Mapping[str, float] | None) -> str:
+    if spread is None:
+        return ""
+    return f"{spread['median'] * 1e3:.0f} [{spread['min'] * 1e3:.0f} .. {spread['max'] * 1e3:.0f}]"

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who stood still for a publication, and for how long: on timelines that a person can check."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.bench.spans import Span
+from recipe.async_pipeline.bench.stalls import costs, pauses_of, stall_in, summary, usual_pause
+
+
+def step(pid: int, start: float, end: float) -> Span:
+    return Span("engine_step", start, end, {"pid": pid})
+
+
+def steps(pid: int, *holes: tuple[float, float], until: int = 40) -> list[Span]:
+    """A step of 0.9 s every second, but none that would touch a hole."""
+    made = [step(pid, t, t + 0.9) for t in range(until)]
+    return [s for s in made if not any(s.start < end and start < s.end for start, end in holes)]
+
+
+def publication(start: float, end: float, **facts: float) -> Span:
+    return Span("publication", start, end, {"trainer_stall": 0.5, **facts})
+
+
+def test_a_hole_around_a_publication_is_a_stall_beyond_the_usual_pause() -> None:
+    spans = [*steps(1, (10, 13)), *steps(2), publication(10.5, 12.5)]
+    (cost,) = costs(spans, warmup=0)
+    assert cost.seconds == 2.0
+    assert cost.trainer_stall == 0.5
+    # From 9.9 to 13 instead of 0.1: the steps at 10, 11 and 12 are missing. The other one never paused for longer.
+    assert cost.generator_stall == pytest.approx(3.0)
+
+
+def test_a_hole_elsewhere_is_nobodys_fault() -> None:
+    (cost,) = costs([*steps(1, (20, 25)), publication(10.5, 12.5)], warmup=0)
+    assert cost.generator_stall == pytest.approx(0.0)
+
+
+def test_stalls_of_all_replicas_add_up_and_warm_up_is_left_out() -> None:
+    spans = [*steps(1, (10, 12), (30, 31)), *steps(2, (11, 12), (31, 33)), publication(10.2, 11.8), publication(30.2, 32)]
+    first, second = costs(spans, warmup=0)
+    assert first.generator_stall == pytest.approx(2.0 + 1.0)
+    assert costs(spans, warmup=1) == [second]
+
+
+@given(st.lists(st.floats(0.001, 5), min_size=2, max_size=20), st.floats(0, 60), st.floats(0.1, 10))
+def test_a_stall_is_never_longer_than_the_pauses(gaps: list[float], start: float, length: float) -> None:
+    at, made = 0.0, []
+    for gap in gaps:
+        made.append((at, at + 1))
+        at += 1 + gap
+    pauses = pauses_of(made)
+    window = (start, start + length)
+    stall = stall_in(pauses, window, usual_pause(pauses, [window]))
+    assert 0 <= stall <= sum(end - begin for begin, end in pauses)
+
+
+def test_what_is_hidden_is_the_work_that_nobody_stood_still_for() -> None:
+    facts = {"bytes": 4e9, "replicas": 2, "gather_s": 1.0, "transfer_s": 2.0, "load_s": 1.0}
+    spans = [*steps(1, (10, 11)), publication(10.2, 10.8, **facts)]
+    row = summary(costs(spans, warmup=0))
+    assert row["hidden_fraction"]["median"] == pytest.approx(1 - (0.5 + 1.0) / 4.0)
+    assert (row["gather_gb_s"], row["transfer_gb_s"], row["load_gb_s"]) == pytest.approx((4.0, 4.0, 8.0))
+    assert row["trainer_stall_s"] == {"median": 0.5, "min": 0.5, "max": 0.5}
+
+
+def test_a_way_whose_parts_are_not_known_has_stalls_only() -> None:
+    assert set(summary(costs([*steps(1), publication(1, 2)], warmup=0))) == {
+        "trainer_stall_s",
+        "generator_stall_s",
+        "publication_s",
+    }
