@@ -49,6 +49,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer.py": WHOLE_JOB,
     "verl_bridge/bench_agent.py": "e2e/test_bench.py",
     "verl_bridge/bench_job.py": "e2e/test_bench.py",
+    "verl_bridge/bench_fully_async_job.py": "verl_bridge/test_bench_fully_async.py",
     "verl_bridge/bench_sync.py": "e2e/test_bench.py",
     "verl_bridge/bench_sync_job.py": "e2e/test_bench.py",
     "verl_bridge/bench_sync_worker.py": "e2e/test_bench.py",

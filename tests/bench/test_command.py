@@ -48,14 +48,24 @@ def test_everything_is_written(ran: list[Job], tmp_path: Path, capsys: pytest.Ca
     data = json.loads(out.read_text())
     assert data["ratios"]["one_step_off/verl_sync"]["median"] == 1.0
     assert data["workload"]["steps"] == 3
+    assert data["complete"]
+    assert data["workload"]["warmup"] == 4
     assert (tmp_path / "b.png").exists()
     assert "| `one_step_off` |" in capsys.readouterr().out
+
+
+def test_a_deeper_pipeline_is_filled_and_drained_by_all(ran: list[Job], tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    assert bench("--arms", "one_step_off,n_step_ahead_lag6", "--repeats", 1, "--json", out) == 0
+    workload = json.loads(out.read_text())["workload"]
+    assert (workload["warmup"], workload["cooldown"]) == (7, 7)
 
 
 def test_an_arm_that_fails_does_not_stop_the_others(ran: list[Job], tmp_path: Path) -> None:
     out = tmp_path / "b.json"
     assert bench("--arms", "on_policy,one_step_off", "--repeats", 2, "--json", out) == 1
-    assert [job.arm for job in ran] == ["on_policy", "one_step_off", "one_step_off"]
+    assert [job.arm for job in ran] == ["on_policy", "on_policy", "one_step_off", "one_step_off"], "it gets a second try"
+    assert ran[0].directory != ran[1].directory
     data = json.loads(out.read_text())
     assert data["failed"] == {"on_policy": "status 1: boom"}
     assert list(data["arms"]) == ["one_step_off"]
@@ -66,8 +76,10 @@ def test_an_arm_that_fails_does_not_stop_the_others(ran: list[Job], tmp_path: Pa
     [
         (("--arms", "nope"), "--arms must name each arm once"),
         (("--workload", "nope"), "no workload 'nope'"),
-        (("--repeats", 0), "--repeats and --steps must be >= 1"),
-        (("--steps", 0), "--repeats and --steps must be >= 1"),
+        (("--repeats", 0), "--repeats must be >= 1, got 0"),
+        (("--steps", 0), "--steps must be >= 1, got 0"),
+        (("--json", "/nowhere/b.json"), "there is no folder /nowhere"),
+        (("--logs", Path(__file__).parent), "is not empty"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(

@@ -16,14 +16,14 @@ from recipe.async_pipeline.core.clock import run_virtual
 WAIT = {"median": 5.0, "sigma": 0.5, "cap": 20.0}
 
 
-def score(answer: str, prompt: int = 3) -> float:
-    return run_virtual(judge.compute_score("toy", answer, "46", {"index": prompt}, seed=1, wait=WAIT))
+def score(answer: str, session: int = 0) -> float:
+    extra = {"index": 3, "session": session}
+    return run_virtual(judge.compute_score("toy", answer, "46", extra, seed=1, wait=WAIT))
 
 
 @pytest.fixture(autouse=True)
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     spans.of_this_job.cache_clear()
-    judge._calls.clear()
     monkeypatch.setenv(SPANS_DIR, str(tmp_path))
     return tmp_path
 
@@ -33,14 +33,14 @@ def test_the_last_line_counts() -> None:
     assert score("46\n9") == score("") == 0.0
 
 
-def test_each_verdict_of_a_prompt_has_a_wait_of_its_own(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_answer_has_a_wait_of_its_own_whichever_comes_first(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    for _ in range(3):
-        score("46")
-    assert waits == [Lognormal(**WAIT).draw(1, "judge", 3, i) for i in range(3)]
+    for session in (2, 0, 1):
+        score("46", session)
+    assert waits == [Lognormal(**WAIT).draw(1, "judge", 3, i) for i in (2, 0, 1)]
     assert [s.facts for s in read_spans(job) if s.name == "judge"] == [{"prompt": 3}] * 3

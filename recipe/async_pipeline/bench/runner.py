@@ -19,13 +19,12 @@ from .arms import ARMS, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
 from .spans import POLL_S, SPANS_DIR, read_spans
 from .usage import Usage, UsageMeter
-from .workload import CONFIGS, Workload
+from .workload import CONFIGS, DEFAULT_ANSWERS, Workload
 
 FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
 """How often verl's replay buffer looks for finished answers: in a comparison, and as shipped."""
-LIMIT_S = 1800.0
-"""No job takes longer; one that does is ended and reported."""
-ENTRY = "recipe.async_pipeline.verl_bridge.bench_job"
+START_LIMIT_S, EACH_LIMIT_S = 900.0, 60.0
+"""A job that takes longer to start, and longer than this for each thing that it does, is ended and reported."""
 LOG = "job.log"
 PROGRESS_S = 30.0
 WATCH_S = 1.0
@@ -83,10 +82,15 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
         "trainer.default_local_dir": str(job.directory / "checkpoints"),
         "actor_rollout_ref.rollout.agent.default_agent_loop": "bench_episode",
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(agents),
+        # Never the cluster of somebody else on this machine.
+        "ray_kwargs.ray_init.address": "local",
         **workload.overrides,
         **arm.overrides,
-        **workload.arms.get(job.arm, {}),
     }
+    if "async_training" in arm.overrides:
+        # It counts prompts, not steps.
+        values["rollout.total_rollout_steps"] = workload.prompts_per_step * workload.total_steps
+        values["rollout.n"] = values.get("actor_rollout_ref.rollout.n", DEFAULT_ANSWERS)
     if arm.ours:
         values["trainer.v1.async_pipeline.run_dir"] = str(job.directory / "run")
     if workload.judge_s is not None:
@@ -110,16 +114,17 @@ def command_of(entry: str, overrides: Sequence[str]) -> list[str]:
 def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[str], None]) -> Measured:
     """Run one arm once. Raises JobFailed: it failed, hung, or stopped before its steps were done."""
     job.directory.mkdir(parents=True)
-    started = time.monotonic()
+    started, load_before = time.monotonic(), os.getloadavg()[0]
     usage = run_watched(
         job.directory,
-        command_of(ENTRY, overrides_of(job, workload, seed)),
+        # Each turn has prompts and waits of its own, the same for all arms.
+        command_of(ARMS[job.arm].entry, overrides_of(job, workload, seed + max(job.turn, 1) - 1)),
         {"ASYNC_PIPELINE_TASK": str(task), POLL_S: str(job.poll_s)},
         counting=("update_actor", workload.total_steps, "step"),
         say=say,
     )
     try:
-        return measure(read_spans(job.directory), usage, workload, started=started, load_average=os.getloadavg()[0])
+        return measure(read_spans(job.directory), usage, workload, started=started, load_before=load_before)
     except NotEnoughSteps as error:
         raise failure(job.directory, str(error)) from None
 
@@ -141,6 +146,7 @@ def run_watched(
         **os.environ,
         SPANS_DIR: str(directory),
         "ASYNC_PIPELINE_RUN": directory.name,
+        "OMP_NUM_THREADS": "1",
         # Where a stock run puts its metrics; ours go to the run directory.
         "VERL_FILE_LOGGER_ROOT": str(directory),
         **environment,
@@ -170,14 +176,15 @@ def _wait(
     process: subprocess.Popen[bytes], directory: Path, counting: tuple[str, int, str], say: Callable[[str], None]
 ) -> int:
     name, expected, unit = counting
+    limit_s = START_LIMIT_S + EACH_LIMIT_S * expected
     started = said = time.monotonic()
     while process.poll() is None:
         try:
             process.wait(WATCH_S)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
-            if now - started > LIMIT_S:
-                raise JobFailed(f"no end after {LIMIT_S:g} s; see {directory / LOG}") from None
+            if now - started > limit_s:
+                raise JobFailed(f"no end after {limit_s:g} s; see {directory / LOG}") from None
             if now - said >= PROGRESS_S:
                 said = now
                 done = sum(span.name == name for span in read_spans(directory))

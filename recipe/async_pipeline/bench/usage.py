@@ -22,6 +22,8 @@ class Usage(NamedTuple):
     at: float
     cpu_s: dict[str, float]
     private_bytes: int
+    machine_s: float = 0.0
+    """CPU seconds of all processes of the machine."""
 
 
 def part_of(command_line: str) -> str:
@@ -33,6 +35,15 @@ def cpu_between(samples: Sequence[Usage], start: float, end: float) -> dict[str,
     """CPU seconds by part that were spent from `start` to `end`, interpolated between samples."""
     parts = {part for sample in samples for part in sample.cpu_s}
     return {part: _at(samples, part, end) - _at(samples, part, start) for part in sorted(parts)}
+
+
+def foreign_cpu(samples: Sequence[Usage]) -> float:
+    """Cores that others than this job kept busy while it ran, on average."""
+    if len(samples) < 2:
+        return 0.0
+    first, last = samples[0], samples[-1]
+    own = sum(last.cpu_s.values()) - sum(first.cpu_s.values())
+    return max(0.0, last.machine_s - first.machine_s - own) / (last.at - first.at)
 
 
 def _at(samples: Sequence[Usage], part: str, when: float) -> float:
@@ -88,4 +99,6 @@ class UsageMeter:
         cpu: dict[str, float] = {}
         for part, seconds in self._seen.values():
             cpu[part] = cpu.get(part, 0.0) + seconds
-        return Usage(time.monotonic(), cpu, private)
+        busy = psutil.cpu_times()
+        machine = sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0)
+        return Usage(time.monotonic(), cpu, private, machine)

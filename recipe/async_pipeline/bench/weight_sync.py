@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.arena import create_segment
 from .arms import ARMS, hydra_overrides
+from .outputs import check_outputs
 from .report import machine
 from .runner import JobFailed, command_of, run_watched
 from .spans import read_spans
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Run both ways, one after the other. Status 0: both completed; 1: one failed."""
     if args.replicas < 1 or args.versions < 1:
         raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
+    check_outputs(args.json, None, args.logs)
     root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
     task = make_task(parse_count(args.params), root / "task")
     data: dict[str, Any] = {

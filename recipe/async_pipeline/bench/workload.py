@@ -11,6 +11,8 @@ import msgspec
 from ..errors import ConfigError
 from .waits import Lognormal
 
+DEFAULT_PROMPTS, DEFAULT_ANSWERS = 16, 8
+"""Prompts of a step in `configs/smoke_cpu.yaml`, and answers to each."""
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
@@ -47,8 +49,17 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Seconds that the reward of one trajectory takes."""
     overrides: dict[str, Any] = {}
     """Hydra overrides on `configs/smoke_cpu.yaml`, for every arm."""
-    arms: dict[str, dict[str, Any]] = {}
-    """Further overrides that make one arm as fast as it can be here."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup < 1 or self.cooldown < 0:
+            raise ConfigError(
+                f"steps and warmup must be >= 1 and cooldown >= 0, got {self.steps}, {self.warmup} and {self.cooldown}; "
+                "the first step is never measured"
+            )
+
+    @property
+    def prompts_per_step(self) -> int:
+        return int(self.overrides.get("data.train_batch_size", DEFAULT_PROMPTS))
 
     @property
     def total_steps(self) -> int:
@@ -62,10 +73,10 @@ def names() -> list[str]:
 
 def load(name: str) -> Workload:
     """Read a shipped workload by name, or a file. Raises ConfigError: unknown, or its file is wrong."""
-    path = Path(name) if name.endswith(".yaml") else CONFIGS / "bench" / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / "bench" / f"{name}.yaml"
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Workload)
     except FileNotFoundError:
         raise ConfigError(f"no workload {name!r}; there are {', '.join(names())}, or give a .yaml file") from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"workload {path}: {error}") from None
+    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"workload {path}: {' '.join(str(error).split())}") from None

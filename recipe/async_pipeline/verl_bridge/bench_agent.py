@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +18,8 @@ from ..bench.spans import of_this_job
 from ..bench.workload import Episode
 
 NAME = "bench_episode"
+_begun: defaultdict[int, count[int]] = defaultdict(count)
+"""How many answers to a prompt were begun here."""
 OBSERVATION = "\n"
 """What a tool answers: the next answer begins on a new line."""
 
@@ -31,7 +35,9 @@ class EpisodeLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """One trajectory. What the tool said is masked out of the loss."""
-        prompt, session, step = int(kwargs["index"]), int(kwargs["session_id"]), int(kwargs["global_steps"])
+        prompt = int(kwargs["index"])
+        # verl's oldest agent loop does not number the answers to a prompt, but begins them in order.
+        session = int(kwargs["session_id"]) if "session_id" in kwargs else next(_begun[prompt])
         started = time.monotonic()
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         request = uuid4().hex
@@ -54,7 +60,7 @@ class EpisodeLoop(AgentLoopBase):
             mask += [1] * len(output.token_ids)
             log_probs += output.log_probs or [0.0] * len(output.token_ids)
             versions += _versions(output.extra_fields)
-        of_this_job().add("episode", started, prompt=prompt, step=step)
+        of_this_job().add("episode", started, prompt=prompt)
         length = self.rollout_config.response_length
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
@@ -66,6 +72,8 @@ class EpisodeLoop(AgentLoopBase):
             extra_fields={
                 "min_global_steps": min(versions),
                 "max_global_steps": max(versions),
+                # verl hands this to the reward function, within `extra_info`.
+                "session": session,
                 "turn_scores": [],
                 "tool_rewards": [],
             },

@@ -46,12 +46,17 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
                 return super()._update_actor(batch, metrics=metrics)
 
         def on_sample_end(self) -> None:
+            self._paused_since = time.monotonic()
             with spans.measure("sync"):
                 super().on_sample_end()
 
         def on_step_end(self) -> None:
-            with spans.measure("sync"):
+            started = time.monotonic()
+            with spans.measure("sync"), spans.measure("weights"):
                 super().on_step_end()
+            # Engines on the training devices give way from the end of sampling; others for the update alone.
+            apart = self.config.trainer.v1.trainer_mode == "separate_async"
+            spans.add("paused", started if apart else self._paused_since)
 
     return Probed
 
@@ -60,15 +65,23 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
     """As `probed`, for ours: only the gather holds the trainer, only the load holds a replica."""
 
     class ProbedPipeline(probed(trainer, spans, None)):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._gathering: dict[int, float] = {}
+
         async def gather(self, version: int) -> bytes:
+            self._gathering[version] = time.monotonic()
             with spans.measure("sync"):
                 manifest: bytes = await super().gather(version)
-                return manifest
+            return manifest
 
         async def publish(self, version: int, snapshot: object) -> Any:
+            began = self._gathering.pop(version)
             publication = await super().publish(version, snapshot)
             ended = time.monotonic()
-            spans.add("load", ended - publication.load_s, ended)
+            spans.add("weights", began, ended)
+            # The load comes last. Replicas load in turn, so on average each of them stands still for its share.
+            spans.add("paused", ended - publication.load_s / publication.replicas, ended)
             return publication
 
     return ProbedPipeline

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What could not be written at the end is said at the beginning."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.bench.outputs import check_outputs
+from recipe.async_pipeline.errors import ConfigError
+
+
+def test_what_can_be_written_is_fine(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    check_outputs(None, None, None)
+    (tmp_path / "empty").mkdir()
+    for logs in (tmp_path / "new", tmp_path / "empty"):
+        check_outputs(tmp_path / "b.json", tmp_path / "b.png", logs)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--json .*: there is no folder"):
+        check_outputs(tmp_path / "x" / "b.json", None, None)
+    with pytest.raises(ConfigError, match="--picture .*: there is no folder"):
+        check_outputs(None, tmp_path / "x" / "b.png", None)
+
+
+def test_logs_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "job.log").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        check_outputs(None, None, tmp_path)
+
+
+def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        check_outputs(None, tmp_path / "b.png", None)
