@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recipe.async_pipeline.core.machine import StageState
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0
 """No job of these tests takes longer, start-up included; a job that does is a hang."""
@@ -102,6 +104,36 @@ def run_job(
         raise TimeoutError(f"the job did not end within {LIMIT_S:g} s:\n{''.join(lines)[-3000:]}")
     after = None if fired is None or waiting else ended - fired
     return Job(status, "".join(lines), run_dir, after)
+
+
+def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[str, Any]:
+    assert job.status == 0, job.output[-3000:]
+    summary = job.summary
+    assert summary["status"] == "completed"
+    assert (summary["strategy"], summary["max_lag"], summary["steps"]) == (strategy, max_lag, steps)
+    assert summary["lag_max"] <= max_lag
+    assert summary["served_version"] == summary["trainer_version"] == steps
+    assert summary["groups_drawn"] == summary["groups_trained"] == steps * 16
+    assert summary["samples_trained"] == steps * 128
+    assert summary["tensors_proved"] > 0
+    assert summary["publications"] == steps + 1
+    return summary
+
+
+def check_events(job: Job, roles: set[str]) -> None:
+    seen: set[str] = set()
+    last_state: dict[tuple[str, int], str] = {}
+    last_t = 0.0
+    for event in job.events():
+        assert isinstance(event["t"], float)
+        assert event["t"] >= last_t
+        last_t = event["t"]
+        assert event["role"] and event["event"]
+        if event["role"] != "flow":
+            seen.add(event["role"])
+            last_state[event["role"], event.get("lane", 0)] = event["state"]
+    assert seen == roles
+    assert set(last_state.values()) == {StageState.DONE.name}
 
 
 def processes_of(run_dir: Path) -> list[str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.bench.weight_sync import make_task, run_way
-from tests.e2e.job import ROOT
+from recipe.async_pipeline.core.role import ROLES
+from tests.e2e.job import ROOT, Job, check_clean_end, check_events
 
 pytestmark = pytest.mark.e2e
 
@@ -53,6 +54,18 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
         assert arm["cpu_s"]["generate"] > 0
         assert arm["bound_step_s"] > 0
         assert arm["first_step_s"]["median"] > 0
+    check_our_job(tmp_path / "logs" / "1-one_step_off" / "run", steps=data["workload"]["warmup"] + 1 + data["workload"]["cooldown"])
+
+
+def check_our_job(run_dir: Path, steps: int) -> None:
+    """The job of our arm is also the whole job with the default strategy that these tests look at."""
+    job = Job(0, "", run_dir)
+    summary = check_clean_end(job, "one_step_off", 1, steps)
+    check_events(job, set(ROLES) - {"ref_logp"})
+    assert summary["lag_max"] == 1
+    assert summary["overlap_s"] > 0
+    assert [m["step"] for m in job.metrics()] == list(range(1, steps + 1))
+    assert (run_dir.parent / "latest").resolve() == run_dir.resolve()
 
 
 def test_publications_are_measured(tmp_path: Path) -> None:

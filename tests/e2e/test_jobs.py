@@ -6,45 +6,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.machine import StageState
 from recipe.async_pipeline.core.role import ROLES
-from tests.e2e.job import Job, run_job, smoke_command
+from tests.e2e.job import check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
-
-
-def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[str, Any]:
-    assert job.status == 0, job.output[-3000:]
-    summary = job.summary
-    assert summary["status"] == "completed"
-    assert (summary["strategy"], summary["max_lag"], summary["steps"]) == (strategy, max_lag, steps)
-    assert summary["lag_max"] <= max_lag
-    assert summary["served_version"] == summary["trainer_version"] == steps
-    assert summary["groups_drawn"] == summary["groups_trained"] == steps * 16
-    assert summary["samples_trained"] == steps * 128
-    assert summary["tensors_proved"] > 0
-    assert summary["publications"] == steps + 1
-    return summary
-
-
-def check_events(job: Job, roles: set[str]) -> None:
-    seen: set[str] = set()
-    last_state: dict[tuple[str, int], str] = {}
-    last_t = 0.0
-    for event in job.events():
-        assert isinstance(event["t"], float)
-        assert event["t"] >= last_t
-        last_t = event["t"]
-        assert event["role"] and event["event"]
-        if event["role"] != "flow":
-            seen.add(event["role"])
-            last_state[event["role"], event.get("lane", 0)] = event["state"]
-    assert seen == roles
-    assert set(last_state.values()) == {StageState.DONE.name}
 
 
 def prompts_by_step(folder: Path, steps: int) -> list[Counter[str]]:
@@ -95,21 +63,6 @@ def test_on_policy_trains_the_prompts_of_verls_own_sync_trainer(tied_task: Path,
     )
     assert stock.status == 0, stock.output[-3000:]
     assert prompts_by_step(dump, steps) == prompts_by_step(stock_dump, steps)
-
-
-def test_one_step_off_overlaps_generation_and_training(tied_task: Path, tmp_path: Path) -> None:
-    job = run_job(
-        smoke_command("trainer.total_training_steps=8", f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}"),
-        tmp_path / "run",
-        tied_task,
-    )
-    summary = check_clean_end(job, "one_step_off", 1, 8)
-    check_events(job, set(ROLES) - {"ref_logp"})
-    assert summary["lag_max"] == 1
-    assert summary["overlap_s"] > 0
-    steps = [m["step"] for m in job.metrics()]
-    assert steps == list(range(1, 9))
-    assert (tmp_path / "latest").resolve() == (tmp_path / "run").resolve()
 
 
 def test_n_step_ahead_with_a_reference_policy_untied_in_bf16(untied_task: Path, tmp_path: Path) -> None:
