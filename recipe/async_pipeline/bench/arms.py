@@ -76,6 +76,8 @@ _FULLY_ASYNC = _STOCK | {
     f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
     f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
     "actor_rollout_ref.hybrid_engine": False,
+    # Else it takes verl's agent loop of one turn, whatever the default is.
+    f"{_ROLLOUT}.multi_turn.enable": True,
     "data.train_batch_size": 0,
     "data.gen_batch_size": 1,
     "rollout.nnodes": 1,
@@ -106,6 +108,9 @@ ARMS: dict[str, Arm] = {
     # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
     "n_step_ahead_lag6": _ours("n_step_ahead", 6),
 }
+
+DEFAULT_ARMS = tuple(name for name in ARMS if name not in ("verl_fully_async", "n_step_ahead_lag6"))
+"""Those left out are to be asked for: verl's is experimental, and was not seen to reach its end on a CPU yet."""
 
 
 def parse_arms(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from ..cli import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from . import weight_sync
-from .arms import ARMS, parse_arms
+from .arms import ARMS, DEFAULT_ARMS, parse_arms
 from .measure import Measured
 from .outputs import check_outputs
 from .picture import draw
@@ -31,7 +31,7 @@ from .workload import Workload, load, names
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench`."""
     parser.add_argument("--workload", default="agentic_wait", metavar="NAME", help=f"one of {', '.join(names())}, or a file (default: %(default)s)")
-    parser.add_argument("--arms", default=",".join(ARMS), metavar="A,B,...", help="in the order of their turns (default: %(default)s)")
+    parser.add_argument("--arms", default=",".join(DEFAULT_ARMS), metavar="A,B,...", help=f"of {', '.join(ARMS)}, in the order of their turns (default: %(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps to measure, beside warm-up (default: the workload's)")
     parser.add_argument("--repeats", type=int, default=3, metavar="R", help="turns of each arm (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="decides prompts and waits (default: %(default)s)")
