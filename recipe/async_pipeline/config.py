@@ -24,7 +24,7 @@ DEFAULT_STRATEGY = "one_step_off"
 IN_FLIGHT = ("keep", "abort", "drain")
 """What may become of requests in flight when a replica loads; see `weight_sync.versioned_engine`."""
 STAGES = ("host", "device")
-"""Where a version waits for its load; see `weight_sync.stage`."""
+"""Where a version waits for its load; see `weight_sync.spare`."""
 DEFAULT_AHEAD = 3
 """max_lag of n_step_ahead when nothing names one."""
 

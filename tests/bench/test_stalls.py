@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.bench.spans import Span
-from recipe.async_pipeline.bench.stalls import costs, pauses_of, stall_in, summary, usual_pause
+from recipe.async_pipeline.bench.stalls import costs, noise, pauses_of, stall_in, summary, usual_pause
 
 
 def step(pid: int, start: float, end: float) -> Span:
@@ -39,6 +39,20 @@ def test_a_hole_elsewhere_is_nobodys_fault() -> None:
     assert cost.generator_stall == pytest.approx(0.0)
 
 
+def test_what_would_have_been_longer_anyway_is_not_charged() -> None:
+    # Every tenth pause is 0.6 s instead of 0.1, published or not: 0.05 s a second.
+    made, at = [], 0.0
+    for number in range(400):
+        made.append(step(1, at, at + 0.9))
+        at += 1.5 if number % 10 == 9 else 1.0
+    pauses = pauses_of([(s.start, s.end) for s in made])
+    assert noise(pauses, [(100, 200)]) == pytest.approx(0.5 / 10.5, rel=0.1)
+    (cost,) = costs([*made, publication(100, 200)], warmup=0)
+    assert cost.generator_stall == pytest.approx(0.0, abs=0.6)
+    (cost,) = costs([*[s for s in made if not 150 < s.start < 160], publication(100, 200)], warmup=0)
+    assert cost.generator_stall == pytest.approx(10.0, abs=1.6)
+
+
 def test_stalls_of_all_replicas_add_up_and_warm_up_is_left_out() -> None:
     spans = [*steps(1, (10, 12), (30, 31)), *steps(2, (11, 12), (31, 33)), publication(10.2, 11.8), publication(30.2, 32)]
     first, second = costs(spans, warmup=0)
@@ -54,16 +68,17 @@ def test_a_stall_is_never_longer_than_the_pauses(gaps: list[float], start: float
         at += 1 + gap
     pauses = pauses_of(made)
     window = (start, start + length)
-    stall = stall_in(pauses, window, usual_pause(pauses, [window]))
+    stall = stall_in(pauses, window, usual_pause(pauses, [window]), noise(pauses, [window]))
     assert 0 <= stall <= sum(end - begin for begin, end in pauses)
 
 
 def test_what_is_hidden_is_the_work_that_nobody_stood_still_for() -> None:
-    facts = {"bytes": 4e9, "replicas": 2, "gather_s": 1.0, "transfer_s": 2.0, "load_s": 1.0}
+    facts = {"bytes": 4e9, "replicas": 2, "gather_s": 1.0, "transfer_s": 2.0, "load_s": 1.0, "tokens_read_again": 7}
     spans = [*steps(1, (10, 11)), publication(10.2, 10.8, **facts)]
     row = summary(costs(spans, warmup=0))
     assert row["hidden_fraction"]["median"] == pytest.approx(1 - (0.5 + 1.0) / 4.0)
     assert (row["gather_gb_s"], row["transfer_gb_s"], row["load_gb_s"]) == pytest.approx((4.0, 4.0, 8.0))
+    assert row["tokens_read_again"] == 7
     assert row["trainer_stall_s"] == {"median": 0.5, "min": 0.5, "max": 0.5}
 
 

@@ -2,7 +2,8 @@
 """A real vLLM engine, loaded through the arena. Run as a script: MODEL_DIR MODE; prints one JSON object.
 
 MODE `load`: publish other weights and compare what the engine then says with transformers; then let the
-loader skip the embedding. MODE `repacked`: leave vLLM's CPU repack on.
+loader skip the embedding. MODE `repacked`: leave vLLM's CPU repack on. MODE `adapter`: publish LoRA adapters.
+MODE `experts`: publish a mixture of experts, which is made and stored in MODEL_DIR.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 from recipe.async_pipeline.errors import AsyncPipelineError
+from recipe.async_pipeline.verl_bridge.parts import adapter_of, described, part_of, unfused
 from recipe.async_pipeline.verl_bridge.vllm_worker import PipelineWorkerExtension
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
 
 NAME = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
@@ -34,16 +40,17 @@ def changed(model: Any) -> dict[str, torch.Tensor]:
     return {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
 
 
-def engine_says(llm: LLM) -> list[int]:
+def engine_says(llm: LLM, adapter: LoRARequest | None = None) -> list[int]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    return list(llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)[0].outputs[0].token_ids)
+    answers = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False, lora_request=adapter)
+    return list(answers[0].outputs[0].token_ids)
 
 
 def transformers_says(model: Any) -> list[int]:
     ids = torch.tensor([PROMPT])
     for _ in range(12):
         with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
     return ids[0, len(PROMPT) :].tolist()
 
 
@@ -55,7 +62,108 @@ def load(llm: LLM, manifest: bytes) -> dict[str, Any]:
         return {"error": type(error).__name__, "message": str(error)}
 
 
+def forget_recording(worker: Any) -> None:
+    worker._recorded = None
+
+
+def publish_adapters(model_dir: str) -> dict[str, Any]:
+    """Three versions, each another adapter; then one whose tensors the engine gets in disorder."""
+    llm = LLM(
+        model_dir,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        worker_extension_cls=NAME,
+        seed=0,
+        enable_lora=True,
+        max_loras=1,
+        max_lora_rank=8,
+    )
+    base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules="all-linear"))
+    writer = ArenaWriter(1 << 20, 1000, torch.float32)
+    asked = LoRARequest(VLLM_LORA_NAME, VLLM_LORA_INT_ID, VLLM_LORA_PATH)
+    report: dict[str, Any] = {"before": engine_says(llm), "loads": [], "engine": [], "transformers": []}
+
+    def publish(version: int) -> dict[str, Any]:
+        torch.manual_seed(version)
+        tensors = adapter_of(model)
+        for tensor in tensors.values():
+            tensor.copy_(torch.randn_like(tensor) * 0.2)
+        parts = [part_of(name, tensor) for name, tensor in tensors.items()]
+        ticket = writer.gather_parts(version, parts, described(model.peft_config["default"]))
+        assert ticket is not None
+        return load(llm, encode(await_manifest(ticket, 30)))
+
+    for version in range(1, 4):
+        report["loads"].append(publish(version))
+        report["engine"].append(engine_says(llm, asked))
+        report["transformers"].append(transformers_says(model))
+    add_lora = PipelineWorkerExtension._load_adapter
+
+    def in_disorder(self: Any, manifest: Any, config: str) -> None:
+        published = PipelineWorkerExtension._published
+        PipelineWorkerExtension._published = lambda self, manifest: {
+            name.replace("up_proj", "?").replace("gate_proj", "up_proj").replace("?", "gate_proj"): tensor
+            for name, tensor in published(self, manifest).items()
+        }
+        add_lora(self, manifest, config)
+        PipelineWorkerExtension._published = published
+
+    PipelineWorkerExtension._load_adapter = in_disorder
+    report["disorder"] = publish(4)
+    writer.close()
+    return report
+
+
+def publish_experts(folder: str) -> dict[str, Any]:
+    """Three versions of a small Qwen3 MoE, under the names that verl gives its experts."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    llm = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=64,
+        worker_extension_cls=NAME,
+        seed=0,
+        skip_tokenizer_init=True,
+    )
+    writer = ArenaWriter(1 << 20, 1000, torch.float32)
+    report: dict[str, Any] = {"loads": [], "engine": [], "transformers": []}
+    for version in range(1, 4):
+        weights = changed(model)
+        parts = [p for n, w in weights.items() for p in unfused(part_of(n, w), "qwen3_moe")]
+        ticket = writer.gather_parts(version, parts)
+        assert ticket is not None
+        report["loads"].append(load(llm, encode(await_manifest(ticket, 30))))
+        report["published"] = len(parts)
+        report["engine"].append(engine_says(llm))
+        report["transformers"].append(transformers_says(model))
+    writer.close()
+    return report
+
+
 def main(model_dir: str, mode: str) -> dict[str, Any]:
+    if mode == "experts":
+        return publish_experts(model_dir)
+    if mode == "adapter":
+        return publish_adapters(model_dir)
     if mode == "repacked":
         PipelineWorkerExtension.__new__ = lambda cls, **kwargs: object.__new__(cls)
     llm = LLM(
@@ -65,13 +173,21 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     writer = ArenaWriter(1 << 20, 16, torch.float32)
     before = engine_says(llm)
     weights = changed(model)
-    report: dict[str, Any] = {"first": load(llm, encode(writer.gather(1, weights.items())))}
+
+    def publish(version: int, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return load(llm, encode(await_manifest(writer.gather(version, weights.items()), 30)))
+
+    report: dict[str, Any] = {"first": publish(1, weights)}
     report["before"], report["engine"], report["transformers"] = before, engine_says(llm), transformers_says(model)
+    report["repeated"] = publish(2, changed(model))
+    report["engine_repeated"], report["transformers_repeated"] = engine_says(llm), transformers_says(model)
     whole = PipelineWorkerExtension._load_piece
     PipelineWorkerExtension._load_piece = lambda self, served, piece: whole(
         self, served, [(n, t) for n, t in piece if "embed_tokens" not in n]
     )
-    report["skipped"] = load(llm, encode(writer.gather(2, changed(model).items())))
+    # Without this, no loader is called any more.
+    llm.collective_rpc(forget_recording)
+    report["skipped"] = publish(3, changed(model))
     writer.close()
     return report
 

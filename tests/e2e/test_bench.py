@@ -33,7 +33,7 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "recipe.async_pipeline", "bench", "--no-stock-poll", "--repeats", "1"),
-            *("--arms", "verl_sync,one_step_off", "--workload", str(workload), "--json", str(out)),
+            *("--arms", "verl_separate_async,one_step_off", "--workload", str(workload), "--json", str(out)),
             *("--logs", str(tmp_path / "logs")),
         ],
         cwd=ROOT,
@@ -44,10 +44,11 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
     data = json.loads(out.read_text())
     assert data["failed"] == {}
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert data["ratios"]["one_step_off/verl_sync"]["median"] > 0
-    for name, max_lag in (("verl_sync", 0), ("one_step_off", 1)):
+    assert data["ratios"]["one_step_off/verl_separate_async"]["median"] > 0
+    assert data["arms"]["one_step_off"]["lag_max"] == 1
+    # verl's own trainer and manager publish through our engine, too.
+    for name in ("verl_separate_async", "one_step_off"):
         arm = data["arms"][name]
-        assert arm["lag_max"] == max_lag
         assert arm["stall_train_s"] > 0, "the weights were published"
         assert 0 <= arm["trainer_idle"]["median"] < 1
         assert arm["cpu_s"]["train"] > 0

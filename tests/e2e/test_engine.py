@@ -35,6 +35,8 @@ def check_load(report: dict[str, Any]) -> None:
     assert report["first"]["ok"]["tensors_proved"] > 0, report
     assert report["engine"] == report["transformers"]
     assert report["engine"] != report["before"], "the published weights differ from those on disk"
+    assert report["repeated"]["ok"]["tensors_proved"] > 0, "the copies of the first load, made again"
+    assert report["engine_repeated"] == report["transformers_repeated"] != report["engine"]
     assert report["skipped"]["error"] == "ProofError"
     assert "embed_tokens.weight" in report["skipped"]["message"]
 
@@ -51,6 +53,25 @@ def test_weights_that_the_engine_repacked_are_never_announced(tied_task: Path) -
     with pytest.raises(AssertionError, match="weight_loader|repacked|size"):
         report = probe(tied_task, "repacked")
         assert report["first"].get("error") is None, f"refused: {report['first']['message']}"
+
+
+def test_lora_adapters_are_served_as_published_and_a_wrong_one_is_caught(tied_task: Path) -> None:
+    report = probe(tied_task, "adapter")
+    for loaded in report["loads"]:
+        # Two tensors for each of seven modules of a layer.
+        assert loaded["ok"]["tensors_proved"] % 14 == 0 < loaded["ok"]["tensors_proved"], loaded
+    assert report["engine"] == report["transformers"]
+    assert report["before"] not in report["engine"]
+    assert len({tuple(said) for said in report["engine"]}) == 3
+    assert report["disorder"]["error"] == "ProofError"
+    assert "is served with other values than were published" in report["disorder"]["message"]
+
+
+def test_experts_are_served_as_published(tmp_path: Path) -> None:
+    report = run("engine_probe.py", tmp_path / "moe", "experts", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert [loaded["ok"]["tensors_proved"] for loaded in report["loads"]] == [report["published"]] * 3, report
+    assert report["engine"] == report["transformers"]
+    assert len({tuple(said) for said in report["engine"]}) == 3
 
 
 @pytest.fixture(scope="module")

@@ -47,27 +47,43 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     assert job.summary["status"] == "failed"
 
 
-def test_a_rollout_server_that_dies_comes_back_and_the_last_one_ends_the_run(tied_task: Path, tmp_path: Path) -> None:
+def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    def kill_one(process: subprocess.Popen[str]) -> None:
+    def signal_one(sent: signal.Signals) -> None:
         engines = [line for line in processes_of(run_dir) if "EngineCore" in line]
         assert len(engines) == 2
-        os.kill(int(engines[0].partition(":")[0]), signal.SIGKILL)
+        os.kill(int(engines[0].partition(":")[0]), sent)
+
+    def kill_one(process: subprocess.Popen[str]) -> None:
+        signal_one(signal.SIGKILL)
+
+    def stop_one(process: subprocess.Popen[str]) -> None:
+        signal_one(signal.SIGSTOP)
 
     def kill_all(process: subprocess.Popen[str]) -> None:
         kill_process_named("EngineCore", run_dir)
 
     job = run_job(
-        [*long_run(tmp_path), "actor_rollout_ref.rollout.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"],
+        [
+            *long_run(tmp_path),
+            "actor_rollout_ref.rollout.n_gpus_per_node=2",
+            "ray_kwargs.ray_init.num_gpus=3",
+            "trainer.v1.async_pipeline.publish_timeout_s=20",
+        ],
         run_dir,
         tied_task,
-        events=[Event(" 4/1000", kill_one), Event("serves again, version ", kill_all)],
+        events=[
+            Event(" 4/1000", kill_one),
+            Event("serves again, version ", stop_one),
+            Event("serves again, version ", kill_all),
+        ],
     )
-    assert "is fenced and starts anew; 1 go on. " in job.output
+    assert job.output.count("is fenced and starts anew; 1 go on. ") == 2
+    assert "waited 20 s for its engine to load version " in job.output
     check_ended(job, "EngineDeadError")
     replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
-    assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
+    assert [count for count, _ in groupby(replicas)][:4] == [2, 1, 2, 1], "training went on with the other one"
 
 
 def test_ctrl_c(tied_task: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from recipe.async_pipeline.config import IN_FLIGHT
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 
@@ -72,9 +73,10 @@ class Probe:
 
     async def publish(self, weights: dict[str, torch.Tensor], in_flight: str, stage: str = "host") -> None:
         self.version += 1
-        manifest = encode(self.writer.gather(self.version, weights.items()))
+        ticket = self.writer.gather(self.version, weights.items())
+        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
         if stage == "device":
-            await self.engine.collective_rpc("stage_snapshot", 60.0, (manifest,))
+            assert await self.engine.collective_rpc("stage_snapshot", 60.0, (manifest,)) == [True]
             while await self.engine.collective_rpc("staged_version", 60.0) != [self.version]:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import PREFIX, SHM_DIR
-from recipe.async_pipeline.weight_sync.manifest import decode
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.manifest import decode_ticket
+from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -64,13 +65,13 @@ def test_verl_finds_it_by_name(engines: Engines, load: Load) -> None:
 
 
 def connect(kind: Any, trainers: list[Any], receivers: list[Any]) -> Path:
-    """What verl's manager does before each version; returns where the manifest will be."""
+    """What verl's manager does before each version; returns where the ticket will be."""
     metadata = [engine.prepare() for engine in (*trainers, *receivers)]
     topology = kind.build_topology(len(trainers), len(receivers), metadata)
     for some, arguments in zip((trainers, receivers), topology, strict=True):
         for i, engine in enumerate(some):
             engine.init_process_group(**{name: values[i] for name, values in arguments.items()})
-    return Path(topology[0]["board"][0])
+    return SHM_DIR / topology[0]["board"][0]
 
 
 async def transfer(trainers: list[Any], receivers: list[Any], version: int) -> list[dict[str, torch.Tensor]]:
@@ -86,7 +87,7 @@ def test_versions_go_from_two_trainer_ranks_to_two_replicas(engines: Engines) ->
     receivers = [engines.make(), engines.make()]
     for version in (1, 2, 3):
         board = connect(engines.kind, trainers, receivers)
-        assert not board.exists(), "the manifest of the version before must not be read again"
+        assert not board.exists(), "the ticket of the version before must not be read again"
         for received in asyncio.run(transfer(trainers, receivers, version)):
             assert list(received) == list(weights(version))
             for name, tensor in weights(version).items():
@@ -98,8 +99,8 @@ def test_versions_go_from_two_trainer_ranks_to_two_replicas(engines: Engines) ->
         assert not board.exists()
 
 
-def test_the_master_returns_the_manifest(engines: Engines) -> None:
-    manifest = decode(engines.make(is_master=True).gather(iter(weights(0).items()), 7))
+def test_the_master_returns_the_ticket(engines: Engines) -> None:
+    manifest = await_manifest(decode_ticket(engines.make(is_master=True).gather(iter(weights(0).items()), 7)), 30)
     assert manifest.version == 7
     assert [(e.name, e.dtype) for e in manifest.tensors] == [
         ("a", "bfloat16"),
@@ -121,9 +122,9 @@ def test_a_version_is_gathered_once(engines: Engines) -> None:
         master.gather(iter(weights(0).items()), 3)
 
 
-def test_a_receiver_does_not_wait_for_ever(engines: Engines, tmp_path: Path) -> None:
+def test_a_receiver_does_not_wait_for_ever(engines: Engines) -> None:
     receiver = engines.make(timeout_s=0.01)
-    receiver.init_process_group(board=str(tmp_path / "nothing"))
+    receiver.init_process_group(board=new_name())
     with pytest.raises(WeightSyncError, match="published no weights within 0.01 s"):
         asyncio.run(collect(receiver, 0))
 

@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 
 from recipe.async_pipeline.verl_bridge.courier import pull_through, start_on
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.inbox import Inbox, Verdict, header_of
 from recipe.async_pipeline.weight_sync.manifest import decode, encode
 
@@ -73,7 +74,8 @@ def test_a_version_arrives_whole_on_another_node(nodes: tuple[str, str]) -> None
     try:
         for version in range(3):
             weights = {name: tensor + version for name, tensor in WEIGHTS.items()}
-            manifest = encode(writer.gather(version, weights.items()))
+            ticket = encode(writer.gather(version, weights.items()))
+            manifest = ray.get(courier.announced.remote(ticket, 30.0))
             buckets = len(decode(manifest).buckets)
             assert buckets > 2
             spoil = 1 if version == 1 else None
@@ -88,10 +90,10 @@ def test_all_replicas_pull_the_same_copy_and_a_bad_one_is_replaced(nodes: tuple[
     courier = start_on(nodes[0])
     writer = ArenaWriter(BUCKET_BYTES, 4, None)
     try:
-        manifest = encode(writer.gather(0, WEIGHTS.items()))
+        manifest = encode(await_manifest(writer.gather(0, WEIGHTS.items()), 30))
         (first,), (second,), (fresh,) = ray.get([courier.offer.remote(manifest, 0, f) for f in (False, False, True)])
         assert first == second != fresh
-        later = encode(writer.gather(1, WEIGHTS.items()))
+        later = encode(await_manifest(writer.gather(1, WEIGHTS.items()), 30))
         (next_version,) = ray.get(courier.offer.remote(later, 0, False))
         assert next_version != fresh
         header, payload = asyncio.run(pull_through(courier, later)(2))

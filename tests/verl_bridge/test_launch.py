@@ -278,8 +278,12 @@ def test_a_role_of_ones_own_must_fit(
 
 @pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
 def test_adapters_must_be_merged(launch: ModuleType, smoke: Smoke, path: str) -> None:
-    with pytest.raises(ConfigError, match=r"needs actor_rollout_ref\.model\.lora\.merge=True"):
-        launch.check_verl_config(smoke({path: 8}))
+    load_format = "actor_rollout_ref.rollout.load_format"
+    with pytest.raises(ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"):
+        launch.check_verl_config(smoke({path: 8, load_format: "dummy"}))
+    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
+        launch.check_verl_config(smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True}))
+    launch.check_verl_config(smoke({path: 8, load_format: "auto"}))
     launch.check_verl_config(smoke({path: 8, "actor_rollout_ref.model.lora.merge": True}))
 
 

@@ -14,11 +14,11 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Publication
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.weight_sync.distribution import LoadReport
-from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, encode
+from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-MANIFEST = encode(Manifest(5, (), (BucketEntry("b", 300, 0), BucketEntry("c", 30, 0)), (), 0.25))
+TICKET = encode(Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ class Server:
         self.__ray_call__ = SimpleNamespace(remote=lambda function: self.node)
 
     async def _load(self, *arguments: Any) -> LoadReport:
-        assert arguments == (MANIFEST, self.courier, 64, 10.0, "abort", "device")
+        assert arguments == (TICKET, self.courier, 64, 10.0, "abort", "device")
         self.log.append(f"{self.name} begins")
         await asyncio.sleep(2.0)
         if self.error is not None:
@@ -110,7 +110,7 @@ def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) 
 def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
     log: list[str] = []
     made = pool(Replica(0, Server("a", log)), Replica(1, Server("b", log)))
-    assert run_virtual(made.publish(MANIFEST)) == Publication(
+    assert run_virtual(made.publish(TICKET)) == Publication(
         version=5,
         num_bytes=330,
         gather_s=0.25,
@@ -125,7 +125,7 @@ def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
 
 def test_the_servers_of_one_replica_load_together(pool: Callable[..., Any]) -> None:
     log: list[str] = []
-    publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log))).publish(MANIFEST))
+    publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log))).publish(TICKET))
     assert log[:2] == ["a begins", "b begins"]
     assert publication.replicas == 1
 
@@ -138,7 +138,7 @@ def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
 
     async def main() -> None:
         made = pool(bad, Replica(1, Server("good", log)))
-        publication = await made.publish(MANIFEST)
+        publication = await made.publish(TICKET)
         assert publication.replicas == 1
         assert list(balancer.servers) == ["address 1"]
         await asyncio.sleep(10)
@@ -153,7 +153,7 @@ def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
 def test_what_the_only_replica_raises_comes_through(pool: Callable[..., Any]) -> None:
     error = ProofError("v5: other values")
     with pytest.raises(ProofError) as caught:
-        run_virtual(pool(Replica(0, Server("a", [], error=error))).publish(MANIFEST))
+        run_virtual(pool(Replica(0, Server("a", [], error=error))).publish(TICKET))
     assert caught.value is error
 
 
@@ -175,6 +175,6 @@ def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
     servers = [Server("here", log), Server("there", log, node="b"), Server("far", log, node="c")]
     for server, courier in zip(servers, (None, "the courier", "the courier"), strict=True):
         server.courier = courier
-    publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(MANIFEST))
+    publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(TICKET))
     assert publication.replicas == 3
     assert started == ["a"], "it runs where the trainer's memory is"

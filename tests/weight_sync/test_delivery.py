@@ -104,7 +104,7 @@ def manifest(weights: Weights, version: int = 1, count: int = 1000) -> Manifest:
     samples = tuple(
         draw_sample(version, n, weights[n]) for n in sampled_names(tuple(weights), version, count)
     )
-    return Manifest(version, entries, (), samples, 0.0)
+    return Manifest(version, entries, (), samples)
 
 
 # What is right passes.
@@ -130,6 +130,56 @@ def test_served_precision_decides() -> None:
     weights = published(tied=True, dtype=torch.float32)
     rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
     assert prove(manifest(weights), view(served(rounded))) == len(weights) + 1
+
+
+EXPERTS, INNER = 3, 8
+
+
+def experts() -> Weights:
+    draw = torch.Generator().manual_seed(2)
+    shapes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    return {
+        f"{LAYER}.mlp.experts.{e}.{part}.weight": torch.randn(*shape, generator=draw)
+        for e in range(EXPERTS)
+        for part, shape in shapes.items()
+    }
+
+
+def served_experts(weights: Weights, rank: int, size: int) -> Weights:
+    def stacked(part: str, dim: int) -> torch.Tensor:
+        return torch.stack(
+            [weights[f"{LAYER}.mlp.experts.{e}.{part}.weight"].chunk(size, dim)[rank] for e in range(EXPERTS)]
+        )
+
+    gate_up = torch.cat([stacked("gate_proj", 0), stacked("up_proj", 0)], dim=1)
+    base = f"{LAYER}.mlp.experts.routed_experts"
+    return {f"{base}.w13_weight": gate_up, f"{base}.w2_weight": stacked("down_proj", 1)}
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (3, 4)])
+def test_experts_are_proved_where_engines_keep_them(rank: int, size: int) -> None:
+    weights = experts()
+    model = ServedModel(served_experts(weights, rank, size), PACKED, rank, size)
+    assert prove(manifest(weights), model) == 3 * EXPERTS
+
+
+@pytest.mark.parametrize("pair", [("0.gate_proj", "0.up_proj"), ("0.gate_proj", "1.gate_proj"), ("1.down_proj", "2.down_proj")])
+def test_experts_that_changed_places(pair: tuple[str, str]) -> None:
+    weights, wrong = experts(), experts()
+    a, b = (f"{LAYER}.mlp.experts.{name}.weight" for name in pair)
+    wrong[a], wrong[b] = weights[b], weights[a]
+    with pytest.raises(ProofError, match="is served with other values than were published"):
+        prove(manifest(weights), ServedModel(served_experts(wrong, 0, 1), PACKED))
+
+
+def test_an_expert_that_nobody_serves() -> None:
+    weights = experts()
+    kept = served_experts(weights, 0, 1)
+    with pytest.raises(ProofError, match="no served parameter holds it"):
+        prove(manifest(weights), ServedModel({}, PACKED))
+    fewer = {name: tensor[:2] for name, tensor in kept.items()}
+    with pytest.raises(ProofError, match="experts.2.gate_proj.weight was published but .*w13_weight is served as"):
+        prove(manifest(weights), ServedModel(fewer, PACKED))
 
 
 def test_not_a_number_equals_itself() -> None:
@@ -247,7 +297,7 @@ def test_a_fused_shape_that_no_layout_explains() -> None:
 def test_no_comparison_is_no_proof() -> None:
     weights = published(tied=True)
     made = manifest(weights)
-    empty = Manifest(made.version, made.tensors, (), (), 0.0)
+    empty = Manifest(made.version, made.tensors, (), ())
     with pytest.raises(ProofError, match="v1: nothing could be compared"):
         prove(empty, view(served(weights)))
 

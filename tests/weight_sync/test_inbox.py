@@ -38,7 +38,6 @@ def manifest(version: int, sizes: tuple[int, ...] = SIZES) -> Manifest:
             for i, n in enumerate(sizes)
         ),
         samples=(),
-        gather_s=0.0,
     )
 
 

@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.manifest import (
+    ALIGN,
     BucketEntry,
+    Failure,
+    Layout,
     Manifest,
     Sample,
     TensorEntry,
+    Ticket,
     decode,
+    decode_announcement,
+    decode_ticket,
     encode,
 )
 
@@ -25,7 +31,7 @@ def tensor(name: str, offset: int = 0, nbytes: int = 8, bucket: int = 0) -> Tens
 
 def manifest(*tensors: TensorEntry, sizes: tuple[int, ...] = (64, 32)) -> Manifest:
     buckets = tuple(BucketEntry(f"b{i}", size, 2**64 - 1) for i, size in enumerate(sizes))
-    return Manifest(3, tensors, buckets, (Sample("a", b"\x00\xff"),), 0.25)
+    return Manifest(3, tensors, buckets, (Sample("a", b"\x00\xff"),))
 
 
 def test_what_is_encoded_is_decoded() -> None:
@@ -74,3 +80,41 @@ def test_pieces_keep_the_order_and_the_bound(sizes: list[int], piece_bytes: int)
     for piece in pieces:
         assert piece
         assert len(piece) == 1 or sum(entry.nbytes for entry in piece) <= piece_bytes
+
+
+def test_a_board_says_a_manifest_or_a_failure() -> None:
+    for said in (manifest(tensor("a")), Failure("the device is gone")):
+        assert decode_announcement(encode(said)) == said
+    with pytest.raises(WeightSyncError, match="x lies outside its bucket"):
+        decode_announcement(encode(manifest(tensor("x", bucket=9))))
+    with pytest.raises(WeightSyncError, match="not a weight manifest"):
+        decode(encode(Failure("the device is gone")))
+
+
+def test_a_ticket_is_no_manifest_and_the_other_way_round() -> None:
+    ticket = Ticket(version=3, board="b", pid=7, num_bytes=96, gather_s=0.25)
+    assert decode_ticket(encode(ticket)) == ticket
+    with pytest.raises(WeightSyncError, match="not a weight manifest"):
+        decode(encode(ticket))
+    with pytest.raises(WeightSyncError, match="not a ticket of a weight version"):
+        decode_ticket(encode(manifest()))
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(sizes=st.lists(st.integers(0, 300), max_size=20), bucket_bytes=st.integers(1, 400))
+def test_a_layout_keeps_the_order_wastes_no_bucket_and_overlaps_nothing(sizes: list[int], bucket_bytes: int) -> None:
+    layout = Layout(bucket_bytes)
+    placed = [layout.place(f"t{i}", (size,), "uint8", 1) for i, size in enumerate(sizes)]
+    assert layout.tensors == placed
+    assert [entry.nbytes for entry in placed] == sizes
+    for before, after in zip(placed, placed[1:], strict=False):
+        if after.bucket == before.bucket:
+            assert after.offset >= before.offset + before.nbytes
+        else:
+            assert after.bucket == before.bucket + 1
+            assert -(-(before.offset + before.nbytes) // ALIGN) * ALIGN + after.nbytes > bucket_bytes, "it would have fitted"
+    for bucket, used in enumerate(layout.used):
+        inside = [entry for entry in placed if entry.bucket == bucket]
+        assert used == max(entry.offset + entry.nbytes for entry in inside)
+        assert used <= bucket_bytes or len(inside) == 1
+        assert all(entry.offset % ALIGN == 0 for entry in inside)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +33,18 @@ class Completion:
     text: str = ""
 
 
+class Kind(Enum):
+    CUMULATIVE = 0
+    FINAL_ONLY = 1
+
+
 @dataclass
 class Params:
     max_tokens: int
     min_tokens: int = 0
+    output_kind: Kind = Kind.CUMULATIVE
+    stop: list[str] = field(default_factory=list)
+    detokenize: bool = True
 
 
 @dataclass
@@ -76,7 +85,8 @@ class Engine:
         output = SimpleNamespace(
             outputs=outputs, finished=reason is not None, prompt_token_ids=list(request.prompt["prompt_token_ids"])
         )
-        asyncio.get_running_loop().call_later(self.late_s, request.queue.put_nowait, output)
+        if reason is not None or request.params.output_kind is Kind.CUMULATIVE:
+            asyncio.get_running_loop().call_later(self.late_s, request.queue.put_nowait, output)
         if reason is not None:
             del self.live[name]
 
@@ -259,6 +269,34 @@ def test_what_is_left_of_an_answer_is_shorter() -> None:
 
     run_virtual(main())
     assert seen == [(6, 2), (3, 0)]
+
+
+@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("stop", [[], ["\n"]])
+def test_nothing_is_made_that_nobody_reads(in_flight: str, stop: list[str]) -> None:
+    engine = Engine()
+    seen: list[Params] = []
+    add = engine.add_request
+    asked = Params(3, stop=stop)
+
+    async def main() -> int:
+        async def noted(request_id: str, prompt: Any, params: Params) -> Request:
+            seen.append(params)
+            return await add(request_id, prompt, params)
+
+        engine.add_request = noted  # type: ignore[method-assign]
+        versioned = VersionedEngine(engine)
+        await versioned.load(0, engine.loading(0, 0.0), in_flight)
+        clock = asyncio.create_task(engine.run())
+        with recorded_spans():
+            outputs = [o async for o in engine.generate(PROMPT, asked, request_id="r")]
+        clock.cancel()
+        return len(outputs)
+
+    outputs = run_virtual(main())
+    assert outputs == (3 if in_flight == "abort" else 1)
+    assert seen[0].detokenize == bool(stop), "stop strings are looked for in the text"
+    assert asked == Params(3, stop=stop), "the caller's are left alone"
 
 
 def test_requests_that_nobody_records_pass_through() -> None:

@@ -18,7 +18,7 @@ import msgspec
 from ..cli import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
-from . import weight_sync
+from . import arena, weight_sync
 from .arms import ARMS, DEFAULT_ARMS, parse_arms
 from .measure import Measured
 from .outputs import check_outputs
@@ -26,6 +26,11 @@ from .picture import draw
 from .report import report, table
 from .runner import Job, JobFailed, jobs_in_turns, run_job
 from .workload import Workload, load, names
+
+_OTHERS: Mapping[str, tuple[Any, str]] = {
+    "weight-sync": (weight_sync, "what a publication of weights costs, with our ways and with verl's, on real engines"),
+    "arena": (arena, "how fast weights go from a device to host memory and back, with torch alone"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
     parser.add_argument("--no-stock-poll", action="store_true", help="do not also run verl's arms once with their polling interval as shipped")
-    text = "what a publication of weights costs, with our way and with verl's"
-    weight_sync.add_arguments(
-        parser.add_subparsers(dest="instead", metavar="weight-sync", title="another measurement").add_parser("weight-sync", help=text, description=text)
-    )
+    others = parser.add_subparsers(dest="instead", title="other measurements")
+    for name, (module, text) in _OTHERS.items():
+        module.add_arguments(others.add_parser(name, help=text, description=text))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all jobs. Status 0: all arms completed; 1: some failed."""
     if args.instead is not None:
-        return weight_sync.run(args)
+        status: int = _OTHERS[args.instead][0].run(args)
+        return status
     arms = parse_arms(args.arms)
     workload = load(args.workload)
     for option in ("repeats", "steps"):

@@ -34,7 +34,8 @@ def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
     """The publications after the first `warmup` ones.
 
     A replica stands still where it makes no step for longer than usual; usual is its median pause between two
-    steps while nothing is published. It always has requests, so it pauses for nothing else.
+    steps while nothing is published. It always has requests, so it pauses for nothing else. What its pauses are
+    longer than usual by while nothing is published, in the same time, is not charged to a publication.
     """
     steps: dict[int, list[Interval]] = defaultdict(list)
     for span in spans:
@@ -45,7 +46,7 @@ def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
     pauses = {pid: pauses_of(sorted(made)) for pid, made in steps.items()}
     found = []
     for span, window in list(zip(publications, windows, strict=True))[warmup:]:
-        stall = sum(stall_in(mine, window, usual_pause(mine, windows)) for mine in pauses.values())
+        stall = sum(stall_in(mine, window, usual_pause(mine, windows), noise(mine, windows)) for mine in pauses.values())
         facts = {k: float(v) for k, v in span.facts.items()}
         found.append(Cost(span.seconds, facts.pop("trainer_stall"), stall, facts))
     return found
@@ -56,15 +57,27 @@ def pauses_of(steps: Sequence[Interval]) -> list[Interval]:
     return [(a[1], b[0]) for a, b in pairwise(steps) if b[0] > a[1]]
 
 
+def noise(pauses: Sequence[Interval], windows: Sequence[Interval]) -> float:
+    """How much longer than usual the pauses are that no window touches, in seconds a second."""
+    if not pauses:
+        return 0.0
+    usual = usual_pause(pauses, windows)
+    begin, end = pauses[0][0], pauses[-1][1]
+    quiet = end - begin - sum(max(0.0, min(w[1], end) - max(w[0], begin)) for w in windows)
+    longer = sum(max(0.0, b - a - usual) for a, b in pauses if not any(touch((a, b), w) for w in windows))
+    return longer / quiet if quiet > 0 else 0.0
+
+
 def usual_pause(pauses: Sequence[Interval], windows: Sequence[Interval]) -> float:
     """Median pause that no window touches."""
     quiet = [end - start for start, end in pauses if not any(touch((start, end), w) for w in windows)]
     return median(quiet) if quiet else 0.0
 
 
-def stall_in(pauses: Sequence[Interval], window: Interval, usual: float) -> float:
-    """Seconds beyond the usual of the pauses that the window touches."""
-    return sum(max(0.0, end - start - usual) for start, end in pauses if touch((start, end), window))
+def stall_in(pauses: Sequence[Interval], window: Interval, usual: float, noise: float) -> float:
+    """Seconds beyond the usual of the pauses that the window touches, less the noise that it would have anyway."""
+    longer = sum(max(0.0, end - start - usual) for start, end in pauses if touch((start, end), window))
+    return max(0.0, longer - noise * (window[1] - window[0]))
 
 
 def touch(a: Interval, b: Interval) -> bool:
@@ -84,6 +97,7 @@ def summary(found: Sequence[Cost]) -> dict[str, Any]:
         work = [sum(cost.facts[part] for part in parts) for cost in found]
         stalls = [cost.trainer_stall + cost.generator_stall for cost in found]
         row["hidden_fraction"] = spread([1 - s / w for s, w in zip(stalls, work, strict=True)])._asdict()
+        row["tokens_read_again"] = median(cost.facts["tokens_read_again"] for cost in found)
         for part in parts:
             copies = 1 if part == "gather_s" else "replicas"
             rates = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline bench weight-sync`: what a publication costs, with our way and with verl's, on real engines."""
+"""`async-pipeline bench weight-sync`: what a publication costs, with our ways and with verl's, on real engines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cli import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
-from ..weight_sync.arena import create_segment
+from ..weight_sync.segment import create_segment
 from .arms import ARMS, hydra_overrides
 from .outputs import check_outputs
 from .report import machine
@@ -30,8 +30,20 @@ from .stalls import PUBLICATION, costs, summary
 
 ENTRY = "recipe.async_pipeline.verl_bridge.bench_sync_job"
 TIMED = "recipe.async_pipeline.verl_bridge.bench_sync_worker.TimedWorkerExtension"
-WAYS = {"dual_buffer": "one_step_off", "verl_stock": "verl_separate_async"}
-"""Each way to publish, and the arm whose settings it runs with."""
+
+
+class Way(NamedTuple):
+    """How to publish: an arm, and settings beside it."""
+
+    arm: str
+    overrides: Mapping[str, Any] = {}
+
+
+WAYS = {
+    "dual_buffer": Way("one_step_off"),
+    "dual_buffer_device": Way("one_step_off", {"trainer.v1.async_pipeline.stage": "device"}),
+    "verl_stock": Way("verl_separate_async"),
+}
 WARMUP = 2
 """Publications that are not counted: each of the two arenas is touched for the first time."""
 REQUESTS = 4
@@ -50,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both ways, one after the other. Status 0: both completed; 1: one failed."""
+    """Run all ways, one after the other. Status 0: all completed; 1: one failed."""
     if args.replicas < 1 or args.versions < 1:
         raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
     check_outputs(args.json, None, args.logs)
@@ -103,13 +115,14 @@ def overrides_of(way: str, directory: Path, replicas: int) -> list[str]:
     """The command line of a way, below verl's entry point."""
     rollout = "actor_rollout_ref.rollout"
     values: dict[str, Any] = {
-        **ARMS[WAYS[way]].overrides,
+        **ARMS[WAYS[way].arm].overrides,
+        **WAYS[way].overrides,
         f"{rollout}.n_gpus_per_node": replicas,
         f"{rollout}.engine_kwargs.vllm.worker_extension_cls": TIMED,
         "ray_kwargs.ray_init.num_gpus": replicas + 1,
         "trainer.default_local_dir": str(directory / "checkpoints"),
     }
-    if ARMS[WAYS[way]].ours:
+    if ARMS[WAYS[way].arm].ours:
         values["trainer.v1.async_pipeline.run_dir"] = str(directory / "run")
     return hydra_overrides(values)
 
@@ -166,9 +179,10 @@ def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 def ratios(data: Mapping[str, Any]) -> dict[str, float]:
     """Our stalls over verl's, of the medians."""
-    ours, stock = data["dual_buffer"], data["verl_stock"]
     return {
-        name.removesuffix("_s"): ours[name]["median"] / stock[name]["median"]
+        name.removesuffix("_s") + way.removeprefix("dual_buffer"): data[way][name]["median"] / data["verl_stock"][name]["median"]
+        for way in WAYS
+        if way != "verl_stock"
         for name in ("generator_stall_s", "trainer_stall_s")
     }
 
@@ -185,9 +199,11 @@ def table(data: Mapping[str, Any]) -> str:
             lines.append(f"| `{way}` | " + " | ".join(cells) + " |")
     if "ratios" in data:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in data["ratios"].items())
-        lines.append(f"\ndual_buffer / verl_stock: {shown}")
-    rates = {k: v for k, v in data.get("dual_buffer", {}).items() if k.endswith("_gb_s")} | dict(data["limits"])
-    lines.append("GB/s: " + ", ".join(f"{name.removesuffix('_gb_s')} {value:.1f}" for name, value in rates.items()))
+        lines.append(f"\nours / verl_stock: {shown}")
+    rates = {way: {k: v for k, v in data[way].items() if k.endswith("_gb_s")} for way in WAYS if way in data}
+    for title, row in (rates | {"limits": data["limits"]}).items():
+        if row:
+            lines.append(f"{title}, GB/s: " + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in row.items()))
     return "\n".join(lines)
 
 

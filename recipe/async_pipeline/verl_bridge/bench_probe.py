@@ -72,8 +72,8 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
         async def gather(self, version: int) -> bytes:
             self._gathering[version] = time.monotonic()
             with spans.measure("sync"):
-                manifest: bytes = await super().gather(version)
-            return manifest
+                ticket: bytes = await super().gather(version)
+            return ticket
 
         async def publish(self, version: int, snapshot: object) -> Any:
             began = self._gathering.pop(version)

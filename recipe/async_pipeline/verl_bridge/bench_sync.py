@@ -78,9 +78,9 @@ async def _ask(server: Any, stop: asyncio.Event) -> None:
 
 async def _publish_ours(trainer: Any, version: int) -> dict[str, float]:
     started = time.monotonic()
-    manifest = await trainer.gather(version)
+    ticket = await trainer.gather(version)
     gathered = time.monotonic()
-    publication = await trainer.rollout_pool.publish(manifest)
+    publication = await trainer.rollout_pool.publish(ticket)
     return {
         "trainer_stall": gathered - started,
         "bytes": publication.num_bytes,

@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """`checkpoint_engine.backend=dual_buffer`: weight versions through shared host memory.
 
-The trainer of this package uses `gather` alone and lets the replicas pull the manifest; nothing waits
-but the gather. Verl's own managers may drive the same engine through `send_weights` and
+The trainer of this package uses `gather_parts`, or `gather` where an engine must assemble its tensors first, and
+lets the replicas pull the manifest; nothing waits but the gather. Verl's own managers may drive the same engine through `send_weights` and
 `receive_weights`, in which case they wait as they always do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator, Generator
-from pathlib import Path
+from collections.abc import AsyncIterator, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import WeightSyncError
-from ..weight_sync.arena import ArenaReader, ArenaWriter
-from ..weight_sync.manifest import Manifest, decode, encode
-from ..weight_sync.segment_names import SHM_DIR, new_name
+from ..weight_sync.arena import ArenaReader, ArenaWriter, Part, Ranks
+from ..weight_sync.board import Board, await_manifest
+from ..weight_sync.manifest import Manifest, decode_ticket, encode
 
 POLL_S = 0.002
-"""How often a receiver under verl's manager looks for the manifest; sender and receiver start together."""
+"""How often a receiver under verl's manager looks for the ticket; sender and receiver start together."""
 
 
 @CheckpointEngineRegistry.register("dual_buffer")
@@ -42,31 +41,42 @@ class DualBufferCheckpointEngine(CheckpointEngine):
     ) -> None:
         """`bucket_size` in bytes; `rollout_dtype` is what floating tensors are cast to, None keeps theirs."""
         dtype = None if rollout_dtype is None else getattr(torch, rollout_dtype)
-        self._writer = ArenaWriter(bucket_size, proof_tensors, dtype) if is_master else None
+        self._new_writer = partial(ArenaWriter, bucket_size, proof_tensors, dtype)
+        self._is_master = is_master
+        self._writer: ArenaWriter | None = None
         self._reader = ArenaReader()
         self._piece_bytes = bucket_size
         self._timeout_s = timeout_s
-        self._board: Path | None = None
+        self._board: Board | None = None
 
     def gather(self, weights: Generator[tuple[str, torch.Tensor], None, None], version: int) -> bytes | None:
-        """All training ranks call this together; the master returns the encoded manifest, others None.
+        """All training ranks call this together; the master returns the encoded ticket, others None.
 
         Raises WeightSyncError: the version is not newer than the last.
         """
-        if self._writer is None:
+        if not self._is_master:
             for _ in weights:  # take part in the collectives
                 pass
             return None
+        self._writer = self._writer or self._new_writer()
         return encode(self._writer.gather(version, weights))
 
-    # verl's own protocol. The manifest is left on a board in shared memory whose name `prepare` hands out.
+    def gather_parts(
+        self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
+    ) -> bytes | None:
+        """As `gather`, without assembling any tensor: each rank copies what it holds. All ranks are on one host."""
+        self._writer = self._writer or self._new_writer(ranks)
+        ticket = self._writer.gather_parts(version, parts, adapter)
+        return None if ticket is None else encode(ticket)
+
+    # verl's own protocol. The ticket is left on a board in shared memory whose name `prepare` hands out.
 
     def prepare(self) -> dict[str, Any]:
-        if self._writer is None:
+        if not self._is_master:
             return {}
-        self._board = self._board or SHM_DIR / new_name()
-        self._board.unlink(missing_ok=True)
-        return {"board": str(self._board)}
+        self._board = self._board or Board()
+        self._board.clear()
+        return {"board": self._board.name}
 
     @classmethod
     def build_topology(
@@ -76,22 +86,20 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         return {"board": [board] * actor_wg_world_size}, {"board": [board] * rollout_world_size}
 
     def init_process_group(self, board: str) -> None:
-        self._board = Path(board)
+        if not self._is_master:
+            self._board = Board(board)
 
     def finalize(self) -> None:
-        if self._writer is not None and self._board is not None:
-            self._board.unlink(missing_ok=True)
+        if self._is_master and self._board is not None:
+            self._board.clear()
 
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
         version = 0 if global_steps is None else global_steps
-        data = self.gather(weights, version)
-        if data is not None and self._board is not None:
-            temporary = self._board.with_suffix(".part")
-            temporary.touch(mode=0o600)
-            temporary.write_bytes(data)
-            os.replace(temporary, self._board)
+        ticket = self.gather(weights, version)
+        if ticket is not None and self._board is not None:
+            self._board.post(ticket)
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
@@ -106,8 +114,9 @@ class DualBufferCheckpointEngine(CheckpointEngine):
             raise WeightSyncError("receive_weights before init_process_group")
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            if self._board.exists():
-                return decode(self._board.read_bytes())
+            posted = self._board.read()
+            if posted is not None:
+                return await asyncio.to_thread(await_manifest, decode_ticket(posted), self._timeout_s)
             await asyncio.sleep(POLL_S)
         raise WeightSyncError(f"the trainer published no weights within {self._timeout_s:g} s")
 
@@ -115,3 +124,5 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         """Unlink the arenas. Called when the worker ends in order; a killed worker's tracker does the same."""
         if self._writer is not None:
             self._writer.close()
+        if self._is_master and self._board is not None:
+            self._board.close()

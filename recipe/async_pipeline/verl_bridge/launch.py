@@ -141,13 +141,25 @@ def check_verl_config(config: DictConfig) -> None:
             f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
             f"n_gpus_per_node}}, together {wanted}, got {there}; raise it, or ask for fewer devices"
         )
-    lora = OmegaConf.select(config, "actor_rollout_ref.model.lora.rank") or config.actor_rollout_ref.model.get(
-        "lora_rank", 0
-    )
-    if lora and not OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"):
+    _check_adapters(config)
+
+
+def _check_adapters(config: DictConfig) -> None:
+    """Raises ConfigError: a LoRA adapter that the pipeline cannot publish."""
+    model = config.actor_rollout_ref.model
+    rank = OmegaConf.select(model, "lora.rank") or model.get("lora_rank", 0)
+    if not rank or OmegaConf.select(model, "lora.merge"):
+        return
+    load_format = OmegaConf.select(config, f"{_ROLLOUT}.load_format")
+    if load_format in (None, "dummy"):
         raise ConfigError(
-            f"actor_rollout_ref.model.lora rank {lora} needs actor_rollout_ref.model.lora.merge=True; "
-            "publishing adapters alone is not supported yet"
+            f"{_ROLLOUT}.load_format must not be dummy for LoRA adapters, whose base is never published, got "
+            f"{load_format!r}; set it to auto, or actor_rollout_ref.model.lora.merge=True"
+        )
+    if need_reference_policy(config):
+        raise ConfigError(
+            f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with a reference policy yet, got "
+            "use_kl_loss or use_kl_in_reward; turn them off"
         )
 
 

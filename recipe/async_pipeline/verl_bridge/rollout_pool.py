@@ -15,7 +15,7 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from ..core.items import Publication
 from ..errors import WeightSyncError
 from ..weight_sync.distribution import Distribution, LoadReport
-from ..weight_sync.manifest import decode
+from ..weight_sync.manifest import decode_ticket
 from .courier import start_on
 from .device_holder import node_id
 from .llm_client import PipelineLLMClient
@@ -79,8 +79,8 @@ class ReplicaConsumer:
         self._replica, self._balancer = replica, balancer
         self._arguments = (courier, piece_bytes, timeout_s, how.in_flight, how.stage)
 
-    async def load(self, manifest: bytes) -> LoadReport:
-        answers = [server.load_version.remote(manifest, *self._arguments) for server in self._replica.servers]
+    async def load(self, ticket: bytes) -> LoadReport:
+        answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]
         # The servers of one replica load together, and the first speaks for all.
         reports: list[LoadReport] = [await answer for answer in answers]
         return reports[0]
@@ -150,17 +150,17 @@ class RolloutPool:
         """Held while replicas change version, and by whoever needs them not to."""
         return self._distribution.weights
 
-    async def publish(self, manifest: bytes) -> Publication:
+    async def publish(self, ticket: bytes) -> Publication:
         """Have every replica check, load and prove a version; returns when all that work serve it.
 
         Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left.
         """
-        described = decode(manifest)
-        reports = await self._distribution.publish(described.version, manifest)
+        gathered = decode_ticket(ticket)
+        reports = await self._distribution.publish(gathered.version, ticket)
         return Publication(
-            version=described.version,
-            num_bytes=described.num_bytes,
-            gather_s=described.gather_s,
+            version=gathered.version,
+            num_bytes=gathered.num_bytes,
+            gather_s=gathered.gather_s,
             transfer_s=sum(r.transfer_s for r in reports),
             load_s=sum(r.load_s for r in reports),
             tensors_proved=sum(r.tensors_proved for r in reports),

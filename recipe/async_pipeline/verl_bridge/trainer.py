@@ -382,11 +382,11 @@ class AsyncPipelineTrainer(PPOTrainer):
         return {f"async_pipeline/param_update/{name}": float(getattr(last, name)) for name in names}
 
     async def gather(self, version: int) -> bytes:
-        manifests = await self._call(self.actor_rollout_wg.gather_weights, version)
-        manifest = next((m for m in manifests if m is not None), None)
-        if manifest is None:
-            raise WeightSyncError(f"no training rank returned a manifest of version {version}")
-        return bytes(manifest)
+        tickets = await self._call(self.actor_rollout_wg.gather_weights, version)
+        ticket = next((t for t in tickets if t is not None), None)
+        if ticket is None:
+            raise WeightSyncError(f"no training rank returned a ticket of version {version}")
+        return bytes(ticket)
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         assert isinstance(snapshot, bytes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -16,14 +17,18 @@ from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from ..core.clock import within
 from ..errors import WeightSyncError
 from ..weight_sync.arena import ArenaReader
+from ..weight_sync.board import await_manifest
 from ..weight_sync.distribution import LoadReport
 from ..weight_sync.inbox import Inbox
-from ..weight_sync.manifest import decode, encode
+from ..weight_sync.manifest import Manifest, Ticket, decode, decode_ticket, encode
 from ..weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 from .courier import pull_through
 from .device_holder import DeviceHolder, HeldDevice
+
+T = TypeVar("T")
 
 SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
@@ -57,34 +62,34 @@ class PipelineVLLMServer(vLLMHttpServer):
         self._versioned = VersionedEngine(self.engine)
 
     async def load_version(
-        self, manifest: bytes, courier: Any | None, piece_bytes: int, timeout_s: float, in_flight: str, stage: str
+        self, ticket: bytes, courier: Any | None, piece_bytes: int, timeout_s: float, in_flight: str, stage: str
     ) -> LoadReport:
         """Fetch, check, load, prove and announce one version, in this order.
 
         Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside the engine,
-        so that generation stands still only for the copy. Raises WeightSyncError: not newer, corrupt, too slow; ProofError: not what is served.
+        so that generation stands still only for the copy. Raises WeightSyncError: not newer, corrupt, ProofError: not what is served. WaitTimeout: the engine
+        does not answer.
         """
         started = time.perf_counter()
-        described = decode(manifest)
-        if self.global_steps is not None and described.version <= self.global_steps:
+        offered = decode_ticket(ticket)
+        if self.global_steps is not None and offered.version <= self.global_steps:
             raise WeightSyncError(
-                f"replica {self.replica_rank} serves v{self.global_steps} and was offered v{described.version}; "
+                f"replica {self.replica_rank} serves v{self.global_steps} and was offered v{offered.version}; "
                 "versions only move forward"
             )
-        if courier is None:
-            await asyncio.to_thread(self._reader.verify, described)
-        else:
-            manifest = encode(await self._inbox.receive(described, pull_through(courier, manifest)))
+        manifest = encode(await self._fetch(offered, courier, timeout_s))
         if stage == "device":
-            await self._stage(manifest, described.version, timeout_s)
+            staged = self._stage(manifest, offered.version, timeout_s)
+            await self._within(timeout_s, staged, f"its engine to copy version {offered.version} to the device")
         verified = time.perf_counter()
 
         async def load() -> Loaded:
             core = self.engine.engine_core
-            return Loaded(*await core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s))
+            answer = core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s)
+            return Loaded(*await self._within(timeout_s, answer, f"its engine to load version {offered.version}"))
 
-        loaded, read_again = await self._versioned.load(described.version, load, in_flight)
-        self.global_steps = described.version
+        loaded, read_again = await self._versioned.load(offered.version, load, in_flight)
+        self.global_steps = offered.version
         return LoadReport(
             transfer_s=verified - started,
             load_s=time.perf_counter() - verified,
@@ -93,9 +98,22 @@ class PipelineVLLMServer(vLLMHttpServer):
             tokens_read_again=read_again,
         )
 
+    async def _within(self, timeout_s: float, awaitable: Awaitable[T], what: str) -> T:
+        return await within(awaitable, timeout_s, owner=f"replica {self.replica_rank}", what=what)
+
+    async def _fetch(self, offered: Ticket, courier: Any | None, timeout_s: float) -> Manifest:
+        """Have a version in memory of this host, checked."""
+        if courier is None:
+            manifest = await asyncio.to_thread(await_manifest, offered, timeout_s)
+            await asyncio.to_thread(self._reader.verify, manifest)
+            return manifest
+        described = decode(await courier.announced.remote(encode(offered), timeout_s))
+        return await self._inbox.receive(described, pull_through(courier, encode(described)))
+
     async def _stage(self, manifest: bytes, version: int, timeout_s: float) -> None:
-        """Copy a version to the devices of all ranks; the engine generates meanwhile."""
-        await self.engine.collective_rpc("stage_snapshot", timeout_s, (manifest,))
+        """Copy a version to the devices of all ranks, if they can; the engine generates meanwhile."""
+        if not all(await self.engine.collective_rpc("stage_snapshot", timeout_s, (manifest,))):
+            return
         # The copy is in another process, which can be asked but does not call.
         while set(await self.engine.collective_rpc("staged_version", timeout_s)) != {version}:  # noqa: ASYNC110
             await asyncio.sleep(STAGE_POLL_S)

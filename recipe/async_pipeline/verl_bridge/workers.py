@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from .cpu_platform import is_cpu
+from .parts import TrainingRanks, held_by
 
 REF_COLUMN = "ref_log_probs_full"
 """verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix them."""
@@ -29,12 +31,20 @@ if is_cpu():
 class PipelineWorker(ActorRolloutRefWorker):
     """verl's worker, with a gather that can be called by itself and a column of its own for the reference."""
 
+    _ranks: TrainingRanks | None = None
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def gather_weights(self, version: int) -> bytes | None:
-        """Copy the full weights into host memory; rank 0 returns the manifest. A collective of all ranks."""
-        weights, _ = self.actor.engine.get_per_tensor_param()
-        manifest: bytes | None = self.checkpoint_engine.gather(weights, version)
-        return manifest
+        """Copy the weights into host memory; rank 0 returns the ticket. A collective of all ranks."""
+        self._ranks = self._ranks or TrainingRanks(ray.get_runtime_context().get_node_id())
+        held = held_by(self.actor.engine) if self._ranks.on_one_host else None
+        ticket: bytes | None
+        if held is not None:
+            ticket = self.checkpoint_engine.gather_parts(held.parts, version, self._ranks, held.adapter)
+        else:
+            weights, _ = self.actor.engine.get_per_tensor_param()
+            ticket = self.checkpoint_engine.gather(weights, version)
+        return ticket
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_arenas(self) -> None:

@@ -1,242 +1,259 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a trainer writes and replicas on the same host map.
+"""Host memory that training ranks write and replicas on the same host map.
 
-An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the
-first write and then reused for every later version: the first touch of fresh shared memory is ten
-times slower than writing to it again. Segments are 0600, carry random names, and are unlinked by
-their owner; if it is killed, by Python's resource tracker, `async-pipeline watch` or the next run.
+An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the first write and
+then reused for every later version: the first touch of fresh shared memory is ten times slower than writing to it
+again.
+
+Each rank copies what it holds straight to where it belongs in the whole tensor. No rank holds a whole tensor, and
+nothing is sent between them. Weights that have to be assembled first, because an engine knows no other way, are
+written by the owner alone.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import resource_tracker
-from typing import ClassVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
-import xxhash
 
 from ..errors import WeightSyncError
+from .board import Board
 from .delivery import draw_sample, sampled_names
 from .dual_buffer import DualBuffer
-from .manifest import BucketEntry, Manifest, TensorEntry
-from .segment_names import PREFIX, SHM_DIR, new_name, sweep_orphans
+from .manifest import BucketEntry, Failure, Layout, Manifest, TensorEntry, Ticket, encode
+from .segment import Segment, create_segment
+from .segment_names import SHM_DIR, sweep_orphans
 
-ALIGN = 64
-"""Each tensor starts on a cache line, which suits every dtype."""
-HASH_BYTES = 16 << 20
-"""A thread hashes what was gathered, this much at a time, while more is gathered."""
+HASH_THREADS = max(1, min(8, (os.cpu_count() or 1) // 8))
+"""One hashes about ten GB/s, which is less than what the devices of a host copy."""
 
-
-class Segment:
-    """One shared-memory file, mapped into this process."""
-
-    def __init__(self, name: str, size: int, *, create: bool) -> None:
-        """Raises WeightSyncError: not ours by name, missing, or shorter than `size`."""
-        if not name.startswith(PREFIX) or "/" in name:
-            raise WeightSyncError(f"{name!r} is not a segment of this pipeline")
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        try:
-            fd = os.open(SHM_DIR / name, flags, 0o600)
-        except OSError as error:
-            raise WeightSyncError(f"shared memory {name}: {error.strerror}") from error
-        try:
-            if create:
-                # Owner first: from here on a killed process leaves nothing behind.
-                resource_tracker.register(f"/{name}", "shared_memory")
-                os.ftruncate(fd, size)
-            elif os.fstat(fd).st_size < size:
-                raise WeightSyncError(f"shared memory {name} holds fewer than the {size} bytes promised")
-            self._map = mmap.mmap(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd, self._reserved = fd, 0
-        self.name, self.size, self._owner = name, size, create
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def reserve(self, nbytes: int) -> None:
-        """Have the kernel back the first `nbytes` bytes with memory, once.
-
-        Raises WeightSyncError: there is not enough. Without this, writing would kill the process.
-        """
-        if nbytes <= self._reserved:
-            return
-        try:
-            os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError as error:
-            free_mb = os.statvfs(SHM_DIR).f_bavail * os.statvfs(SHM_DIR).f_frsize >> 20
-            raise WeightSyncError(
-                f"{SHM_DIR} has {free_mb} MB left and the weights need more ({error.strerror}); enlarge it, e.g. "
-                "docker run --shm-size"
-            ) from error
-        self._reserved = nbytes
-
-    def checksum(self, nbytes: int) -> int:
-        """xxh3 of the first `nbytes` bytes."""
-        return xxhash.xxh3_64_intdigest(self.view(0, nbytes))
-
-    def view(self, start: int, end: int) -> memoryview:
-        """These bytes, uncopied."""
-        return memoryview(self._map)[start:end]
-
-    def close(self) -> None:
-        """Unlink if this process made it. The mapping itself goes when no tensor uses it any more."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        if self._owner:
-            self._owner = False
-            (SHM_DIR / self.name).unlink(missing_ok=True)
-            resource_tracker.unregister(f"/{self.name}", "shared_memory")
+T = TypeVar("T")
 
 
-class RunningChecksum:
-    """xxh3 of a segment, computed in a thread while the rest of it is still being written."""
+class Part(NamedTuple):
+    """What this rank holds of a tensor: a block of it, or nothing."""
 
-    _thread: ClassVar = ThreadPoolExecutor(1, thread_name_prefix="xxh3")
-    """One for all, so that pieces are hashed in order."""
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    """Index of the block's first element in the whole tensor."""
+    values: torch.Tensor | None
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._hash = xxhash.xxh3_64()
-        self._submitted = 0
-        self._last: Future[None] | None = None
 
-    def written(self, nbytes: int, on_device: bool, *, last: bool = False) -> None:
-        """The first `nbytes` bytes will not change any more, once the copies from the device that began are done."""
-        if nbytes - self._submitted >= HASH_BYTES or last:
-            copied = torch.cuda.Event() if on_device else None
-            if copied is not None:
-                copied.record()
-            self._last = self._thread.submit(self._update, self._submitted, nbytes, copied)
-            self._submitted = nbytes
+class Ranks(Protocol):
+    """The training ranks, all on one host, that fill an arena together. Rank 0 owns it."""
 
-    def digest(self) -> int:
-        """The checksum of all that was written. Raises what went wrong with a copy."""
-        self.settle()
-        return self._hash.intdigest()
+    rank: int
 
-    def settle(self) -> None:
-        """Wait until nothing reads the segment any more."""
-        if self._last is not None:
-            self._last.result()
+    def share(self, value: T) -> T:
+        """Returns rank 0's value. A collective."""
 
-    def _update(self, start: int, end: int, copied: torch.cuda.Event | None) -> None:
-        if copied is not None:
-            copied.synchronize()
-        self._hash.update(self._segment.view(start, end))
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+
+
+class Alone:
+    """One rank."""
+
+    rank = 0
+
+    def share(self, value: T) -> T:
+        return value
+
+    def barrier(self) -> None:
+        pass
 
 
 class Arena:
     """One slot of the dual buffer: as many buckets as the largest version needed so far."""
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, bucket_bytes: int, dtype: torch.dtype | None) -> None:
+        """`dtype`: what floating tensors are cast to; None keeps theirs."""
+        self._bucket_bytes, self._dtype = bucket_bytes, dtype
         self._segments: list[Segment] = []
-        self._used: list[int] = []
-        self._tensors: list[TensorEntry] = []
-        self._checksums: list[RunningChecksum] = []
-        self._on_device = False
+        self._layout = Layout(bucket_bytes)
+        self._described: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        """The parts that the layout is of."""
+        self._targets: list[torch.Tensor] = []
+        """Where this rank's parts go."""
 
-    def reset(self) -> None:
-        """Forget the contents; keep the memory."""
-        for checksum in self._checksums:
-            checksum.settle()
-        self._used, self._tensors, self._checksums, self._on_device = [], [], [], False
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._layout.used)
 
-    def write(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> TensorEntry:
-        """Copy one tensor in, cast to `dtype` if it is floating point and `dtype` is given."""
-        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        nbytes = tensor.numel() * target.itemsize
-        bucket, offset = self._place(nbytes)
-        self._segments[bucket].reserve(offset + nbytes)
-        view = self._segments[bucket].bytes[offset : offset + nbytes].view(target)
-        view.copy_(tensor.detach().reshape(-1), non_blocking=tensor.is_cuda)
-        self._on_device = self._on_device or tensor.is_cuda
-        self._checksums[bucket].written(offset + nbytes, self._on_device)
-        entry = TensorEntry(name, tuple(tensor.shape), str(target).removeprefix("torch."), bucket, offset, nbytes)
-        self._tensors.append(entry)
-        return entry
+    def write_parts(self, parts: Sequence[Part], ranks: Ranks) -> None:
+        """Copy what this rank holds. All ranks call this with the same tensors in the same order."""
+        described = [(part.name, part.shape, part.dtype) for part in parts]
+        held = [part for part in parts if part.values is not None and part.values.numel()]
+        if described != self._described:
+            self._lay_out(described, ranks)
+            places = {entry.name: entry for entry in self._layout.tensors}
+            self._targets = [self._target(places[part.name], part) for part in held]
+        self._copy(self._targets, [part.values.detach() for part in held if part.values is not None])
+        ranks.barrier()
 
-    def seal(self, version: int, proof_tensors: int, started: float) -> Manifest:
-        """Finish the checksums, draw the samples for the proof and describe the whole, once all copies are done."""
-        for checksum, used in zip(self._checksums, self._used, strict=True):
-            checksum.written(used, self._on_device, last=True)
-        if self._on_device:
-            torch.cuda.synchronize()
-        tensors = {e.name: e for e in self._tensors}
-        return Manifest(
-            version=version,
-            tensors=tuple(self._tensors),
-            buckets=tuple(
-                BucketEntry(segment.name, used, checksum.digest())
-                for segment, used, checksum in zip(self._segments, self._used, self._checksums, strict=False)
-            ),
-            samples=tuple(
-                draw_sample(version, name, view_of(self._segments, tensors[name]))
-                for name in sampled_names(tuple(tensors), version, proof_tensors)
-            ),
-            gather_s=time.perf_counter() - started,
-        )
+    def write_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors as they come."""
+        self._layout, self._described = Layout(self._bucket_bytes), []
+        for name, tensor in weights:
+            entry = self._place(name, tuple(tensor.shape), tensor.dtype)
+            if entry.bucket == len(self._segments) or self._segments[entry.bucket].size < self._layout.used[-1]:
+                self._require_segment(entry.bucket, self._layout.used[-1])
+            self._segments[entry.bucket].reserve(self._layout.used[-1])
+            self._copy([view_of(self._segments, entry)], [tensor.detach()])
+
+    def describe(self, version: int, proof_tensors: int, adapter: str | None) -> Manifest:
+        """Checksums of all buckets, samples for the proof, and where everything is."""
+        tensors = {entry.name: entry for entry in self._layout.tensors}
+        filled = list(zip(self._segments, self._layout.used, strict=False))
+        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="xxh3") as threads:
+            sums = threads.map(lambda bucket: bucket[0].checksum(bucket[1]), filled)
+            return Manifest(
+                version=version,
+                tensors=tuple(self._layout.tensors),
+                samples=tuple(
+                    draw_sample(version, name, view_of(self._segments, tensors[name]))
+                    for name in sampled_names(tuple(tensors), version, proof_tensors)
+                ),
+                buckets=tuple(
+                    BucketEntry(segment.name, used, xxh3)
+                    for (segment, used), xxh3 in zip(filled, sums, strict=True)
+                ),
+                adapter=adapter,
+            )
 
     def close(self) -> None:
         for segment in self._segments:
             segment.close()
 
-    def _place(self, nbytes: int) -> tuple[int, int]:
-        if self._used:
-            offset = -(-self._used[-1] // ALIGN) * ALIGN
-            if offset + nbytes <= self._segments[len(self._used) - 1].size:
-                self._used[-1] = offset + nbytes
-                return len(self._used) - 1, offset
-        index = len(self._used)
+    def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorEntry:
+        target = self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
+        return self._layout.place(name, shape, str(target).removeprefix("torch."), target.itemsize)
+
+    def _lay_out(self, described: list[tuple[str, tuple[int, ...], torch.dtype]], ranks: Ranks) -> None:
+        self._layout, self._described = Layout(self._bucket_bytes), []
+        for name, shape, dtype in described:
+            self._place(name, shape, dtype)
+        used = self._layout.used
+        if ranks.rank == 0:
+            for bucket, nbytes in enumerate(used):
+                self._require_segment(bucket, nbytes)
+                self._segments[bucket].reserve(nbytes)
+        names = ranks.share([segment.name for segment in self._segments])
+        if ranks.rank != 0:
+            self.close()
+            self._segments = [Segment(name, nbytes, create=False) for name, nbytes in zip(names, used, strict=False)]
+        self._described = described
+
+    def _require_segment(self, bucket: int, nbytes: int) -> None:
+        """Have a segment for a bucket that can grow to its full size."""
         size = max(self._bucket_bytes, nbytes)
-        if index < len(self._segments) and self._segments[index].size < nbytes:
-            self._segments[index].close()
-            self._segments[index] = create_segment(size)
-        elif index == len(self._segments):
+        if bucket == len(self._segments):
             self._segments.append(create_segment(size))
-        if index > 0:
-            self._checksums[-1].written(self._used[-1], self._on_device, last=True)
-        self._used.append(nbytes)
-        self._checksums.append(RunningChecksum(self._segments[index]))
-        return index, 0
+        elif self._segments[bucket].size < nbytes:
+            self._segments[bucket].close()
+            self._segments[bucket] = create_segment(size)
+
+    def _target(self, entry: TensorEntry, part: Part) -> torch.Tensor:
+        assert part.values is not None
+        block = tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))
+        return view_of(self._segments, entry)[block]
+
+    def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        on_device = any(source.is_cuda for source in sources)
+        if on_device:
+            for segment, used in zip(self._segments, self._layout.used, strict=False):
+                segment.pin(used)
+        if targets:
+            torch._foreach_copy_(targets, sources, non_blocking=on_device)
+        if on_device:
+            torch.cuda.synchronize()
 
 
 class ArenaWriter:
     """The trainer's side: gathers versions alternately into two arenas."""
 
-    def __init__(self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None) -> None:
-        sweep_orphans()
-        self._arenas = (Arena(bucket_bytes), Arena(bucket_bytes))
+    def __init__(self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None, ranks: Ranks | None = None) -> None:
+        self._ranks: Ranks = ranks or Alone()
+        self._owner = self._ranks.rank == 0
+        self._arenas = (Arena(bucket_bytes, dtype), Arena(bucket_bytes, dtype))
+        self._boards: list[Board] = []
+        self._announced: list[Future[None] | None] = [None, None]
         self._buffer = DualBuffer()
         self._proof_tensors = proof_tensors
-        self._dtype = dtype
+        # Takes no turn with the copies: a thread that hashes does not hold the interpreter.
+        self._announcer = ThreadPoolExecutor(1, thread_name_prefix="announce")
+        if self._owner:
+            sweep_orphans()
+            self._boards = [Board(), Board()]
 
-    def gather(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Manifest:
-        """Copy all weights in; returns when the last copy is done. An error leaves the old version intact."""
+    def gather(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Ticket:
+        """Copy all weights in. For the owner alone; an error leaves the old version intact.
+
+        Raises WeightSyncError: the version is not newer than the last, or no memory is left.
+        """
+        ticket = self._gather(version, lambda arena: arena.write_whole(weights))
+        assert ticket is not None, "only the owner gathers whole tensors"
+        return ticket
+
+    def gather_parts(self, version: int, parts: Sequence[Part], adapter: str | None = None) -> Ticket | None:
+        """Copy in what this rank holds. A collective of all ranks; the owner gets the ticket. Raises as `gather`.
+
+        `adapter`: the parts are of a LoRA adapter; see `Manifest`.
+        """
+        return self._gather(version, lambda arena: arena.write_parts(parts, self._ranks), adapter)
+
+    def close(self) -> None:
+        """Unlink all segments; receivers keep what they have mapped."""
+        self._announcer.shutdown()
+        for arena in self._arenas:
+            arena.close()
+        for board in self._boards:
+            board.close()
+
+    def _gather(self, version: int, write: Callable[[Arena], None], adapter: str | None = None) -> Ticket | None:
         started = time.perf_counter()
-        arena = self._arenas[self._buffer.begin_fill(version)]
+        slot = self._buffer.begin_fill(version)
         try:
-            arena.reset()
-            for name, tensor in weights:
-                arena.write(name, tensor, self._dtype)
-            manifest = arena.seal(version, self._proof_tensors, started)
+            self._free(slot)
+            write(self._arenas[slot])
         except BaseException:
             self._buffer.abort()
             raise
         self._buffer.commit()
-        return manifest
+        if not self._owner:
+            return None
+        ticket = Ticket(
+            version=version,
+            board=self._boards[slot].name,
+            pid=os.getpid(),
+            num_bytes=self._arenas[slot].num_bytes,
+            gather_s=time.perf_counter() - started,
+        )
+        self._announced[slot] = self._announcer.submit(self._announce, slot, version, adapter)
+        return ticket
 
-    def close(self) -> None:
-        """Unlink all segments; receivers keep what they have mapped."""
-        for arena in self._arenas:
-            arena.close()
+    def _free(self, slot: int) -> None:
+        """Have nobody read or announce what the slot held."""
+        announced, self._announced[slot] = self._announced[slot], None
+        if announced is not None:
+            announced.result()
+        if self._owner:
+            self._boards[slot].clear()
+
+    def _announce(self, slot: int, version: int, adapter: str | None) -> None:
+        try:
+            self._boards[slot].post(encode(self._arenas[slot].describe(version, self._proof_tensors, adapter)))
+        except Exception as error:
+            # Whoever waits for the version learns it now, and the trainer when it gathers here again.
+            self._boards[slot].post(encode(Failure(f"{type(error).__name__}: {error}")))
+            raise
 
 
 class ArenaReader:
@@ -255,11 +272,21 @@ class ArenaReader:
         """The bytes of one bucket, an alias of the arena."""
         return self._map(manifest)[sequence].bytes[: manifest.buckets[sequence].nbytes]
 
+    def tensors(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """All tensors by name, aliases of the arena."""
+        segments = self._map(manifest)
+        return {entry.name: view_of(segments, entry) for entry in manifest.tensors}
+
     def read(self, manifest: Manifest, piece_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Named tensors, aliases of the arena, in pieces of at most `piece_bytes`."""
         segments = self._map(manifest)
         for piece in manifest.pieces(piece_bytes):
             yield [(entry.name, view_of(segments, entry)) for entry in piece]
+
+    def pin(self, manifest: Manifest) -> None:
+        """Let CUDA devices copy from a version directly."""
+        for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
+            segment.pin(bucket.nbytes)
 
     def _map(self, manifest: Manifest) -> list[Segment]:
         names = {b.segment for b in manifest.buckets}
@@ -274,13 +301,7 @@ class ArenaReader:
         return [self._segments[b.segment] for b in manifest.buckets]
 
 
-def view_of(segments: list[Segment], entry: TensorEntry) -> torch.Tensor:
+def view_of(segments: Sequence[Segment], entry: TensorEntry) -> torch.Tensor:
     """The tensor that `entry` describes, as an alias of its bucket."""
     raw = segments[entry.bucket].bytes[entry.offset : entry.offset + entry.nbytes]
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
-
-
-def create_segment(size: int) -> Segment:
-    """A new segment of this process, unlinked when it ends."""
-    return Segment(new_name(), size, create=True)
-

@@ -10,9 +10,11 @@ tensors rotate, so that all are covered in turn, and the embeddings are checked 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -22,6 +24,7 @@ from .manifest import Manifest, Sample
 
 VALUES_PER_TENSOR = 64
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_EXPERT = re.compile(r"(?P<base>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
 def sampled_names(names: Sequence[str], version: int, count: int) -> tuple[str, ...]:
@@ -109,7 +112,22 @@ class ServedModel:
                 index = list(parts).index(part)
                 held = self._fused_rows(candidate, served.shape[0], sizes)
                 return self._shard(name, served, rows, columns, held[index], sum(held[:index]))
+        expert = _EXPERT.fullmatch(name)
+        if expert is not None:
+            return self._place_expert(name, expert["base"], int(expert["index"]), expert["part"], rows, columns)
         raise ProofError(f"{name} was published but no served parameter holds it")
+
+    def _place_expert(self, name: str, base: str, index: int, part: str, rows: int, columns: int) -> Placement:
+        """In the tensors that engines keep the experts of a layer in: (experts, rows, columns), gate above up."""
+        leaf = "w2_weight" if part == "down_proj" else "w13_weight"
+        fused = next((n for n in self._parameters if n.startswith(f"{base}.") and n.endswith(f".{leaf}")), None)
+        if fused is None:
+            raise ProofError(f"{name} was published but no served parameter holds it")
+        experts = self._parameters[fused]
+        if experts.dim() != 3 or index >= experts.shape[0]:
+            raise ProofError(f"{name} was published but {fused} is served as {tuple(experts.shape)}")
+        held = experts.shape[1] // 2 if part != "down_proj" else experts.shape[1]
+        return self._shard(name, experts[index], rows, columns, held, held if part == "up_proj" else 0)
 
     def _matrix(self, name: str) -> torch.Tensor:
         served = self._parameters[name]
@@ -157,6 +175,23 @@ def prove(manifest: Manifest, model: ServedModel) -> int:
     if compared == 0:
         raise ProofError(f"v{manifest.version}: nothing could be compared, so nothing is proved")
     return compared
+
+
+def scaled(manifest: Manifest, part: str, factor: float, dtype: torch.dtype) -> Manifest:
+    """The same manifest, for an engine that keeps tensors whose name has `part` multiplied by a factor."""
+    dtypes = {e.name: getattr(torch, e.dtype) for e in manifest.tensors}
+
+    def as_served(sample: Sample) -> Sample:
+        if part not in sample.name or factor == 1:
+            return sample
+        values = torch.frombuffer(bytearray(sample.values), dtype=dtypes[sample.name]).to(dtype) * factor
+        return Sample(sample.name, to_bytes(values))
+
+    tensors = tuple(
+        msgspec.structs.replace(e, dtype=str(dtype).removeprefix("torch.")) if part in e.name and factor != 1 else e
+        for e in manifest.tensors
+    )
+    return msgspec.structs.replace(manifest, tensors=tensors, samples=tuple(map(as_served, manifest.samples)))
 
 
 def _compare(

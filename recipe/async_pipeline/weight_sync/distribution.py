@@ -39,7 +39,7 @@ class Consumer(Protocol):
 
     name: str
 
-    async def load(self, manifest: bytes) -> LoadReport:
+    async def load(self, ticket: bytes) -> LoadReport:
         """Check, load and prove one version, and serve it from then on."""
 
     async def leave(self) -> None:
@@ -76,7 +76,7 @@ class Distribution:
         self._newest: tuple[int, bytes] | None = None
         self._returning: dict[str, asyncio.Task[None]] = {}
 
-    async def publish(self, version: int, manifest: bytes) -> list[LoadReport]:
+    async def publish(self, version: int, ticket: bytes) -> list[LoadReport]:
         """Have every consumer that serves load a version. One that fails is fenced, and the others go on.
 
         Raises what the last of them raised, or WaitTimeout naming who did not answer: nobody is left.
@@ -86,10 +86,10 @@ class Distribution:
         async with self.weights:
             if self._newest is not None and version <= self._newest[0]:
                 raise WeightSyncError(f"v{version} offered after v{self._newest[0]}; versions only move forward")
-            self._newest = (version, manifest)
+            self._newest = (version, ticket)
             for consumer in list(self.serving):
                 try:
-                    reports.append(await self._load(consumer, version, manifest))
+                    reports.append(await self._load(consumer, version, ticket))
                 except Exception as error:
                     if len(self.serving) == 1:
                         raise
@@ -103,9 +103,9 @@ class Distribution:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _load(self, consumer: Consumer, version: int, manifest: bytes) -> LoadReport:
+    async def _load(self, consumer: Consumer, version: int, ticket: bytes) -> LoadReport:
         return await within(
-            consumer.load(manifest),
+            consumer.load(ticket),
             self._load_timeout_s,
             owner="param_update",
             what=f"{consumer.name} to load version {version}",
@@ -130,8 +130,8 @@ class Distribution:
                 )
                 async with self.weights:
                     assert self._newest is not None, "it was fenced at a publication"
-                    version, manifest = self._newest
-                    await self._load(consumer, version, manifest)
+                    version, ticket = self._newest
+                    await self._load(consumer, version, ticket)
                     await consumer.join()
                     self.serving.append(consumer)
                     del self.fenced[consumer.name]

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 
 from ..errors import WeightSyncError
-from .arena import Segment, create_segment
 from .dual_buffer import DualBuffer
 from .manifest import Manifest
+from .segment import Segment, create_segment
 
 ATTEMPTS = 4
 """Times that a bucket is asked for before its load fails."""

@@ -7,6 +7,8 @@ import os
 import secrets
 from pathlib import Path
 
+from ..errors import WeightSyncError
+
 SHM_DIR = Path("/dev/shm")
 PREFIX = "async_pipeline-"
 
@@ -14,6 +16,12 @@ PREFIX = "async_pipeline-"
 def new_name() -> str:
     """A random name that says which process owns the segment."""
     return f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def check_name(name: str) -> None:
+    """Raises WeightSyncError: a name that came from elsewhere is not one of ours."""
+    if not name.startswith(PREFIX) or "/" in name:
+        raise WeightSyncError(f"{name!r} is not a segment of this pipeline")
 
 
 def sweep_orphans() -> list[str]:

@@ -23,6 +23,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from ..core.clock import within
+
+STANDSTILL_S = 5.0
+"""An engine that could not load is told to stand still, and not waited for longer than this."""
 _PAUSE = {"abort": "abort", "drain": "wait"}
 """In the engine's words; `keep` needs no pause."""
 
@@ -138,6 +142,8 @@ class VersionedEngine:
         self._unknown = False
         """A load has begun, and did not succeed yet: which weights will fill the cache?"""
         self._paused = False
+        self._follow = True
+        """Outputs are taken token by token: an answer that a load stops is counted as far as it was seen."""
         engine.generate = self.generate
         engine.add_request = self._add
 
@@ -148,7 +154,7 @@ class VersionedEngine:
         with all its requests, until a later load succeeds.
         """
         self._settled.clear()
-        self._unknown = True
+        self._unknown, self._follow = True, in_flight == "abort"
         if in_flight == "abort":
             for answer in self._answers.values():
                 answer.interrupted = True
@@ -160,9 +166,9 @@ class VersionedEngine:
             try:
                 loaded = await load()
             except BaseException:
-                # An engine that is dead cannot be paused, and its death is what the caller gets.
+                # An engine that is dead or stuck cannot be paused, and what ails it is what the caller gets.
                 with suppress(Exception):
-                    await self._pause("keep")
+                    await within(self._pause("keep"), STANDSTILL_S, owner="a failed load", what="the engine to stand still")
                 raise
         finally:
             self._settled.set()
@@ -192,7 +198,8 @@ class VersionedEngine:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As the engine's. Within `recorded_spans`, an answer that a load interrupts goes on by itself."""
+        """As the engine's. Within `recorded_spans`, an answer that a load interrupts goes on by itself, and only its
+        last output, with its tokens but without its text, is sure to come."""
         record = _recording.get()
         if record is None:
             async for output in self._generate(self._salted(prompt), sampling_params, request_id, **kwargs):
@@ -205,7 +212,7 @@ class VersionedEngine:
                 answer.begin_attempt(self.version)
                 attempt = self._generate(
                     self._salted(_extended(prompt, answer.said)),
-                    _shortened(sampling_params, answer.base),
+                    self._cheaper(_shortened(sampling_params, answer.base)),
                     request_id,
                     **kwargs,
                 )
@@ -221,6 +228,15 @@ class VersionedEngine:
         finally:
             del self._answers[request_id]
             record[:] = answer.written_spans()
+
+    def _cheaper(self, params: Any) -> Any:
+        """Without what nobody reads: outputs before the last one, and text. Both cost time for each token."""
+        params = copy.copy(params)
+        if not self._follow:
+            params.output_kind = type(params.output_kind).FINAL_ONLY
+        if not params.stop:
+            params.detokenize = False
+        return params
 
     def _salted(self, prompt: Any) -> Any:
         """Marked, so that a version does not reuse the keys and values that another one computed."""
