@@ -63,7 +63,7 @@ def load(llm: LLM, manifest: bytes) -> dict[str, Any]:
 
 
 def forget_recording(worker: Any) -> None:
-    worker._recorded = None
+    getattr(worker, "worker", worker)._recorded = None
 
 
 def publish_adapters(model_dir: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -23,6 +24,8 @@ from ..errors import ProofError
 from .manifest import Manifest, Sample
 
 VALUES_PER_TENSOR = 64
+Positions = npt.NDArray[np.int64]
+Held = npt.NDArray[np.bool_]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _EXPERT = re.compile(r"(?P<base>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
@@ -36,18 +39,18 @@ def sampled_names(names: Sequence[str], version: int, count: int) -> tuple[str, 
     return tuple(n for n in names if n in rotating or n.endswith((EMBEDDING, HEAD)))
 
 
-def sample_positions(version: int, name: str, numel: int) -> torch.Tensor:
+def sample_positions(version: int, name: str, numel: int) -> Positions:
     """Flat positions to compare, int64 of shape (min(numel, 64),); the same on both sides."""
     seed = xxhash.xxh3_64_intdigest(f"{version}/{name}".encode())
     count = min(numel, VALUES_PER_TENSOR)
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, numel, size=count))
+    return np.random.default_rng(seed).integers(0, numel, size=count)
 
 
 def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
     """The trainer's half of the proof for one tensor."""
     if tensor.numel() == 0:
         return Sample(name, b"")
-    values = tensor.reshape(-1)[sample_positions(version, name, tensor.numel()).to(tensor.device)]
+    values = tensor.reshape(-1)[torch.from_numpy(sample_positions(version, name, tensor.numel())).to(tensor.device)]
     return Sample(name, to_bytes(values))
 
 
@@ -67,15 +70,16 @@ class Placement:
     rows: range
     columns: range
 
-    def lookup(self, positions: torch.Tensor, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which positions this rank holds (bool), and the served values of those."""
-        row, column = positions // num_columns, positions % num_columns
+    def lookup(self, positions: Positions, num_columns: int) -> tuple[Held, torch.Tensor]:
+        """Which positions this rank holds, and the served values of those, on the CPU."""
+        row, column = np.divmod(positions, num_columns)
         held = (
             (row >= self.rows.start) & (row < self.rows.stop)
             & (column >= self.columns.start) & (column < self.columns.stop)
         )  # fmt: skip
         row, column = row[held] - self.rows.start + self.row_shift, column[held] - self.columns.start
-        return held, self.served[row.to(self.served.device), column.to(self.served.device)]
+        device = self.served.device
+        return held, self.served[torch.from_numpy(row).to(device), torch.from_numpy(column).to(device)].cpu()
 
 
 class ServedModel:
@@ -206,11 +210,11 @@ def _compare(
     if math.prod(shape) == 0:
         return
     positions = sample_positions(version, sample.name, math.prod(shape))
-    expected = torch.frombuffer(bytearray(sample.values), dtype=torch.uint8).view(dtype)
-    held, served = model.place(target, {**shapes, target: shape}).lookup(positions, _as_matrix(shape)[1])
-    wanted = expected[held].to(served.dtype)
-    if not torch.equal(wanted.view(torch.uint8), served.cpu().contiguous().view(torch.uint8)):
-        wrong = int((wanted != served.cpu()).sum())
+    known = shapes if target in shapes else {**shapes, target: shape}
+    held, served = model.place(target, known).lookup(positions, _as_matrix(shape)[1])
+    wanted = torch.frombuffer(bytearray(sample.values), dtype=dtype)[torch.from_numpy(held)].to(served.dtype)
+    if not torch.equal(wanted.view(torch.uint8), served.contiguous().view(torch.uint8)):
+        wrong = int((wanted != served).sum())
         raise ProofError(
             f"v{version}: {target} is served with other values than were published "
             f"({wrong} of {len(wanted)} sampled values differ); the load did not take"
