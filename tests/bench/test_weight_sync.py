@@ -35,7 +35,7 @@ def test_a_model_has_about_as_many_parameters(wanted: int) -> None:
 
 
 def test_all_ways_have_the_same_engines(tmp_path: Path) -> None:
-    ours, staged, stock = (overrides_of(way, tmp_path, 2) for way in WAYS)
+    staged, ours, stock = (overrides_of(way, tmp_path, 2) for way in WAYS)
     for line in (
         "++actor_rollout_ref.rollout.n_gpus_per_node=2",
         "++ray_kwargs.ray_init.num_gpus=3",
@@ -62,13 +62,13 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_figures_are_written_and_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stalls = {"dual_buffer": 0.2, "dual_buffer_device": 0.1, "verl_stock": 2.0}
+    stalls = {"dual_buffer": 0.2, "dual_buffer_host": 0.1, "verl_stock": 2.0}
     monkeypatch.setattr(weight_sync, "run_way", lambda way, *rest: row(stalls[way]))
     out = tmp_path / "w.json"
     assert main(["bench", "weight-sync", "--json", str(out), "--logs", str(tmp_path / "logs")]) == 0
     data = json.loads(out.read_text())
     assert data["ratios"] == pytest.approx(
-        {"generator_stall": 0.1, "trainer_stall": 0.1, "generator_stall_device": 0.05, "trainer_stall_device": 0.05}
+        {"generator_stall": 0.1, "trainer_stall": 0.1, "generator_stall_host": 0.05, "trainer_stall_host": 0.05}
     )
     assert set(data["limits"]) == {"memcpy_gb_s", "shm_gb_s"}
     shown = capsys.readouterr().out
@@ -97,6 +97,6 @@ def test_counts_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ratios_are_ours_over_verls() -> None:
-    found = ratios({"dual_buffer": row(1.0), "dual_buffer_device": row(2.0), "verl_stock": row(4.0)})
+    found = ratios({"dual_buffer": row(1.0), "dual_buffer_host": row(2.0), "verl_stock": row(4.0)})
     assert found["generator_stall"] == found["trainer_stall"] == 0.25
-    assert found["generator_stall_device"] == found["trainer_stall_device"] == 0.5
+    assert found["generator_stall_host"] == found["trainer_stall_host"] == 0.5

@@ -54,7 +54,8 @@ class Bench:
     @staticmethod
     def load_plainly(model: Model, published: Mapping[str, torch.Tensor]) -> None:
         model.a.weight.data.copy_(published["a"])
-        model.b.weight[:5].data.copy_(published["b"])
+        # A view of a view, as vLLM's loaders make them.
+        model.b.weight.data.narrow(0, 0, 5).copy_(published["b"])
         model.b.weight[5:].data.fill_(0)
 
     def publish(self, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -99,7 +100,8 @@ def test_memory_is_exchanged_only_if_it_may_be(bench: Bench, may_exchange: bool)
         spare.commit()
         addresses.append([p.data_ptr() for p in bench.model.parameters()])
     if may_exchange:
-        assert addresses[0] == addresses[2] != addresses[1]
+        assert addresses[0] == addresses[2]
+        assert not set(addresses[0]) & set(addresses[1]), "all of it"
     else:
         assert addresses[0] == addresses[1] == addresses[2]
 

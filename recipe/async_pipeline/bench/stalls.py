@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from .spans import Span
 from .statistics import spread
 
-STEP, PUBLICATION = "engine_step", "publication"
+STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
 """Names of spans. A step says which process made it; a publication says what it cost, and how long the trainer
-could not train."""
+could not train; limits say what a plain copy gets of the machine beside generation."""
 
 Interval = tuple[float, float]
 

@@ -18,7 +18,8 @@ import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
 from ..bench.spans import of_this_job
-from ..bench.stalls import PUBLICATION
+from ..bench.stalls import LIMITS, PUBLICATION
+from ..bench.weight_sync import limits
 from .trainer import AsyncPipelineTrainer
 
 VERSIONS, REQUESTS = "ASYNC_PIPELINE_BENCH_VERSIONS", "ASYNC_PIPELINE_BENCH_REQUESTS"
@@ -63,6 +64,8 @@ async def _run(trainer: Any, publish: Any, servers: Sequence[Any]) -> None:
         facts = await publish(trainer, version)
         of_this_job().add(PUBLICATION, started, **facts)
     await asyncio.sleep(BETWEEN_S[1])
+    started = time.monotonic()
+    of_this_job().add(LIMITS, started, **await asyncio.to_thread(limits))
     stop.set()
     await asyncio.gather(*askers)
 

@@ -90,9 +90,11 @@ class PipelineVLLMServer(vLLMHttpServer):
 
         loaded, read_again = await self._versioned.load(offered.version, load, in_flight)
         self.global_steps = offered.version
+        # Requests that are kept wait for no longer than the engine itself takes; before that its step was finished.
+        kept = max(r["load_s"] + r["prove_s"] for r in loaded.reports)
         return LoadReport(
             transfer_s=verified - started,
-            load_s=time.perf_counter() - verified,
+            load_s=kept if in_flight == "keep" else time.perf_counter() - verified,
             prove_s=max(r["prove_s"] for r in loaded.reports),
             tensors_proved=int(min(r["tensors_proved"] for r in loaded.reports)),
             tokens_read_again=read_again,

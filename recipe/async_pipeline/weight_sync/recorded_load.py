@@ -67,7 +67,9 @@ class Recorder(TorchDispatchMode):
             return
         start = self._published[self._index_of(source)][0]
         offset = (source.data_ptr() - start) // source.element_size()
-        self.copies.append(Copy(name, offset, tuple(source.shape), source.stride(), target))
+        # A view would hold on to the tensor that it was made from.
+        plain = placed_like(target, target.untyped_storage())
+        self.copies.append(Copy(name, offset, tuple(source.shape), source.stride(), plain))
 
     def _index_of(self, tensor: torch.Tensor) -> int:
         return bisect_right(self._starts, tensor.data_ptr()) - 1
@@ -91,6 +93,12 @@ def memory_of(tensor: torch.Tensor) -> int:
     """Address of the memory that a tensor is in, or is a view of."""
     address: int = tensor.untyped_storage().data_ptr()
     return address
+
+
+def placed_like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """As `tensor`, but in that memory."""
+    placed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return placed.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class RecordedLoad:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 
 from .manifest import Manifest
-from .recorded_load import RecordedLoad, memory_of
+from .recorded_load import RecordedLoad, memory_of, placed_like
 
 
 class Spare:
@@ -27,8 +27,7 @@ class Spare:
         self._owners: dict[int, list[torch.Tensor]] = defaultdict(list)
         for parameter in {id(p): p for p in parameters}.values():
             self._owners[memory_of(parameter)].append(parameter)
-        spare = {memory_of(t): t.untyped_storage().clone() for t in load.targets}
-        self._targets = [_placed_like(t, spare[memory_of(t)]) for t in load.targets]
+        self._targets: list[torch.Tensor] = []
         self._manifest: Manifest | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -69,7 +68,7 @@ class Spare:
                 continue
             storage = spare[indices[0]].untyped_storage()
             for owner in owners:
-                owner.data = _placed_like(owner, storage)
+                owner.data = placed_like(owner, storage)
             self._owners[storage.data_ptr()] = self._owners.pop(address)
             for index in indices:
                 served[index], spare[index] = spare[index], served[index]
@@ -81,18 +80,18 @@ class Spare:
 
     def _fill(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
         try:
-            device = self._targets[0].device
+            device = self._load.targets[0].device
             on_device = device.type == "cuda"
             with torch.cuda.stream(torch.cuda.Stream(device)) if on_device else nullcontext():
+                self._targets = self._targets or self._allocate()
                 self._load.copy(manifest, published, self._targets)
         except BaseException as error:  # noqa: BLE001  whoever asks for the version gets it
             self._error = error
 
-
-def _placed_like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """As `tensor`, but in other memory."""
-    placed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return placed.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    def _allocate(self) -> list[torch.Tensor]:
+        """A copy of all memory that is written, with what the load does not write, such as padding."""
+        spare = {memory_of(t): t.untyped_storage().clone() for t in self._load.targets}
+        return [placed_like(t, spare[memory_of(t)]) for t in self._load.targets]
 
 
 def _references(tensor: torch.Tensor) -> int:
