@@ -51,6 +51,8 @@ class AsyncPipelineConfig:
     """Requests being answered when a replica loads: keep (go on), abort (start again from what they have), drain."""
     stage: str = "host"
     """device: copy a version to the replica's devices first, beside generation; costs the weights' memory there."""
+    reuse_prefixes: bool = False
+    """New requests may hit prefixes that earlier versions cached, so their answers mix versions unseen."""
     run_dir: str | None = None
     """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
     custom_roles: tuple[str, ...] = ()
@@ -331,7 +333,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     unsupported = {path.rsplit(".", 1)[-1] for key in FOREIGN if not key.supported for path in key.paths}
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles")
+    unique = ("max_lag", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
@@ -390,6 +392,8 @@ def _check_types(own: Mapping[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             wanted = "text" if kind is str else "a number" if isinstance(kind, tuple) else "a whole number"
             raise ConfigError(f"{OWN}.{name} must be {wanted}, got {value!r}; leave it out for the default")
+    if not isinstance(own.get("reuse_prefixes", False), bool):
+        raise ConfigError(f"{OWN}.reuse_prefixes must be True or False, got {own['reuse_prefixes']!r}; False is the default")
     roles = own.get("custom_roles", ())
     if not isinstance(roles, list | tuple) or not all(isinstance(spec, str) for spec in roles):
         raise ConfigError(f"{OWN}.custom_roles must be a list of texts, got {roles!r}; e.g. [module:Class@after->before]")

@@ -15,6 +15,7 @@ from recipe.async_pipeline.core.items import Publication
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.weight_sync.distribution import LoadReport
 from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
+from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -101,7 +102,7 @@ def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) 
             piece_bytes=64,
             load_timeout_s=10.0,
             restart_timeout_s=10.0,
-            how=ours.LoadMode("abort", "device"),
+            how=LoadMode("abort", "device"),
         )
 
     return make

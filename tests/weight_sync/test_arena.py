@@ -286,15 +286,20 @@ def test_every_bucket_has_its_own_checksum(writer: ArenaWriter, monkeypatch: pyt
 # Announced beside training.
 
 
-def test_a_gather_returns_before_its_checksums_are_known(writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    describe = Arena.describe
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no version is announced."""
+    event, describe = threading.Event(), Arena.describe
 
     def slowly(self: Arena, *args: Any) -> Manifest:
-        assert go.wait(30)
+        assert event.wait(30)
         return describe(self, *args)
 
     monkeypatch.setattr(Arena, "describe", slowly)
+    return event
+
+
+def test_a_gather_returns_before_its_checksums_are_known(writer: ArenaWriter, go: threading.Event) -> None:
     ticket = writer.gather(0, weights(0).items())
     assert ticket.version == 0
     assert ticket.num_bytes > 4 * BUCKET
@@ -307,15 +312,7 @@ def test_a_gather_returns_before_its_checksums_are_known(writer: ArenaWriter, mo
     assert_same(received(await_manifest(second, 30)), weights(1))
 
 
-def test_an_arena_is_not_written_while_it_is_announced(writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = threading.Event()
-    describe = Arena.describe
-
-    def slowly(self: Arena, *args: Any) -> Manifest:
-        assert go.wait(30)
-        return describe(self, *args)
-
-    monkeypatch.setattr(Arena, "describe", slowly)
+def test_an_arena_is_not_written_while_it_is_announced(writer: ArenaWriter, go: threading.Event) -> None:
     writer.gather(0, weights(0).items())
     writer.gather(1, weights(1).items())
     with ThreadPoolExecutor(1) as thread:

@@ -271,6 +271,23 @@ def test_what_is_left_of_an_answer_is_shorter() -> None:
     assert seen == [(6, 2), (3, 0)]
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+def test_prefixes_of_other_versions_are_hit_only_if_they_may(reuse: bool) -> None:
+    engine = Engine()
+
+    async def main() -> None:
+        versioned = VersionedEngine(engine)
+        clock = asyncio.create_task(engine.run())
+        for version in range(2):
+            await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes=reuse)
+            await answer(engine, f"r{version}", 2)
+        clock.cancel()
+
+    run_virtual(main())
+    first, second = (prompt.get("cache_salt") for prompt in engine.prompts)
+    assert (first == second) == reuse
+
+
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize("stop", [[], ["\n"]])
 def test_nothing_is_made_that_nobody_reads(in_flight: str, stop: list[str]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import ray
 from omegaconf import DictConfig
@@ -16,6 +16,7 @@ from ..core.items import Publication
 from ..errors import WeightSyncError
 from ..weight_sync.distribution import Distribution, LoadReport
 from ..weight_sync.manifest import decode_ticket
+from ..weight_sync.versioned_engine import LoadMode
 from .courier import start_on
 from .device_holder import node_id
 from .llm_client import PipelineLLMClient
@@ -61,13 +62,6 @@ class PipelineServerManager(LLMServerManager):
         self.global_load_balancer = balancer
 
 
-class LoadMode(NamedTuple):
-    """The knobs `in_flight` and `stage`."""
-
-    in_flight: str = "keep"
-    stage: str = "host"
-
-
 class ReplicaConsumer:
     """One rollout replica, as `Distribution` sees it."""
 
@@ -77,7 +71,7 @@ class ReplicaConsumer:
         """`courier`: for a replica on another host than the trainer's arenas."""
         self.name = f"replica {replica.replica_rank}"
         self._replica, self._balancer = replica, balancer
-        self._arguments = (courier, piece_bytes, timeout_s, how.in_flight, how.stage)
+        self._arguments = (courier, piece_bytes, timeout_s, how)
 
     async def load(self, ticket: bytes) -> LoadReport:
         answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]

@@ -39,12 +39,13 @@ from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
+from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .patches import find_verl_root, require_patched
-from .rollout_pool import LoadMode, PipelineServerManager, RolloutPool
+from .rollout_pool import PipelineServerManager, RolloutPool
 from .workers import REF_COLUMN, PipelineWorker
 
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             piece_bytes=self.knobs.consume_bucket_size_mb << 20,
             load_timeout_s=self.knobs.publish_timeout_s,
             restart_timeout_s=self.knobs.wait_timeout_s,
-            how=LoadMode(self.knobs.in_flight, self.knobs.stage),
+            how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
         )
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
 

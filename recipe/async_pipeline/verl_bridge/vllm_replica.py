@@ -24,7 +24,7 @@ from ..weight_sync.board import await_manifest
 from ..weight_sync.distribution import LoadReport
 from ..weight_sync.inbox import Inbox
 from ..weight_sync.manifest import Manifest, Ticket, decode, decode_ticket, encode
-from ..weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from ..weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
 from .courier import pull_through
 from .device_holder import DeviceHolder, HeldDevice
 
@@ -62,7 +62,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         self._versioned = VersionedEngine(self.engine)
 
     async def load_version(
-        self, ticket: bytes, courier: Any | None, piece_bytes: int, timeout_s: float, in_flight: str, stage: str
+        self, ticket: bytes, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
     ) -> LoadReport:
         """Fetch, check, load, prove and announce one version, in this order.
 
@@ -78,7 +78,7 @@ class PipelineVLLMServer(vLLMHttpServer):
                 "versions only move forward"
             )
         manifest = encode(await self._fetch(offered, courier, timeout_s))
-        if stage == "device":
+        if how.stage == "device":
             staged = self._stage(manifest, offered.version, timeout_s)
             await self._within(timeout_s, staged, f"its engine to copy version {offered.version} to the device")
         verified = time.perf_counter()
@@ -88,13 +88,13 @@ class PipelineVLLMServer(vLLMHttpServer):
             answer = core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s)
             return Loaded(*await self._within(timeout_s, answer, f"its engine to load version {offered.version}"))
 
-        loaded, read_again = await self._versioned.load(offered.version, load, in_flight)
+        loaded, read_again = await self._versioned.load(offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes)
         self.global_steps = offered.version
         # Requests that are kept wait for no longer than the engine itself takes; before that its step was finished.
         kept = max(r["load_s"] + r["prove_s"] for r in loaded.reports)
         return LoadReport(
             transfer_s=verified - started,
-            load_s=kept if in_flight == "keep" else time.perf_counter() - verified,
+            load_s=kept if how.in_flight == "keep" else time.perf_counter() - verified,
             prove_s=max(r["prove_s"] for r in loaded.reports),
             tensors_proved=int(min(r["tensors_proved"] for r in loaded.reports)),
             tokens_read_again=read_again,

@@ -47,6 +47,14 @@ class Loaded(NamedTuple):
     """Output tokens that each live request had at the load, by the engine's own id of it."""
 
 
+class LoadMode(NamedTuple):
+    """The knobs of the same names."""
+
+    in_flight: str = "keep"
+    stage: str = "host"
+    reuse_prefixes: bool = False
+
+
 Load = Callable[[], Awaitable[Loaded]]
 
 
@@ -142,19 +150,22 @@ class VersionedEngine:
         self._unknown = False
         """A load has begun, and did not succeed yet: which weights will fill the cache?"""
         self._paused = False
+        self._salting = True
         self._follow = True
         """Outputs are taken token by token: an answer that a load stops is counted as far as it was seen."""
         engine.generate = self.generate
         engine.add_request = self._add
 
-    async def load(self, version: int, load: Load, in_flight: str) -> tuple[Loaded, int]:
+    async def load(
+        self, version: int, load: Load, in_flight: str, *, reuse_prefixes: bool = False
+    ) -> tuple[Loaded, int]:
         """Run `load` at a moment that suits the requests in flight. Returns also the tokens to be read again.
 
         Raises what `load` raises. Nobody knows then with which weights the engine would go on, so it stands still,
         with all its requests, until a later load succeeds.
         """
         self._settled.clear()
-        self._unknown, self._follow = True, in_flight == "abort"
+        self._unknown, self._follow, self._salting = True, in_flight == "abort", not reuse_prefixes
         if in_flight == "abort":
             for answer in self._answers.values():
                 answer.interrupted = True
@@ -239,8 +250,8 @@ class VersionedEngine:
         return params
 
     def _salted(self, prompt: Any) -> Any:
-        """Marked, so that a version does not reuse the keys and values that another one computed."""
-        if not isinstance(prompt, dict):
+        """Marked, so that a version does not reuse the keys and values that another one computed, unless it may."""
+        if not self._salting or not isinstance(prompt, dict):
             return prompt
         return {**prompt, "cache_salt": uuid.uuid4().hex if self._unknown else f"v{self.version}"}
 
