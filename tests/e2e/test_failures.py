@@ -79,7 +79,8 @@ def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(t
             Event("serves again, version ", kill_all),
         ],
     )
-    assert job.output.count("is fenced and starts anew; 1 go on. ") == 2
+    # Once more at the end, if the two were not found dead at once.
+    assert job.output.count("is fenced and starts anew; 1 go on. ") in (2, 3)
     assert "waited 20 s for its engine to load version " in job.output
     check_ended(job, "EngineDeadError")
     replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
