@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Publication
@@ -48,7 +49,7 @@ class Server:
         self.__ray_call__ = SimpleNamespace(remote=lambda function: self.node)
 
     async def _load(self, *arguments: Any) -> LoadReport:
-        assert arguments == (TICKET, self.courier, 64, 10.0, "abort", "device")
+        assert arguments == (TICKET, self.courier, 64, 10.0, LoadMode("abort", "device"))
         self.log.append(f"{self.name} begins")
         await asyncio.sleep(2.0)
         if self.error is not None:
@@ -156,6 +157,12 @@ def test_what_the_only_replica_raises_comes_through(pool: Callable[..., Any]) ->
     with pytest.raises(ProofError) as caught:
         run_virtual(pool(Replica(0, Server("a", [], error=error))).publish(TICKET))
     assert caught.value is error
+
+
+def test_what_happened_in_the_server_is_said_without_rays_account_of_it(pool: Callable[..., Any]) -> None:
+    error = RayTaskError("load_version", "a traceback", ValueError("the disk is full")).as_instanceof_cause()
+    with pytest.raises(ValueError, match="^the disk is full$"):
+        run_virtual(pool(Replica(0, Server("a", [], error))).publish(TICKET))
 
 
 def test_a_pool_needs_a_replica(pool: Callable[..., Any]) -> None:

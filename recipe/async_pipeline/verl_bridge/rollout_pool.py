@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import ray
 from omegaconf import DictConfig
+from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from ..core.items import Publication
@@ -19,7 +20,7 @@ from ..weight_sync.manifest import decode_ticket
 from ..weight_sync.versioned_engine import LoadMode
 from .courier import start_on
 from .device_holder import node_id
-from .llm_client import PipelineLLMClient
+from .llm_client import PipelineLLMClient, cause_of
 from .vllm_replica import PipelineVLLMReplica
 
 
@@ -75,8 +76,12 @@ class ReplicaConsumer:
 
     async def load(self, ticket: bytes) -> LoadReport:
         answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]
-        # The servers of one replica load together, and the first speaks for all.
-        reports: list[LoadReport] = [await answer for answer in answers]
+        try:
+            # The servers of one replica load together, and the first speaks for all.
+            reports: list[LoadReport] = [await answer for answer in answers]
+        except RayTaskError as error:
+            # What went wrong there, in one line, instead of Ray's account of it.
+            raise cause_of(error) from error
         return reports[0]
 
     async def leave(self) -> None:
