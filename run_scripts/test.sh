@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets up what is missing, then runs every test: the quick ones first, the end-to-end ones after.
+# Sets up what is missing, then runs the tests: the quick ones first, the end-to-end ones after.
 #
-#   bash run_scripts/test.sh                    all
+#   bash run_scripts/test.sh                    all but the slowest
+#   bash run_scripts/test.sh -m nightly         those: long jobs that prove what the shorter ones rest on
 #   bash run_scripts/test.sh tests/core -k ...  pytest's own arguments: one run, with just these
 set -euo pipefail
 
@@ -21,4 +22,4 @@ fi
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -m "not e2e and not real_engine"
 "$PYTHON" -m pytest -m "real_engine and not e2e"
-"$PYTHON" -m pytest -m e2e
+"$PYTHON" -m pytest -m "e2e and not nightly"

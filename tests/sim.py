@@ -5,9 +5,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
 
-from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
-from recipe.async_pipeline.core.staleness import BatchAdmission, Versions
+from recipe.async_pipeline.core.items import (
+    Group,
+    Prompt,
+    PromptBatch,
+    Publication,
+    StepBatch,
+    Ticket,
+    Trajectory,
+)
+from recipe.async_pipeline.core.message_queue import MessageQueue
+from recipe.async_pipeline.core.staleness import Versions
 
 ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
 
@@ -28,7 +39,11 @@ class SimTrainer:
         answer_s: Callable[[int, int], float] = lambda step, index: 1.0,
         roles: Sequence[str] = ALL_ROLES,
         fail: Mapping[str, BaseException] | None = None,
+        sync_every: int = 1,
+        filtered: Callable[[str], bool] = lambda uid: False,
+        **queue: Any,
     ) -> None:
+        """`queue`: further settings of the message queue. `filtered(uid)`: is this group?"""
         self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
         self.groups, self.n = groups, n
         self.costs = {
@@ -46,6 +61,10 @@ class SimTrainer:
         }
         self.answer_s = answer_s
         self._roles = roles
+        self._queue, self._sync_every, self._filtered = queue, sync_every, filtered
+        self._drawn = count()
+        self.discarded: list[str] = []
+        self.cancelled: list[str] = []
         self.fail = dict(fail or {})
         self.served = -1
         self.calls: list[str] = []
@@ -64,12 +83,21 @@ class SimTrainer:
             return "generate"
         return "train" if role in ("logp", "ref_logp", "train", "param_update") else None
 
-    def admission(self, versions: Versions, max_lag: int) -> BatchAdmission:
-        return BatchAdmission(versions, max_lag, self.first_step, self.last_step)
+    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
+        return MessageQueue(
+            versions,
+            batch=self.groups,
+            max_lag=max_lag,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            **self._queue,
+        )
 
-    def take_batch(self, next_step: int, waiting: Mapping[int, Sequence[Group]]) -> Sequence[Group] | None:
-        groups = waiting.get(next_step, ())
-        return list(groups) if len(groups) == self.groups else None
+    def keeps(self, group: Group) -> bool:
+        return not self._filtered(group.uid)
+
+    def publishes(self, version: int) -> bool:
+        return version % self._sync_every == 0 or version == self.last_step
 
     async def _cost(self, name: str, step: int) -> None:
         self.calls.append(f"{name}:{step}")
@@ -77,10 +105,11 @@ class SimTrainer:
             raise self.fail[name]
         await asyncio.sleep(self.costs[name])
 
-    async def draw_prompts(self, step: int, served_version: int) -> PromptBatch:
-        await self._cost("draw", step)
-        prompts = tuple(Prompt(uid=f"p{step}.{i}", step=step, payload=i) for i in range(self.groups))
-        return PromptBatch(step=step, prompts=prompts, admitted_version=served_version)
+    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+        await self._cost("draw", ticket.step)
+        numbers = [divmod(next(self._drawn), self.groups) for _ in range(ticket.prompts)]
+        prompts = tuple(Prompt(uid=f"p{step + 1}.{i}", step=step + 1, payload=i) for step, i in numbers)
+        return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
 
     async def generate_group(self, prompt: Prompt) -> Group:
         first = self.served
@@ -88,8 +117,13 @@ class SimTrainer:
         self.in_flight_max = max(self.in_flight_max, self.in_flight)
         if "generate" in self.fail and prompt.step >= 2:
             raise self.fail["generate"]
-        await asyncio.sleep(self.answer_s(prompt.step, prompt.payload))
-        self.in_flight -= 1
+        try:
+            await asyncio.sleep(self.answer_s(prompt.step, prompt.payload))
+        except asyncio.CancelledError:
+            self.cancelled.append(prompt.uid)
+            raise
+        finally:
+            self.in_flight -= 1
         trajectories = tuple(
             Trajectory(
                 key=f"{prompt.uid}_{i}_0", first_version=first, last_version=self.served, num_tokens=1, reward=0.5
@@ -97,6 +131,9 @@ class SimTrainer:
             for i in range(self.n)
         )
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    async def discard(self, group: Group) -> None:
+        self.discarded.append(group.uid)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
         await self._cost("assemble", step)

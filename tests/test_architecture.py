@@ -19,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline import errors
-from recipe.async_pipeline.config import OWN, AsyncPipelineConfig, own_fields, resolve, select
+from recipe.async_pipeline.config import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields, resolve, select
 from recipe.async_pipeline.verl_bridge.patches import find_verl_root
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -36,14 +36,16 @@ DECIDES = ("core/", "stages/")
 HEAVY = {"torch", "verl", "ray", "vllm", "transformers"}
 
 WHOLE_JOB = "e2e/test_jobs.py"
+LADDER = "e2e/test_ladder.py"
 TESTED_ELSEWHERE: Mapping[str, str] = {
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
     "core/ports.py": "core/test_flow.py",
     # Subclasses of verl's trainer: only a whole job can drive them.
-    "strategies/on_policy.py": WHOLE_JOB,
-    "strategies/one_step_off.py": WHOLE_JOB,
+    "strategies/on_policy.py": LADDER,
+    "strategies/one_step_off.py": LADDER,
     "strategies/n_step_ahead.py": WHOLE_JOB,
+    "strategies/fully_async.py": LADDER,
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
@@ -211,7 +213,7 @@ def composed(name: str) -> dict[str, Any]:
 def test_every_shipped_config_composes_and_resolves(name: str) -> None:
     raw = composed(name)
     translation = resolve(raw)
-    assert translation.config.strategy in ("on_policy", "one_step_off", "n_step_ahead")
+    assert translation.config.strategy in STRATEGY_LAG
     if name != "async_pipeline":
         assert select(raw, "actor_rollout_ref.rollout.name"), "verl's own config is below it"
 

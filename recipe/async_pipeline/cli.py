@@ -31,6 +31,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.bench.command", "measure our strategies and verl's own trainers side by side"
     ),
     "doctor": Subcommand("recipe.async_pipeline.doctor", "check what a run needs, and say how to mend it"),
+    "explain": Subcommand("recipe.async_pipeline.explain", "print the plan of a training command, without starting Ray"),
     "patch": Subcommand(
         "recipe.async_pipeline.verl_bridge.patch_command",
         "fetch the pinned verl; apply, revert or refresh patches",

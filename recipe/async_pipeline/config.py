@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from .errors import ConfigError
 
 OWN = "trainer.v1.async_pipeline"
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
-STRATEGY_LAG: Mapping[str, int | None] = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": None}
+STRATEGY_LAG: Mapping[str, int | None] = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": None, "fully_async": None}
 """Strategies by name, with the lag that they imply; None: `max_lag` says."""
 STRATEGY_ALIASES = {"naive": "on_policy"}
 DEFAULT_STRATEGY = "one_step_off"
@@ -25,8 +26,10 @@ IN_FLIGHT = ("keep", "abort", "drain")
 """What may become of requests in flight when a replica loads; see `weight_sync.versioned_engine`."""
 STAGES = ("host", "device")
 """Where a version waits for its load; see `weight_sync.spare`."""
+STALE = ("wait", "resume", "drop")
+"""What may become of a group that holds a step up; see `core.message_queue`."""
 DEFAULT_AHEAD = 3
-"""max_lag of n_step_ahead when nothing names one."""
+"""max_lag of n_step_ahead and fully_async when nothing names one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,17 @@ class AsyncPipelineConfig:
     """The knobs of the pipeline, under `trainer.v1.async_pipeline`."""
 
     strategy: str = DEFAULT_STRATEGY
-    """on_policy, one_step_off, n_step_ahead, or `module:Class` of one's own."""
+    """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` of one's own."""
     max_lag: int = 1
     """Hard bound: versions that a trajectory may be older than the trainer. Implied by the first two."""
+    depth: int | None = None
+    """Batches that may be on their way beside the one that trains; default max_lag. Less leaves time for stragglers."""
+    oldest_share: float = 1.0
+    """Share of each batch that may have the full max_lag; the rest is at least one version younger."""
+    stale: str = "wait"
+    """An unfinished group that holds a step up: wait for it, resume (answer it again with newer weights), or drop it."""
+    sync_every: int = 1
+    """Optimizer steps from one publication of weights to the next; versions count steps all the same."""
     wait_timeout_s: float = 1800.0
     """Deadline of each wait of a role for items, room, a lease or a version."""
     publish_timeout_s: float = 600.0
@@ -63,21 +74,41 @@ class AsyncPipelineConfig:
         for name in ("wait_timeout_s", "publish_timeout_s"):
             value = getattr(self, name)
             _require(value > 0, name, "must be > 0 seconds", value, "leave it out for the default")
-        for name in ("proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
+        for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
             value = getattr(self, name)
             _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
-        for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES)):
+        for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE)):
             value = getattr(self, name)
             _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
         for spec in self.custom_roles:
             ok = spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]
             _require(ok, "custom_roles", "entries must read module:Class@after->before", spec, "see the README")
+        self._check_ages()
         implied = STRATEGY_LAG.get(self.strategy)
         if implied is not None and implied != self.max_lag:
             raise ConfigError(
                 f"{OWN}.max_lag must be {implied} with strategy {self.strategy}, got {self.max_lag}; "
                 "use strategy n_step_ahead for another lag"
             )
+
+    def _check_ages(self) -> None:
+        share = self.oldest_share
+        if self.depth is not None:
+            ok = 0 <= self.depth <= self.max_lag
+            _require(ok, "depth", f"must be from 0 to max_lag, {self.max_lag}", self.depth, "leave it out for max_lag")
+        _require(0 < share <= 1, "oldest_share", "must be above 0 and at most 1", share, "1 is the default")
+        if self.max_lag == 0:
+            _require(share == 1, "oldest_share", "must be 1 with max_lag 0", share, "leave it out, or raise max_lag")
+        depth = self.max_lag if self.depth is None else self.depth
+        longest = depth + (share == 1)
+        _require(
+            self.sync_every <= longest,
+            "sync_every",
+            f"must be at most {longest} with a depth of {depth} and oldest_share {share:g}, or prompts would wait for "
+            "weights that wait for them",
+            self.sync_every,
+            f"set max_lag (and depth) to {self.sync_every - (share == 1)} or more",
+        )
 
 
 @dataclass(frozen=True)
@@ -146,13 +177,29 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
             if value is not None:
                 foreign.append(path)
                 notes.append(f"{path}={value} -> {key.apply(value, draft)}")
-    own.update({k: v for k, v in draft.values.items() if k not in ("strategy", "max_lag")})
+    notes += _quota(draft)
+    _adopt(own, draft)
     own["strategy"], own["max_lag"] = _strategy_and_lag(draft)
     own = {k: v for k, v in own.items() if v is not None}
     _check_types(own)
     if "custom_roles" in own:
         own["custom_roles"] = tuple(own["custom_roles"])
     return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign))
+
+
+def _adopt(own: dict[str, Any], draft: _Draft) -> None:
+    """Take over what keys of other systems say. Raises ConfigError: our own key says something else.
+
+    A value that is the default may have come from our own file instead of from the user, so it gives way.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(AsyncPipelineConfig)}
+    for name, value in draft.values.items():
+        if name in defaults and name not in ("strategy", "max_lag"):
+            if own.get(name) not in (None, defaults[name], value):
+                raise ConfigError(
+                    f"{draft.sources[name]} asks for {name}={value} but {OWN}.{name} for {own[name]}; keep one of them"
+                )
+            own[name] = value
 
 
 def canonical_strategy(value: Any, path: str) -> str:
@@ -197,7 +244,9 @@ def _strategy_and_lag(draft: _Draft) -> tuple[str, int]:
     if lag is not None and (isinstance(lag, bool) or not isinstance(lag, int)):
         raise ConfigError(f"{draft.sources['max_lag']} must be a whole number, got {lag!r}; use 0 for on-policy")
     if strategy is None:
-        strategy = DEFAULT_STRATEGY if lag is None else {0: "on_policy", 1: "one_step_off"}.get(lag, "n_step_ahead")
+        whole = draft.values.get("oldest_share", 1) == 1
+        by_lag = {0: "on_policy", 1: "one_step_off"} if whole else {}
+        strategy = DEFAULT_STRATEGY if lag is None else by_lag.get(lag, "n_step_ahead")
     implied = STRATEGY_LAG.get(strategy)
     if implied is not None and lag is not None and implied != lag:
         raise ConfigError(
@@ -219,10 +268,57 @@ def _generate_ahead(value: Any, draft: _Draft) -> str:
 
 def _generation_ratio(value: Any, draft: _Draft) -> str:
     path = "async_generation_ratio"
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value % 1 != 0:
-        raise ConfigError(f"{path} must be a whole number >= 0, got {value!r}; fractions are not supported yet")
-    draft.propose("max_lag", int(value), path)
-    return f"max_lag={int(value)}"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{path} must be a number >= 0, got {value!r}; 0 is on-policy, 1 is one batch ahead")
+    return _propose_lag(float(value), draft, path)
+
+
+def _propose_lag(batches_ahead: float, draft: _Draft, path: str) -> str:
+    """A fraction lets that share of a batch be one version older."""
+    whole, share = divmod(round(batches_ahead, 9), 1)
+    if share == 0:
+        draft.propose("max_lag", int(whole), path)
+        return f"max_lag={int(whole)}"
+    draft.propose("max_lag", int(whole) + 1, path)
+    draft.propose("oldest_share", share, path)
+    return f"max_lag={int(whole) + 1}, oldest_share={share:g}"
+
+
+def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[Any, _Draft], str]:
+    def apply(value: Any, draft: _Draft) -> str:
+        number = isinstance(value, int) or (isinstance(value, float) and not whole)
+        if isinstance(value, bool) or not number or not least <= value < math.inf:
+            what = "a whole number" if whole else "a number"
+            raise ConfigError(f"{path} must be {what} >= {least}, got {value!r}; it belongs to fully_async")
+        draft.propose(name, value, path)
+        draft.propose("strategy", "fully_async", path)
+        return "strategy=fully_async"
+
+    return apply
+
+
+def _quota(draft: _Draft) -> list[str]:
+    """The lag that a staleness threshold and a number of steps between publications come down to together.
+
+    verl lets (1 + threshold) x steps x batch groups be in flight or wait; that is one batch more than the lag.
+    """
+    threshold, every = draft.values.get("staleness_threshold"), draft.values.get("sync_every")
+    if threshold is None and (every is None or "max_lag" in draft.values):
+        return []
+    source = draft.sources["sync_every" if threshold is None else "staleness_threshold"]
+    batches = (1 + (threshold or 0)) * (every or 1)
+    lag = _propose_lag(batches - 1, draft, source)
+    return [f"{batches:g} batches in flight or waiting, by {source} -> {lag}"]
+
+
+def _partial_rollout(path: str) -> Callable[[Any, _Draft], str]:
+    def apply(value: Any, draft: _Draft) -> str:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path} must be True or False, got {value!r}; False drains requests before a load")
+        draft.propose("in_flight", "keep" if value else "drain", path)
+        return f"in_flight={'keep' if value else 'drain'}"
+
+    return apply
 
 
 def _strategy_key(path: str) -> Callable[[Any, _Draft], str]:
@@ -289,11 +385,20 @@ FOREIGN: tuple[ForeignKey, ...] = (
         _size_mb(f"{_ROLLOUT}.param_update_consume_bucket_size_mb", "consume_bucket_size_mb"),
     ),
     *(
+        ForeignKey((path,), _quota_key(path, name, least, whole=whole))
+        for prefix in ("", "async_training.")
+        for name, path, least, whole in (
+            ("staleness_threshold", f"{prefix}staleness_threshold", 0, False),
+            ("sync_every", f"{prefix}trigger_parameter_sync_step", 1, True),
+        )
+    ),
+    *(
+        ForeignKey((path,), _partial_rollout(path))
+        for path in ("partial_rollout", "async_training.partial_rollout")
+    ),
+    *(
         ForeignKey((p,), _not_yet(p), supported=False)
         for p in (
-            "staleness_threshold",
-            "trigger_parameter_sync_step",
-            "partial_rollout",
             "pg_variant",
             "trainer.use_nodes_ratios",
             "trainer.sperated_node_tasks",
@@ -333,7 +438,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     unsupported = {path.rsplit(".", 1)[-1] for key in FOREIGN if not key.supported for path in key.paths}
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes")
+    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
@@ -383,8 +488,12 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "proof_tensors": int,
         "preduce_bucket_size_mb": int,
         "consume_bucket_size_mb": int,
+        "sync_every": int,
+        "depth": int,
+        "oldest_share": (int, float),
         "in_flight": str,
         "stage": str,
+        "stale": str,
         "run_dir": str,
     }
     for name, kind in kinds.items():

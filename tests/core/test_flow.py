@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import pytest
@@ -147,20 +148,45 @@ def test_a_run_without_reference_policy_has_no_such_role() -> None:
             for name in ("logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "validate")
         }
     ),
+    order=st.sampled_from(["drawn", "finished"]),
+    stale=st.sampled_from(["wait", "resume", "drop"]),
+    share=st.sampled_from([0.5, 1.0]),
+    sync_every=st.integers(1, 5),
+    filtered_every=st.sampled_from([2, 3, 1000]),
 )
 def test_any_schedule_keeps_the_invariants(
-    max_lag: int, steps: int, groups: int, times: list[float], costs: dict[str, float]
+    max_lag: int,
+    steps: int,
+    groups: int,
+    times: list[float],
+    costs: dict[str, float],
+    order: str,
+    stale: str,
+    share: float,
+    sync_every: int,
+    filtered_every: int,
 ) -> None:
+    share = share if max_lag and groups > 1 else 1.0
+    answers = count()
     trainer = SimTrainer(
         max_lag=max_lag,
         steps=steps,
         groups=groups,
         costs=costs,
-        answer_s=lambda step, index: times[(step * 7 + index) % len(times)],
+        answer_s=lambda step, index: times[next(answers) % len(times)],
+        order=order,
+        stale=stale,
+        oldest_share=share,
+        # With fewer publications than this, no sample would be new enough.
+        sync_every=min(sync_every, max_lag + (share == 1)),
+        filtered=lambda uid: sum(uid.encode()) % filtered_every == 0 if filtered_every < 1000 else False,
     )
     flow, result = run_flow(trainer)
     assert result.lag_max <= max_lag
-    assert result.groups_drawn == result.groups_trained == steps * groups
+    assert result.groups_trained == steps * groups
+    assert result.groups_drawn == steps * groups + result.groups_filtered + result.groups_expired
+    assert result.groups_expired == 0 or stale == "drop"
+    assert len(trainer.cancelled) <= result.groups_expired + result.regenerated
     assert result.trajectories_trained == steps * groups * trainer.n
     assert [b.step for b in trainer.trained] == list(range(1, steps + 1))
     assert result.served_version == result.trainer_version == steps
@@ -171,6 +197,47 @@ def test_any_schedule_keeps_the_invariants(
     for i, a in enumerate(held):
         for b in held[i + 1 :]:
             assert overlap_seconds(a, b) == 0, "roles on one pool never compute at once"
+
+
+def test_completion_order_does_not_wait_for_the_slow_ones() -> None:
+    """One answer in eight takes ten steps; it is in time for the step that it is due in."""
+
+    def tail(step: int, index: int) -> float:
+        return 9.0 if index == step % 8 else 0.5
+
+    def seconds(order: str) -> float:
+        trainer = SimTrainer(max_lag=9, steps=60, groups=8, answer_s=tail, order=order)
+        return wall_s(run_flow(trainer)[0])
+
+    assert seconds("finished") <= seconds("drawn")
+
+
+def test_dropping_is_faster_than_waiting_and_says_what_it_lost() -> None:
+    def tail(step: int, index: int) -> float:
+        return 50.0 if index == 0 else 0.5
+
+    waited = run_flow(SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished"))
+    dropped = run_flow(SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished", stale="drop"))
+    assert wall_s(dropped[0]) < 0.3 * wall_s(waited[0])
+    assert dropped[1].groups_expired > 0
+    assert {r.fields["fate"] for r in dropped[0].log.records if r.event == "RECALLED"} == {"drop"}
+
+
+def test_weights_are_published_every_so_many_steps_and_at_the_end() -> None:
+    trainer = SimTrainer(max_lag=2, steps=8, sync_every=3)
+    _, result = run_flow(trainer)
+    assert [p.version for p in result.publications] == [0, 3, 6, 8]
+    assert [c for c in trainer.calls if c.startswith("gather")] == ["gather:0", "gather:3", "gather:6", "gather:8"]
+    assert result.lag_max == 2
+
+
+def test_filtered_groups_are_replaced_within_the_same_step() -> None:
+    trainer = SimTrainer(max_lag=0, steps=3, groups=4, filtered=lambda uid: uid == "p1.2")
+    _, result = run_flow(trainer)
+    assert [len(b.groups) for b in trainer.trained] == [4, 4, 4]
+    assert "p1.2" not in {g.uid for b in trainer.trained for g in b.groups}
+    assert (result.groups_drawn, result.groups_filtered, result.lag_max) == (13, 1, 0)
+    assert trainer.discarded == ["p1.2"]
 
 
 # Failure.
@@ -226,7 +293,7 @@ def test_a_trajectory_older_than_the_bound_never_reaches_the_optimizer() -> None
                 self.served = max(now, self.served)
 
     trainer = Stale(max_lag=1)
-    with pytest.raises(StalenessViolation, match="exceeds max_lag 1"):
+    with pytest.raises(StalenessViolation, match="got groups of lag 2"):
         run_virtual(AsyncTrainingFlow(trainer).run())
     assert all(b.step - 1 - b.first_version <= 1 for b in trainer.trained)
 

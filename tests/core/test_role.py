@@ -95,7 +95,7 @@ def test_create_by_name() -> None:
         "echo[2]",
         StageState.IDLE,
     )
-    assert machine.lanes(trainer) == 1
+    assert machine.lanes(machine.pipeline) == 1
 
 
 def test_create_names_the_roles_that_there_are() -> None:

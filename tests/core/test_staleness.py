@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.channel import Channel
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.staleness import BatchAdmission, Kind, Versions, check_lag, lag
-from recipe.async_pipeline.errors import ChannelClosed, StageProtocolError, StalenessViolation
+from recipe.async_pipeline.core.staleness import Kind, Versions, check_lag, lag
+from recipe.async_pipeline.errors import StalenessViolation
 
 
 def publish(versions: Versions, version: int) -> None:
@@ -136,166 +134,9 @@ def test_exactly_those_wake_whose_version_is_reached(
     run_virtual(main())
 
 
-# Admission.
-
-
-@pytest.mark.parametrize(("max_lag", "first_step"), [(-1, 1), (0, 0)])
-def test_admission_rejects_impossible_bounds(max_lag: int, first_step: int) -> None:
-    with pytest.raises(ValueError, match="must be >="):
-        BatchAdmission(Versions(), max_lag, first_step)
-
-
-@pytest.mark.parametrize("max_lag", range(4))
-def test_the_steps_admitted_are_those_within_the_bound(max_lag: int) -> None:
-    versions = Versions()
-    admission = BatchAdmission(versions, max_lag)
-    assert not any(admission.admits(step) for step in range(1, 10)), "no weights are served yet"
-    for served in range(5):
-        publish(versions, served)
-        admitted = [step for step in range(1, 20) if admission.admits(step)]
-        assert admitted == list(range(1, served + max_lag + 2))
-
-
-def test_steps_come_in_order_each_when_it_is_admitted() -> None:
-    async def main() -> list[tuple[int, float]]:
-        versions = Versions()
-        admission = BatchAdmission(versions, max_lag=1, first_step=1, last_step=4)
-        admitted: list[tuple[int, float]] = []
-
-        async def admit() -> None:
-            for _ in range(4):
-                step = await admission.next_step()
-                admitted.append((step, asyncio.get_running_loop().time()))
-            with pytest.raises(ChannelClosed, match="step 4 was the last"):
-                await admission.next_step()
-
-        task = asyncio.create_task(admit())
-        for version in range(3):
-            await asyncio.sleep(10)
-            publish(versions, version)
-        await task
-        return admitted
-
-    assert run_virtual(main()) == [(1, 10), (2, 10), (3, 20), (4, 30)]
-
-
-def test_admission_can_start_in_the_middle_and_go_on_for_ever() -> None:
-    async def main() -> list[int]:
-        versions = Versions()
-        publish(versions, 10)
-        admission = BatchAdmission(versions, max_lag=2, first_step=11)
-        return [await admission.next_step() for _ in range(3)]
-
-    assert run_virtual(main()) == [11, 12, 13]
-
-
-def test_only_one_may_wait_and_a_cancelled_wait_skips_no_step() -> None:
-    async def main() -> int:
-        versions = Versions()
-        admission = BatchAdmission(versions, max_lag=0)
-        first = asyncio.create_task(admission.next_step())
-        await settle()
-        with pytest.raises(StageProtocolError, match="somebody waits for step 1 already"):
-            await admission.next_step()
-        publish(versions, 0)
-        first.cancel()  # it has been woken, but has not run
-        await asyncio.wait([first])
-        assert first.cancelled()
-        return await admission.next_step()
-
-    assert run_virtual(main()) == 1
-
-
-SECONDS = st.integers(0, 9)
-
-
-class Run:
-    """A trainer, replicas that load at their own pace, and batches whose tokens trickle in.
-
-    Durations come from `draws_s`, in turn; each batch puts one group on every replica.
-    """
-
-    def __init__(
-        self, admission_lag: int, max_lag: int, replicas: int, steps: int, draws_s: list[int]
-    ) -> None:
-        self.versions = Versions()
-        self.admission = BatchAdmission(self.versions, admission_lag, last_step=steps)
-        self.max_lag = max_lag
-        self.serving = [-1] * replicas
-        self.batches = Channel[list[asyncio.Task[int]]]("batches", steps)
-        self.lags: list[int] = []
-        self.background: list[asyncio.Task[None]] = []
-        self._draws_s = draws_s
-        self._drawn = count()
-
-    def next_s(self) -> int:
-        return self._draws_s[next(self._drawn) % len(self._draws_s)]
-
-    async def load(self, replica: int, version: int, load_s: int) -> None:
-        await asyncio.sleep(load_s)
-        self.serving[replica] = max(self.serving[replica], version)  # a replica never goes back
-        self.versions.advance_served(min(self.serving))
-
-    def publish(self, version: int) -> None:
-        self.versions.advance_gathered(version)
-        for replica in range(len(self.serving)):
-            self.background.append(asyncio.create_task(self.load(replica, version, self.next_s())))
-
-    async def group(self, replica: int, tokens_s: list[int]) -> int:
-        """Version of the oldest token."""
-        first = self.serving[replica]
-        for token_s in tokens_s:
-            await asyncio.sleep(token_s)
-            first = min(first, self.serving[replica])
-        return first
-
-    async def generate(self) -> None:
-        for expected in count(1):
-            try:
-                step = await self.admission.next_step()
-            except ChannelClosed:
-                return
-            assert step == expected
-            batch = [
-                asyncio.create_task(self.group(replica, [self.next_s(), self.next_s()]))
-                for replica in range(len(self.serving))
-            ]
-            await self.batches.send(batch)
-
-    async def train(self, steps: int) -> None:
-        self.publish(0)
-        for step in range(1, steps + 1):
-            for group in await self.batches.receive():
-                self.lags.append(check_lag(step, await group, self.max_lag, f"a group of batch {step}"))
-            await asyncio.sleep(self.next_s())
-            self.versions.advance_trained(step)
-            self.publish(step)
-
-    async def run(self, steps: int) -> list[int]:
-        await asyncio.gather(self.generate(), self.train(steps))
-        await asyncio.gather(*self.background)
-        assert self.versions.served == steps
-        return self.lags
-
-
-@given(
-    max_lag=st.integers(0, 3), replicas=st.integers(1, 3), draws_s=st.lists(SECONDS, min_size=1, max_size=40)
-)
-def test_no_token_is_older_than_the_bound_whatever_straggles(
-    max_lag: int, replicas: int, draws_s: list[int]
-) -> None:
-    lags = run_virtual(Run(max_lag, max_lag, replicas, 8, draws_s).run(8))
-    assert len(lags) == 8 * replicas
-    assert all(0 <= found <= max_lag for found in lags)
-
-
-@pytest.mark.parametrize("max_lag", range(4))
-def test_the_bound_is_used_to_the_full(max_lag: int) -> None:
-    lags = run_virtual(Run(max_lag, max_lag, 1, 8, [1]).run(8))
-    assert max(lags) == max_lag
-
-
-@pytest.mark.parametrize("max_lag", range(3))
-def test_admission_one_step_too_early_would_be_caught(max_lag: int) -> None:
-    with pytest.raises(StalenessViolation, match=f"lag {max_lag + 1} exceeds max_lag {max_lag}"):
-        run_virtual(Run(max_lag + 1, max_lag, 1, 8, [1]).run(8))
+def test_subscribers_hear_of_every_version_that_is_served() -> None:
+    versions, heard = Versions(), []
+    versions.subscribe(lambda: heard.append(versions.served))
+    for version in range(3):
+        publish(versions, version)
+    assert heard == [0, 1, 2]

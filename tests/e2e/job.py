@@ -113,7 +113,9 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
     assert (summary["strategy"], summary["max_lag"], summary["steps"]) == (strategy, max_lag, steps)
     assert summary["lag_max"] <= max_lag
     assert summary["served_version"] == summary["trainer_version"] == steps
-    assert summary["groups_drawn"] == summary["groups_trained"] == steps * 16
+    assert summary["groups_trained"] == steps * 16
+    fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired"))
+    assert (summary["groups_drawn"], summary["groups_in_flight"]) == (fates, 0)
     assert summary["samples_trained"] == steps * 128
     assert summary["tensors_proved"] > 0
     assert summary["publications"] == steps + 1

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 WORKLOAD = """
 reason: the shortest job that uses every probe
-steps: 1
+steps: 2
 warmup: 1
 cooldown: 0
 episode: {turns: 2, tool_s: {median: 0.2, sigma: 0.5, cap: 1.0}}
@@ -33,7 +33,7 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "recipe.async_pipeline", "bench", "--no-stock-poll", "--repeats", "1"),
-            *("--arms", "verl_separate_async,one_step_off", "--workload", str(workload), "--json", str(out)),
+            *("--arms", "verl_separate_async,fully_async", "--workload", str(workload), "--json", str(out)),
             *("--logs", str(tmp_path / "logs")),
         ],
         cwd=ROOT,
@@ -44,10 +44,10 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
     data = json.loads(out.read_text())
     assert data["failed"] == {}
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert data["ratios"]["one_step_off/verl_separate_async"]["median"] > 0
-    assert data["arms"]["one_step_off"]["lag_max"] == 1
+    assert data["ratios"]["fully_async/verl_separate_async"]["median"] > 0
+    assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 3
     # verl's own trainer and manager publish through our engine, too.
-    for name in ("verl_separate_async", "one_step_off"):
+    for name in ("verl_separate_async", "fully_async"):
         arm = data["arms"][name]
         assert arm["stall_train_s"] > 0, "the weights were published"
         assert 0 <= arm["trainer_idle"]["median"] < 1
@@ -55,20 +55,20 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
         assert arm["cpu_s"]["generate"] > 0
         assert arm["bound_step_s"] > 0
         assert arm["first_step_s"]["median"] > 0
-    check_our_job(tmp_path / "logs" / "1-one_step_off" / "run", steps=data["workload"]["warmup"] + 1 + data["workload"]["cooldown"])
+    check_our_job(tmp_path / "logs" / "1-fully_async" / "run", steps=data["workload"]["warmup"] + 1 + data["workload"]["cooldown"])
 
 
 def check_our_job(run_dir: Path, steps: int) -> None:
-    """The job of our arm is also the whole job with the default strategy that these tests look at."""
+    """The job of our arm is also the whole job with groups in the order of completion that these tests look at."""
     job = Job(0, "", run_dir)
-    summary = check_clean_end(job, "one_step_off", 1, steps)
+    summary = check_clean_end(job, "fully_async", 3, steps)
     check_events(job, set(ROLES) - {"ref_logp"})
-    assert summary["lag_max"] == 1
     assert summary["overlap_s"] > 0
     assert [m["step"] for m in job.metrics()] == list(range(1, steps + 1))
     assert (run_dir.parent / "latest").resolve() == run_dir.resolve()
 
 
+@pytest.mark.nightly
 def test_publications_are_measured(tmp_path: Path) -> None:
     said: list[str] = []
     task = make_task(2 * 10**6, tmp_path / "task")

@@ -47,6 +47,7 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     assert job.summary["status"] == "failed"
 
 
+@pytest.mark.nightly
 def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -87,12 +88,17 @@ def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(t
     assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
 
 
-def test_ctrl_c(tied_task: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:
     def interrupt(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)
 
+    # Adapters alone are trained here, and published without their base.
+    adapters = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto"]
     job = run_job(
-        long_run(tmp_path), tmp_path / "run", tied_task, events=[Event(" 2/1000", interrupt)]
+        [*long_run(tmp_path), *adapters], tmp_path / "run", tied_task, events=[Event(" 2/1000", interrupt)]
     )
     check_ended(job, "interrupted")
     assert job.status == 130
+    served = [event["version"] for event in job.events() if event["event"] == "SERVED"]
+    assert served[:2] == [0, 1]
+    assert max(abs(row["data"]["rollout_corr/kl"]) for row in job.metrics()) < 0.005

@@ -70,6 +70,12 @@ SUMMARY: dict[str, object] = {
     "reward_last": 0.75,
     "lag_max": 1,
     "max_lag": 1,
+    "groups_drawn": 1290,
+    "groups_trained": 1280,
+    "groups_filtered": 7,
+    "groups_expired": 3,
+    "groups_in_flight": 0,
+    "groups_regenerated": 0,
     "served_version": 80,
     "trainer_version": 80,
     "overlap_s": 55.2,
@@ -86,9 +92,15 @@ def test_closing_lines_of_a_good_run() -> None:
         "0.250 -> 0.750",
         "lag_max 1 of 1",
         "55.2 s",
+        "1290 groups drawn: 1280 trained, 7 filtered, 3 expired, 0 in flight",
     ):
         assert part in text
     assert "cause" not in text
+    assert "answered again" not in text
+
+
+def test_groups_that_were_answered_again_are_told() -> None:
+    assert any("in flight; 4 answered again" in line for line in closing({**SUMMARY, "groups_regenerated": 4}))
 
 
 def test_closing_lines_of_a_run_that_failed_before_its_first_step() -> None:

@@ -9,10 +9,24 @@ import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, create_role_state_machine
 from recipe.async_pipeline.core.channel import Channel
+from recipe.async_pipeline.core.items import Prompt
 from recipe.async_pipeline.core.pools import DevicePool
 from tests.sim import SimTrainer
 
 MakeRole = Callable[..., RoleStateMachine]
+
+
+async def admit(machine: RoleStateMachine, *uids: str) -> None:
+    """Let groups into the message queue, as the dataloader does; the starting weights are served."""
+    pipeline, left = machine.pipeline, list(uids)
+    pipeline.versions.advance_gathered(max(machine.trainer.first_step - 1, pipeline.versions.gathered))
+    pipeline.versions.advance_served(max(machine.trainer.first_step - 1, pipeline.versions.served))
+    while left:
+        ticket = await pipeline.queue.next_ticket()
+        for uid in left[: ticket.prompts]:
+            pipeline.tally.draw(uid)
+            pipeline.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
+        left = left[ticket.prompts :]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Prompt, PromptBatch
+from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch, Ticket, Trajectory
 from recipe.async_pipeline.core.machine import StageState
 from recipe.async_pipeline.errors import ConservationError, WaitTimeout
 from tests.sim import SimTrainer
@@ -21,8 +21,15 @@ def test_draws_the_steps_in_order_and_ends_after_the_last(alone: MakeRole) -> No
     machine.pipeline.versions.advance_served(0)
 
     async def main() -> list[PromptBatch]:
-        await machine.run()
-        return [item async for item in machine.outputs[0]]
+        task = asyncio.create_task(machine.run())
+        batches = [await machine.outputs[0].receive() for _ in range(4)]
+        for step, batch in enumerate(batches, start=1):
+            for prompt in batch.prompts:
+                trajectory = Trajectory(key=prompt.uid, first_version=0, last_version=0, num_tokens=1)
+                machine.pipeline.queue.put(Group(uid=prompt.uid, step=step, trajectories=(trajectory,)))
+            assert machine.pipeline.queue.take(step)
+        await task
+        return batches
 
     batches = run_virtual(main())
     assert [b.step for b in batches] == [1, 2, 3, 4]
@@ -53,15 +60,15 @@ def test_waits_until_weights_that_are_new_enough_are_served(alone: MakeRole) -> 
 
 
 def test_says_what_it_waits_for(alone: MakeRole) -> None:
-    with pytest.raises(WaitTimeout, match="dataloader waited 1000 s for the next step to be admitted"):
+    with pytest.raises(WaitTimeout, match="dataloader waited 1000 s for leave to draw prompts"):
         run_virtual(alone("dataloader", SimTrainer()).run())
 
 
 def test_a_prompt_that_comes_twice_is_caught(alone: MakeRole) -> None:
     class Repeats(SimTrainer):
-        async def draw_prompts(self, step: int, served_version: int) -> PromptBatch:
+        async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
             return PromptBatch(
-                step=step, prompts=(Prompt(uid="same", step=step),), admitted_version=served_version
+                step=ticket.step, prompts=(Prompt(uid="same", step=ticket.step),), admitted_version=ticket.version
             )
 
     machine = alone("dataloader", Repeats(max_lag=4))

@@ -10,9 +10,10 @@ import pytest
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch
 from recipe.async_pipeline.core.machine import StageState
+from recipe.async_pipeline.core.role import RoleStateMachine
 from recipe.async_pipeline.errors import RolloutError, WaitTimeout
 from tests.sim import SimTrainer
-from tests.stages.conftest import MakeRole
+from tests.stages.conftest import MakeRole, admit
 
 
 def prompts(count: int) -> PromptBatch:
@@ -20,10 +21,15 @@ def prompts(count: int) -> PromptBatch:
     return PromptBatch(step=1, prompts=made, admitted_version=0)
 
 
-def test_a_lane_for_each_version_ahead_and_one_more(alone: MakeRole) -> None:
+async def send(machine: RoleStateMachine, count: int) -> None:
+    await admit(machine, *(f"p{i}" for i in range(count)))
+    await machine.inputs[0].send(prompts(count))
+
+
+def test_two_lanes_for_each_version_ahead_and_two_more(alone: MakeRole) -> None:
     for max_lag in (0, 1, 3):
-        trainer = SimTrainer(max_lag=max_lag)
-        assert type(alone("generate", trainer)).lanes(trainer) == max_lag + 1
+        machine = alone("generate", SimTrainer(max_lag=max_lag))
+        assert machine.lanes(machine.pipeline) == 2 * (max_lag + 1)
 
 
 def test_hands_on_each_group_the_moment_it_is_finished(alone: MakeRole) -> None:
@@ -36,7 +42,7 @@ def test_hands_on_each_group_the_moment_it_is_finished(alone: MakeRole) -> None:
             arrivals.append((group.uid, asyncio.get_running_loop().time()))
 
     async def main() -> None:
-        await machine.inputs[0].send(prompts(3))
+        await send(machine, 3)
         machine.inputs[0].close()
         await asyncio.gather(machine.run(), collect())
 
@@ -49,7 +55,7 @@ def test_a_slow_consumer_does_not_hold_back_the_servers(alone: MakeRole) -> None
     machine = alone("generate", trainer, room=1)
 
     async def main() -> list[str]:
-        await machine.inputs[0].send(prompts(3))
+        await send(machine, 3)
         machine.inputs[0].close()
         task = asyncio.create_task(machine.run())
         await asyncio.sleep(10)
@@ -63,21 +69,16 @@ def test_a_slow_consumer_does_not_hold_back_the_servers(alone: MakeRole) -> None
 
 
 class Watched(SimTrainer):
-    """Says who was cancelled; p0 fails after two seconds."""
+    """p0 fails after two seconds."""
 
     def __init__(self) -> None:
-        super().__init__(answer_s=lambda step, index: 1.0 if index == 1 else 100.0)
-        self.cancelled: list[str] = []
+        super().__init__(answer_s=lambda step, index: 1.0 if index == 1 else 100.0, groups=4)
 
     async def generate_group(self, prompt: Prompt) -> Group:
         if prompt.payload == 0:
             await asyncio.sleep(2)
             raise RolloutError("p0 broke")
-        try:
-            return await super().generate_group(prompt)
-        except asyncio.CancelledError:
-            self.cancelled.append(prompt.uid)
-            raise
+        return await super().generate_group(prompt)
 
 
 def test_a_failure_cancels_the_siblings_and_waits_for_them(alone: MakeRole) -> None:
@@ -85,7 +86,7 @@ def test_a_failure_cancels_the_siblings_and_waits_for_them(alone: MakeRole) -> N
     machine = alone("generate", trainer)
 
     async def main() -> set[asyncio.Task[object]]:
-        await machine.inputs[0].send(prompts(4))
+        await send(machine, 4)
         with pytest.raises(RolloutError, match="p0 broke"):
             await machine.run()
         return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
@@ -100,7 +101,7 @@ def test_an_answer_that_never_comes_is_counted(alone: MakeRole) -> None:
     machine = alone("generate", SimTrainer(answer_s=lambda step, index: 1.0 if index == 0 else 1e6))
 
     async def main() -> None:
-        await machine.inputs[0].send(prompts(3))
+        await send(machine, 3)
         await machine.run()
 
     with pytest.raises(WaitTimeout, match="2 of 3 groups are with the rollout servers"):
@@ -113,10 +114,68 @@ def test_the_log_names_group_and_version(alone: MakeRole) -> None:
     machine = alone("generate", trainer)
 
     async def main() -> None:
-        await machine.inputs[0].send(prompts(1))
+        await send(machine, 1)
         machine.inputs[0].close()
         await machine.run()
 
     run_virtual(main())
     output = next(r for r in machine.pipeline.log.records if r.event == "OUTPUT")
     assert dict(output.fields) == {"step": 1, "key": "p0", "version": 7}
+
+
+# Recalled by the message queue.
+
+
+@pytest.mark.parametrize("stale", ["drop", "resume"])
+def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeRole, stale: str) -> None:
+    seconds = iter([50.0, 1.0, 2.0, 3.0])
+    trainer = SimTrainer(max_lag=1, groups=1, stale=stale, answer_s=lambda step, index: next(seconds))
+    trainer.served = 0
+    machine = alone("generate", trainer)
+    queue = machine.pipeline.queue
+    arrived: list[tuple[str, float]] = []
+
+    async def collect() -> None:
+        async for group in machine.outputs[0]:
+            queue.put(group)
+            queue.take(1 if len(arrived) == 0 else 2)
+            arrived.append((group.uid, asyncio.get_running_loop().time()))
+
+    async def main() -> None:
+        await send(machine, 2)
+        machine.inputs[0].close()
+        await asyncio.gather(machine.run(), collect())
+
+    run_virtual(main())
+    tally = machine.pipeline.tally
+    assert trainer.cancelled == ["p0"]
+    assert tally.expired == ({"p0"} if stale == "drop" else set())
+    assert tally.regenerated == (stale == "resume")
+    assert arrived == [("p1", 1.0), *([("p0", 3.0)] if stale == "resume" else [])]
+    assert [r.fields["fate"] for r in machine.pipeline.log.records if r.event == "RECALLED"] == [stale]
+
+
+def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) -> None:
+    class AtTheSameMoment(SimTrainer):
+        async def generate_group(self, prompt: Prompt) -> Group:
+            group, other = [await super(AtTheSameMoment, self).generate_group(p) for p in prompts(2).prompts]
+            queue.put(other)
+            # Runs when this task is done, but before anybody hears of it.
+            asyncio.get_running_loop().call_soon(queue.take, 1)
+            return group
+
+    trainer = AtTheSameMoment(max_lag=1, groups=1, stale="drop")
+    trainer.served = 0
+    machine = alone("generate", trainer)
+    queue = machine.pipeline.queue
+
+    async def main() -> None:
+        await admit(machine, "p0", "p1")
+        await machine.inputs[0].send(prompts(1))
+        machine.inputs[0].close()
+        await machine.run()
+
+    run_virtual(main())
+    assert trainer.discarded == ["p0"]
+    assert machine.pipeline.tally.expired == {"p0"}
+    assert len(machine.outputs[0]) == 0

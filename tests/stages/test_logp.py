@@ -63,5 +63,5 @@ def test_says_what_it_waits_for(alone: MakeRole) -> None:
         await machine.inputs[0].send(StepBatch(step=3, groups=()))
         await machine.run()
 
-    with pytest.raises(WaitTimeout, match="logp waited 1000 s for version 2 to be trained and gathered"):
+    with pytest.raises(WaitTimeout, match="logp waited 1000 s for version 2 to be trained"):
         run_virtual(main())

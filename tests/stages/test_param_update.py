@@ -15,8 +15,8 @@ from tests.stages.conftest import MakeRole
 
 
 def test_two_arenas_make_two_lanes(alone: MakeRole) -> None:
-    trainer = SimTrainer()
-    assert type(alone("param_update", trainer)).lanes(trainer) == 2
+    machine = alone("param_update", SimTrainer())
+    assert machine.lanes(machine.pipeline) == 2
 
 
 @pytest.mark.parametrize("first_step", [1, 5])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,16 +12,16 @@ from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.core.role import RoleStateMachine
 from recipe.async_pipeline.errors import ConservationError
 from tests.sim import SimTrainer
-from tests.stages.conftest import MakeRole
+from tests.stages.conftest import MakeRole, admit
 
 
-def group(uid: str, step: int) -> Group:
-    return Group(
-        uid=uid, step=step, trajectories=(Trajectory(key=uid, first_version=0, last_version=0, num_tokens=1),)
-    )
+def group(uid: str, step: int, version: int = 0) -> Group:
+    trajectory = Trajectory(key=uid, first_version=version, last_version=version, num_tokens=1)
+    return Group(uid=uid, step=step, trajectories=(trajectory,))
 
 
 async def feed(machine: RoleStateMachine, *groups: Group) -> list[StepBatch]:
+    await admit(machine, *sorted(one.uid for one in groups))
     for one in groups:
         await machine.inputs[0].send(one)
     machine.inputs[0].close()
@@ -34,7 +34,7 @@ def uids(batches: Sequence[StepBatch]) -> list[tuple[int, list[str]]]:
 
 
 def test_a_later_step_that_is_complete_waits_for_the_earlier(alone: MakeRole) -> None:
-    machine = alone("rollout", SimTrainer(groups=2))
+    machine = alone("rollout", SimTrainer(groups=2, max_lag=1))
     groups = [group("c", 2), group("a", 1), group("d", 2), group("b", 1)]
     assert uids(run_virtual(feed(machine, *groups))) == [(1, ["a", "b"]), (2, ["c", "d"])]
 
@@ -42,25 +42,27 @@ def test_a_later_step_that_is_complete_waits_for_the_earlier(alone: MakeRole) ->
 def test_a_run_that_goes_on_starts_at_its_own_first_step(alone: MakeRole) -> None:
     trainer = SimTrainer(groups=1)
     trainer.first_step = 5
-    assert uids(run_virtual(feed(alone("rollout", trainer), group("a", 5)))) == [(5, ["a"])]
+    one = group("a", 5, version=4)
+    assert uids(run_virtual(feed(alone("rollout", trainer), one))) == [(5, ["a"])]
 
 
-def test_a_strategy_may_take_groups_of_any_step(alone: MakeRole) -> None:
-    class AsTheyCome(SimTrainer):
-        def take_batch(
-            self, next_step: int, waiting: Mapping[int, Sequence[Group]]
-        ) -> Sequence[Group] | None:
-            finished = [g for groups in waiting.values() for g in groups]
-            return finished[:2] if len(finished) >= 2 else None
-
-    machine = alone("rollout", AsTheyCome())
-    groups = [group("c", 3), group("a", 1), group("b", 1), group("d", 2)]
+def test_a_strategy_may_take_groups_as_they_come(alone: MakeRole) -> None:
+    machine = alone("rollout", SimTrainer(groups=2, max_lag=1, order="finished"))
+    groups = [group("c", 2), group("a", 1), group("b", 1), group("d", 2)]
     assert uids(run_virtual(feed(machine, *groups))) == [(1, ["a", "c"]), (2, ["b", "d"])]
 
 
+def test_a_group_that_teaches_nothing_is_filtered(alone: MakeRole) -> None:
+    trainer = SimTrainer(groups=1, max_lag=1, filtered=lambda uid: uid == "a")
+    machine = alone("rollout", trainer)
+    assert uids(run_virtual(feed(machine, group("a", 1), group("b", 2)))) == [(1, ["b"])]
+    assert machine.pipeline.tally.filtered == {"a"}
+    assert trainer.discarded == ["a"]
+
+
 def test_finished_groups_that_no_step_took_are_an_error(alone: MakeRole) -> None:
-    machine = alone("rollout", SimTrainer(groups=2))
-    with pytest.raises(ConservationError, match=r"that no step took: \{2: 1\}"):
+    machine = alone("rollout", SimTrainer(groups=2, max_lag=1))
+    with pytest.raises(ConservationError, match="data ended with 2 groups that no step took"):
         run_virtual(feed(machine, group("a", 1), group("b", 1), group("c", 2)))
     assert not machine.outputs[0].closed
 

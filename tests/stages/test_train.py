@@ -96,6 +96,11 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "lag/mixed_version_share": 0.25,
         "version/trainer": 3.0,
         "version/served_min": 1.0,
+        "queue/untrained": 0.0,
+        "queue/finished": 0.0,
+        "samples/filtered": 0.0,
+        "samples/expired": 0.0,
+        "samples/regenerated": 0.0,
     }
     tally = machine.pipeline.tally
     assert (tally.steps, tally.lag_max, tally.trajectories_trained, tally.trained) == (1, 2, 4, {"g3": 3})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
+from recipe.async_pipeline.verl_bridge.routing import Router
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -33,8 +34,12 @@ def ours(load: Load) -> ModuleType:
 class Balancer:
     """verl's, without its actor: sends every request to the first server."""
 
+    by_default = False
+    """Does it decide as verl's does by default, so that a client may decide itself?"""
+
     def __init__(self, **servers: Callable[[], Awaitable[Any]]) -> None:
         self.servers = servers
+        self.given_up: list[str] = []
         self.asked: list[str] = []
         self.released: list[str] = []
 
@@ -59,11 +64,20 @@ class Balancer:
         if not self.servers:
             raise raised_remotely(RuntimeError("No available servers in load balancer"))
         name = next(iter(self.servers))
-        self.asked.append(name)
+        return name, self._handle(name)
+
+    def _handle(self, name: str) -> Any:
         answer = self.servers[name]
-        return name, SimpleNamespace(
-            generate=SimpleNamespace(remote=lambda **kwargs: asyncio.ensure_future(answer()))
-        )
+
+        def generate(**kwargs: Any) -> Any:
+            self.asked.append(name)
+            return asyncio.ensure_future(answer())
+
+        give_up = SimpleNamespace(remote=lambda request: self.given_up.append(f"{name}: {request}"))
+        return SimpleNamespace(generate=SimpleNamespace(remote=generate), give_up=give_up)
+
+    def ___ray_call__(self, names: Any) -> Any:
+        return {name: self._handle(name) for name in self.servers} if self.by_default else None
 
     def _release_server(self, server_id: str) -> None:
         self.released.append(server_id)
@@ -107,6 +121,13 @@ def generate(ours: ModuleType, balancer: Balancer, times: int = 1) -> Any:
     return asyncio.run(main())
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["verl decides", "the client decides"])
+def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ours: ModuleType) -> None:
+    monkeypatch.setattr(Balancer, "by_default", request.param)
+    # Among equals, the first.
+    monkeypatch.setattr(ours, "Router", lambda: Router(choose=lambda names: names[0]))
+
+
 DEATHS = [ActorDiedError(), raised_remotely(EngineDeadError("died"))]
 
 
@@ -114,7 +135,8 @@ DEATHS = [ActorDiedError(), raised_remotely(EngineDeadError("died"))]
 def test_another_replica_answers(ours: ModuleType, death: Exception) -> None:
     balancer = Balancer(a=failing(death), b=well)
     assert generate(ours, balancer).token_ids == [1]
-    assert balancer.asked == balancer.released == ["a", "b"]
+    assert balancer.asked == ["a", "b"]
+    assert balancer.released == ([] if Balancer.by_default else ["a", "b"])
     assert list(balancer.servers) == ["b"], "nobody else is sent to the dead one"
 
 
@@ -145,3 +167,47 @@ def test_what_is_no_death_comes_through(ours: ModuleType, error: Exception) -> N
     with pytest.raises(type(error)):
         generate(ours, balancer)
     assert balancer.asked == ["a"]
+
+
+def client_of(ours: ModuleType, balancer: Balancer) -> Any:
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name="vllm")))
+    return ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
+
+
+def test_a_request_that_is_cancelled_is_given_up_by_its_replica(ours: ModuleType) -> None:
+    begun = asyncio.Event()
+
+    async def never() -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
+    balancer = Balancer(a=never)
+    client = client_of(ours, balancer)
+
+    async def main() -> None:
+        task = asyncio.create_task(client.generate("r", prompt_ids=[1], sampling_params={}))
+        await begun.wait()
+        name = client._asked["r"][1]
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert balancer.given_up == [f"a: {name}"]
+        assert client._asked == client._server_of == {}
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "REFRESH_S", 0.0)
+    balancer = Balancer(a=well)
+    client = client_of(ours, balancer)
+
+    async def main() -> None:
+        await client.generate("first", prompt_ids=[1], sampling_params={})
+        balancer.servers = {"b": well}
+        for number in range(10):
+            await client.generate(f"later {number}", prompt_ids=[1], sampling_params={})
+
+    asyncio.run(main())
+    assert balancer.asked[0] == "a"
+    assert balancer.asked[-1] == "b"

@@ -41,11 +41,14 @@ class Arm(NamedTuple):
     """Module that starts it."""
 
 
-def _ours(strategy: str, max_lag: int) -> Arm:
-    overrides = {"async_pipeline": True, "async_strategy": strategy}
-    if strategy == "n_step_ahead":
+def _ours(strategy: str, max_lag: int, depth: int | None = None) -> Arm:
+    overrides: dict[str, Any] = {"async_pipeline": True, "async_strategy": strategy}
+    if strategy in ("n_step_ahead", "fully_async"):
         overrides["trainer.v1.async_pipeline.max_lag"] = max_lag
-    return Arm(True, False, max_lag + 1, True, overrides)
+    if depth is not None:
+        overrides["trainer.v1.async_pipeline.depth"] = depth
+    ahead = max_lag if depth is None else depth
+    return Arm(True, False, ahead + 1, ahead == max_lag, overrides)
 
 
 _SEPARATE = _STOCK | {
@@ -105,6 +108,8 @@ ARMS: dict[str, Arm] = {
     "on_policy": _ours("on_policy", 0),
     "one_step_off": _ours("one_step_off", 1),
     "n_step_ahead": _ours("n_step_ahead", 3),
+    # As many groups on their way as in the arms with four batches; the slow ones may get as old as verl's do.
+    "fully_async": _ours("fully_async", 6, depth=3),
     # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
     "n_step_ahead_lag6": _ours("n_step_ahead", 6),
 }

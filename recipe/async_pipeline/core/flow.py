@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: wires the roles, runs one task a lane, ends cleanly or with the real error.
 
-            admission (strategy)                       ┌─► logp ─────┐
+        admission (message queue)                      ┌─► logp ─────┐
     dataloader ────────► generate ─► rollout ──────────┤             ├─► reward ─► train ─► param_update
         ▲                                              └─► ref_logp ─┘    (join, advantage)      │
         └───────────────────────── versions: trained ≥ gathered ≥ served ◄───────────────────────┘
 
 What each role waits for, and what unblocks it:
 
-    dataloader    admission of the next step          a publication is served
+    dataloader    room in the message queue           a publication is served
     generate      prompts, a slot on its pool         dataloader
     rollout       finished groups                     generate, group by group
     logp          a full batch, weights of step-1     rollout; param_update's gather of step-1
@@ -17,7 +17,7 @@ What each role waits for, and what unblocks it:
     train         the scored batch, gather of step-1  reward; param_update
     param_update  an optimizer step                   train
 
-End of data closes channels from left to right, so everything that was drawn is trained. The first
+End of data closes channels from left to right, so everything that was drawn has a fate by then. The first
 error stops every other role and is raised as it is.
 """
 
@@ -62,6 +62,12 @@ class FlowResult:
     steps: int
     groups_drawn: int
     groups_trained: int
+    groups_filtered: int
+    groups_expired: int
+    groups_in_flight: int
+    """Drawn, and without a fate; none after a run that completed."""
+    regenerated: int
+    """Times that a group was answered again because it held a step up."""
     trajectories_trained: int
     lag_max: int
     trainer_version: int
@@ -75,6 +81,9 @@ class Tally:
     def __init__(self) -> None:
         self.drawn: set[str] = set()
         self.trained: dict[str, int] = {}
+        self.filtered: set[str] = set()
+        self.expired: set[str] = set()
+        self.regenerated = 0
         self.trajectories_trained = 0
         self.steps = 0
         self.lag_max = 0
@@ -92,12 +101,29 @@ class Tally:
             raise ConservationError(f"step {step} trained prompt {uid}, which was never drawn")
         if uid in self.trained:
             raise ConservationError(f"step {step} trained prompt {uid} again; step {self.trained[uid]} had it")
+        if uid in self.filtered or uid in self.expired:
+            raise ConservationError(f"step {step} trained prompt {uid}, which was given up")
         self.trained[uid] = step
         self.trajectories_trained += num_trajectories
 
+    def filter(self, uid: str) -> None:
+        """A finished group will not be trained: it teaches nothing."""
+        self.filtered.add(uid)
+
+    def expire(self, uid: str) -> None:
+        """An unfinished group will not be trained: it held a step up."""
+        self.expired.add(uid)
+
+    def in_flight(self) -> set[str]:
+        """Prompts without a fate."""
+        return self.drawn - self.trained.keys() - self.filtered - self.expired
+
     def check(self) -> None:
-        """Raises ConservationError: some prompt that was drawn has no fate."""
-        lost = self.drawn - self.trained.keys()
+        """Raises ConservationError: some prompt that was drawn has no fate, or two."""
+        lost = self.in_flight()
+        fates = len(self.trained) + len(self.filtered) + len(self.expired)
+        if not lost and fates != len(self.drawn):
+            raise ConservationError(f"{len(self.drawn)} prompts were drawn, but {fates} have a fate")
         if lost:
             raise ConservationError(f"{len(lost)} of {len(self.drawn)} prompts were lost, e.g. {sorted(lost)[:3]}")
 
@@ -124,6 +150,7 @@ class AsyncTrainingFlow:
         self.max_lag = trainer.max_lag if enable_async_rl else 0
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()
+        self.queue = trainer.message_queue(self.versions, self.max_lag)
         self.tally = Tally()
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records)
@@ -157,12 +184,24 @@ class AsyncTrainingFlow:
             steps=self.tally.steps,
             groups_drawn=len(self.tally.drawn),
             groups_trained=len(self.tally.trained),
+            groups_filtered=len(self.tally.filtered),
+            groups_expired=len(self.tally.expired),
+            groups_in_flight=len(self.tally.in_flight()),
+            regenerated=self.tally.regenerated,
             trajectories_trained=self.tally.trajectories_trained,
             lag_max=self.tally.lag_max,
             trainer_version=self.versions.trained,
             served_version=self.versions.served,
             publications=tuple(self.tally.publications),
         )
+
+    def publishes(self, version: int) -> bool:
+        """Are the weights of `version` for the replicas?"""
+        return version < self.trainer.first_step or self.trainer.publishes(version)
+
+    def publication_before(self, version: int) -> int:
+        """The newest version below this one that is published."""
+        return next(v for v in range(version - 1, -1, -1) if self.publishes(v))
 
     def describe(self, machines: Iterable[RoleStateMachine]) -> str:
         """Who is in which state, in words, for the message of a wait that expired."""
@@ -175,7 +214,7 @@ class AsyncTrainingFlow:
         )
 
     def _wire(self) -> None:
-        lanes = {role: _role(role).lanes(self.trainer) for role in self.graph}
+        lanes = {role: _role(role).lanes(self) for role in self.graph}
         self.pools = PoolSet(
             {
                 name: DevicePool(name, devices, slots=self._slots(name, lanes), clock=self.clock)

@@ -9,6 +9,17 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """Leave to draw prompts."""
+
+    step: int
+    """The optimizer step that the first of them is drawn for."""
+    prompts: int
+    version: int
+    """The oldest version that any replica served when leave was given."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One prompt to be answered `n` times: the seed of a group."""
 
@@ -39,6 +50,8 @@ class Trajectory:
     last_version: int
     num_tokens: int
     reward: float | None = None
+    filter_by: float | None = None
+    """What group filtering compares, if the run filters."""
     payload: Any = None
 
 

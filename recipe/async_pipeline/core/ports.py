@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from .items import Group, Prompt, PromptBatch, Publication, StepBatch
+from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
+from .message_queue import MessageQueue
 from .staleness import Versions
-
-
-class Admission(Protocol):
-    """Hands out steps in order; `core.staleness.BatchAdmission` is the one for whole batches."""
-
-    async def next_step(self) -> int:
-        """The next step, once its prompts may go out. Raises ChannelClosed: the last step was handed out."""
 
 
 class PipelineTrainer(Protocol):
@@ -42,19 +36,28 @@ class PipelineTrainer(Protocol):
 
     # Decisions of the strategy.
 
-    def admission(self, versions: Versions, max_lag: int) -> Admission:
-        """Decides when the prompts of each step may be drawn and sent out."""
+    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
+        """Decides when prompts go out, and which groups each step trains on."""
 
-    def take_batch(self, next_step: int, waiting: Mapping[int, Sequence[Group]]) -> Sequence[Group] | None:
-        """The groups that step `next_step` trains on, out of the finished ones, or None: not yet."""
+    def keeps(self, group: Group) -> bool:
+        """False: the group teaches nothing and is filtered; another prompt is drawn instead."""
+
+    def publishes(self, version: int) -> bool:
+        """Are the weights after step `version` for the replicas? Those before the first step always are."""
 
     # Work.
 
-    async def draw_prompts(self, step: int, served_version: int) -> PromptBatch:
-        """The prompts of `step`, in dataset order."""
+    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+        """The next prompts of the dataset, as many as the ticket says."""
 
     async def generate_group(self, prompt: Prompt) -> Group:
-        """Answer one prompt n times and score the answers. Raises what the rollout raised."""
+        """Answer one prompt n times and score the answers. Raises what the rollout raised.
+
+        Cancelled, it has the rollout give the answers up.
+        """
+
+    async def discard(self, group: Group) -> None:
+        """Free the samples of a group that is not trained."""
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
         """Join groups into a batch that divides over the training ranks."""

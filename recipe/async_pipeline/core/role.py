@@ -50,8 +50,8 @@ class RoleStateMachine(ABC):
         self._item: dict[str, Any] = {}
 
     @classmethod
-    def lanes(cls, trainer: PipelineTrainer) -> int:
-        """How many items this role may work on at once."""
+    def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
+        """How many items this role may work on at once in this pipeline."""
         return 1
 
     @property

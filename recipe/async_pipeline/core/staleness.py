@@ -9,9 +9,10 @@ version is *trained* once its step ended, *gathered* once its full weights are i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Literal
 
-from ..errors import ChannelClosed, StageProtocolError, StalenessViolation
+from ..errors import StalenessViolation
 
 Kind = Literal["trained", "gathered", "served"]
 
@@ -50,6 +51,7 @@ class Versions:
     def __init__(self) -> None:
         self._reached: dict[Kind, int] = {"trained": 0, "gathered": -1, "served": -1}
         self._waiters: list[tuple[Kind, int, asyncio.Future[None]]] = []
+        self._served_more: list[Callable[[], object]] = []
 
     @property
     def trained(self) -> int:
@@ -85,6 +87,12 @@ class Versions:
         if version > self.gathered:
             raise StalenessViolation(f"version {version} cannot be served: only {self.gathered} is gathered")
         self._advance("served", version)
+        for call in self._served_more:
+            call()
+
+    def subscribe(self, call: Callable[[], object]) -> None:
+        """Have `call` called whenever every replica serves a version."""
+        self._served_more.append(call)
 
     async def wait_for(self, kind: Kind, version: int) -> None:
         """Return once `kind` has reached `version`; at once if it has.
@@ -107,54 +115,3 @@ class Versions:
         for waited, wanted, future in self._waiters:
             if waited == kind and wanted <= version and not future.done():
                 future.set_result(None)
-
-
-class BatchAdmission:
-    """Lets the prompts of a step go to the replicas when their answers cannot become too old.
-
-    Why it bounds the lag of every token of a batch: step `step` starts at trainer version step-1.
-    Its prompts go out only when every replica serves version step-1-max_lag or newer, and a replica
-    never goes back, so each token is of version >= step-1-max_lag, however long its answer takes:
-    lag <= (step-1) - (step-1-max_lag) = max_lag. It presupposes that a batch is used in the step that
-    it was admitted for; a trainer that picks samples in another order must check each of them.
-    """
-
-    def __init__(
-        self, versions: Versions, max_lag: int, first_step: int = 1, last_step: int | None = None
-    ) -> None:
-        if max_lag < 0:
-            raise ValueError(f"max_lag must be >= 0, got {max_lag}")
-        if first_step < 1:
-            raise ValueError(f"first_step must be >= 1, got {first_step}")
-        self._versions = versions
-        self._max_lag = max_lag
-        self._next_step = first_step
-        self._last_step = last_step
-        self._waiting = False
-
-    def admits(self, step: int) -> bool:
-        """May the prompts of `step` go out now?"""
-        return self._versions.served >= self._needed_version(step)
-
-    async def next_step(self) -> int:
-        """The steps in order, each as soon as it is admitted; a call that is cancelled skips none.
-
-        Waits for: a served version. Unblocked by: `Versions.advance_served`.
-        Raises ChannelClosed: the last step was admitted before. StageProtocolError: somebody waits already.
-        """
-        step = self._next_step
-        if self._last_step is not None and step > self._last_step:
-            raise ChannelClosed(f"admission: step {self._last_step} was the last")
-        if self._waiting:
-            raise StageProtocolError(f"admission: somebody waits for step {step} already; only one may")
-        self._waiting = True
-        try:
-            await self._versions.wait_for("served", self._needed_version(step))
-        finally:
-            self._waiting = False
-        self._next_step = step + 1
-        return step
-
-    def _needed_version(self, step: int) -> int:
-        # Not below 0: whatever lag is allowed, nothing is generated before the starting weights are served.
-        return max(0, step - 1 - self._max_lag)

@@ -22,6 +22,9 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     ("samples/s", "{:>10.1f}"),
 )
 
+FATES = ("trained", "filtered", "expired", "in_flight")
+"""What becomes of a group; together they are all that were drawn."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
@@ -73,6 +76,9 @@ def closing(summary: Mapping[str, object]) -> list[str]:
         f"{summary['served_version']} of {summary['trainer_version']}; generate and train overlapped "
         f"for {summary['overlap_s']} s"
     )
+    fates = ", ".join(f"{summary[f'groups_{fate}']} {fate.replace('_', ' ')}" for fate in FATES)
+    again = summary["groups_regenerated"]
+    lines.append(f"{MARK} {summary['groups_drawn']} groups drawn: {fates}" + (f"; {again} answered again" if again else ""))
     if summary.get("error"):
         lines.append(f"{MARK} cause: {summary['error']}")
     return lines

@@ -1,40 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dataloader: draws the prompts of a step as soon as the strategy admits it."""
+"""dataloader: draws prompts as soon as the message queue has room for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ..core.ports import Admission
+from ..core.items import Ticket
 from ..core.role import RoleStateMachine, register_role
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """Leave to draw the prompts of one step."""
-
-    step: int
 
 
 @register_role("dataloader")
 class DataloaderStateMachine(RoleStateMachine):
     """Its input is admission, not a channel."""
 
-    _admission: Admission | None = None
-
     async def receive(self) -> Ticket:
-        """Waits for: the strategy to admit the next step. Unblocked by: a publication being served."""
-        if self._admission is None:
-            self._admission = self.trainer.admission(self.pipeline.versions, self.pipeline.max_lag)
-        step = await self._wait(
-            self._admission.next_step(),
-            "the next step to be admitted, i.e. for weights that are new enough to be served",
+        """Waits for: leave to draw. Unblocked by: a publication being served; a group that is given up."""
+        ticket: Ticket = await self._wait(
+            self.pipeline.queue.next_ticket(),
+            "leave to draw prompts, i.e. for weights that are new enough to be served",
             lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
         )
-        return Ticket(step)
+        return ticket
 
     async def process(self, item: Ticket) -> None:
-        batch = await self.trainer.draw_prompts(item.step, self.pipeline.versions.served)
+        batch = await self.trainer.draw_prompts(item)
         for prompt in batch.prompts:
             self.pipeline.tally.draw(prompt.uid)
+            self.pipeline.queue.enter(prompt, item.version)
         await self.emit(batch)

@@ -4,29 +4,30 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from ..core.items import PromptBatch
-from ..core.ports import PipelineTrainer
+from ..core.items import Group, Prompt, PromptBatch
 from ..core.role import RoleStateMachine, register_role
+
+if TYPE_CHECKING:
+    from ..core.flow import AsyncTrainingFlow
 
 
 @register_role("generate")
 class GenerateStateMachine(RoleStateMachine):
-    """A lane holds one admitted batch until its longest answer is finished; lanes overlap.
+    """A lane holds the prompts of one ticket until the longest answer is finished; lanes overlap.
 
     A finished group is handed on at once: completion is pushed by the rollout, never polled for.
     """
 
     @classmethod
-    def lanes(cls, trainer: PipelineTrainer) -> int:
-        """One batch may be in flight for each version that the rollout may lag, and one more."""
-        return trainer.max_lag + 1
+    def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
+        """A batch may be in flight for each version that the rollout may lag, and one more; and as many tickets
+        again may have been given while stragglers of those are still answered."""
+        return 2 * (pipeline.max_lag + 1)
 
     async def process(self, item: PromptBatch) -> None:
-        tasks = [
-            asyncio.create_task(self.trainer.generate_group(prompt), name=f"generate:{prompt.uid}")
-            for prompt in item.prompts
-        ]
+        tasks = [asyncio.create_task(self._answer(prompt), name=f"generate:{prompt.uid}") for prompt in item.prompts]
         try:
             for finished in asyncio.as_completed(tasks):
                 group = await self._wait(
@@ -34,11 +35,33 @@ class GenerateStateMachine(RoleStateMachine):
                     f"one of the groups of step {item.step} to be answered",
                     lambda: f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are with the rollout servers",
                 )
-                self._item = {"step": item.step, "key": group.uid, "version": group.first_version}
-                await self.emit(group, more=True)
+                if group is not None:
+                    self._item = {"step": item.step, "key": group.uid, "version": group.first_version}
+                    await self.emit(group, more=True)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._item = {"step": item.step}
 
+    async def _answer(self, prompt: Prompt) -> Group | None:
+        """None: it held a step up and was given up."""
+        queue, uid = self.pipeline.queue, prompt.uid
+        while True:
+            task = asyncio.create_task(self.trainer.generate_group(prompt), name=f"answer:{uid}")
+            queue.watch(uid, task.cancel)
+            try:
+                group = await task
+                verdict = queue.arrive(uid)
+                if verdict is None:
+                    return group
+                await self.trainer.discard(group)
+            except asyncio.CancelledError:
+                verdict = queue.verdict(uid)
+                if verdict is None:  # the run is being stopped
+                    raise
+            self.note("RECALLED", key=uid, fate=verdict)
+            if verdict == "drop":
+                self.pipeline.tally.expire(uid)
+                return None
+            self.pipeline.tally.regenerated += 1

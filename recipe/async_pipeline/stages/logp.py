@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ..core.items import StepBatch
 from ..core.role import RoleStateMachine, register_role
+from ..core.staleness import Kind
 
 
 @register_role("logp")
@@ -12,14 +13,20 @@ class LogPStateMachine(RoleStateMachine):
     """Step s is computed under version s-1, as in a sequential trainer: the proximal policy of PPO."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the snapshot of version step-1. Unblocked by: param_update's gather."""
-        await self._wait(
-            self.pipeline.versions.wait_for("gathered", item.step - 1),
-            f"version {item.step - 1} to be trained and gathered",
-            lambda: self.pipeline.describe(
-                m for m in self.pipeline.machines if m.role in ("train", "param_update")
-            ),
-        )
+        """Waits for: version step-1, and the snapshot of the last one that is published.
+
+        Unblocked by: train; param_update's gather.
+        """
+        snapshot = self.pipeline.publication_before(item.step)
+        awaited: tuple[tuple[Kind, int], ...] = (("trained", item.step - 1), ("gathered", snapshot))
+        for kind, version in awaited:
+            await self._wait(
+                self.pipeline.versions.wait_for(kind, version),
+                f"version {version} to be {kind}",
+                lambda: self.pipeline.describe(
+                    m for m in self.pipeline.machines if m.role in ("train", "param_update")
+                ),
+            )
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_log_probs(item)

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..core.items import StepBatch
-from ..core.ports import PipelineTrainer
 from ..core.role import RoleStateMachine, register_role
+
+if TYPE_CHECKING:
+    from ..core.flow import AsyncTrainingFlow
 
 ARENAS = 2
 """A snapshot can be gathered while the one before is still being read."""
@@ -18,7 +22,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
     _started = False
 
     @classmethod
-    def lanes(cls, trainer: PipelineTrainer) -> int:
+    def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
         return ARENAS
 
     async def receive(self) -> StepBatch:
@@ -31,14 +35,17 @@ class ParamUpdateStateMachine(RoleStateMachine):
 
     async def process(self, item: StepBatch) -> None:
         pipeline, version = self.pipeline, item.step
+        if not pipeline.publishes(version):
+            return
         snapshot = await self.trainer.gather(version)
         pipeline.versions.advance_gathered(version)
         self.note("GATHERED", version=version)
         self.release()
         if version >= self.trainer.first_step:
+            before = pipeline.publication_before(version)
             await self._wait(
-                pipeline.versions.wait_for("served", version - 1),
-                f"version {version - 1} to be served",
+                pipeline.versions.wait_for("served", before),
+                f"version {before} to be served",
                 lambda: pipeline.describe(m for m in pipeline.machines if m.role == self.role),
             )
         publication = await self.trainer.publish(version, snapshot)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rollout: collects finished groups and joins them into the batch of the next step."""
+"""rollout: decides the fate of finished groups and joins them into the batch of the next step."""
 
 from __future__ import annotations
-
-from collections import defaultdict
-from collections.abc import Sequence
 
 from ..core.items import Group
 from ..core.role import RoleStateMachine, register_role
@@ -15,32 +12,26 @@ from ..errors import ConservationError
 class RolloutStateMachine(RoleStateMachine):
     """Groups may finish in any order and for several steps at once; batches leave in step order."""
 
-    _waiting: defaultdict[int, list[Group]] | None = None
     _next_step: int | None = None
 
     async def process(self, item: Group) -> None:
-        if self._waiting is None or self._next_step is None:
-            self._waiting, self._next_step = defaultdict(list), self.trainer.first_step
-        self._waiting[item.step].append(item)
-        while groups := self.trainer.take_batch(self._next_step, self._waiting):
-            self._forget(groups)
+        queue, tally = self.pipeline.queue, self.pipeline.tally
+        if self._next_step is None:
+            self._next_step = self.trainer.first_step
+        if self.trainer.keeps(item):
+            queue.put(item)
+        else:
+            tally.filter(item.uid)
+            queue.give_back(item.uid)
+            await self.trainer.discard(item)
+        while self._next_step <= self.trainer.last_step and (groups := queue.take(self._next_step)):
             batch = await self.trainer.assemble(self._next_step, groups)
             self._item = {"step": self._next_step}
             self._next_step += 1
             await self.emit(batch, more=True)
 
-    def _forget(self, groups: Sequence[Group]) -> None:
-        taken = {g.uid for g in groups}
-        assert self._waiting is not None
-        for step in list(self._waiting):
-            left = [g for g in self._waiting[step] if g.uid not in taken]
-            if left:
-                self._waiting[step] = left
-            else:
-                del self._waiting[step]
-
     async def drained(self) -> None:
-        """Raises ConservationError: finished groups are left that no step took."""
-        left = {step: len(groups) for step, groups in (self._waiting or {}).items() if groups}
+        """Raises ConservationError: groups are left that no step took."""
+        left = self.pipeline.queue.untrained
         if left:
-            raise ConservationError(f"data ended with finished groups that no step took: {left} (step: groups)")
+            raise ConservationError(f"data ended with {left} groups that no step took")

@@ -15,10 +15,11 @@ class TrainStateMachine(RoleStateMachine):
     """Steps are strictly ordered; the gather of the last step's weights comes before the next step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the snapshot of version step-1. Unblocked by: param_update's gather."""
+        """Waits for: the snapshot of the last version that is published. Unblocked by: param_update's gather."""
+        snapshot = self.pipeline.publication_before(item.step)
         await self._wait(
-            self.pipeline.versions.wait_for("gathered", item.step - 1),
-            f"version {item.step - 1} to be gathered",
+            self.pipeline.versions.wait_for("gathered", snapshot),
+            f"version {snapshot} to be gathered",
             lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
         )
 
@@ -51,4 +52,9 @@ class TrainStateMachine(RoleStateMachine):
             "lag/mixed_version_share": sum(s > 0 for s in spans) / len(spans),
             "version/trainer": float(item.step),
             "version/served_min": float(self.pipeline.versions.served),
+            "queue/untrained": float(self.pipeline.queue.untrained),
+            "queue/finished": float(self.pipeline.queue.finished),
+            "samples/filtered": float(len(self.pipeline.tally.filtered)),
+            "samples/expired": float(len(self.pipeline.tally.expired)),
+            "samples/regenerated": float(self.pipeline.tally.regenerated),
         }

@@ -16,6 +16,7 @@ from ..config import is_strategy
 from ..errors import ConfigError
 from ..verl_bridge.rollout_pool import PipelineServerManager
 from ..verl_bridge.trainer import AsyncPipelineTrainer
+from .fully_async import FullyAsyncTrainer
 from .n_step_ahead import NStepAheadTrainer
 from .on_policy import OnPolicyTrainer
 from .one_step_off import OneStepOffTrainer
@@ -24,6 +25,7 @@ STRATEGIES: dict[str, type[AsyncPipelineTrainer]] = {
     "on_policy": OnPolicyTrainer,
     "one_step_off": OneStepOffTrainer,
     "n_step_ahead": NStepAheadTrainer,
+    "fully_async": FullyAsyncTrainer,
 }
 
 for _name, _cls in STRATEGIES.items():
@@ -62,6 +64,7 @@ def ensure_registered(name: str) -> None:
 __all__ = [
     "STRATEGIES",
     "AsyncPipelineTrainer",
+    "FullyAsyncTrainer",
     "NStepAheadTrainer",
     "OnPolicyTrainer",
     "OneStepOffTrainer",

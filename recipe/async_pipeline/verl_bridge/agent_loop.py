@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from typing import Any, ClassVar, NamedTuple
 
 import ray
 from tensordict import TensorDict
+from verl.experimental.agent_loop import agent_loop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from ..errors import RolloutError
+from .factories import hydra_with_factories
 from .grouping import joinable
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
+GIVE_UP_S = 10.0
+"""Seconds that a worker gets to end the answers of a group."""
 
 
 class Trajectory(NamedTuple):
@@ -31,12 +36,16 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     """verl's worker. `run_group` answers when the whole group is in the sample store, or raises."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # verl resolves the class of the agent loop, and merges its config, anew for each answer.
+        agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
         super().__init__(*args, **kwargs)
         self._groups: dict[str, asyncio.Future[list[dict[str, Any]]]] = {}
         self._finished: dict[str, list[Trajectory]] = {}
+        self._answering: dict[str, asyncio.Task[Any]] = {}
 
     async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
-        """Answer one prompt n times. Returns `{key, tag, reward}` of each trajectory.
+        """Answer one prompt n times. Returns `{key, tag, reward, reward_info}` of each trajectory; none, if the
+        group was given up.
 
         Raises what the agent loop, the rollout server or the reward function raised.
         """
@@ -49,6 +58,13 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         finally:
             del self._groups[uid], self._finished[uid]
 
+    async def give_up(self, uid: str) -> None:
+        """End a group that is being answered, also on the rollout servers. One that is not is left alone."""
+        task = self._answering.get(uid)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
@@ -56,10 +72,18 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         if waiting is None:  # validation goes verl's way
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
+        uid = prompt["uid"]
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering[uid] = task
         try:
             waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
+        except asyncio.CancelledError:
+            waiting.set_result([])
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
             waiting.set_exception(error)
+        finally:
+            del self._answering[uid]
 
     async def _answer(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
@@ -86,7 +110,10 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         if not group:
             raise RolloutError(f"group {uid} finished without a trajectory")
         await self._store_group(group)
-        return [{"key": one.key, "tag": one.tag, "reward": _reward(one.fields)} for one in group]
+        return [
+            {"key": one.key, "tag": one.tag, "reward": _reward(one.fields), "reward_info": _reward_info(one.fields)}
+            for one in group
+        ]
 
     async def _store_trajectories(
         self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
@@ -135,8 +162,18 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         self._turns = itertools.cycle(self.agent_loop_workers)
 
     async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
-        """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`."""
-        result: list[dict[str, Any]] = await next(self._turns).run_group.remote(prompt)
+        """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
+
+        Cancelled, it returns when the group has been given up.
+        """
+        worker = next(self._turns)
+        try:
+            result: list[dict[str, Any]] = await worker.run_group.remote(prompt)
+        except asyncio.CancelledError:
+            # A worker that is gone, or that does not answer, has no answers to give up.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"][0])), GIVE_UP_S)
+            raise
         return result
 
 
@@ -144,3 +181,8 @@ def _reward(fields: dict[str, Any]) -> float | None:
     """verl keeps a score on the last token of its answer, and no field without one."""
     scores = fields.get("rm_scores")
     return None if scores is None else float(scores[-1])
+
+
+def _reward_info(fields: dict[str, Any]) -> dict[str, Any]:
+    """What the reward function returned beside the score."""
+    return dict((fields.get("extra_fields") or {}).get("reward_extra_info") or {})

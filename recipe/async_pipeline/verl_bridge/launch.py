@@ -22,7 +22,16 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 
 from .. import plugin
-from ..config import OWN, AsyncPipelineConfig, is_enabled, is_strategy, reject_near_misses, resolve, select
+from ..config import (
+    OWN,
+    AsyncPipelineConfig,
+    Translation,
+    is_enabled,
+    is_strategy,
+    reject_near_misses,
+    resolve,
+    select,
+)
 from ..core.flow import GRAPH, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..observe.table import MARK
@@ -61,10 +70,20 @@ def start_sample_store(config: DictConfig) -> None:
 
 
 def _prepare(config: DictConfig) -> None:
+    translation = checked(config)
+    if translation is None:
+        return
+    _rewrite(config, translation)
+    for note in translation.notes:
+        _say(note)
+
+
+def checked(config: DictConfig) -> Translation | None:
+    """What the pipeline makes of a config; None: it is not asked for. Raises ConfigError: it could not run."""
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
         _require_no_stray_keys(raw)
-        return
+        return None
     if not plugin.is_loaded():
         raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
     require_patched(find_verl_root())
@@ -73,9 +92,7 @@ def _prepare(config: DictConfig) -> None:
     _require_importable(translation.config)
     check_verl_config(config)
     _require_roles_that_fit(config, translation.config)
-    _rewrite(config, translation.config, translation.foreign_paths)
-    for note in translation.notes:
-        _say(note)
+    return translation
 
 
 def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
@@ -163,13 +180,14 @@ def _check_adapters(config: DictConfig) -> None:
         )
 
 
-def _rewrite(config: DictConfig, knobs: AsyncPipelineConfig, foreign: tuple[str, ...]) -> None:
+def _rewrite(config: DictConfig, translation: Translation) -> None:
+    knobs = translation.config
     own = dataclasses.asdict(knobs)
     own["custom_roles"] = list(knobs.custom_roles)
     own["run_dir"] = str(_make_run_dir(config, knobs))
     own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
     with open_dict(config):
-        for path in foreign:
+        for path in translation.foreign_paths:
             _remove(config, path)
         config.trainer.v1.async_pipeline = own
         config.trainer.v1.trainer_mode = knobs.strategy
@@ -264,7 +282,6 @@ _RULES = (
     ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),
     ("trainer.critic_warmup", lambda v: not v, "must be 0", "there is no critic yet"),
     ("algorithm.adv_estimator", lambda v: v != "gae", "must not be gae", "a critic is not supported yet; use grpo"),
-    ("algorithm.filter_groups.enable", lambda v: not v, "must be False", "group filtering is not supported yet"),
     ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
     ("skip.rollout_tq.enable", lambda v: not v, "must be False", "replaying stored rollouts is not supported yet"),
     ("trainer.resume_mode", lambda v: v in ("auto", "disable"), "must be auto or disable", "resume is not supported yet"),

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from .routing import Router, servers_of
+
 logger = logging.getLogger(__name__)
+REFRESH_S = 1.0
+"""How long a client goes on with the replicas that it knows before it asks again, beside its requests."""
 NONE_LEFT = "No available servers"
 """What verl's balancer says then; the reason is what the last of them died of."""
 ENGINE_DEAD = "EngineDeadError"
@@ -24,10 +30,19 @@ class PipelineLLMClient(LLMServerClient):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._server_of: dict[str, str] = {}
+        self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
+        """Of each request that is being answered: the server, and the request's name there."""
         self._last_death: Exception | None = None
+        self._router: Router | None = Router()
+        """None: verl's balancer decides in a way of its own, so it is asked."""
+        self._known_since = -math.inf
+        self._asking: asyncio.Task[None] | None = None
 
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
-        """As verl's. Raises what the last replica died of; anything else comes through at once."""
+        """As verl's. Raises what the last replica died of; anything else comes through at once.
+
+        Cancelled, it has the server give the answer up.
+        """
         try:
             while True:
                 try:
@@ -41,16 +56,61 @@ class PipelineLLMClient(LLMServerClient):
                     if not await self._others_than(self._server_of[request_id]):
                         raise
                     logger.warning("request %s: %s is dead, asking another replica", request_id, self._server_of[request_id])
+        except asyncio.CancelledError:
+            if request_id in self._asked:
+                server, name = self._asked[request_id]
+                server.give_up.remote(name)
+            raise
         finally:
             self._server_of.pop(request_id, None)
+            self._asked.pop(request_id, None)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
-        server, handle = await super()._acquire_server(request_id, **extra)
+        found = await self._route(request_id)
+        server, handle = found or await super()._acquire_server(request_id, **extra)
         self._server_of[request_id] = server
+        self._asked[request_id] = (handle, "")
         return server, handle
+
+    async def _route(self, request_id: str) -> tuple[str, ray.actor.ActorHandle] | None:
+        """None: verl's balancer has to be asked."""
+        if self._router is None:
+            return None
+        if asyncio.get_running_loop().time() - self._known_since > REFRESH_S and self._asking is None:
+            self._asking = asyncio.create_task(self._refresh(), name="refresh replicas")
+        if not self._router.servers and self._asking is not None:
+            await asyncio.shield(self._asking)
+        return None if self._router is None else self._router.acquire(request_id)
+
+    async def _refresh(self) -> None:
+        """Learn which replicas there are. A balancer that cannot be asked says so when it is asked for one."""
+        try:
+            servers = await self._load_balancer.__ray_call__.remote(servers_of)
+            if servers is None:
+                self._router = None
+            elif self._router is not None:
+                self._router.update(servers)
+        except RayError as error:
+            logger.warning("the balancer does not say which replicas there are: %s", error)
+        finally:
+            self._known_since = asyncio.get_running_loop().time()
+            self._asking = None
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        if self._router is None:
+            super()._release_server(server_id, request_id)
+        else:
+            self._router.release(server_id)
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        name: str = super()._vllm_request_id(request_id)
+        self._asked[request_id] = (self._asked[request_id][0], name)
+        return name
 
     async def _others_than(self, dead: str) -> list[str]:
         """Take a dead server out of the rotation; returns those that are left."""
+        if self._router is not None:
+            self._router.remove(dead)
         await self._load_balancer.remove_servers.remote([dead])
         left: list[str] = await self._load_balancer.get_all_servers.remote()
         return left

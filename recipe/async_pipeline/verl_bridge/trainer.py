@@ -3,7 +3,7 @@
 
 `fit` runs `AsyncTrainingFlow`; the roles call the coroutines below. Each of them runs verl's own
 blocking code in a thread, on a copy of the batch's metadata, because verl's stages write into it.
-A strategy subclasses this and overrides decisions: `admission`, `take_batch`.
+A strategy subclasses this and says how its message queue is set, or overrides `message_queue`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import functools
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -31,9 +32,9 @@ from verl.workers.utils.padding import response_from_nested
 from .. import plugin
 from ..config import AsyncPipelineConfig, own_fields
 from ..core.flow import AsyncTrainingFlow
-from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Trajectory
-from ..core.ports import Admission
-from ..core.staleness import BatchAdmission, Versions
+from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
+from ..core.message_queue import MessageQueue, Order
+from ..core.staleness import Versions
 from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
@@ -67,6 +68,8 @@ class AsyncPipelineTrainer(PPOTrainer):
     _enable_hybrid_replicas = False
     """verl reads this: no rollout engine on the training devices."""
     strategy: ClassVar[str]
+    order: ClassVar[Order] = "drawn"
+    """Which groups a step takes; see `core.message_queue`."""
     trainer_mode: str
     """verl's name for it; several of its methods ask whether this is `sync`."""
 
@@ -87,6 +90,9 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
         self._order: dict[str, int] = {}
+        self._filter_metric = self._resolve_filter_groups_metric()
+        self._drawn = 0
+        self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
         self._last_finish = 0.0
 
@@ -159,6 +165,17 @@ class AsyncPipelineTrainer(PPOTrainer):
     def fit(self, agent_loop_manager: Any) -> None:
         """Train to the end. Raises the first error of any role, after the summary was written."""
         self.agent_loop_manager = agent_loop_manager
+        self._open_run()
+        try:
+            asyncio.run(self._run())
+        finally:
+            # Also after a failure, but without waiting for a worker that may be stuck.
+            wait([self._threads.submit(self.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._shutdown_dump_executor()
+
+    def _open_run(self) -> None:
+        """Make the run's directory, and what writes there."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / "metrics.jsonl")
         trainer = self.config.trainer
@@ -172,13 +189,6 @@ class AsyncPipelineTrainer(PPOTrainer):
             project_name=trainer.project_name, experiment_name=trainer.experiment_name
         )
         self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
-        try:
-            asyncio.run(self._run())
-        finally:
-            # Also after a failure, but without waiting for a worker that may be stuck.
-            wait([self._threads.submit(self.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        self._shutdown_dump_executor()
 
     async def _run(self) -> None:
         flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True, keep_records=KEPT_RECORDS)
@@ -237,27 +247,46 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     # PipelineTrainer: decisions.
 
-    def admission(self, versions: Versions, max_lag: int) -> Admission:
-        """Whole batches; bounds the lag of every token by `max_lag`."""
-        return BatchAdmission(versions, max_lag, self.first_step, self.last_step)
+    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
+        queue = MessageQueue(
+            versions,
+            batch=self.config.data.train_batch_size,
+            max_lag=max_lag,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            oldest_share=self.knobs.oldest_share if max_lag else 1.0,
+            order=self.order,
+            stale=self.knobs.stale,  # type: ignore[arg-type]  # config.py checked it
+        )
+        if self.knobs.depth is not None:
+            queue.depth = min(self.knobs.depth, max_lag)
+        return queue
 
-    def take_batch(self, next_step: int, waiting: Mapping[int, Sequence[Group]]) -> Sequence[Group] | None:
-        """A whole batch, of the prompts that were drawn for this very step."""
-        groups = waiting.get(next_step, ())
-        return list(groups) if len(groups) == self.config.data.train_batch_size else None
+    def keeps(self, group: Group) -> bool:
+        """DAPO's rule (arXiv 2503.14476): answers that are all alike have no advantage over each other."""
+        if self._filter_metric is None or len(group.trajectories) < 2:
+            return True
+        return len({t.filter_by for t in group.trajectories}) > 1
+
+    def publishes(self, version: int) -> bool:
+        return version % self.knobs.sync_every == 0 or version == self.last_step or self._validates(version)
 
     # PipelineTrainer: work.
 
-    async def draw_prompts(self, step: int, served_version: int) -> PromptBatch:
-        batch = await self._call(self._draw, step)
-        uids = [str(uid) for uid in batch["uid"]]
-        self._order.update({uid: i for i, uid in enumerate(uids)})
-        prompts = tuple(Prompt(uid=uid, step=step, payload=batch[i : i + 1]) for i, uid in enumerate(uids))
-        return PromptBatch(step=step, prompts=prompts, admitted_version=served_version)
+    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+        """Drawn in whole batches, as verl does, and dealt out as they are admitted."""
+        while len(self._undealt) < ticket.prompts:
+            self._drawn += 1
+            batch = await self._call(self._draw, self._drawn)
+            for i, uid in enumerate(map(str, batch["uid"])):
+                self._order[uid] = len(batch) * self._drawn + i
+                self._undealt.append(Prompt(uid=uid, step=self._drawn, payload=batch[i : i + 1]))
+        prompts = tuple(self._undealt.popleft() for _ in range(ticket.prompts))
+        return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
 
-    def _draw(self, step: int) -> Any:
+    def _draw(self, number: int) -> Any:
         batch = self._next_train_batch()
-        tu.assign_non_tensor_data(batch, "global_steps", step)
+        tu.assign_non_tensor_data(batch, "global_steps", number)
         return batch
 
     async def generate_group(self, prompt: Prompt) -> Group:
@@ -269,11 +298,30 @@ class AsyncPipelineTrainer(PPOTrainer):
                 last_version=_version(r, "max_global_steps"),
                 num_tokens=int(r["tag"]["response_len"]),
                 reward=_reward(r),
+                filter_by=self._filter_by(r),
                 payload=r["tag"],
             )
             for r in sorted(results, key=lambda r: str(r["key"]))
         )
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    def _filter_by(self, result: Mapping[str, Any]) -> float | None:
+        """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
+        metric = self._filter_metric
+        if metric is None:
+            return None
+        value = result["reward"] if metric == "reward" else result["reward_info"].get(metric)
+        if value is None:
+            known = ", ".join(["reward", *result["reward_info"]])
+            raise RolloutError(
+                "algorithm.filter_groups.metric must be something that the reward function returns, got "
+                f"{metric!r}; choose one of {known}"
+            )
+        return float(value)
+
+    async def discard(self, group: Group) -> None:
+        self._order.pop(group.uid)
+        await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
         ordered = tuple(sorted(groups, key=lambda g: self._order.pop(g.uid)))
@@ -396,11 +444,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     async def validate(self, version: int) -> None:
         """Validate a version that was just served, if it is due. Replicas keep it until this is done."""
-        trainer = self.config.trainer
-        due = trainer.get("val_before_train", True) if version == 0 else False
-        if version > 0 and trainer.test_freq > 0:
-            due = version % trainer.test_freq == 0 or version == self.last_step
-        if not due:
+        if not self._validates(version):
             return
         async with self.rollout_pool.weights:
             started = time.perf_counter()
@@ -409,6 +453,12 @@ class AsyncPipelineTrainer(PPOTrainer):
         await self._call(self.logger.log, data=metrics, step=version)
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
         _say(f"validation of version {version}: {shown} in {time.perf_counter() - started:.1f} s")
+
+    def _validates(self, version: int) -> bool:
+        trainer = self.config.trainer
+        if version == 0:
+            return bool(trainer.get("val_before_train", True))
+        return trainer.test_freq > 0 and (version % trainer.test_freq == 0 or version == self.last_step)
 
 
 def _copy(meta: KVBatchMeta) -> KVBatchMeta:

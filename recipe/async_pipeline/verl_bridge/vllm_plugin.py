@@ -4,10 +4,10 @@
 The engine core can load a version and say, between the same two steps, how far each request was. Only there
 it is known which requests are still alive.
 
-The rest is for CPU runs. The engine forks its worker instead of spawning it. The rollout server is a Ray actor, from which vLLM
-only spawns; it then tells every process below to spawn too. The engine core is no Ray actor and has
-imported all that its worker needs, so there vLLM's own default, fork, is safe, and saves the worker's
-15 CPU-seconds of imports.
+The rest is for CPU runs. The engine forks its worker instead of spawning it. The rollout server is a Ray actor,
+from which vLLM only spawns; it then tells every process below to spawn too. The engine core is no Ray actor and has
+imported all that its worker needs, so there vLLM's own default, fork, is safe, and saves the worker's 15 CPU-seconds
+of imports.
 
 Engine core and worker spin for milliseconds after a message, not for a second. That costs nothing where
 cores are plenty; here every core that spins is missing to the trainer. They look again soon, because

@@ -47,6 +47,7 @@ class PipelineVLLMServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reader, self._inbox = ArenaReader(), Inbox()
+        self._answering: dict[str, asyncio.Task[Any]] = {}
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -67,8 +68,10 @@ class PipelineVLLMServer(vLLMHttpServer):
         """Fetch, check, load, prove and announce one version, in this order.
 
         Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside the engine,
-        so that generation stands still only for the copy. Raises WeightSyncError: not newer, corrupt, ProofError: not what is served. WaitTimeout: the engine
-        does not answer.
+        so that generation stands still only for the copy.
+
+        Raises WeightSyncError: not newer, or corrupt. ProofError: not what is served. WaitTimeout: the engine does
+        not answer.
         """
         started = time.perf_counter()
         offered = decode_ticket(ticket)
@@ -125,10 +128,23 @@ class PipelineVLLMServer(vLLMHttpServer):
         own = psutil.Process()
         return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
 
+    async def give_up(self, request_id: str) -> None:
+        """End a request that is being answered; the engine forgets it. One that is not is left alone."""
+        task = self._answering.get(request_id)
+        if task is not None:
+            task.cancel()
+
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """As verl's, with the versions that wrote the answer instead of the one that is served at its end."""
-        with recorded_spans() as spans:
-            output = await super().generate(*args, **kwargs)
+        request_id = kwargs["request_id"]
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering[request_id] = task
+        try:
+            with recorded_spans() as spans:
+                output = await super().generate(*args, **kwargs)
+        finally:
+            del self._answering[request_id]
         output.extra_fields["min_global_steps"] = spans[0].version if spans else None
         output.extra_fields["max_global_steps"] = spans[-1].version if spans else None
         output.extra_fields["version_spans"] = [list(span) for span in spans]

@@ -100,13 +100,21 @@ class Arena:
 
     def write_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy tensors as they come."""
+        before = self._layout.used
         self._layout, self._described = Layout(self._bucket_bytes), []
+        on_device = False
         for name, tensor in weights:
             entry = self._place(name, tuple(tensor.shape), tensor.dtype)
             if entry.bucket == len(self._segments) or self._segments[entry.bucket].size < self._layout.used[-1]:
                 self._require_segment(entry.bucket, self._layout.used[-1])
             self._segments[entry.bucket].reserve(self._layout.used[-1])
-            self._copy([view_of(self._segments, entry)], [tensor.detach()])
+            if tensor.is_cuda and not on_device:
+                # How much the buckets will hold is known from the version before.
+                self._pin(before)
+            on_device = on_device or tensor.is_cuda
+            view_of(self._segments, entry).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        if on_device:
+            torch.cuda.synchronize()
 
     def describe(self, version: int, proof_tensors: int, adapter: str | None) -> Manifest:
         """Checksums of all buckets, samples for the proof, and where everything is."""
@@ -168,12 +176,16 @@ class Arena:
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         on_device = any(source.is_cuda for source in sources)
         if on_device:
-            for segment, used in zip(self._segments, self._layout.used, strict=False):
-                segment.pin(used)
+            self._pin(self._layout.used)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=on_device)
         if on_device:
             torch.cuda.synchronize()
+
+    def _pin(self, used: Sequence[int]) -> None:
+        """Let CUDA devices write to the buckets directly."""
+        for segment, nbytes in zip(self._segments, used, strict=False):
+            segment.pin(nbytes)
 
 
 class ArenaWriter:

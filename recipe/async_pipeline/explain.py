@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline explain`: the plan that a command line comes down to, without starting Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from .cli import echo
+from .errors import ConfigError
+from .plan import as_json, in_words, plan_of
+from .verl_bridge.patches import find_verl_root
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline explain`."""
+    parser.add_argument("--config-path", type=Path, metavar="DIR", help="as verl's entry point takes it (default: verl's own)")
+    parser.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides, as for the training command")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Raises ConfigError: the run would not start."""
+    config = _composed(args.config_path, args.config_name, args.overrides)
+    logging.disable(logging.WARNING)
+    # Imports verl, which takes seconds.
+    from .verl_bridge.launch import checked
+
+    translation = checked(config)
+    if translation is None:
+        raise ConfigError("the pipeline is not asked for; add +async_pipeline=True")
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    plan = plan_of({str(k): v for k, v in resolved.items()}, translation.config)
+    if args.as_json:
+        echo(json.dumps(as_json(plan) | {"notes": list(translation.notes)}, indent=2))
+        return 0
+    for line in (*translation.notes, *in_words(plan)):
+        echo(line)
+    return 0
+
+
+def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
+    """The config as verl's entry point would get it. Raises ConfigError: hydra refuses it."""
+    verl = find_verl_root() / "verl" / "trainer" / "config"
+    GlobalHydra.instance().clear()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-path must be a directory, got {str(folder)!r}")
+    try:
+        with initialize_config_dir(config_dir=str((folder or verl).resolve()), version_base=None):
+            return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
+    except HydraException as error:
+        raise ConfigError(" ".join(str(error).split("\n")[:2])) from None

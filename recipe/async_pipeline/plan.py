@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration comes down to: who computes where, how much is in flight, how old it gets, what it occupies.
+
+Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .config import AsyncPipelineConfig, select
+
+ARENAS = 2
+"""Host copies of the weights on the trainer's side."""
+ITEM_BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "half": 2, "bfloat16": 2, "bf16": 2, "auto": 2}
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Numbers of a run, before it is started."""
+
+    strategy: str
+    max_lag: int
+    oldest_share: float
+    order: str
+    stale: str
+    sync_every: int
+    in_flight: str
+    train_devices: int
+    generate_devices: int
+    replicas: int
+    tensor_parallel: int
+    groups_per_step: int
+    answers_per_group: int
+    mini_batches_per_step: int
+    answers_per_mini_batch_and_rank: float
+    groups_at_once: int
+    """In flight or finished and not yet trained, at most."""
+    answers_at_once: int
+    engine_slots: int
+    """Answers that the replicas work on at the same time; others wait in their queues."""
+    parameters: int | None
+    """None: the model is not on this machine."""
+    arena_bytes: int | None
+    """Host memory of the trainer's node."""
+    spare_bytes: int | None
+    """Memory of each replica's devices beside its weights."""
+
+
+def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Plan:
+    """`config`: verl's, resolved."""
+
+    def number(path: str) -> int:
+        return int(select(config, path))
+
+    batch, n = number("data.train_batch_size"), number(f"{_ROLLOUT}.n")
+    tp = number(f"{_ROLLOUT}.tensor_model_parallel_size")
+    train = number("trainer.nnodes") * number("trainer.n_gpus_per_node")
+    generate = number(f"{_ROLLOUT}.nnodes") * number(f"{_ROLLOUT}.n_gpus_per_node")
+    mini = min(batch, number("actor_rollout_ref.actor.ppo_mini_batch_size"))
+    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+    groups = batch * depth + int(knobs.oldest_share * batch)
+    parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
+    nbytes = None if parameters is None else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
+    return Plan(
+        strategy=knobs.strategy,
+        max_lag=knobs.max_lag,
+        oldest_share=knobs.oldest_share,
+        order="as they are finished" if knobs.strategy == "fully_async" else "as they were drawn",
+        stale=knobs.stale,
+        sync_every=knobs.sync_every,
+        in_flight=knobs.in_flight,
+        train_devices=train,
+        generate_devices=generate,
+        replicas=generate // tp,
+        tensor_parallel=tp,
+        groups_per_step=batch,
+        answers_per_group=n,
+        mini_batches_per_step=-(-batch // mini),
+        answers_per_mini_batch_and_rank=mini * n / train,
+        groups_at_once=groups,
+        answers_at_once=groups * n,
+        engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
+        parameters=parameters,
+        arena_bytes=None if nbytes is None else ARENAS * nbytes,
+        spare_bytes=None if nbytes is None else (nbytes // tp if knobs.stage == "device" else 0),
+    )
+
+
+def count_parameters(model: Path) -> int | None:
+    """Out of the headers of its safetensors files, which say the shape of every tensor; None: there are none."""
+    shapes = [shape for file in sorted(model.glob("*.safetensors")) for shape in _shapes(file)]
+    if not shapes:
+        return None
+    total = 0
+    for shape in shapes:
+        size = 1
+        for extent in shape:
+            size *= extent
+        total += size
+    return total
+
+
+def _shapes(file: Path) -> Iterator[list[int]]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    yield from (entry["shape"] for name, entry in header.items() if name != "__metadata__")
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    return asdict(plan)
+
+
+def in_words(plan: Plan) -> list[str]:
+    """Lines for a person."""
+    lines = [
+        f"strategy        {plan.strategy}: a step takes groups {plan.order}",
+        f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of version "
+        f"s-{plan.max_lag + 1} or newer",
+    ]
+    if plan.oldest_share < 1:
+        lines.append(f"                and at most {plan.oldest_share:.0%} of a step has lag {plan.max_lag}")
+    if plan.stale != "wait":
+        what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]
+        lines.append(f"                an unfinished group that holds a step up is {what}")
+    every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
+    lines += [
+        f"weights         published {every}; answers in flight then: {plan.in_flight}",
+        f"devices         train {plan.train_devices} (logp, ref_logp, train, gather), generate {plan.generate_devices} "
+        f"({plan.replicas} replicas x {plan.tensor_parallel})",
+        f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
+        f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} mini-batch(es), "
+        f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank",
+        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} answers, for {plan.engine_slots} "
+        f"slots of the engines{_slots(plan)}",
+        f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
+    ]
+    if plan.spare_bytes is None or plan.spare_bytes > 0:
+        lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a spare copy")
+    return lines
+
+
+def _slots(plan: Plan) -> str:
+    if plan.answers_at_once > plan.engine_slots:
+        return f"; {plan.answers_at_once - plan.engine_slots} may wait, so that a larger lag gains nothing"
+    return ""
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "(unknown: the model is not on this machine)"
+    for unit, scale in (("GB", 10**9), ("MB", 10**6)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes / 1000:.1f} kB"

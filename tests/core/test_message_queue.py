@@ -1,0 +1,460 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The message queue on its own: who is admitted, who is taken, who is recalled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
+from recipe.async_pipeline.core.message_queue import MessageQueue
+from recipe.async_pipeline.core.staleness import Versions, check_lag
+from recipe.async_pipeline.errors import (
+    ChannelClosed,
+    ConservationError,
+    StageProtocolError,
+    StalenessViolation,
+)
+
+
+class Bench:
+    """A queue, and what happens around it, one call a step."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.versions = Versions()
+        self.queue = MessageQueue(self.versions, **({"batch": 2, "max_lag": 1, "last_step": 4} | settings))
+        self.recalled: list[str] = []
+        self._drawn = 0
+
+    def serve(self, version: int) -> None:
+        self.versions.advance_trained(version)
+        self.versions.advance_gathered(version)
+        self.versions.advance_served(version)
+
+    def admit(self) -> list[str]:
+        """Draw all that may be drawn now. Returns the new uids."""
+        new: list[str] = []
+        while self.queue.room():
+            ticket = run_virtual(self.queue.next_ticket())
+            for _ in range(ticket.prompts):
+                uid = chr(ord("a") + self._drawn)
+                self._drawn += 1
+                self.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
+                self.queue.watch(uid, lambda uid=uid: self.recalled.append(uid))
+                new.append(uid)
+        return new
+
+    def finish(self, *uids: str, version: int | None = None) -> None:
+        for uid in uids:
+            assert self.queue.arrive(uid) is None
+            self.queue.put(group(uid, self.versions.served if version is None else version))
+
+    def take(self, step: int) -> str | None:
+        taken = self.queue.take(step)
+        return None if taken is None else "".join(g.uid for g in taken)
+
+
+def group(uid: str, version: int) -> Group:
+    return Group(
+        uid=uid,
+        step=1,
+        trajectories=(Trajectory(key=uid, first_version=version, last_version=version, num_tokens=1),),
+    )
+
+
+# Admission.
+
+
+@pytest.mark.parametrize("max_lag", range(4))
+def test_admits_a_batch_for_each_version_of_the_bound_and_one_more(max_lag: int) -> None:
+    bench = Bench(max_lag=max_lag, last_step=100)
+    assert bench.queue.room() == 0, "no weights are served yet"
+    for served in range(5):
+        bench.serve(served)
+        bench.admit()
+        assert bench.queue.untrained == 2 * (served + max_lag + 1)
+
+
+def test_what_is_in_the_queue_is_bounded_whatever_is_served() -> None:
+    bench = Bench(max_lag=1)
+    bench.serve(0)
+    assert bench.admit() == ["a", "b", "c", "d"]
+    bench.finish("a", "b")
+    assert bench.take(1) == "ab"
+    assert bench.queue.room() == 0, "a step was taken, but nothing newer is served"
+
+
+def test_a_share_of_a_batch_may_be_one_version_older() -> None:
+    bench = Bench(batch=8, max_lag=2, oldest_share=0.25, last_step=9)
+    bench.serve(0)
+    assert len(bench.admit()) == 8 + 8 + 2
+    bench.serve(1)
+    assert len(bench.admit()) == 8
+
+
+def test_the_depth_can_be_changed_while_it_runs() -> None:
+    bench = Bench(max_lag=3, last_step=9)
+    bench.queue.depth = 1
+    bench.serve(0)
+    assert len(bench.admit()) == 4
+    bench.queue.depth = 3
+    assert len(bench.admit()) == 4
+    bench.queue.depth = 0
+    bench.finish(*"abcd")
+    assert (bench.take(1), bench.take(2)) == ("ab", "cd")
+    bench.serve(1)
+    bench.serve(2)
+    assert bench.admit() == [], "four are on their way, and two would do"
+
+
+def test_tickets_say_for_which_step_and_which_version_is_served() -> None:
+    bench = Bench(max_lag=1, first_step=3, last_step=6)
+    for version in (2, 3):
+        bench.serve(version)
+    tickets = [run_virtual(bench.queue.next_ticket()) for _ in range(3)]
+    assert [(t.step, t.prompts, t.version) for t in tickets] == [(3, 2, 3), (4, 2, 3), (5, 2, 3)]
+
+
+def test_ends_when_the_last_step_was_taken() -> None:
+    bench = Bench(last_step=1)
+    bench.serve(0)
+    bench.finish(*bench.admit())
+
+    async def main() -> None:
+        waiting = asyncio.create_task(bench.queue.next_ticket())
+        await asyncio.sleep(1)
+        assert not waiting.done(), "a group may yet be given up"
+        with pytest.raises(StageProtocolError, match="somebody waits"):
+            await bench.queue.next_ticket()
+        assert bench.take(1) == "ab"
+        with pytest.raises(ChannelClosed, match="step 1 was the last"):
+            await waiting
+
+    run_virtual(main())
+
+
+def test_waits_for_a_version_to_be_served() -> None:
+    bench = Bench(max_lag=0)
+
+    async def main() -> int:
+        waiting = asyncio.create_task(bench.queue.next_ticket())
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        bench.serve(0)
+        return (await waiting).prompts
+
+    assert run_virtual(main()) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_lag": -1}, {"batch": 0}, {"first_step": 0}, {"oldest_share": 0}, {"oldest_share": 1.5}, {"max_lag": 0, "oldest_share": 0.5}],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Bench(**settings)
+
+
+# Which groups a step takes.
+
+
+def test_in_the_order_of_the_draws_a_step_waits_for_its_own() -> None:
+    bench = Bench(max_lag=1)
+    bench.serve(0)
+    bench.admit()
+    bench.finish("c", "d", "b")
+    assert bench.take(1) is None
+    bench.finish("a")
+    assert bench.take(1) == "ab"
+    assert bench.take(2) == "cd"
+
+
+def test_in_the_order_of_completion_a_step_takes_what_is_there() -> None:
+    bench = Bench(max_lag=1, order="finished")
+    bench.serve(0)
+    bench.admit()
+    bench.finish("d", "b")
+    assert bench.take(1) == "bd"
+
+
+def test_a_step_waits_rather_than_leave_behind_what_would_get_too_old() -> None:
+    bench = Bench(max_lag=1, order="finished")
+    bench.serve(0)
+    assert bench.admit() == list("abcd")
+    bench.finish("b", "d")
+    assert bench.take(1) == "bd"
+    bench.serve(1)
+    assert bench.admit() == list("ef")
+    bench.finish("e", "f", "c")
+    assert bench.take(2) is None, "a is of version 0 and would be of lag 2 in step 3"
+    bench.finish("a", version=0)
+    assert bench.take(2) == "ac"
+    assert bench.recalled == []
+
+
+def test_tokens_that_are_younger_than_the_admission_may_stay_longer() -> None:
+    bench = Bench(max_lag=1, order="finished")
+    bench.serve(0)
+    bench.admit()
+    bench.finish("a", "b")
+    assert bench.take(1) == "ab"
+    bench.serve(1)
+    bench.admit()
+    bench.finish("c", version=1)
+    bench.finish("e", "f")
+    assert bench.take(2) is None, "d is still out"
+    bench.finish("d", version=1)
+    assert bench.take(2) == "cd"
+
+
+@pytest.mark.parametrize(("step", "last_step"), [(2, 4), (0, 4), (1, 0)])
+def test_steps_are_taken_in_order(step: int, last_step: int) -> None:
+    with pytest.raises(ConservationError, match=f"step {step} cannot take groups"):
+        Bench(last_step=last_step).queue.take(step)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_group_that_is_not_awaited_is_caught(again: bool) -> None:
+    bench = Bench()
+    bench.serve(0)
+    bench.admit()
+    if again:
+        bench.finish("a")
+    with pytest.raises(ConservationError, match="group . came to the message queue, where it is not awaited"):
+        bench.queue.put(group("a" if again else "z", 0))
+
+
+def test_a_group_that_is_older_than_its_admission_is_caught() -> None:
+    bench = Bench(max_lag=0)
+    bench.serve(0)
+    bench.finish(*bench.admit())
+    assert bench.take(1) == "ab"
+    bench.serve(1)
+    bench.finish(*bench.admit(), version=0)
+    with pytest.raises(StalenessViolation, match="step 2 got groups of lag 1"):
+        bench.take(2)
+
+
+# Groups that hold a step up.
+
+
+def settle_step_2(stale: str, order: str) -> Bench:
+    """Step 2 has what it needs, but `a`, which was drawn for step 1, is still out."""
+    bench = Bench(max_lag=1, order=order, stale=stale)
+    bench.serve(0)
+    bench.admit()
+    if order == "finished":
+        bench.finish("b", "c")
+        assert bench.take(1) == "bc"
+        bench.serve(1)
+        bench.admit()
+        bench.finish("d", "e", "f")
+    else:
+        bench.finish("b", "c", "d")
+    return bench
+
+
+@pytest.mark.parametrize(("order", "step", "taken"), [("drawn", 1, "bc"), ("finished", 2, "de")])
+def test_dropped_it_gives_its_place_to_another(order: str, step: int, taken: str) -> None:
+    bench = settle_step_2("drop", order)
+    room = bench.queue.room()
+    assert bench.take(step) == taken
+    assert bench.recalled == ["a"]
+    assert bench.queue.arrive("a") == "drop", "also if it comes at this very moment"
+    assert bench.queue.verdict("a") is None, "said once"
+    bench.serve(step)
+    assert bench.queue.room() > room
+    with pytest.raises(ConservationError, match="not awaited"):
+        bench.queue.put(group("a", 0))
+
+
+@pytest.mark.parametrize(("order", "step", "taken"), [("drawn", 1, "bc"), ("finished", 2, "de")])
+def test_answered_again_it_goes_to_the_end(order: str, step: int, taken: str) -> None:
+    bench = settle_step_2("resume", order)
+    before = bench.queue.untrained
+    assert bench.take(step) == taken
+    assert bench.recalled == ["a"]
+    assert bench.queue.verdict("a") == "resume"
+    assert bench.queue.untrained == before - 2
+    bench.queue.watch("a", lambda: None)
+    bench.serve(step)
+    bench.finish("a")
+    bench.finish(*[uid for uid in bench.admit()])
+    assert "a" in (bench.take(step + 1) or "") + (bench.take(step + 2) or "")
+
+
+def test_one_that_has_arrived_is_waited_for() -> None:
+    bench = settle_step_2("drop", "drawn")
+    assert bench.queue.arrive("a") is None
+    assert bench.take(1) is None, "it is on its way here"
+    bench.queue.put(group("a", 0))
+    assert bench.take(1) == "ab"
+
+
+def test_one_whose_generation_has_not_begun_is_waited_for() -> None:
+    bench = Bench(max_lag=1, stale="drop")
+    bench.serve(0)
+    for _ in range(2):
+        ticket = run_virtual(bench.queue.next_ticket())
+        for uid in ("a", "b") if ticket.step == 1 else ("c", "d"):
+            bench.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
+    bench.finish("b", "c")
+    assert bench.take(1) is None
+
+
+def test_no_more_are_given_up_than_need_be() -> None:
+    bench = Bench(batch=4, max_lag=1, order="finished", stale="drop", last_step=9)
+    bench.serve(0)
+    assert bench.admit() == list("abcdefgh")
+    bench.finish(*"efgh")
+    assert bench.take(1) == "efgh"
+    bench.serve(1)
+    assert bench.admit() == list("ijkl")
+    bench.finish(*"ijkl")
+    assert bench.take(2) == "ijkl"
+    assert sorted(bench.recalled) == list("abcd"), "step 2 was the last for each of them"
+
+
+def test_filtered_it_gives_its_place_to_another() -> None:
+    bench = Bench(max_lag=0)
+    bench.serve(0)
+    assert bench.admit() == ["a", "b"]
+    assert bench.queue.arrive("a") is None
+    bench.queue.give_back("a")
+    assert bench.admit() == ["c"]
+    bench.finish("c", "b")
+    assert bench.take(1) == "bc"
+
+
+def test_counts_what_is_inside() -> None:
+    bench = Bench(max_lag=1)
+    bench.serve(0)
+    bench.admit()
+    bench.finish("a", "d")
+    counts: Sequence[int] = (bench.queue.untrained, bench.queue.finished)
+    assert counts == (4, 2)
+
+
+# Replicas that load at their own pace, and tokens that trickle in.
+
+SECONDS = st.integers(0, 9)
+
+
+class Run:
+    """Durations come from `draws_s`, in turn; groups go to the replicas in turn."""
+
+    def __init__(self, admission_lag: int, max_lag: int, replicas: int, steps: int, draws_s: list[int], **settings: Any) -> None:
+        self.versions = Versions()
+        self.queue = MessageQueue(self.versions, batch=2, max_lag=admission_lag, last_step=steps, **settings)
+        self.max_lag = max_lag
+        self.serving = [-1] * replicas
+        self.lags: list[list[int]] = []
+        self.background: list[asyncio.Task[None]] = []
+        self.changed = asyncio.Event()
+        self._draws_s = draws_s
+        self._drawn = count()
+
+    def next_s(self) -> int:
+        return self._draws_s[next(self._drawn) % len(self._draws_s)]
+
+    async def load(self, replica: int, version: int, load_s: int) -> None:
+        await asyncio.sleep(load_s)
+        self.serving[replica] = max(self.serving[replica], version)  # a replica never goes back
+        self.versions.advance_served(min(self.serving))
+
+    def publish(self, version: int) -> None:
+        self.versions.advance_gathered(version)
+        for replica in range(len(self.serving)):
+            self.background.append(asyncio.create_task(self.load(replica, version, self.next_s())))
+
+    async def group(self, uid: str, replica: int) -> None:
+        while True:
+            task = asyncio.create_task(self.tokens(replica))
+            self.queue.watch(uid, task.cancel)
+            try:
+                first = await task
+                verdict = self.queue.arrive(uid)
+            except asyncio.CancelledError:
+                verdict = self.queue.verdict(uid)
+            if verdict is None:
+                self.queue.put(group(uid, first))
+                self.changed.set()
+            if verdict != "resume":
+                return
+
+    async def tokens(self, replica: int) -> int:
+        """Version of the oldest one."""
+        first = self.serving[replica]
+        for _ in range(2):
+            await asyncio.sleep(self.next_s())
+        return first
+
+    async def generate(self) -> None:
+        numbers = count()
+        while True:
+            try:
+                ticket = await self.queue.next_ticket()
+            except ChannelClosed:
+                return
+            for _ in range(ticket.prompts):
+                number = next(numbers)
+                self.queue.enter(Prompt(uid=f"{number}", step=ticket.step), ticket.version)
+                replica = number % len(self.serving)
+                self.background.append(asyncio.create_task(self.group(f"{number}", replica)))
+
+    async def train(self, steps: int) -> None:
+        self.publish(0)
+        for step in range(1, steps + 1):
+            while not (groups := self.queue.take(step)):
+                self.changed.clear()
+                await asyncio.wait_for(self.changed.wait(), 1000)
+            self.lags.append([check_lag(step, g.first_version, self.max_lag, g.uid) for g in groups])
+            await asyncio.sleep(self.next_s())
+            self.versions.advance_trained(step)
+            self.publish(step)
+
+    async def run(self, steps: int) -> list[list[int]]:
+        await asyncio.gather(self.generate(), self.train(steps))
+        await asyncio.gather(*self.background)
+        assert self.queue.untrained == 0
+        return self.lags
+
+
+@given(
+    max_lag=st.integers(0, 3),
+    replicas=st.integers(1, 3),
+    draws_s=st.lists(SECONDS, min_size=1, max_size=40),
+    order=st.sampled_from(["drawn", "finished"]),
+    stale=st.sampled_from(["wait", "resume", "drop"]),
+    half=st.booleans(),
+)
+def test_no_token_is_older_than_the_bound_whatever_straggles(
+    max_lag: int, replicas: int, draws_s: list[int], order: str, stale: str, half: bool
+) -> None:
+    share = 0.5 if half and max_lag else 1.0
+    lags = run_virtual(
+        Run(max_lag, max_lag, replicas, 8, draws_s, order=order, stale=stale, oldest_share=share).run(8)
+    )
+    assert [len(step) for step in lags] == [2] * 8
+    assert all(0 <= lag <= max_lag for step in lags for lag in step)
+    assert all(step.count(max_lag) <= 2 * share for step in lags)
+
+
+@pytest.mark.parametrize("max_lag", range(4))
+@pytest.mark.parametrize("order", ["drawn", "finished"])
+def test_the_bound_is_used_to_the_full(max_lag: int, order: str) -> None:
+    lags = run_virtual(Run(max_lag, max_lag, 1, 8, [1], order=order).run(8))
+    assert max(map(max, lags)) == max_lag
+
+
+@pytest.mark.parametrize("max_lag", range(3))
+def test_admission_one_step_too_early_would_be_caught(max_lag: int) -> None:
+    with pytest.raises(StalenessViolation, match=f"lag {max_lag + 1} exceeds max_lag {max_lag}"):
+        run_virtual(Run(max_lag + 1, max_lag, 1, 8, [1]).run(8))

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each strategy equals a simpler one, rung by rung, down to verl's own sync trainer.
+
+Answers are seeded, so two runs agree only if every weight that wrote them agreed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from recipe.async_pipeline.core.role import ROLES
+from tests.e2e.job import ROOT, check_clean_end, check_events, run_job, smoke_command
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 5
+COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "critic/advantages/max", "response_length/mean")
+TOLERANCE = 1e-5
+
+
+class Outcome(NamedTuple):
+    """What a run of `STEPS` steps did."""
+
+    answers: list[Counter[tuple[str, str]]]
+    """Prompts with their answers, for each step."""
+    metrics: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def run(tied_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a strategy; each only once."""
+    done: dict[str, Outcome] = {}
+
+    def train(strategy: str, *overrides: str) -> Outcome:
+        if strategy not in done:
+            done[strategy] = _train(strategy, overrides, tied_task, tmp_path_factory.mktemp("ladder"))
+        return done[strategy]
+
+    return train
+
+
+def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) -> Outcome:
+    agents = folder / "agents.json"
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.ladder_parts.SeededLoop"}]))
+    stock = strategy == "verl"
+    common = [
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.save_freq={STEPS}",
+        f"trainer.rollout_data_dir={folder / 'dump'}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        # Twice the reference value, so that an error of the weights soon shows in the answers.
+        "actor_rollout_ref.actor.optim.lr=6.0e-4",
+    ]
+    own = (
+        [
+            "actor_rollout_ref.rollout.nnodes=0",
+            "trainer.experiment_name=stock",
+            # verl's colocated loader has no repair for the repack of vLLM's CPU layers; ours does it.
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
+            "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension",
+        ]
+        if stock
+        else [f"async_strategy='{strategy}'", f"trainer.v1.async_pipeline.run_dir={folder / 'run'}"]
+    )
+    job = run_job(smoke_command(*common, *own, *overrides, pipeline=not stock), folder / "run", task)
+    assert job.status == 0, job.output[-3000:]
+    if not stock and ":" not in strategy:
+        summary = check_clean_end(job, strategy, summary_lag(overrides, strategy), STEPS)
+        check_events(job, set(ROLES) - {"ref_logp"})
+        assert summary["rollout_corr_kl_max"] <= 0.005
+    rows = (folder / "run" / "metrics.jsonl") if not stock else next(folder.rglob("stock.jsonl"))
+    saved = folder / "checkpoints" / f"global_step_{STEPS}" / "actor" / "model_world_size_1_rank_0.pt"
+    return Outcome(
+        answers=[_answers(folder / "dump" / f"{step}.jsonl") for step in range(1, STEPS + 1)],
+        metrics=[_metrics(row) for row in map(json.loads, rows.read_text().splitlines()) if "actor/pg_loss" in row["data"]],
+        weights={name: _whole(tensor) for name, tensor in torch.load(saved, weights_only=False).items()},
+    )
+
+
+def summary_lag(overrides: tuple[str, ...], strategy: str) -> int:
+    given = [o.partition("=")[2] for o in overrides if "max_lag" in o]
+    return int(given[0]) if given else {"on_policy": 0, "one_step_off": 1}[strategy]
+
+
+def _answers(dump: Path) -> Counter[tuple[str, str]]:
+    return Counter((row["input"], row["output"]) for row in map(json.loads, dump.read_text().splitlines()))
+
+
+def _metrics(row: dict[str, Any]) -> dict[str, float]:
+    return {name: float(row["data"][name]) for name in COMPARED}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return whole
+
+
+def assert_equal(one: Outcome, other: Outcome) -> None:
+    assert len(one.metrics) == len(other.metrics) == STEPS
+    for step, (ours, theirs) in enumerate(zip(one.answers, other.answers, strict=True), start=1):
+        assert ours == theirs, f"answers of step {step}"
+    for ours_m, theirs_m in zip(one.metrics, other.metrics, strict=True):
+        assert ours_m == pytest.approx(theirs_m, abs=TOLERANCE, rel=TOLERANCE)
+    assert one.weights.keys() == other.weights.keys()
+    for name, tensor in one.weights.items():
+        torch.testing.assert_close(tensor, other.weights[name], atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+
+
+def test_on_policy_is_verls_own_sync_trainer(run: Run) -> None:
+    assert_equal(run("on_policy"), run("verl"))
+
+
+@pytest.mark.nightly
+def test_fully_async_without_lag_is_on_policy(run: Run) -> None:
+    assert_equal(run("fully_async", "trainer.v1.async_pipeline.max_lag=0"), run("on_policy"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("strategy", "lag"), [("tests.e2e.ladder_parts:OneStepOff", 1), ("tests.e2e.ladder_parts:OneAhead", 1)]
+)
+def test_one_step_ahead_is_a_loop_that_anyone_can_read(
+    run: Run, strategy: str, lag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    override = f"trainer.v1.async_pipeline.max_lag={lag}"
+    reference = run("tests.e2e.ladder_parts:Reference", override)
+    assert_equal(run(strategy, override), reference)
+    assert reference.answers[1] != run("on_policy").answers[1], "a lag can be told from none"

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline explain` on the shipped smoke configuration, with the checks that a run makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import main
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+SMOKE = ["explain", "--config-path", str(Path(__file__).parents[1] / "configs"), "--config-name", "smoke_cpu"]
+
+
+@pytest.fixture(autouse=True)
+def stack(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load("recipe.async_pipeline.verl_bridge.launch")
+    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*SMOKE, "+async_pipeline=True", "async_generation_ratio=1.5"]) == 2
+    assert "To append to your config use +async_generation_ratio=1.5" in capsys.readouterr().err
+    assert main([*SMOKE, "+async_pipeline=True", "+async_generation_ratio=1.5"]) == 0
+    out = capsys.readouterr().out
+    assert "async_generation_ratio=1.5 -> max_lag=2, oldest_share=0.5" in out
+    assert "strategy        n_step_ahead" in out
+    assert "at most 40 groups = 320 answers" in out
+    assert list(tmp_path.iterdir()) == [], "nothing is made"
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMOKE, "--json", "+async_pipeline=True", "async_strategy=fully_async"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["strategy"], plan["max_lag"], plan["notes"]) == ("fully_async", 3, ["async_strategy=fully_async -> strategy=fully_async"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ([], "the pipeline is not asked for; add +async_pipeline=True"),
+        (["+async_pipeline=True", "critic.enable=True"], "critic.enable must not be True"),
+        (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
+        (["+async_pipeline=True", "nothing=1"], "'nothing'"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(
+    overrides: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMOKE, *overrides]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--config-path", "nowhere", "+async_pipeline=True"]) == 2
+    assert "--config-path must be a directory" in capsys.readouterr().err
