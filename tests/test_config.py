@@ -25,8 +25,10 @@ from recipe.async_pipeline.config import (
     unknown_key,
 )
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.loss_names import LOSS_OF_VARIANT
 
 ROLLOUT = "actor_rollout_ref.rollout"
+LOSS = "actor_rollout_ref.actor.policy_loss"
 
 UNDERSTOOD: list[tuple[str, Any, dict[str, Any]]] = [
     ("async_strategy", "n-step-ahead", {"strategy": "n_step_ahead", "max_lag": 3}),
@@ -75,7 +77,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     (f"{ROLLOUT}.with_reward", False, "not supported yet"),
     (f"{ROLLOUT}.param_update_preduce_bucket_size_mb", 0, "leave it out"),
     (f"{ROLLOUT}.param_update_consume_bucket_size_mb", "32", "leave it out"),
-    ("pg_variant", "tis", "remove it"),
+    ("pg_variant", "tiss", "did you mean 'tis'"),
+    ("actor_rollout_ref.actor.pg_variant", "gspo", "must be one of vanilla, ppo"),
     ("trainer.use_nodes_ratios", [1, 1], "remove it"),
     ("trainer.sperated_node_tasks", ["logp"], "remove it"),
     ("trainer.sperated_node_ratios", [1], "remove it"),
@@ -132,8 +135,8 @@ def test_a_key_that_cannot_be_honoured_is_refused(path: str, value: Any, reason:
 
 def test_a_key_that_cannot_be_honoured_is_sent_nowhere() -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(nested(("trainer.pg_variant", "tis")))
-    assert_one_line(caught, "trainer.pg_variant is known but not supported yet", "got 'tis'", "remove it")
+        resolve(nested(("use_nodes_ratios", [1])))
+    assert_one_line(caught, "use_nodes_ratios is known but not supported yet", "got [1]", "remove it")
 
 
 def test_every_foreign_key_is_tried_here() -> None:
@@ -203,6 +206,7 @@ def test_own_knobs_arrive() -> None:
         ((f"{OWN}.sync_every", 2), ("trigger_parameter_sync_step", 4)),
         ((f"{OWN}.in_flight", "abort"), ("partial_rollout", True)),
         (("async_strategy", "n_step_ahead"), ("staleness_threshold", 1)),
+        (("pg_variant", "tis"), ("actor_rollout_ref.actor.policy_loss.loss_mode", "gspo")),
         (("async_strategy", "one_step_off"), ("trainer.generate_ahead_steps", 1)),
         ((f"{OWN}.strategy", "on_policy"), (f"{OWN}.max_lag", 2)),
     ],
@@ -224,6 +228,20 @@ def test_keys_that_agree_are_welcome() -> None:
     translation = resolve(raw)
     assert translation.config == AsyncPipelineConfig()
     assert len(translation.notes) == 4, "one line for each key of another system"
+
+
+@pytest.mark.parametrize("variant", LOSS_OF_VARIANT)
+@pytest.mark.parametrize("path", ["pg_variant", "actor_rollout_ref.actor.pg_variant"])
+def test_a_loss_by_the_name_that_roll_gives_it(path: str, variant: str) -> None:
+    translation = resolve(nested((path, variant), (f"{LOSS}.loss_mode", "vanilla")))
+    assert translation.policy_loss["loss_mode"] == LOSS_OF_VARIANT[variant]
+    assert translation.policy_loss.get("dro_beta") == (0.1 if variant == "kimi15" else None)
+    assert translation.foreign_paths == (*SWITCHES, path)
+
+
+def test_the_strength_of_kimis_regulariser_is_left_as_it_was_given() -> None:
+    translation = resolve(nested(("pg_variant", "kimi15"), (f"{LOSS}.dro_beta", 0.5)))
+    assert translation.policy_loss == {"loss_mode": "dro"}
 
 
 def test_a_quota_of_groups_is_a_lag_and_a_share() -> None:

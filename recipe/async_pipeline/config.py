@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .loss_names import LOSS_OF_VARIANT
 
 OWN = "trainer.v1.async_pipeline"
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
@@ -119,6 +120,8 @@ class Translation:
     notes: tuple[str, ...]
     foreign_paths: tuple[str, ...]
     """Paths in the verl config that verl itself does not know and that must be removed."""
+    policy_loss: Mapping[str, Any] = field(default_factory=dict)
+    """What verl's section `actor_rollout_ref.actor.policy_loss` gets."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,22 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
     _check_types(own)
     if "custom_roles" in own:
         own["custom_roles"] = tuple(own["custom_roles"])
-    return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign))
+    return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign), _policy_loss(raw, draft))
+
+
+def _policy_loss(raw: Mapping[str, Any], draft: _Draft) -> dict[str, Any]:
+    """Raises ConfigError: verl's own key names another loss."""
+    mode = draft.values.get("loss_mode")
+    if mode is None:
+        return {}
+    own = select(raw, f"{_POLICY_LOSS}.loss_mode")
+    if own not in (None, "vanilla", mode):
+        raise ConfigError(
+            f"{draft.sources['loss_mode']} asks for the loss {mode} but {_POLICY_LOSS}.loss_mode for {own}; keep one of them"
+        )
+    # ROLL's default, where verl has none.
+    tau = {"dro_beta": 0.1} if mode == "dro" and not select(raw, f"{_POLICY_LOSS}.dro_beta") else {}
+    return {"loss_mode": mode, **tau}
 
 
 def _adopt(own: dict[str, Any], draft: _Draft) -> None:
@@ -340,6 +358,19 @@ def _size_mb(path: str, name: str) -> Callable[[Any, _Draft], str]:
     return apply
 
 
+def _pg_variant(path: str) -> Callable[[Any, _Draft], str]:
+    def apply(value: Any, draft: _Draft) -> str:
+        if value not in LOSS_OF_VARIANT:
+            raise ConfigError(
+                f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got {value!r}{_hint(value, LOSS_OF_VARIANT)}; "
+                f"verl's other losses are named by {_POLICY_LOSS}.loss_mode"
+            )
+        draft.propose("loss_mode", LOSS_OF_VARIANT[value], path)
+        return f"{_POLICY_LOSS}.loss_mode={LOSS_OF_VARIANT[value]}"
+
+    return apply
+
+
 def _must_be(path: str, wanted: Any, meaning: str, remedy: str) -> Callable[[Any, _Draft], str]:
     def apply(value: Any, draft: _Draft) -> str:
         if value != wanted:
@@ -357,6 +388,7 @@ def _not_yet(path: str) -> Callable[[Any, _Draft], str]:
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 FOREIGN: tuple[ForeignKey, ...] = (
     *(ForeignKey((p,), _strategy_key(p)) for p in ("async_strategy", "actor_rollout_ref.async_strategy")),
     ForeignKey(("trainer.generate_ahead_steps",), _generate_ahead),
@@ -392,6 +424,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
             ("sync_every", f"{prefix}trigger_parameter_sync_step", 1, True),
         )
     ),
+    *(ForeignKey((path,), _pg_variant(path)) for path in ("pg_variant", "actor_rollout_ref.actor.pg_variant")),
     *(
         ForeignKey((path,), _partial_rollout(path))
         for path in ("partial_rollout", "async_training.partial_rollout")
@@ -399,7 +432,6 @@ FOREIGN: tuple[ForeignKey, ...] = (
     *(
         ForeignKey((p,), _not_yet(p), supported=False)
         for p in (
-            "pg_variant",
             "trainer.use_nodes_ratios",
             "trainer.sperated_node_tasks",
             "trainer.sperated_node_ratios",

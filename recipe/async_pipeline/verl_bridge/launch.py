@@ -34,11 +34,13 @@ from ..config import (
 )
 from ..core.flow import GRAPH, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
+from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.PushAgentLoopManager"
+STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
 
 
@@ -194,6 +196,10 @@ def _rewrite(config: DictConfig, translation: Translation) -> None:
         config.actor_rollout_ref.hybrid_engine = False
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER
+        losses = config.actor_rollout_ref.actor.policy_loss
+        if losses.get("_target_") == STOCK_LOSS_CONFIG:
+            losses._target_ = LOSS_CONFIG
+        losses.update(translation.policy_loss)
         engine = rollout.checkpoint_engine
         engine.backend = "dual_buffer"
         engine.custom_backend_module = ENGINE_MODULE

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ray
@@ -10,8 +11,10 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils.losses import ppo_loss
 
 from .cpu_platform import is_cpu
+from .loss_registry import ppo_loss_with_scores
 from .parts import TrainingRanks, held_by
 
 REF_COLUMN = "ref_log_probs_full"
@@ -32,6 +35,13 @@ class PipelineWorker(ActorRolloutRefWorker):
     """verl's worker, with a gather that can be called by itself and a column of its own for the reference."""
 
     _ranks: TrainingRanks | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """As verl's, with our losses registered and scores within their reach."""
+        super().init_model()
+        if "actor" in self.role and self.loss_fn.func is ppo_loss:
+            self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def gather_weights(self, version: int) -> bytes | None:

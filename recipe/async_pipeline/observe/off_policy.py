@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the policies that wrote a training batch are from the policy that it trains, by lag.
+
+The lag of a token is the trainer's version at the start of the step minus the version that wrote the token;
+that of a trajectory is the lag of its oldest token.
+
+Even at lag 0 the importance ratio old/rollout is not 1: the rollout engine and the trainer compute the same
+log-prob in different ways. `lag_0` shows that floor; what the other buckets have beyond it is due to their age.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import StalenessViolation
+
+Rows = Iterable[npt.ArrayLike]
+"""One row of tokens a trajectory: of its own length, or a padded array (batch, length)."""
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+LOG_RATIO_BOUND = 20.0
+"""verl's own: beyond it a ratio is only large, and one token must not turn a mean into infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryVersions:
+    """Which versions wrote a trajectory."""
+
+    first: int
+    last: int
+    spans: Sequence[Sequence[int]] | None = None
+    """`(version, start)` of each: it wrote the response from position `start` on, until the next span. Positions
+    count all tokens of the response, also those of tools. None: not known."""
+
+
+def token_versions(versions: TrajectoryVersions, generated: npt.NDArray[np.bool_]) -> tuple[Ints, bool]:
+    """The version of each generated token of one response, and whether it is known token by token.
+
+    It is known if a span begins with each turn: a loop of several calls may have kept the spans of one call
+    only, and those say nothing about the others. Otherwise each token counts as old as the oldest.
+    """
+    positions = np.flatnonzero(generated)
+    turns = positions[np.diff(positions, prepend=-2) > 1]
+    spans = np.asarray(versions.spans or (), dtype=np.int64).reshape(-1, 2)
+    starts = spans[:, 1]
+    if not spans.size or np.any(np.diff(starts) <= 0) or not np.isin(turns, starts).all():
+        return np.full(positions.size, versions.first, dtype=np.int64), False
+    return spans[np.searchsorted(starts, positions, side="right") - 1, 0], True
+
+
+def off_policy_metrics(
+    trajectories: Sequence[TrajectoryVersions],
+    *,
+    trainer_version: int,
+    max_lag: int,
+    mask: Rows,
+    rollout_log_probs: Rows | None = None,
+    old_log_probs: Rows | None = None,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> dict[str, float]:
+    """`lag/...` and, given both kinds of log-probs, `off_policy/...` of the batch of one optimizer step.
+
+    `mask` is 1 where the model generated, 0 at tokens of tools and at padding; log-probs have the same shapes.
+    It must be the mask from before verl rejects tokens: what it rejects is the worst, and a hole looks like a turn.
+    `rollout_log_probs` are those of the policy that sampled, `old_log_probs` those of the policy at the start
+    of the step. Tokens for which one of them is not finite only count in `off_policy/non_finite_share`.
+    A metric of nothing, such as the KL of a lag that no token has, is left out.
+
+    Raises StalenessViolation: a token is newer than the trainer. ValueError, IndexError: shapes differ.
+    """
+    generated = [np.asarray(row) != 0 for row in mask]
+    written = [token_versions(one, row) for one, row in zip(trajectories, generated, strict=True)]
+    lags: Ints = trainer_version - _joined([[one.first] for one in trajectories])
+    token_lags: Ints = trainer_version - _joined([versions for versions, _ in written])
+    for found in (lags, token_lags):
+        if np.any(found < 0):
+            newest = trainer_version - int(found.min())
+            raise StalenessViolation(f"the trainer is at version {trainer_version}, but its batch claims version {newest}")
+    metrics = {
+        **_lag_metrics("lag/", "lag/trajectory_share", lags, max_lag),
+        **_lag_metrics("lag/token_", "lag/token_share", token_lags, max_lag),
+        **_span_metrics(trajectories, written),
+    }
+    if rollout_log_probs is None or old_log_probs is None:
+        return metrics
+    rollout, old = _picked(rollout_log_probs, generated), _picked(old_log_probs, generated)
+    finite = np.isfinite(rollout) & np.isfinite(old)
+    log_ratio = old[finite] - rollout[finite]
+    owner = _joined([np.full(versions.size, index) for index, (versions, _) in enumerate(written)])[finite]
+    metrics["off_policy/non_finite_share"] = 1.0 - float(finite.mean()) if finite.size else 0.0
+    for bucket, chosen in _buckets(token_lags[finite]):
+        for name, value in _ratio_metrics(log_ratio[chosen], clip_low, clip_high).items():
+            metrics[f"off_policy/{name}/{bucket}"] = value
+    has_tokens = np.bincount(owner, minlength=lags.size) > 0
+    log_weights = np.bincount(owner, weights=log_ratio, minlength=lags.size)[has_tokens]
+    for bucket, chosen in _buckets(lags[has_tokens]):
+        metrics[f"off_policy/trajectory_ess/{bucket}"] = effective_share(log_weights[chosen])
+    return metrics
+
+
+def effective_share(log_weights: Floats) -> float:
+    """Effective sample size over sample size, in (0, 1]: (sum w)^2 / (n sum w^2)."""
+    # The scale of the weights cancels; the largest as 1 cannot overflow.
+    weights = np.exp(log_weights - log_weights.max())
+    return min(1.0, float(weights.sum() ** 2 / (weights.size * (weights**2).sum())))
+
+
+def _lag_metrics(prefix: str, shares: str, lags: Ints, max_lag: int) -> dict[str, float]:
+    """Mean, 95th percentile (the least lag that 95 % do not exceed), max, and the share of each lag."""
+    if not lags.size:
+        return {}
+    counts = np.bincount(lags, minlength=max_lag + 1)
+    return {
+        f"{prefix}mean": float(lags.mean()),
+        f"{prefix}p95": float(np.argmax(100 * counts.cumsum() >= 95 * lags.size)),
+        f"{prefix}max": float(lags.max()),
+        **{f"{shares}/{value}": float(count / lags.size) for value, count in enumerate(counts)},
+    }
+
+
+def _span_metrics(
+    trajectories: Sequence[TrajectoryVersions], written: Sequence[tuple[Ints, bool]]
+) -> Mapping[str, float]:
+    """A span is counted as long as its version stays the same, also over turns."""
+    metrics = {"lag/trajectories_without_spans": float(sum(not known for _, known in written))}
+    if trajectories:
+        metrics["lag/mixed_version_share"] = float(np.mean([one.first != one.last for one in trajectories]))
+    spans = [1 + np.count_nonzero(np.diff(versions)) for versions, known in written if known and versions.size]
+    if spans:
+        metrics |= {"lag/spans_mean": float(np.mean(spans)), "lag/spans_max": float(max(spans))}
+    return metrics
+
+
+def _ratio_metrics(log_ratio: Floats, clip_low: float, clip_high: float) -> dict[str, float]:
+    """Of tokens, at least one. `kl` and `kl_k3` estimate KL(rollout || old); both are unbiased, `kl_k3` is
+    never negative and scatters less while the ratios are near 1."""
+    bounded = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = np.exp(bounded)
+    return {
+        "ratio_mean": float(ratio.mean()),
+        "ratio_max": float(ratio.max()),
+        "ratio_outside_2x_share": float(np.mean(np.abs(log_ratio) > math.log(2))),
+        "clip_share": float(np.mean((ratio < 1 - clip_low) | (ratio > 1 + clip_high))),
+        "kl": float(-log_ratio.mean()),
+        "kl_k3": float(np.mean(np.expm1(bounded) - bounded)),
+        "ess": effective_share(log_ratio),
+    }
+
+
+def _buckets(lags: Ints) -> Iterator[tuple[str, Any]]:
+    """Names of the groups, each with what picks its members; no group is empty."""
+    if lags.size:
+        yield "all", slice(None)
+    for value in np.unique(lags):
+        yield f"lag_{value}", lags == value
+
+
+def _picked(rows: Rows, generated: Sequence[npt.NDArray[np.bool_]]) -> Floats:
+    """The values of all generated tokens, one trajectory after the other."""
+    values: Floats = _joined([np.asarray(row)[chosen] for row, chosen in zip(rows, generated, strict=True)], np.float64)
+    return values
+
+
+def _joined(parts: Sequence[npt.ArrayLike], dtype: type[np.generic] = np.int64) -> Any:
+    # Of no parts numpy cannot tell the shape.
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of a batch are those that a loop over its tokens finds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.errors import StalenessViolation
+from recipe.async_pipeline.observe.off_policy import (
+    TrajectoryVersions,
+    effective_share,
+    off_policy_metrics,
+    token_versions,
+)
+
+TRAINER, MAX_LAG = 7, 3
+
+
+@dataclass
+class Response:
+    """One response token by token; tokens of tools have version None."""
+
+    versions: list[int | None]
+    spans: list[list[int]] | None
+    known: bool
+    rollout: list[float]
+    old: list[float]
+
+    @property
+    def written(self) -> list[int]:
+        return [v for v in self.versions if v is not None]
+
+    def described(self) -> TrajectoryVersions:
+        return TrajectoryVersions(first=min(self.written, default=TRAINER), last=max(self.written, default=TRAINER), spans=self.spans)
+
+    def lags(self) -> list[int]:
+        """Of its generated tokens, as far as they are known."""
+        return [TRAINER - (v if self.known else min(self.written)) for v in self.written]
+
+    def pairs(self) -> list[tuple[float, float]]:
+        return [(r, o) for v, r, o in zip(self.versions, self.rollout, self.old, strict=True) if v is not None]
+
+
+LOG_PROBS = st.floats(-6, 0) | st.sampled_from([math.nan, -math.inf, math.inf])
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> Response:
+    """Turns of one or more spans, tools between them; spans of all turns, of the first, or of none are known."""
+    versions: list[int | None] = []
+    spans: list[list[int]] = []
+    of_first = 0
+    for turn in range(draw(st.integers(1, 3))):
+        if turn:
+            versions += [None] * draw(st.integers(1, 3))
+        for _ in range(draw(st.integers(1, 3))):
+            version = draw(st.integers(TRAINER - MAX_LAG, TRAINER))
+            spans.append([version, len(versions)])
+            versions += [version] * draw(st.integers(1, 4))
+        of_first = of_first or len(spans)
+    kept = draw(st.sampled_from(["all", "first turn", "none"]))
+    log_probs = st.lists(LOG_PROBS, min_size=len(versions), max_size=len(versions))
+    return Response(
+        versions=versions,
+        spans={"all": spans, "first turn": spans[:of_first], "none": None}[kept],
+        known=kept == "all" or (kept == "first turn" and None not in versions),
+        rollout=draw(log_probs),
+        old=draw(log_probs),
+    )
+
+
+def one(versions: Sequence[int], log_ratios: Sequence[float] | None = None) -> Response:
+    """A single turn; log-ratio 0 unless told."""
+    ratios = list(log_ratios or [0.0] * len(versions))
+    starts = [i for i, v in enumerate(versions) if i == 0 or versions[i - 1] != v]
+    return Response(list(versions), [[versions[i], i] for i in starts], True, [-1.0] * len(ratios), [r - 1.0 for r in ratios])
+
+
+def measured(*batch: Response, padding: int | None = None) -> dict[str, float]:
+    """As rows of their own lengths, or padded with what must not count."""
+    width = max((len(r.versions) for r in batch), default=0) + (padding or 0)
+    missing = [width - len(r.versions) if padding is not None else 0 for r in batch]
+    return off_policy_metrics(
+        [r.described() for r in batch],
+        trainer_version=TRAINER,
+        max_lag=MAX_LAG,
+        mask=[[float(v is not None) for v in r.versions] + [0.0] * n for r, n in zip(batch, missing, strict=True)],
+        rollout_log_probs=np.array([r.rollout + [math.nan] * n for r, n in zip(batch, missing, strict=True)])
+        if padding is not None
+        else [r.rollout for r in batch],
+        old_log_probs=[r.old + [9.0] * n for r, n in zip(batch, missing, strict=True)],
+    )
+
+
+def only(metrics: dict[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+# Against loops over tokens.
+
+
+def percentile(lags: list[int]) -> int:
+    return next(k for k in range(100) if 100 * sum(value <= k for value in lags) >= 95 * len(lags))
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
+def test_lags_are_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
+    metrics = measured(*batch, padding=padding)
+    by_token = [lag for r in batch for lag in r.lags()]
+    by_trajectory = [TRAINER - min(r.written) for r in batch]
+    for prefix, share, lags in (("token_", "token", by_token), ("", "trajectory", by_trajectory)):
+        assert metrics[f"lag/{prefix}mean"] == pytest.approx(sum(lags) / len(lags))
+        assert metrics[f"lag/{prefix}max"] == max(lags)
+        assert metrics[f"lag/{prefix}p95"] == percentile(lags)
+        counts = Counter(lags)
+        shares = {str(k): pytest.approx(counts[k] / len(lags)) for k in range(MAX_LAG + 1)}
+        assert only(metrics, f"lag/{share}_share/") == shares
+    assert metrics["lag/trajectories_without_spans"] == sum(not r.known for r in batch)
+    assert metrics["lag/mixed_version_share"] == pytest.approx(sum(len(set(r.written)) > 1 for r in batch) / len(batch))
+    spans = [1 + sum(a != b for a, b in zip(r.written, r.written[1:], strict=False)) for r in batch if r.known]
+    if spans:
+        assert metrics["lag/spans_mean"] == pytest.approx(sum(spans) / len(spans))
+        assert metrics["lag/spans_max"] == max(spans)
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
+def test_ratios_are_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
+    buckets: dict[str, list[float]] = {}
+    weights: dict[str, list[float]] = {}
+    lost = total = 0
+    for response in batch:
+        summed: list[float] = []
+        for lag, (rollout, old) in zip(response.lags(), response.pairs(), strict=True):
+            total += 1
+            if math.isfinite(rollout) and math.isfinite(old):
+                summed.append(old - rollout)
+                for bucket in ("all", f"lag_{lag}"):
+                    buckets.setdefault(bucket, []).append(old - rollout)
+            else:
+                lost += 1
+        if summed:
+            for bucket in ("all", f"lag_{TRAINER - min(response.written)}"):
+                weights.setdefault(bucket, []).append(math.exp(math.fsum(summed)))
+    expected = {
+        f"{name}/{bucket}": pytest.approx(value, rel=1e-9, abs=1e-12)
+        for bucket, logs in buckets.items()
+        for name, value in by_loop(logs).items()
+    }
+    for bucket, values in weights.items():
+        expected[f"trajectory_ess/{bucket}"] = pytest.approx(share_by_loop(values))
+    expected["non_finite_share"] = pytest.approx(lost / total)
+    assert only(measured(*batch, padding=padding), "off_policy/") == expected
+
+
+def by_loop(logs: list[float]) -> dict[str, float]:
+    ratios = [math.exp(x) for x in logs]
+    n = len(logs)
+    return {
+        "ratio_mean": sum(ratios) / n,
+        "ratio_max": max(ratios),
+        "ratio_outside_2x_share": sum(not 0.5 <= r <= 2 for r in ratios) / n,
+        "clip_share": sum(not 0.8 <= r <= 1.2 for r in ratios) / n,
+        "kl": -sum(logs) / n,
+        "kl_k3": sum(r - 1 - x for r, x in zip(ratios, logs, strict=True)) / n,
+        "ess": share_by_loop(ratios),
+    }
+
+
+def share_by_loop(weights: list[float]) -> float:
+    return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+
+
+# Which version wrote which token.
+
+
+def test_a_token_has_the_version_of_its_span() -> None:
+    metrics = measured(one([5, 5, 6, 7]), one([7, 7, 7, 7]))
+    assert only(metrics, "lag/token_share/") == {"0": 5 / 8, "1": 1 / 8, "2": 2 / 8, "3": 0}
+    assert only(metrics, "lag/trajectory_share/") == {"0": 1 / 2, "1": 0, "2": 1 / 2, "3": 0}
+    assert (metrics["lag/spans_mean"], metrics["lag/spans_max"]) == (2, 3)
+
+
+def test_positions_of_spans_count_the_tokens_of_tools() -> None:
+    generated = np.array([1, 1, 0, 0, 1, 1, 1], dtype=bool)
+    versions, known = token_versions(TrajectoryVersions(first=3, last=5, spans=[[3, 0], [4, 4], [5, 6]]), generated)
+    assert known
+    assert versions.tolist() == [3, 3, 4, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        pytest.param(None, id="none"),
+        pytest.param([], id="empty"),
+        pytest.param([[3, 0], [4, 1]], id="of the first turn only"),
+        pytest.param([[4, 4]], id="of the last turn only"),
+        pytest.param([[3, 0], [4, 4], [5, 0]], id="not in order"),
+    ],
+)
+def test_without_the_spans_of_all_turns_each_token_is_as_old_as_the_oldest(spans: list[list[int]] | None) -> None:
+    generated = np.array([1, 1, 0, 0, 1, 1], dtype=bool)
+    versions, known = token_versions(TrajectoryVersions(first=3, last=5, spans=spans), generated)
+    assert not known
+    assert versions.tolist() == [3, 3, 3, 3]
+
+
+def test_a_span_behind_a_truncated_response_has_no_tokens() -> None:
+    described = TrajectoryVersions(first=6, last=7, spans=[[6, 0], [7, 2]])
+    metrics = off_policy_metrics([described], trainer_version=TRAINER, max_lag=1, mask=[[1, 1]])
+    assert metrics["lag/token_share/1"] == 1
+    assert metrics["lag/spans_max"] == 1
+
+
+@pytest.mark.parametrize(("old", "p95"), [(1, 0), (2, 3)])
+def test_p95_is_the_least_lag_that_95_percent_do_not_exceed(old: int, p95: int) -> None:
+    metrics = measured(*[one([7])] * (20 - old), *[one([4])] * old)
+    assert (metrics["lag/p95"], metrics["lag/token_p95"]) == (p95, p95)
+
+
+def test_a_lag_beyond_the_bound_is_shown() -> None:
+    shares = only(measured(one([2, 7])), "lag/token_share/")
+    assert shares == {"0": 0.5, "1": 0, "2": 0, "3": 0, "4": 0, "5": 0.5}
+
+
+@pytest.mark.parametrize("versions", [[8, 8], [7, 8]])
+def test_nothing_is_newer_than_the_trainer(versions: list[int]) -> None:
+    with pytest.raises(StalenessViolation, match="version 7, but its batch claims version 8"):
+        measured(one(versions))
+
+
+# Edges.
+
+
+def test_an_empty_batch_has_only_counts() -> None:
+    assert measured() == {"lag/trajectories_without_spans": 0, "off_policy/non_finite_share": 0}
+
+
+@pytest.mark.parametrize("mask", [[], [0, 0]])
+def test_a_trajectory_without_tokens_has_a_lag_only_itself(mask: list[int]) -> None:
+    described = TrajectoryVersions(first=6, last=6, spans=[[6, 0]])
+    metrics = off_policy_metrics(
+        [described],
+        trainer_version=TRAINER,
+        max_lag=1,
+        mask=[mask],
+        rollout_log_probs=[[0.0] * len(mask)],
+        old_log_probs=[[0.0] * len(mask)],
+    )
+    assert metrics["lag/mean"] == 1
+    assert not only(metrics, "lag/token_share/")
+    assert only(metrics, "off_policy/") == {"non_finite_share": 0}
+
+
+def test_without_log_probs_there_are_only_lags() -> None:
+    metrics = off_policy_metrics([one([7]).described()], trainer_version=TRAINER, max_lag=1, mask=[[1]], old_log_probs=[[0.0]])
+    assert metrics
+    assert not only(metrics, "off_policy/")
+
+
+def test_what_is_not_finite_is_left_out_and_counted() -> None:
+    response = one([6, 6, 6, 6], [0.5, math.nan, math.inf, -math.inf])
+    metrics = measured(response)
+    assert metrics["off_policy/non_finite_share"] == 0.75
+    assert metrics["off_policy/kl/lag_1"] == pytest.approx(-0.5)
+    assert metrics["lag/token_share/1"] == 1
+
+
+def test_only_what_is_not_finite_leaves_no_statistics() -> None:
+    assert only(measured(one([6], [math.nan])), "off_policy/") == {"non_finite_share": 1}
+
+
+def test_the_policy_itself_is_on_policy() -> None:
+    found = only(measured(one([7, 7]), one([7])), "off_policy/")
+    assert found.pop("non_finite_share") == 0
+    assert {name.split("/")[1] for name in found} == {"all", "lag_0"}
+    for name, value in found.items():
+        assert value == (1 if name.startswith(("ratio_mean", "ratio_max", "ess", "trajectory_ess")) else 0), name
+
+
+@pytest.mark.parametrize("extreme", [800.0, -800.0])
+def test_a_token_that_is_far_off_leaves_every_number_finite(extreme: float) -> None:
+    metrics = measured(one([7, 6], [extreme, 0.0]), one([7, 7]))
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics["off_policy/kl/all"] == -extreme / 4
+
+
+def test_the_bounds_of_the_clip_are_not_symmetric() -> None:
+    response = one([7] * 4, [math.log(r) for r in (0.7, 0.85, 1.25, 1.4)])
+    shares = [
+        off_policy_metrics(
+            [response.described()],
+            trainer_version=TRAINER,
+            max_lag=0,
+            mask=np.ones((1, 4)),
+            rollout_log_probs=np.array([response.rollout]),
+            old_log_probs=np.array([response.old], dtype=np.float32),
+            clip_low=low,
+            clip_high=high,
+        )["off_policy/clip_share/all"]
+        for low, high in ((0.2, 0.2), (0.2, 0.3), (0.1, 0.5), (1.0, 1.0))
+    ]
+    assert shares == [0.75, 0.5, 0.5, 0]
+
+
+def test_shapes_must_agree() -> None:
+    described = [one([7, 7]).described()]
+    with pytest.raises(ValueError, match="zip"):
+        off_policy_metrics(described, trainer_version=TRAINER, max_lag=0, mask=[[1, 1], [1]])
+    with pytest.raises(IndexError, match="boolean index"):
+        off_policy_metrics(
+            described,
+            trainer_version=TRAINER,
+            max_lag=0,
+            mask=[[1, 1]],
+            rollout_log_probs=[[0.0]],
+            old_log_probs=[[0.0]],
+        )
+
+
+def test_of_equal_weights_all_count_and_of_one_that_dwarfs_the_rest_only_it() -> None:
+    assert effective_share(np.full(10, 5000.0)) == 1
+    assert effective_share(np.array([900.0, 0.0, 0.0, 0.0])) == pytest.approx(1 / 4)
