@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from tests.e2e.job import ROOT, Event, Job, kill_process_named, processes_of, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
@@ -86,6 +87,20 @@ def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(t
     check_ended(job, "EngineDeadError")
     replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
     assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
+
+
+@pytest.mark.nightly
+def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
+    """Its memory is unlinked, whatever it was doing."""
+    run_dir = tmp_path / "run"
+    before = set(SHM_DIR.glob(f"{PREFIX}*"))
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        kill_process_named("WorkerDict", run_dir)
+
+    job = run_job(long_run(tmp_path), run_dir, tied_task, events=[Event(" 3/1000", kill)])
+    check_ended(job, "ActorDiedError")
+    assert set(SHM_DIR.glob(f"{PREFIX}*")) <= before
 
 
 def test_ctrl_c_while_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "lag/mean": 0.75,
         "lag/max": 2.0,
         "lag/mixed_version_share": 0.25,
+        "lag/param_update": 1.0,
         "version/trainer": 3.0,
         "version/served_min": 1.0,
         "queue/untrained": 0.0,

@@ -48,7 +48,6 @@ MISTAKES: list[tuple[str, Any]] = [
     ("trainer.val_only", True),
     ("trainer.critic_warmup", 2),
     ("algorithm.adv_estimator", "gae"),
-    ("algorithm.filter_groups.enable", True),
     ("distillation.enabled", True),
     ("skip.rollout_tq.enable", True),
     ("trainer.resume_mode", "resume_path"),

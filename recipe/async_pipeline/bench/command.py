@@ -18,7 +18,7 @@ import msgspec
 from ..cli import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
-from . import arena, weight_sync
+from . import arena, learning, weight_sync
 from .arms import ARMS, DEFAULT_ARMS, parse_arms
 from .measure import Measured
 from .outputs import check_outputs
@@ -29,6 +29,7 @@ from .workload import Workload, load, names
 
 _OTHERS: Mapping[str, tuple[Any, str]] = {
     "weight-sync": (weight_sync, "what a publication of weights costs, with our ways and with verl's, on real engines"),
+    "learning": (learning, "whether asynchrony keeps what is learned, by samples and by the clock"),
     "arena": (arena, "how fast weights go from a device to host memory and back, with torch alone"),
 }
 

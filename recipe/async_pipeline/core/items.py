@@ -49,6 +49,11 @@ class Trajectory:
     """Version that generated its oldest span."""
     last_version: int
     num_tokens: int
+    spans: tuple[tuple[int, int], ...] | None = None
+    """`(version, position of its first token in the response)` of each; None: not known."""
+    turns: int | None = None
+    seconds: float | None = None
+    """From the request for its group to the end of it."""
     reward: float | None = None
     filter_by: float | None = None
     """What group filtering compares, if the run filters."""

@@ -50,6 +50,7 @@ class TrainStateMachine(RoleStateMachine):
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
             "lag/mixed_version_share": sum(s > 0 for s in spans) / len(spans),
+            "lag/param_update": float(self.pipeline.versions.trained - self.pipeline.versions.served),
             "version/trainer": float(item.step),
             "version/served_min": float(self.pipeline.versions.served),
             "queue/untrained": float(self.pipeline.queue.untrained),

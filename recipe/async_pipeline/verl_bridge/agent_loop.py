@@ -16,6 +16,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from ..errors import RolloutError
 from .factories import hydra_with_factories
 from .grouping import joinable
+from .turns import kept_turns, merged, taken_turns
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
@@ -44,8 +45,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._answering: dict[str, asyncio.Task[Any]] = {}
 
     async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
-        """Answer one prompt n times. Returns `{key, tag, reward, reward_info}` of each trajectory; none, if the
-        group was given up.
+        """Answer one prompt n times. Returns `{key, tag, reward, reward_info, spans, turns}` of each trajectory;
+        none, if the group was given up.
 
         Raises what the agent loop, the rollout server or the reward function raised.
         """
@@ -94,9 +95,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         if not prompt.pop("__do_sample__", True):
             params.update(top_p=1.0, top_k=-1, temperature=0)
         sessions = [
-            asyncio.create_task(
-                self._run_agent_loop(params, trajectory=trajectory, trace=trace, session_id=i, **prompt)
-            )
+            asyncio.create_task(self._session(params, trajectory=trajectory, trace=trace, session_id=i, **prompt))
             for i in range(n)
         ]
         # All settle first, so that no sibling writes after the group was declared failed.
@@ -111,9 +110,34 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             raise RolloutError(f"group {uid} finished without a trajectory")
         await self._store_group(group)
         return [
-            {"key": one.key, "tag": one.tag, "reward": _reward(one.fields), "reward_info": _reward_info(one.fields)}
+            {
+                "key": one.key,
+                "tag": one.tag,
+                "reward": _reward(one.fields),
+                "reward_info": (one.fields.get("extra_fields") or {}).get("reward_extra_info") or {},
+                "spans": (one.fields.get("extra_fields") or {}).get("version_spans"),
+                "turns": one.fields.get("num_turns"),
+            }
             for one in group
         ]
+
+    async def _session(self, *args: Any, **kwargs: Any) -> None:
+        with kept_turns():
+            await self._run_agent_loop(*args, **kwargs)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        """As verl's, with the versions of all turns."""
+        turns = taken_turns()
+        outputs = output if isinstance(output, list) else [output]
+        versions = [int(version) for turn in turns for version, _ in turn.spans]
+        for one in outputs if versions else ():
+            one.extra_fields.update(
+                min_global_steps=min(versions),
+                max_global_steps=max(versions),
+                # Which turns are in which of several outputs is not known.
+                version_spans=merged(turns, len(one.prompt_ids)) if len(outputs) == 1 else None,
+            )
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _store_trajectories(
         self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
@@ -181,8 +205,3 @@ def _reward(fields: dict[str, Any]) -> float | None:
     """verl keeps a score on the last token of its answer, and no field without one."""
     scores = fields.get("rm_scores")
     return None if scores is None else float(scores[-1])
-
-
-def _reward_info(fields: dict[str, Any]) -> dict[str, Any]:
-    """What the reward function returned beside the score."""
-    return dict((fields.get("extra_fields") or {}).get("reward_extra_info") or {})

@@ -14,6 +14,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from .routing import Router, servers_of
+from .turns import take_turn
 
 logger = logging.getLogger(__name__)
 REFRESH_S = 1.0
@@ -46,7 +47,9 @@ class PipelineLLMClient(LLMServerClient):
         try:
             while True:
                 try:
-                    return await super().generate(request_id, **kwargs)
+                    output = await super().generate(request_id, **kwargs)
+                    take_turn(len(kwargs["prompt_ids"]), output.extra_fields.get("version_spans"))
+                    return output
                 except Exception as error:
                     if NONE_LEFT in str(cause_of(error)) and self._last_death is not None:
                         raise self._last_death from error

@@ -37,7 +37,9 @@ from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
 from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
 from ..observe.event_file import EventFile
+from ..observe.off_policy import TrajectoryVersions, off_policy_metrics
 from ..observe.overlap import OverlapMeter
+from ..observe.selection_bias import Fate, SelectionMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
 from ..weight_sync.versioned_engine import LoadMode
@@ -91,6 +93,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
         self._order: dict[str, int] = {}
         self._filter_metric = self._resolve_filter_groups_metric()
+        self._selection = SelectionMeter()
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
@@ -290,19 +293,33 @@ class AsyncPipelineTrainer(PPOTrainer):
         return batch
 
     async def generate_group(self, prompt: Prompt) -> Group:
-        results = await self.agent_loop_manager.run_group(prompt.payload)
+        started = time.perf_counter()
+        try:
+            results = await self.agent_loop_manager.run_group(prompt.payload)
+        except asyncio.CancelledError:
+            for _ in range(self.config.actor_rollout_ref.rollout.n):
+                self._selection.record("dropped", seconds=time.perf_counter() - started)
+            if self.knobs.stale == "drop":
+                self._order.pop(prompt.uid)
+            raise
+        seconds = time.perf_counter() - started
         trajectories = tuple(
             Trajectory(
                 key=r["key"],
                 first_version=_version(r, "min_global_steps"),
                 last_version=_version(r, "max_global_steps"),
                 num_tokens=int(r["tag"]["response_len"]),
+                spans=None if r["spans"] is None else tuple((int(v), int(at)) for v, at in r["spans"]),
+                turns=r["turns"],
+                seconds=seconds,
                 reward=_reward(r),
                 filter_by=self._filter_by(r),
                 payload=r["tag"],
             )
             for r in sorted(results, key=lambda r: str(r["key"]))
         )
+        for one in trajectories:
+            self._meet("finished", one)
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
@@ -319,8 +336,15 @@ class AsyncPipelineTrainer(PPOTrainer):
             )
         return float(value)
 
+    def _meet(self, fate: Fate, one: Trajectory) -> None:
+        self._selection.record(fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward)
+
     async def discard(self, group: Group) -> None:
-        self._order.pop(group.uid)
+        filtered = not self.keeps(group)
+        for one in group.trajectories:
+            self._meet("filtered" if filtered else "dropped", one)
+        if filtered or self.knobs.stale == "drop":
+            self._order.pop(group.uid)
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
@@ -386,12 +410,19 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
-        await self._call(self._finish, batch, dict(facts), step_s)
+        for group in batch.groups:
+            for one in group.trajectories:
+                self._meet("trained", one)
+        warning = self._selection.warning()
+        if warning is not None:
+            _say(warning)
+        await self._call(self._finish, batch, {**facts, **self._selection.metrics()}, step_s)
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float) -> None:
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
         metrics.update(self._publication_metrics())
+        metrics.update({f"async_pipeline/{k}": v for k, v in self._distances(batch).items()})
         self._compute_metrics(
             _copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
         )
@@ -401,6 +432,31 @@ class AsyncPipelineTrainer(PPOTrainer):
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
         self._report(batch, facts, metrics, step_s)
         self.logger.log(data=metrics, step=batch.step)
+
+    def _distances(self, batch: StepBatch) -> dict[str, float]:
+        """How far the policies that wrote the batch are from the one that it trains."""
+        trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
+        # verl adds rows so that a batch divides over its ranks.
+        keys = [key for key in batch.payload.keys if key in trajectories]
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        bypassed = bool(OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode"))
+        names = ["loss_mask", *(["rollout_log_probs"] if rollout.calculate_log_probs else []), "old_log_probs"]
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.payload.partition_id, select_fields=names)
+        rows = {name: [row.float().numpy() for row in data[name].unbind()] for name in names}
+        return off_policy_metrics(
+            [
+                TrajectoryVersions(first=t.first_version, last=t.last_version, spans=t.spans)
+                for t in (trajectories[key] for key in keys)
+            ],
+            trainer_version=batch.step - 1,
+            max_lag=self.max_lag,
+            mask=rows["loss_mask"],
+            rollout_log_probs=rows.get("rollout_log_probs"),
+            # Then both columns are one, and every ratio is 1.
+            old_log_probs=None if bypassed else rows["old_log_probs"],
+            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        )
 
     def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float) -> None:
         trajectories = [t for g in batch.groups for t in g.trajectories]

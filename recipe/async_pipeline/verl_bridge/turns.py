@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which version wrote which token of an answer of several turns.
+
+Each turn is a request of its own, and says which versions wrote it. verl's agent loops keep what the first one said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+Span = tuple[int, int]
+"""A version, and the position of the first token that it wrote; it wrote those until the next span."""
+
+
+class Turn(NamedTuple):
+    """One request of an answer."""
+
+    prompt_tokens: int
+    """Tokens of everything before it: the prompt, earlier turns, and what tools said."""
+    spans: Sequence[Sequence[int]]
+    """`(version, token of this turn)`."""
+
+
+_turns: ContextVar[list[Turn] | None] = ContextVar("turns of the answer that this task writes", default=None)
+
+
+@contextmanager
+def kept_turns() -> Iterator[list[Turn]]:
+    """Gets the turns that are taken inside, by this task and those that it starts."""
+    turns: list[Turn] = []
+    token = _turns.set(turns)
+    try:
+        yield turns
+    finally:
+        _turns.reset(token)
+
+
+def taken_turns() -> list[Turn]:
+    """Those so far; none outside of `kept_turns`."""
+    return list(_turns.get() or ())
+
+
+def take_turn(prompt_tokens: int, spans: Sequence[Sequence[int]] | None) -> None:
+    """A request was answered. One that does not say by which versions is not kept."""
+    turns = _turns.get()
+    if turns is not None and spans:
+        turns.append(Turn(prompt_tokens, spans))
+
+
+def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
+    """Spans by the position in the response, of an answer whose prompt has `prompt_tokens`.
+
+    One for each turn at least, also where the version did not change.
+    """
+    return [
+        (int(version), turn.prompt_tokens - prompt_tokens + int(start)) for turn in turns for version, start in turn.spans
+    ]
