@@ -28,6 +28,7 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.loss_names import LOSS_OF_VARIANT
 
 ROLLOUT = "actor_rollout_ref.rollout"
+BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
 UNDERSTOOD: list[tuple[str, Any, dict[str, Any]]] = [
@@ -73,6 +74,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("trigger_parameter_sync_step", 0, "a whole number >= 1"),
     ("trigger_parameter_sync_step", 1.5, "a whole number >= 1"),
     ("partial_rollout", "yes", "True or False"),
+    ("require_batches", 0, "a whole number >= 1"),
+    ("async_training.require_batches", True, "a whole number >= 1"),
     (f"{ROLLOUT}.enable_dual_buffer", False, "leave it out"),
     (f"{ROLLOUT}.with_reward", False, "not supported yet"),
     (f"{ROLLOUT}.param_update_preduce_bucket_size_mb", 0, "leave it out"),
@@ -178,6 +181,7 @@ def test_own_knobs_arrive() -> None:
         "depth": 2,
         "oldest_share": 0.5,
         "stale": "drop",
+        "single_mini_batch": True,
         "sync_every": 2,
         "in_flight": "drain",
         "stage": "device",
@@ -234,14 +238,14 @@ def test_keys_that_agree_are_welcome() -> None:
 @pytest.mark.parametrize("path", ["pg_variant", "actor_rollout_ref.actor.pg_variant"])
 def test_a_loss_by_the_name_that_roll_gives_it(path: str, variant: str) -> None:
     translation = resolve(nested((path, variant), (f"{LOSS}.loss_mode", "vanilla")))
-    assert translation.policy_loss["loss_mode"] == LOSS_OF_VARIANT[variant]
-    assert translation.policy_loss.get("dro_beta") == (0.1 if variant == "kimi15" else None)
+    assert translation.verl[f"{LOSS}.loss_mode"] == LOSS_OF_VARIANT[variant]
+    assert translation.verl.get(f"{LOSS}.dro_beta") == (0.1 if variant == "kimi15" else None)
     assert translation.foreign_paths == (*SWITCHES, path)
 
 
 def test_the_strength_of_kimis_regulariser_is_left_as_it_was_given() -> None:
     translation = resolve(nested(("pg_variant", "kimi15"), (f"{LOSS}.dro_beta", 0.5)))
-    assert translation.policy_loss == {"loss_mode": "dro"}
+    assert translation.verl == {f"{LOSS}.loss_mode": "dro"}
 
 
 def test_a_quota_of_groups_is_a_lag_and_a_share() -> None:
@@ -252,6 +256,19 @@ def test_a_quota_of_groups_is_a_lag_and_a_share() -> None:
         strategy="fully_async", max_lag=2, oldest_share=0.5, sync_every=2
     )
     assert translation.notes[-1].startswith("2.5 batches in flight or waiting, by staleness_threshold")
+
+
+def test_a_batch_may_be_given_in_mini_batches() -> None:
+    raw = nested(("require_batches", 4), (MINI_BATCH, 32), (BATCH, 1024))
+    assert resolve(raw).verl == {BATCH: 128}
+
+
+def test_a_step_may_be_one_mini_batch() -> None:
+    raw = nested((f"{OWN}.single_mini_batch", True), (MINI_BATCH, 32), (BATCH, 128))
+    assert resolve(raw).verl == {MINI_BATCH: 128}
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested((f"{OWN}.single_mini_batch", True), ("require_batches", 2), (MINI_BATCH, 32), (BATCH, 128)))
+    assert_one_line(caught, "single_mini_batch", "require_batches", "keep one of them")
 
 
 def test_a_lag_may_be_given_beside_the_steps_between_publications() -> None:

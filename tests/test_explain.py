@@ -35,8 +35,11 @@ def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMOKE, "--json", "+async_pipeline=True", "async_strategy=fully_async"]) == 0
+    more = ["async_strategy=fully_async", "+require_batches=2"]
+    assert main([*SMOKE, "--json", "+async_pipeline=True", *more]) == 0
     plan = json.loads(capsys.readouterr().out)
+    assert (plan["groups_per_step"], plan["mini_batches_per_step"]) == (32, 2)
+    assert "require_batches=2 -> data.train_batch_size=2 x" in plan["notes"].pop(1)
     assert (plan["strategy"], plan["max_lag"], plan["notes"]) == ("fully_async", 3, ["async_strategy=fully_async -> strategy=fully_async"])
 
 

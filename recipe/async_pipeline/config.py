@@ -47,6 +47,8 @@ class AsyncPipelineConfig:
     """Share of each batch that may have the full max_lag; the rest is at least one version younger."""
     stale: str = "wait"
     """An unfinished group that holds a step up: wait for it, resume (answer it again with newer weights), or drop it."""
+    single_mini_batch: bool = False
+    """One optimizer update a step, over the whole batch; else one for each `actor.ppo_mini_batch_size` prompts."""
     sync_every: int = 1
     """Optimizer steps from one publication of weights to the next; versions count steps all the same."""
     wait_timeout_s: float = 1800.0
@@ -120,8 +122,8 @@ class Translation:
     notes: tuple[str, ...]
     foreign_paths: tuple[str, ...]
     """Paths in the verl config that verl itself does not know and that must be removed."""
-    policy_loss: Mapping[str, Any] = field(default_factory=dict)
-    """What verl's section `actor_rollout_ref.actor.policy_loss` gets."""
+    verl: Mapping[str, Any] = field(default_factory=dict)
+    """What keys of verl's own get, by their paths."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +189,26 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
     _check_types(own)
     if "custom_roles" in own:
         own["custom_roles"] = tuple(own["custom_roles"])
-    return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign), _policy_loss(raw, draft))
+    return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign), _verls_own(raw, draft))
 
 
-def _policy_loss(raw: Mapping[str, Any], draft: _Draft) -> dict[str, Any]:
+def _verls_own(raw: Mapping[str, Any], draft: _Draft) -> dict[str, Any]:
     """Raises ConfigError: verl's own key names another loss."""
+    own, found = _own_section(raw), {}
+    batches, batch = draft.values.get("require_batches"), select(raw, _BATCH)
+    if batches is not None:
+        batch = found[_BATCH] = batches * int(select(raw, _MINI_BATCH) or 1)
+    if own.get("single_mini_batch") is True:
+        if batches not in (None, 1):
+            raise ConfigError(
+                f"{OWN}.single_mini_batch=True is one mini-batch a step, but {draft.sources['require_batches']} asks for "
+                f"{batches}; keep one of them"
+            )
+        found[_MINI_BATCH] = batch
+    return found | _loss(raw, draft)
+
+
+def _loss(raw: Mapping[str, Any], draft: _Draft) -> dict[str, Any]:
     mode = draft.values.get("loss_mode")
     if mode is None:
         return {}
@@ -201,8 +218,8 @@ def _policy_loss(raw: Mapping[str, Any], draft: _Draft) -> dict[str, Any]:
             f"{draft.sources['loss_mode']} asks for the loss {mode} but {_POLICY_LOSS}.loss_mode for {own}; keep one of them"
         )
     # ROLL's default, where verl has none.
-    tau = {"dro_beta": 0.1} if mode == "dro" and not select(raw, f"{_POLICY_LOSS}.dro_beta") else {}
-    return {"loss_mode": mode, **tau}
+    tau = {f"{_POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and not select(raw, f"{_POLICY_LOSS}.dro_beta") else {}
+    return {f"{_POLICY_LOSS}.loss_mode": mode, **tau}
 
 
 def _adopt(own: dict[str, Any], draft: _Draft) -> None:
@@ -371,6 +388,16 @@ def _pg_variant(path: str) -> Callable[[Any, _Draft], str]:
     return apply
 
 
+def _require_batches(path: str) -> Callable[[Any, _Draft], str]:
+    def apply(value: Any, draft: _Draft) -> str:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path} must be a whole number >= 1, got {value!r}; a step takes as many mini-batches")
+        draft.propose("require_batches", value, path)
+        return f"{_BATCH}={value} x {_MINI_BATCH}"
+
+    return apply
+
+
 def _must_be(path: str, wanted: Any, meaning: str, remedy: str) -> Callable[[Any, _Draft], str]:
     def apply(value: Any, draft: _Draft) -> str:
         if value != wanted:
@@ -389,6 +416,7 @@ def _not_yet(path: str) -> Callable[[Any, _Draft], str]:
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+_BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 FOREIGN: tuple[ForeignKey, ...] = (
     *(ForeignKey((p,), _strategy_key(p)) for p in ("async_strategy", "actor_rollout_ref.async_strategy")),
     ForeignKey(("trainer.generate_ahead_steps",), _generate_ahead),
@@ -424,6 +452,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
             ("sync_every", f"{prefix}trigger_parameter_sync_step", 1, True),
         )
     ),
+    *(ForeignKey((path,), _require_batches(path)) for path in ("require_batches", "async_training.require_batches")),
     *(ForeignKey((path,), _pg_variant(path)) for path in ("pg_variant", "actor_rollout_ref.actor.pg_variant")),
     *(
         ForeignKey((path,), _partial_rollout(path))
@@ -533,8 +562,9 @@ def _check_types(own: Mapping[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             wanted = "text" if kind is str else "a number" if isinstance(kind, tuple) else "a whole number"
             raise ConfigError(f"{OWN}.{name} must be {wanted}, got {value!r}; leave it out for the default")
-    if not isinstance(own.get("reuse_prefixes", False), bool):
-        raise ConfigError(f"{OWN}.reuse_prefixes must be True or False, got {own['reuse_prefixes']!r}; False is the default")
+    for name in ("reuse_prefixes", "single_mini_batch"):
+        if not isinstance(own.get(name, False), bool):
+            raise ConfigError(f"{OWN}.{name} must be True or False, got {own[name]!r}; False is the default")
     roles = own.get("custom_roles", ())
     if not isinstance(roles, list | tuple) or not all(isinstance(spec, str) for spec in roles):
         raise ConfigError(f"{OWN}.custom_roles must be a list of texts, got {roles!r}; e.g. [module:Class@after->before]")

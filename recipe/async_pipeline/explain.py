@@ -34,11 +34,12 @@ def run(args: argparse.Namespace) -> int:
     config = _composed(args.config_path, args.config_name, args.overrides)
     logging.disable(logging.WARNING)
     # Imports verl, which takes seconds.
-    from .verl_bridge.launch import checked
+    from .verl_bridge.launch import checked, set_verls_keys
 
     translation = checked(config)
     if translation is None:
         raise ConfigError("the pipeline is not asked for; add +async_pipeline=True")
+    set_verls_keys(config, translation)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
     plan = plan_of({str(k): v for k, v in resolved.items()}, translation.config)

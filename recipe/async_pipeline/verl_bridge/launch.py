@@ -75,6 +75,7 @@ def _prepare(config: DictConfig) -> None:
     translation = checked(config)
     if translation is None:
         return
+    set_verls_keys(config, translation)
     _rewrite(config, translation)
     for note in translation.notes:
         _say(note)
@@ -95,6 +96,12 @@ def checked(config: DictConfig) -> Translation | None:
     check_verl_config(config)
     _require_roles_that_fit(config, translation.config)
     return translation
+
+
+def set_verls_keys(config: DictConfig, translation: Translation) -> None:
+    """Have verl's own keys say what those of other systems said."""
+    for path, value in translation.verl.items():
+        OmegaConf.update(config, path, value)
 
 
 def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
@@ -199,7 +206,6 @@ def _rewrite(config: DictConfig, translation: Translation) -> None:
         losses = config.actor_rollout_ref.actor.policy_loss
         if losses.get("_target_") == STOCK_LOSS_CONFIG:
             losses._target_ = LOSS_CONFIG
-        losses.update(translation.policy_loss)
         engine = rollout.checkpoint_engine
         engine.backend = "dual_buffer"
         engine.custom_backend_module = ENGINE_MODULE
