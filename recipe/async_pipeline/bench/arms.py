@@ -20,7 +20,7 @@ DEVICES = 2
 # engine core and its only worker.
 _STOCK: dict[str, Any] = {
     f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.vllm_worker.PipelineWorkerExtension",
-    f"{_VLLM}.distributed_executor_backend": "uni",
+    f"{_VLLM}.distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
 # Both devices train, and both generate.
 _SHARED: dict[str, Any] = {"trainer.n_gpus_per_node": DEVICES, f"{_ROLLOUT}.nnodes": 0}
