@@ -19,7 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline import errors
-from recipe.async_pipeline.config import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields, resolve, select
+from recipe.async_pipeline.config import resolve
+from recipe.async_pipeline.knobs import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields, select
 from recipe.async_pipeline.verl_bridge.patches import find_verl_root
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -38,6 +39,9 @@ HEAVY = {"torch", "verl", "ray", "vllm", "transformers"}
 WHOLE_JOB = "e2e/test_jobs.py"
 LADDER = "e2e/test_ladder.py"
 TESTED_ELSEWHERE: Mapping[str, str] = {
+    # Parts of one reading of the config.
+    "foreign_keys.py": "test_config.py",
+    "knobs.py": "test_config.py",
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
     "core/ports.py": "core/test_flow.py",
@@ -49,6 +53,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
+    "verl_bridge/sample_meters.py": LADDER,
     "verl_bridge/bench_agent.py": "e2e/test_bench.py",
     "verl_bridge/bench_job.py": "e2e/test_bench.py",
     "verl_bridge/bench_fully_async_job.py": "verl_bridge/test_bench_fully_async.py",

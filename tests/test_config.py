@@ -11,20 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config import (
-    FOREIGN,
-    OWN,
-    SWITCHES,
-    AsyncPipelineConfig,
-    Translation,
-    canonical_strategy,
-    is_enabled,
-    own_fields,
-    resolve,
-    select,
-    unknown_key,
-)
+from recipe.async_pipeline.config import SWITCHES, Translation, is_enabled, resolve, unknown_key
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.foreign_keys import FOREIGN
+from recipe.async_pipeline.knobs import OWN, AsyncPipelineConfig, canonical_strategy, own_fields, select
 from recipe.async_pipeline.loss_names import LOSS_OF_VARIANT
 
 ROLLOUT = "actor_rollout_ref.rollout"

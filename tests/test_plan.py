@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from recipe.async_pipeline.config import AsyncPipelineConfig
+from recipe.async_pipeline.knobs import AsyncPipelineConfig
 from recipe.async_pipeline.plan import as_json, count_parameters, in_words, plan_of
 
 pytestmark = pytest.mark.real_engine

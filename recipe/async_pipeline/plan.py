@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import AsyncPipelineConfig, select
+from .knobs import AsyncPipelineConfig, select
 
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""

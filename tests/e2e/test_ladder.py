@@ -82,6 +82,11 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
         summary = check_clean_end(job, strategy, summary_lag(overrides, strategy), STEPS)
         check_events(job, set(ROLES) - {"ref_logp"})
         assert summary["rollout_corr_kl_max"] <= 0.005
+        last = job.metrics()[-1]["data"]
+        assert last["async_pipeline/lag/token_share/0"] == 1
+        assert last["async_pipeline/lag/trajectories_without_spans"] == 0
+        assert last["async_pipeline/off_policy/ess/all"] > 0.999
+        assert last["async_pipeline/bias/reward/trained_vs_finished_sd"] == 0
     rows = (folder / "run" / "metrics.jsonl") if not stock else next(folder.rglob("stock.jsonl"))
     saved = folder / "checkpoints" / f"global_step_{STEPS}" / "actor" / "model_world_size_1_rank_0.pt"
     return Outcome(

@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.async_pipeline.config import OWN
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
+from recipe.async_pipeline.knobs import OWN
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge.patches import find_verl_root
 from tests.conftest import Load

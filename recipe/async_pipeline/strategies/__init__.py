@@ -12,8 +12,8 @@ import importlib
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
-from ..config import is_strategy
 from ..errors import ConfigError
+from ..knobs import is_strategy
 from ..verl_bridge.rollout_pool import PipelineServerManager
 from ..verl_bridge.trainer import AsyncPipelineTrainer
 from .fully_async import FullyAsyncTrainer

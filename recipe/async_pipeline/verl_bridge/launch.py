@@ -22,18 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.utils import need_reference_policy
 
 from .. import plugin
-from ..config import (
-    OWN,
-    AsyncPipelineConfig,
-    Translation,
-    is_enabled,
-    is_strategy,
-    reject_near_misses,
-    resolve,
-    select,
-)
+from ..config import Translation, is_enabled, reject_near_misses, resolve
 from ..core.flow import GRAPH, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
+from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
 from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
 from .custom_roles import insert_custom_roles

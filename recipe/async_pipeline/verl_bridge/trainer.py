@@ -30,16 +30,14 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
 from .. import plugin
-from ..config import AsyncPipelineConfig, own_fields
 from ..core.flow import AsyncTrainingFlow
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
 from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
+from ..knobs import AsyncPipelineConfig, own_fields
 from ..observe.event_file import EventFile
-from ..observe.off_policy import TrajectoryVersions, off_policy_metrics
 from ..observe.overlap import OverlapMeter
-from ..observe.selection_bias import Fate, SelectionMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
 from ..weight_sync.versioned_engine import LoadMode
@@ -49,6 +47,7 @@ from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .patches import find_verl_root, require_patched
 from .rollout_pool import PipelineServerManager, RolloutPool
+from .sample_meters import SampleMeters
 from .workers import REF_COLUMN, PipelineWorker
 
 T = TypeVar("T")
@@ -93,7 +92,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
         self._order: dict[str, int] = {}
         self._filter_metric = self._resolve_filter_groups_metric()
-        self._selection = SelectionMeter()
+        self._meters = SampleMeters(config, self.max_lag)
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
@@ -297,8 +296,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         try:
             results = await self.agent_loop_manager.run_group(prompt.payload)
         except asyncio.CancelledError:
-            for _ in range(self.config.actor_rollout_ref.rollout.n):
-                self._selection.record("dropped", seconds=time.perf_counter() - started)
+            self._meters.give_up(time.perf_counter() - started)
             if self.knobs.stale == "drop":
                 self._order.pop(prompt.uid)
             raise
@@ -318,8 +316,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             )
             for r in sorted(results, key=lambda r: str(r["key"]))
         )
-        for one in trajectories:
-            self._meet("finished", one)
+        self._meters.meet("finished", trajectories)
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
@@ -336,13 +333,9 @@ class AsyncPipelineTrainer(PPOTrainer):
             )
         return float(value)
 
-    def _meet(self, fate: Fate, one: Trajectory) -> None:
-        self._selection.record(fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward)
-
     async def discard(self, group: Group) -> None:
         filtered = not self.keeps(group)
-        for one in group.trajectories:
-            self._meet("filtered" if filtered else "dropped", one)
+        self._meters.meet("filtered" if filtered else "dropped", group.trajectories)
         if filtered or self.knobs.stale == "drop":
             self._order.pop(group.uid)
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
@@ -410,19 +403,16 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
-        for group in batch.groups:
-            for one in group.trajectories:
-                self._meet("trained", one)
-        warning = self._selection.warning()
+        found, warning = self._meters.trained(batch)
         if warning is not None:
             _say(warning)
-        await self._call(self._finish, batch, {**facts, **self._selection.metrics()}, step_s)
+        await self._call(self._finish, batch, {**facts, **found}, step_s)
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float) -> None:
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
         metrics.update(self._publication_metrics())
-        metrics.update({f"async_pipeline/{k}": v for k, v in self._distances(batch).items()})
+        metrics.update({f"async_pipeline/{k}": v for k, v in self._meters.distances(batch).items()})
         self._compute_metrics(
             _copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
         )
@@ -432,31 +422,6 @@ class AsyncPipelineTrainer(PPOTrainer):
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
         self._report(batch, facts, metrics, step_s)
         self.logger.log(data=metrics, step=batch.step)
-
-    def _distances(self, batch: StepBatch) -> dict[str, float]:
-        """How far the policies that wrote the batch are from the one that it trains."""
-        trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
-        # verl adds rows so that a batch divides over its ranks.
-        keys = [key for key in batch.payload.keys if key in trajectories]
-        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
-        bypassed = bool(OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode"))
-        names = ["loss_mask", *(["rollout_log_probs"] if rollout.calculate_log_probs else []), "old_log_probs"]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.payload.partition_id, select_fields=names)
-        rows = {name: [row.float().numpy() for row in data[name].unbind()] for name in names}
-        return off_policy_metrics(
-            [
-                TrajectoryVersions(first=t.first_version, last=t.last_version, spans=t.spans)
-                for t in (trajectories[key] for key in keys)
-            ],
-            trainer_version=batch.step - 1,
-            max_lag=self.max_lag,
-            mask=rows["loss_mask"],
-            rollout_log_probs=rows.get("rollout_log_probs"),
-            # Then both columns are one, and every ratio is 1.
-            old_log_probs=None if bypassed else rows["old_log_probs"],
-            clip_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-            clip_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        )
 
     def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float) -> None:
         trajectories = [t for g in batch.groups for t in g.trajectories]

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of other systems: where each may stand, and what it says here. One literal table, at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+from .knobs import OWN, canonical_strategy, hint, select
+from .loss_names import LOSS_OF_VARIANT
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+_BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """A key of another system: where it may stand and what it says here."""
+
+    paths: tuple[str, ...]
+    apply: Callable[[Any, Draft], str]
+    supported: bool = True
+
+
+@dataclass
+class Draft:
+    """Values proposed so far, each with the key that proposed it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def propose(self, name: str, value: Any, source: str) -> None:
+        """Raises ConfigError: another key said something else."""
+        if name in self.values and self.values[name] != value:
+            raise ConfigError(
+                f"{source} asks for {name}={value} but {self.sources[name]} for {self.values[name]}; keep one of them"
+            )
+        self.values[name] = value
+        self.sources.setdefault(name, source)
+
+
+def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
+    """Raises ConfigError: verl's own key names another loss."""
+    found: dict[str, Any] = {}
+    batches, batch = draft.values.get("require_batches"), select(raw, _BATCH)
+    if batches is not None:
+        batch = found[_BATCH] = batches * int(select(raw, _MINI_BATCH) or 1)
+    if own.get("single_mini_batch") is True:
+        if batches not in (None, 1):
+            raise ConfigError(
+                f"{OWN}.single_mini_batch=True is one mini-batch a step, but {draft.sources['require_batches']} asks for "
+                f"{batches}; keep one of them"
+            )
+        found[_MINI_BATCH] = batch
+    return found | _loss(raw, draft)
+
+
+def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
+    mode = draft.values.get("loss_mode")
+    if mode is None:
+        return {}
+    own = select(raw, f"{_POLICY_LOSS}.loss_mode")
+    if own not in (None, "vanilla", mode):
+        raise ConfigError(
+            f"{draft.sources['loss_mode']} asks for the loss {mode} but {_POLICY_LOSS}.loss_mode for {own}; keep one of them"
+        )
+    # ROLL's default, where verl has none.
+    tau = {f"{_POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and not select(raw, f"{_POLICY_LOSS}.dro_beta") else {}
+    return {f"{_POLICY_LOSS}.loss_mode": mode, **tau}
+
+
+def quota(draft: Draft) -> list[str]:
+    """The lag that a staleness threshold and a number of steps between publications come down to together.
+
+    verl lets (1 + threshold) x steps x batch groups be in flight or wait; that is one batch more than the lag.
+    """
+    threshold, every = draft.values.get("staleness_threshold"), draft.values.get("sync_every")
+    if threshold is None and (every is None or "max_lag" in draft.values):
+        return []
+    source = draft.sources["sync_every" if threshold is None else "staleness_threshold"]
+    batches = (1 + (threshold or 0)) * (every or 1)
+    lag = _propose_lag(batches - 1, draft, source)
+    return [f"{batches:g} batches in flight or waiting, by {source} -> {lag}"]
+
+
+def _generate_ahead(value: Any, draft: Draft) -> str:
+    path = "trainer.generate_ahead_steps"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{path} must be a whole number >= 1, got {value!r}; 1 is on-policy, 2 is one-step-off")
+    draft.propose("max_lag", value - 1, path)
+    return f"max_lag={value - 1}"
+
+
+def _generation_ratio(value: Any, draft: Draft) -> str:
+    path = "async_generation_ratio"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{path} must be a number >= 0, got {value!r}; 0 is on-policy, 1 is one batch ahead")
+    return _propose_lag(float(value), draft, path)
+
+
+def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
+    """A fraction lets that share of a batch be one version older."""
+    whole, share = divmod(round(batches_ahead, 9), 1)
+    if share == 0:
+        draft.propose("max_lag", int(whole), path)
+        return f"max_lag={int(whole)}"
+    draft.propose("max_lag", int(whole) + 1, path)
+    draft.propose("oldest_share", share, path)
+    return f"max_lag={int(whole) + 1}, oldest_share={share:g}"
+
+
+def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        number = isinstance(value, int) or (isinstance(value, float) and not whole)
+        if isinstance(value, bool) or not number or not least <= value < math.inf:
+            what = "a whole number" if whole else "a number"
+            raise ConfigError(f"{path} must be {what} >= {least}, got {value!r}; it belongs to fully_async")
+        draft.propose(name, value, path)
+        draft.propose("strategy", "fully_async", path)
+        return "strategy=fully_async"
+
+    return apply
+
+
+def _partial_rollout(path: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{path} must be True or False, got {value!r}; False drains requests before a load")
+        draft.propose("in_flight", "keep" if value else "drain", path)
+        return f"in_flight={'keep' if value else 'drain'}"
+
+    return apply
+
+
+def _strategy_key(path: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        name = canonical_strategy(value, path)
+        draft.propose("strategy", name, path)
+        return f"strategy={name}"
+
+    return apply
+
+
+def _size_mb(path: str, name: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path} must be a whole number of MB >= 1, got {value!r}; leave it out for the default")
+        draft.propose(name, value, path)
+        return f"{name}={value}"
+
+    return apply
+
+
+def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        if value not in LOSS_OF_VARIANT:
+            raise ConfigError(
+                f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got {value!r}{hint(value, LOSS_OF_VARIANT)}; "
+                f"verl's other losses are named by {_POLICY_LOSS}.loss_mode"
+            )
+        draft.propose("loss_mode", LOSS_OF_VARIANT[value], path)
+        return f"{_POLICY_LOSS}.loss_mode={LOSS_OF_VARIANT[value]}"
+
+    return apply
+
+
+def _require_batches(path: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{path} must be a whole number >= 1, got {value!r}; a step takes as many mini-batches")
+        draft.propose("require_batches", value, path)
+        return f"{_BATCH}={value} x {_MINI_BATCH}"
+
+    return apply
+
+
+def _must_be(path: str, wanted: Any, meaning: str, remedy: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        if value != wanted:
+            raise ConfigError(f"{path} must be {wanted!r} with this pipeline, got {value!r}; {remedy}")
+        return meaning
+
+    return apply
+
+
+def not_yet(path: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        raise ConfigError(f"{path} is known but not supported yet, got {value!r}; remove it")
+
+    return apply
+
+
+FOREIGN: tuple[ForeignKey, ...] = (
+    *(ForeignKey((p,), _strategy_key(p)) for p in ("async_strategy", "actor_rollout_ref.async_strategy")),
+    ForeignKey(("trainer.generate_ahead_steps",), _generate_ahead),
+    ForeignKey(("async_generation_ratio",), _generation_ratio),
+    ForeignKey(
+        (f"{_ROLLOUT}.enable_dual_buffer",),
+        _must_be(
+            f"{_ROLLOUT}.enable_dual_buffer",
+            True,
+            "weights always go through the dual buffer",
+            "leave it out, or train with stock verl",
+        ),
+    ),
+    ForeignKey(
+        (f"{_ROLLOUT}.with_reward",),
+        _must_be(
+            f"{_ROLLOUT}.with_reward", True, "rewards are computed while generation runs", "False is not supported yet"
+        ),
+    ),
+    ForeignKey(
+        (f"{_ROLLOUT}.param_update_preduce_bucket_size_mb",),
+        _size_mb(f"{_ROLLOUT}.param_update_preduce_bucket_size_mb", "preduce_bucket_size_mb"),
+    ),
+    ForeignKey(
+        (f"{_ROLLOUT}.param_update_consume_bucket_size_mb",),
+        _size_mb(f"{_ROLLOUT}.param_update_consume_bucket_size_mb", "consume_bucket_size_mb"),
+    ),
+    *(
+        ForeignKey((path,), _quota_key(path, name, least, whole=whole))
+        for prefix in ("", "async_training.")
+        for name, path, least, whole in (
+            ("staleness_threshold", f"{prefix}staleness_threshold", 0, False),
+            ("sync_every", f"{prefix}trigger_parameter_sync_step", 1, True),
+        )
+    ),
+    *(ForeignKey((path,), _require_batches(path)) for path in ("require_batches", "async_training.require_batches")),
+    *(ForeignKey((path,), _pg_variant(path)) for path in ("pg_variant", "actor_rollout_ref.actor.pg_variant")),
+    *(
+        ForeignKey((path,), _partial_rollout(path))
+        for path in ("partial_rollout", "async_training.partial_rollout")
+    ),
+    *(
+        ForeignKey((p,), not_yet(p), supported=False)
+        for p in (
+            "trainer.use_nodes_ratios",
+            "trainer.sperated_node_tasks",
+            "trainer.sperated_node_ratios",
+        )
+    ),
+)

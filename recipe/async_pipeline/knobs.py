@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own knobs, each with its default and its rule.
+
+Pure: takes plain values, imports neither verl nor ray. Every complaint is one line: path, rule, value, remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError
+
+OWN = "trainer.v1.async_pipeline"
+STRATEGY_LAG: Mapping[str, int | None] = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": None, "fully_async": None}
+"""Strategies by name, with the lag that they imply; None: `max_lag` says."""
+STRATEGY_ALIASES = {"naive": "on_policy"}
+DEFAULT_STRATEGY = "one_step_off"
+IN_FLIGHT = ("keep", "abort", "drain")
+"""What may become of requests in flight when a replica loads; see `weight_sync.versioned_engine`."""
+STAGES = ("host", "device")
+"""Where a version waits for its load; see `weight_sync.spare`."""
+STALE = ("wait", "resume", "drop")
+"""What may become of a group that holds a step up; see `core.message_queue`."""
+DEFAULT_AHEAD = 3
+"""max_lag of n_step_ahead and fully_async when nothing names one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncPipelineConfig:
+    """The knobs of the pipeline, under `trainer.v1.async_pipeline`."""
+
+    strategy: str = DEFAULT_STRATEGY
+    """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` of one's own."""
+    max_lag: int = 1
+    """Hard bound: versions that a trajectory may be older than the trainer. Implied by the first two."""
+    depth: int | None = None
+    """Batches that may be on their way beside the one that trains; default max_lag. Less leaves time for stragglers."""
+    oldest_share: float = 1.0
+    """Share of each batch that may have the full max_lag; the rest is at least one version younger."""
+    stale: str = "wait"
+    """An unfinished group that holds a step up: wait for it, resume (answer it again with newer weights), or drop it."""
+    single_mini_batch: bool = False
+    """One optimizer update a step, over the whole batch; else one for each `actor.ppo_mini_batch_size` prompts."""
+    sync_every: int = 1
+    """Optimizer steps from one publication of weights to the next; versions count steps all the same."""
+    wait_timeout_s: float = 1800.0
+    """Deadline of each wait of a role for items, room, a lease or a version."""
+    publish_timeout_s: float = 600.0
+    """Deadline for one replica to load and prove one version."""
+    proof_tensors: int = 16
+    """Tensors compared with the trainer's after each load; a rotating sample covers all in turn."""
+    preduce_bucket_size_mb: int = 512
+    """Size of the host buckets that the trainer gathers into."""
+    consume_bucket_size_mb: int = 128
+    """Bytes that a replica loads at a time; bounds the extra device memory of a load."""
+    in_flight: str = "keep"
+    """Requests being answered when a replica loads: keep (go on), abort (start again from what they have), drain."""
+    stage: str = "host"
+    """device: copy a version to the replica's devices first, beside generation; costs the weights' memory there."""
+    reuse_prefixes: bool = False
+    """New requests may hit prefixes that earlier versions cached, so their answers mix versions unseen."""
+    run_dir: str | None = None
+    """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
+    custom_roles: tuple[str, ...] = ()
+    """Roles of one's own to insert, each as `module:Class@after->before`."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_lag >= 0, "max_lag", "must be >= 0", self.max_lag, "use 0 for on-policy")
+        for name in ("wait_timeout_s", "publish_timeout_s"):
+            value = getattr(self, name)
+            _require(value > 0, name, "must be > 0 seconds", value, "leave it out for the default")
+        for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
+            value = getattr(self, name)
+            _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
+        for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE)):
+            value = getattr(self, name)
+            _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
+        for spec in self.custom_roles:
+            ok = spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]
+            _require(ok, "custom_roles", "entries must read module:Class@after->before", spec, "see the README")
+        self._check_ages()
+        implied = STRATEGY_LAG.get(self.strategy)
+        if implied is not None and implied != self.max_lag:
+            raise ConfigError(
+                f"{OWN}.max_lag must be {implied} with strategy {self.strategy}, got {self.max_lag}; "
+                "use strategy n_step_ahead for another lag"
+            )
+
+    def _check_ages(self) -> None:
+        share = self.oldest_share
+        if self.depth is not None:
+            ok = 0 <= self.depth <= self.max_lag
+            _require(ok, "depth", f"must be from 0 to max_lag, {self.max_lag}", self.depth, "leave it out for max_lag")
+        _require(0 < share <= 1, "oldest_share", "must be above 0 and at most 1", share, "1 is the default")
+        if self.max_lag == 0:
+            _require(share == 1, "oldest_share", "must be 1 with max_lag 0", share, "leave it out, or raise max_lag")
+        depth = self.max_lag if self.depth is None else self.depth
+        longest = depth + (share == 1)
+        _require(
+            self.sync_every <= longest,
+            "sync_every",
+            f"must be at most {longest} with a depth of {depth} and oldest_share {share:g}, or prompts would wait for "
+            "weights that wait for them",
+            self.sync_every,
+            f"set max_lag (and depth) to {self.sync_every - (share == 1)} or more",
+        )
+
+
+def own_fields() -> tuple[str, ...]:
+    """Names of all knobs under `trainer.v1.async_pipeline`."""
+    return tuple(f.name for f in dataclasses.fields(AsyncPipelineConfig))
+
+
+def canonical_strategy(value: Any, path: str) -> str:
+    """`one-step-off` and `naive` in our spelling. Raises ConfigError: no such strategy."""
+    text = str(value)
+    if ":" in text:
+        return text
+    name = text.replace("-", "_").lower()
+    name = STRATEGY_ALIASES.get(name, name)
+    if name not in STRATEGY_LAG:
+        raise ConfigError(
+            f"{path} must be one of {', '.join(STRATEGY_LAG)} or module:Class, got {text!r}{hint(name, STRATEGY_LAG)}"
+        )
+    return name
+
+
+def is_strategy(name: str) -> bool:
+    """Is this trainer mode one of ours or, written `module:Class`, somebody's own?"""
+    return name in STRATEGY_LAG or ":" in name
+
+
+def select(raw: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
+    node: Any = raw
+    for part in path.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return None
+        node = node[part]
+    return node
+
+
+def walk(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All dotted paths of a nested mapping, inner nodes included."""
+    for name, value in raw.items():
+        path = f"{prefix}{name}"
+        yield path, value
+        if isinstance(value, Mapping):
+            yield from walk(value, f"{path}.")
+
+
+def _require(ok: bool, name: str, rule: str, value: Any, remedy: str) -> None:
+    if not ok:
+        raise ConfigError(f"{OWN}.{name} {rule}, got {value!r}; {remedy}")
+
+
+def hint(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
