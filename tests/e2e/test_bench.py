@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 WORKLOAD = """
 reason: the shortest job that uses every probe
-steps: 2
+steps: 1
 warmup: 1
 cooldown: 0
 episode: {turns: 2, tool_s: {median: 0.2, sigma: 0.5, cap: 1.0}}
@@ -45,7 +45,7 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
     assert data["failed"] == {}
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert data["ratios"]["fully_async/verl_separate_async"]["median"] > 0
-    assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 3
+    assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 6
     # verl's own trainer and manager publish through our engine, too.
     for name in ("verl_separate_async", "fully_async"):
         arm = data["arms"][name]
@@ -55,13 +55,13 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
         assert arm["cpu_s"]["generate"] > 0
         assert arm["bound_step_s"] > 0
         assert arm["first_step_s"]["median"] > 0
-    check_our_job(tmp_path / "logs" / "1-fully_async" / "run", steps=data["workload"]["warmup"] + 1 + data["workload"]["cooldown"])
+    check_our_job(tmp_path / "logs" / "1-fully_async" / "run", steps=sum(data["workload"][part] for part in ("warmup", "steps", "cooldown")))
 
 
 def check_our_job(run_dir: Path, steps: int) -> None:
     """The job of our arm is also the whole job with groups in the order of completion that these tests look at."""
     job = Job(0, "", run_dir)
-    summary = check_clean_end(job, "fully_async", 3, steps)
+    summary = check_clean_end(job, "fully_async", 6, steps)
     check_events(job, set(ROLES) - {"ref_logp"})
     assert summary["overlap_s"] > 0
     assert [m["step"] for m in job.metrics()] == list(range(1, steps + 1))

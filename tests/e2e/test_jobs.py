@@ -17,8 +17,11 @@ VALIDATED = "async_pipeline/validation/version"
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[str]:
+def two_nodes(untied_task: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a cluster of two nodes on this machine, with two devices and one."""
+    # What the configuration refers to has to be known where its nodes are started.
+    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(untied_task))
+    monkeypatch.setenv("ASYNC_PIPELINE_RUN", "run")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 64, "num_gpus": 2, "include_dashboard": False})
     try:
         cluster.add_node(num_cpus=64, num_gpus=1)

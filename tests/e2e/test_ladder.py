@@ -122,6 +122,9 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
         assert ours_m == pytest.approx(theirs_m, abs=TOLERANCE, rel=TOLERANCE)
     assert one.weights.keys() == other.weights.keys()
     for name, tensor in one.weights.items():
+        if name.endswith("k_proj.bias"):
+            # It adds the same to all scores of a query, so the softmax is blind to it: its gradient is rounding noise.
+            continue
         torch.testing.assert_close(tensor, other.weights[name], atol=TOLERANCE, rtol=TOLERANCE, msg=name)
 
 
