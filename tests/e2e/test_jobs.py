@@ -33,7 +33,10 @@ def two_nodes(untied_task: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
     untied_task: Path, tmp_path: Path, two_nodes: str
 ) -> None:
-    """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their way."""
+    """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their way.
+
+    The replica has to leave the node with two devices to the training ranks.
+    """
     job = run_job(
         smoke_command(
             "async_strategy=n_step_ahead",

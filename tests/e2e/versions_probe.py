@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from recipe.async_pipeline.knobs import IN_FLIGHT
+from recipe.async_pipeline.verl_bridge.vllm_plugin import IN_PROCESS
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
@@ -59,7 +60,7 @@ class Probe:
             enforce_eager=True,
             max_model_len=MAX_LEN,
             worker_extension_cls=EXTENSION,
-            distributed_executor_backend="uni",
+            distributed_executor_backend=IN_PROCESS,
             seed=0,
         )
         self.engine = AsyncLLM.from_engine_args(args)

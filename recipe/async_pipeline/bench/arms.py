@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..verl_bridge.vllm_plugin import IN_PROCESS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -20,7 +21,7 @@ DEVICES = 2
 # engine core and its only worker.
 _STOCK: dict[str, Any] = {
     f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.vllm_worker.PipelineWorkerExtension",
-    f"{_VLLM}.distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    f"{_VLLM}.distributed_executor_backend": IN_PROCESS,
 }
 # Both devices train, and both generate.
 _SHARED: dict[str, Any] = {"trainer.n_gpus_per_node": DEVICES, f"{_ROLLOUT}.nnodes": 0}

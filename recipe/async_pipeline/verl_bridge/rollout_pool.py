@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayTaskError
+from verl.utils.device import get_resource_name
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from ..core.items import Publication
@@ -40,8 +41,13 @@ class PipelineServerManager(LLMServerManager):
 
     @classmethod
     def start_early(cls, config: DictConfig) -> None:
-        """Begin now; the trainer that is made later in this process takes this one over."""
-        cls._early = cls(config)
+        """Begin now, if no device of another role can be taken by it: if all devices are on one node.
+
+        The trainer that is made later in this process takes this one over.
+        """
+        with_devices = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(get_resource_name())]
+        if len(with_devices) <= 1:
+            cls._early = cls(config)
 
     @classmethod
     def started(cls, config: DictConfig) -> PipelineServerManager:

@@ -25,6 +25,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
@@ -103,7 +104,6 @@ class AsyncPipelineTrainer(PPOTrainer):
     def _setup(self) -> None:
         """Training workers and rollout servers start side by side: neither needs the other."""
         _say("starting training workers and rollout servers")
-        self._server_manager = PipelineServerManager.started(self.config)
         super()._setup()
         _say("training workers are up")
         self._server_manager.attach(self.llm_server_manager.global_load_balancer)
@@ -139,6 +139,17 @@ class AsyncPipelineTrainer(PPOTrainer):
         for role in (Role.Actor, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(PipelineWorker)
+        pools = self.resource_pool_manager
+        create = pools.create_resource_pool
+
+        def reserve() -> None:
+            """The training devices of a node have to be together, so they are reserved before replicas take any."""
+            create()
+            for pool in pools.resource_pool_dict.values():
+                pool.get_placement_groups(device_name=get_device_name())
+            self._server_manager = PipelineServerManager.started(self.config)
+
+        pools.create_resource_pool = reserve
 
     def _load_checkpoint(self) -> None:
         """Raises ConfigError: there is a checkpoint to resume from, which is not supported yet."""

@@ -4,29 +4,17 @@
 The engine core can load a version and say, between the same two steps, how far each request was. Only there
 it is known which requests are still alive.
 
-The rest is for CPU runs. The engine forks its worker instead of spawning it. The rollout server is a Ray actor,
-from which vLLM only spawns; it then tells every process below to spawn too. The engine core is no Ray actor and has
-imported all that its worker needs, so there vLLM's own default, fork, is safe, and saves the worker's 15 CPU-seconds
-of imports.
-
-Engine core and worker spin for milliseconds after a message, not for a second. That costs nothing where
-cores are plenty; here every core that spins is missing to the trainer. They look again soon, because
-the notification that should wake them is dropped when it follows another one too closely.
-
 Loaded by vLLM in each of its processes, so it imports nothing that they do not.
 """
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import os
 from typing import Any
 
-SPIN_S = 0.005
-"""A token takes about as long, so a busy engine still spins."""
-LOOK_AGAIN_MS = 5
-"""vLLM: 5000, which is what a lost notification costs."""
+IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The engine core as its own worker. By its class: on a CPU vLLM takes `uni` for `mp`, since the threads of a process
+are set at its start. Those of a run are (run_scripts/cpu_env.sh), and a second process would cost a third more."""
 
 
 def register() -> None:
@@ -36,9 +24,6 @@ def register() -> None:
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.load_snapshot = load_snapshot
-    if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        _spin_briefly()
 
 
 def load_snapshot(
@@ -50,12 +35,3 @@ def load_snapshot(
     for _, in_batch in answers:
         progress |= {name: tokens for name, tokens in in_batch.items() if name in progress}
     return [report for report, _ in answers], progress
-
-
-def _spin_briefly() -> None:
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    # The forked worker inherits both.
-    condition = shm_broadcast.SpinCondition
-    condition.__init__ = functools.partialmethod(condition.__init__, busy_loop_s=SPIN_S)
-    shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_AGAIN_MS

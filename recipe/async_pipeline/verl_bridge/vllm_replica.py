@@ -28,6 +28,7 @@ from ..weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, re
 from .courier import pull_through
 from .cpu_platform import is_cpu
 from .device_holder import DeviceHolder, HeldDevice
+from .vllm_plugin import IN_PROCESS
 
 T = TypeVar("T")
 
@@ -35,7 +36,6 @@ SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
 STAGE_POLL_S = 0.02
 """How often the engine is asked whether its spare copy is complete."""
-IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
 
 
@@ -57,8 +57,7 @@ class PipelineVLLMServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         if self.config.tensor_model_parallel_size == 1:
-            # One device needs no process of its own beside the engine core. On a CPU, vLLM takes `uni` for `mp`, since
-            # the threads of a process are set at its start; but those of this one are (run_scripts/cpu_env.sh).
+            # One device needs no process of its own beside the engine core.
             engine_kwargs.setdefault("distributed_executor_backend", IN_PROCESS if is_cpu() else "uni")
 
     async def run_server(self, args: Any) -> None:
