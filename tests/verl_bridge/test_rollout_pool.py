@@ -174,6 +174,26 @@ def test_our_replicas_are_started(ours: ModuleType) -> None:
     assert ours.PipelineServerManager.rollout_replica_class is ours.PipelineVLLMReplica
 
 
+@pytest.mark.parametrize(("devices", "early"), [([2], True), ([2, 0], True), ([2, 1], False)])
+def test_replicas_start_early_only_where_they_cannot_split_the_training_devices(
+    ours: ModuleType, monkeypatch: pytest.MonkeyPatch, devices: list[int], early: bool
+) -> None:
+    nodes = [{"Alive": True, "Resources": {"GPU": count} if count else {}} for count in devices]
+    gone = {"Alive": False, "Resources": {"GPU": 8}}
+    monkeypatch.setattr(ours.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(ours, "get_resource_name", lambda: "GPU")
+    begun: list[object] = []
+
+    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+        def __init__(self, config: object) -> None:
+            begun.append(config)
+
+    Manager.start_early("config")
+    assert begun == (["config"] if early else [])
+    Manager.started("config")
+    assert begun == ["config"], "once"
+
+
 def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
     ours: ModuleType, pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
