@@ -20,6 +20,8 @@ from recipe.async_pipeline.core.machine import StageState
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0
 """No job of these tests takes longer, start-up included; a job that does is a hang."""
+STRAGGLES_S = 40.0
+"""How long an answer takes that is meant to hold a step up."""
 MARK = "ASYNC_PIPELINE_TEST_JOB"
 """Every process of a job inherits this variable; other jobs on the machine are none of our business."""
 

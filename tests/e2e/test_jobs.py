@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,40 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from recipe.async_pipeline.core.role import ROLES
-from tests.e2e.job import check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
 VALIDATED = "async_pipeline/validation/version"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stale", ["drop", "resume"])
+def test_stragglers_hold_nobody_up(tied_task: Path, tmp_path: Path, stale: str) -> None:
+    """They are given up on the rollout servers, too, and every prompt has a fate."""
+    agents = tmp_path / "agents.json"
+    agents.write_text(json.dumps([{"name": "straggler", "_target_": "tests.e2e.parts.StragglerLoop"}]))
+    job = run_job(
+        smoke_command(
+            "async_strategy=fully_async",
+            "trainer.v1.async_pipeline.max_lag=1",
+            f"trainer.v1.async_pipeline.stale={stale}",
+            "trainer.total_training_steps=8",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=straggler",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+            f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        tied_task,
+    )
+    summary = check_clean_end(job, "fully_async", 1, 8)
+    check_events(job, set(ROLES) - {"ref_logp"})
+    assert summary["groups_expired" if stale == "drop" else "groups_regenerated"] > 0
+    assert summary["groups_regenerated" if stale == "drop" else "groups_expired"] == 0
+    # The last step has to wait for whoever is left.
+    steps = [row["data"]["timing_s/step"] for row in job.metrics()]
+    assert max(steps[1:-1]) < STRAGGLES_S
+    bias = job.metrics()[-1]["data"]
+    assert bias["async_pipeline/bias/dropped_share"] > 0
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def run(tied_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) -> Outcome:
     agents = folder / "agents.json"
-    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.ladder_parts.SeededLoop"}]))
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
     stock = strategy == "verl"
     common = [
         f"trainer.total_training_steps={STEPS}",
@@ -139,7 +139,7 @@ def test_fully_async_without_lag_is_on_policy(run: Run) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("strategy", "lag"), [("tests.e2e.ladder_parts:OneStepOff", 1), ("tests.e2e.ladder_parts:OneAhead", 1)]
+    ("strategy", "lag"), [("tests.e2e.parts:OneStepOff", 1), ("tests.e2e.parts:OneAhead", 1)]
 )
 def test_one_step_ahead_is_a_loop_that_anyone_can_read(
     run: Run, strategy: str, lag: int, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +147,6 @@ def test_one_step_ahead_is_a_loop_that_anyone_can_read(
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     override = f"trainer.v1.async_pipeline.max_lag={lag}"
-    reference = run("tests.e2e.ladder_parts:Reference", override)
+    reference = run("tests.e2e.parts:Reference", override)
     assert_equal(run(strategy, override), reference)
     assert reference.answers[1] != run("on_policy").answers[1], "a lag can be told from none"

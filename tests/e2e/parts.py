@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ladder of equivalences runs: seeded answers, loads at batch boundaries, and a loop that anyone can read."""
+"""What whole jobs of these tests run in place of our own: agent loops, and strategies to compare with."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch, Ticket
 from recipe.async_pipeline.strategies import AsyncPipelineTrainer, NStepAheadTrainer, OneStepOffTrainer
+from tests.e2e.job import STRAGGLES_S
 
 
 class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
@@ -18,6 +19,19 @@ class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         place = (int(kwargs["global_steps"]) * 10_007 + int(kwargs["index"])) * 101 + int(kwargs["session_id"])
         return await super().run({**sampling_params, "seed": place}, **kwargs)
+
+
+class StragglerLoop(SingleTurnAgentLoop):  # type: ignore[misc]
+    """One turn; of every sixth prompt, the first answer that is asked for takes far longer than a step."""
+
+    _asked: ClassVar[set[str]] = set()
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        uid = str(kwargs["uid"])
+        if int(kwargs["index"]) % 6 == 0 and uid not in self._asked:
+            self._asked.add(uid)
+            await asyncio.sleep(STRAGGLES_S)
+        return await super().run(sampling_params, **kwargs)
 
 
 class _AtBatchBoundaries(AsyncPipelineTrainer):  # type: ignore[misc]
