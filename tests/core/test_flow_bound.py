@@ -12,8 +12,8 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from tests.sim import ALL_ROLES, SimTrainer
 
-GROUPS, STEPS = 16, 60
-MEASURED = slice(10, STEPS - 8)
+GROUPS, STEPS = 16, 40
+MEASURED = slice(8, STEPS - 8)
 
 
 class Workload:
@@ -77,7 +77,7 @@ def earliest(work: Workload, max_lag: int, depth: int) -> list[float]:
     return ends[1:]
 
 
-@pytest.mark.parametrize(("max_lag", "depth"), [(2, 2), (3, 3), (6, 3)])
+@pytest.mark.parametrize(("max_lag", "depth"), [(3, 3), (6, 3)])
 def test_no_schedule_within_the_same_lag_is_a_tenth_faster(max_lag: int, depth: int) -> None:
     shares = []
     for seed in range(20):
