@@ -37,3 +37,19 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         check_outputs(None, tmp_path / "b.png", None)
+
+
+@pytest.mark.parametrize("option", ["--json", "--picture"])
+def test_a_folder_is_no_file(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} .* cannot be written"):
+        check_outputs(*((tmp_path, None) if option == "--json" else (None, tmp_path)), None)
+
+
+def test_a_picture_is_one_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must end in one of \.png"):
+        check_outputs(None, tmp_path / "b.json", None)
+
+
+def test_two_files_are_not_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--json and the picture are both"):
+        check_outputs(tmp_path / "b.png", tmp_path / "b.png", None)

@@ -65,8 +65,10 @@ def test_figures_are_written_and_shown(
     stalls = {"dual_buffer": 0.2, "dual_buffer_host": 0.1, "verl_stock": 2.0}
     monkeypatch.setattr(weight_sync, "run_way", lambda way, *rest: row(stalls[way]))
     out = tmp_path / "w.json"
-    assert main(["bench", "weight-sync", "--json", str(out), "--logs", str(tmp_path / "logs")]) == 0
+    # Options may stand before the name of the measurement, too.
+    assert main(["bench", "--json", str(out), "weight-sync", "--logs", str(tmp_path / "logs")]) == 0
     data = json.loads(out.read_text())
+    assert (data["params"], data["replicas"], data["versions"]) == (10**8, 2, 10)
     assert data["ratios"] == pytest.approx(
         {"generator_stall": 0.1, "trainer_stall": 0.1, "generator_stall_host": 0.05, "trainer_stall_host": 0.05}
     )
@@ -94,6 +96,12 @@ def test_a_way_that_fails_is_said_and_the_other_is_kept(monkeypatch: pytest.Monk
 def test_counts_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "weight-sync", "--replicas", "0"]) == 2
     assert "--replicas and --versions must be >= 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--arms", "zzz"], ["--workload", "compute"], ["--repeats", "7"], ["--no-stock-poll"]])
+def test_options_of_the_other_benchmark_are_not_swallowed(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *option, "weight-sync"]) == 2
+    assert f"{option[0]} is of `bench` itself" in capsys.readouterr().err
 
 
 def test_ratios_are_ours_over_verls() -> None:

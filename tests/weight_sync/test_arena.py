@@ -169,6 +169,14 @@ def test_a_version_may_need_more_than_the_one_before(writer: ArenaWriter) -> Non
     assert set(reader._segments) <= own_segments(writer), "replaced segments are let go"
 
 
+@pytest.mark.parametrize("every", [1, 2, 3, 8])
+def test_all_tensors_are_proved_in_turn_also_if_versions_are_left_out(writer: ArenaWriter, every: int) -> None:
+    names, proved = set(weights()), set()
+    for number in range(-(-len(names) // 2)):
+        proved |= {sample.name for sample in gathered(writer, number * every, weights().items()).samples}
+    assert proved == names
+
+
 def test_an_error_leaves_the_version_before_intact(writer: ArenaWriter) -> None:
     first = gathered(writer, 0, weights(0).items())
 

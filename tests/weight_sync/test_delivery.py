@@ -311,7 +311,7 @@ def test_no_comparison_is_no_proof() -> None:
 def test_rotation_covers_every_tensor(num: int, count: int, start: int) -> None:
     names = tuple(f"t{i}" for i in range(num))
     publications = math.ceil(num / count)
-    seen = [sampled_names(names, version, count) for version in range(start, start + publications)]
+    seen = [sampled_names(names, number, count) for number in range(start, start + publications)]
     assert {name for some in seen for name in some} == set(names)
     assert all(len(some) == min(count, num) for some in seen)
 

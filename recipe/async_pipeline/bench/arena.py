@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", default="1,4,16", metavar="A,B,...", help="GiB of weights (default: %(default)s); the device needs three times that")
     parser.add_argument("--versions", type=int, default=5, metavar="N", help="publications to measure of each size (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there")
 
 
 def run(args: argparse.Namespace) -> int:

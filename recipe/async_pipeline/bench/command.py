@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run all jobs. Status 0: all arms completed; 1: some failed."""
     if args.instead is not None:
+        for option, default in (("workload", "agentic_wait"), ("arms", ",".join(DEFAULT_ARMS)), ("repeats", 3), ("no_stock_poll", False)):
+            if getattr(args, option) != default:
+                raise ConfigError(f"--{option.replace('_', '-')} is of `bench` itself, {args.instead} has no such option; leave it out")
         status: int = _OTHERS[args.instead][0].run(args)
         return status
     arms = parse_arms(args.arms)

@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variants", default="on_policy,one_step_off,fully_async", metavar="A,B,...", help=f"of {', '.join(VARIANTS)} (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each, on prompts in another order (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps of each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all curves there, after each run")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all curves there, after each run")
+    parser.add_argument("--picture", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a PNG there (default: beside --json)")
+    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
 
 
 def run(args: argparse.Namespace) -> int:

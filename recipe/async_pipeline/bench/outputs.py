@@ -4,16 +4,28 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from ..errors import ConfigError
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_outputs(json_file: Path | None, picture: Path | None, logs: Path | None) -> None:
     """Raises ConfigError: what is to be written at the end, hours from now, could not be."""
     for option, path in (("--json", json_file), ("--picture", picture)):
-        if path is not None and not path.resolve().parent.is_dir():
+        if path is None:
+            continue
+        folder = path.resolve().parent
+        if not folder.is_dir():
             raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+        if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+            raise ConfigError(f"{option} {path} cannot be written; name a file in a folder of yours")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ConfigError(f"--picture {picture} must end in one of {', '.join(PICTURES)}")
+    if picture is not None and json_file is not None and picture.resolve() == json_file.resolve():
+        raise ConfigError(f"--json and the picture are both to be {picture}; name another file for one of them")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the picture needs matplotlib; `pip install matplotlib`, or leave out --json and --picture")
     if logs is not None and logs.exists() and any(logs.iterdir()):

@@ -40,9 +40,9 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    # All that a publication does can be hidden behind generation but an exchange; it takes a spare copy.
+    # `stage: device`: all that a publication does can be hidden behind generation but an exchange; it takes a spare copy.
     "dual_buffer": Way("one_step_off", {"trainer.v1.async_pipeline.stage": "device"}),
-    # The default.
+    # `stage: host`, which is what a run does by default.
     "dual_buffer_host": Way("one_step_off"),
     "verl_stock": Way("verl_separate_async"),
 }
@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", default="100M", metavar="N", help="parameters of the model, e.g. 20M (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="rollout replicas, generating all the while (default: %(default)s)")
     parser.add_argument("--versions", type=int, default=10, metavar="N", help="publications to measure (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there")
+    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,11 +68,15 @@ def run(args: argparse.Namespace) -> int:
     if args.replicas < 1 or args.versions < 1:
         raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
     check_outputs(args.json, None, args.logs)
+    parse_count(args.params)
     root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
     task = make_task(parse_count(args.params), root / "task")
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
+        "params": parse_count(args.params),
+        "replicas": args.replicas,
+        "versions": args.versions,
         "limits": limits(),
     }
     for number, way in enumerate(WAYS, start=1):
@@ -82,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
         except JobFailed as error:
             echo(f"  failed: {error}")
             data.setdefault("failed", {})[way] = str(error)
-    if all(way in data for way in WAYS):
-        data["ratios"] = ratios(data)
-    if args.json:
-        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        if all(way in data for way in WAYS):
+            data["ratios"] = ratios(data)
+        if args.json:
+            args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     echo("\n" + table(data))
     return 1 if "failed" in data else 0
 

@@ -116,8 +116,11 @@ class Arena:
         if on_device:
             torch.cuda.synchronize()
 
-    def describe(self, version: int, proof_tensors: int, adapter: str | None) -> Manifest:
-        """Checksums of all buckets, samples for the proof, and where everything is."""
+    def describe(self, version: int, publication: int, proof_tensors: int, adapter: str | None) -> Manifest:
+        """Checksums of all buckets, samples for the proof, and where everything is.
+
+        `publication`: how many there were before.
+        """
         tensors = {entry.name: entry for entry in self._layout.tensors}
         filled = list(zip(self._segments, self._layout.used, strict=False))
         with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="xxh3") as threads:
@@ -127,7 +130,7 @@ class Arena:
                 tensors=tuple(self._layout.tensors),
                 samples=tuple(
                     draw_sample(version, name, view_of(self._segments, tensors[name]))
-                    for name in sampled_names(tuple(tensors), version, proof_tensors)
+                    for name in sampled_names(tuple(tensors), publication, proof_tensors)
                 ),
                 buckets=tuple(
                     BucketEntry(segment.name, used, xxh3)
@@ -197,6 +200,7 @@ class ArenaWriter:
         self._arenas = (Arena(bucket_bytes, dtype), Arena(bucket_bytes, dtype))
         self._boards: list[Board] = []
         self._announced: list[Future[None] | None] = [None, None]
+        self._publications = 0
         self._buffer = DualBuffer()
         self._proof_tensors = proof_tensors
         # Takes no turn with the copies: a thread that hashes does not hold the interpreter.
@@ -248,7 +252,8 @@ class ArenaWriter:
             num_bytes=self._arenas[slot].num_bytes,
             gather_s=time.perf_counter() - started,
         )
-        self._announced[slot] = self._announcer.submit(self._announce, slot, version, adapter)
+        self._announced[slot] = self._announcer.submit(self._announce, slot, version, self._publications, adapter)
+        self._publications += 1
         return ticket
 
     def _free(self, slot: int) -> None:
@@ -259,9 +264,10 @@ class ArenaWriter:
         if self._owner:
             self._boards[slot].clear()
 
-    def _announce(self, slot: int, version: int, adapter: str | None) -> None:
+    def _announce(self, slot: int, version: int, publication: int, adapter: str | None) -> None:
         try:
-            self._boards[slot].post(encode(self._arenas[slot].describe(version, self._proof_tensors, adapter)))
+            described = self._arenas[slot].describe(version, publication, self._proof_tensors, adapter)
+            self._boards[slot].post(encode(described))
         except Exception as error:
             # Whoever waits for the version learns it now, and the trainer when it gathers here again.
             self._boards[slot].post(encode(Failure(f"{type(error).__name__}: {error}")))

@@ -30,11 +30,14 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _EXPERT = re.compile(r"(?P<base>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
-def sampled_names(names: Sequence[str], version: int, count: int) -> tuple[str, ...]:
-    """The tensors to prove for this version: a rotating slice, and always embedding and head."""
+def sampled_names(names: Sequence[str], publication: int, count: int) -> tuple[str, ...]:
+    """The tensors to prove at this publication: a rotating slice, and always embedding and head.
+
+    Publications are counted one by one, unlike versions, of which some may be left out.
+    """
     if count >= len(names):
         return tuple(names)
-    start = version * count % len(names)
+    start = publication * count % len(names)
     rotating = {names[(start + i) % len(names)] for i in range(count)}
     return tuple(n for n in names if n in rotating or n.endswith((EMBEDDING, HEAD)))
 
