@@ -25,7 +25,7 @@ def stack(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*SMOKE, "+async_pipeline=True", "async_generation_ratio=1.5"]) == 2
-    assert "To append to your config use +async_generation_ratio=1.5" in capsys.readouterr().err
+    assert "write +async_generation_ratio=... to add it" in capsys.readouterr().err
     assert main([*SMOKE, "+async_pipeline=True", "+async_generation_ratio=1.5"]) == 0
     out = capsys.readouterr().out
     assert "async_generation_ratio=1.5 -> max_lag=2, oldest_share=0.5" in out
@@ -49,7 +49,8 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "the pipeline is not asked for; add +async_pipeline=True"),
         (["+async_pipeline=True", "critic.enable=True"], "critic.enable must not be True"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
-        (["+async_pipeline=True", "nothing=1"], "'nothing'"),
+        (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
+        (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "did you mean 'max_lag'"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused(

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from .cli import echo
+from .config import unknown_key
 from .errors import ConfigError
 from .plan import as_json, in_words, plan_of
 from .verl_bridge.patches import find_verl_root
@@ -32,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError: the run would not start."""
     config = _composed(args.config_path, args.config_name, args.overrides)
-    logging.disable(logging.WARNING)
-    # Imports verl, which takes seconds.
-    from .verl_bridge.launch import checked, set_verls_keys
+    # Imports verl, which takes seconds and warns of engines that are not installed.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from .verl_bridge.launch import checked, set_verls_keys
 
     translation = checked(config)
     if translation is None:
@@ -55,11 +57,11 @@ def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
     """The config as verl's entry point would get it. Raises ConfigError: hydra refuses it."""
     verl = find_verl_root() / "verl" / "trainer" / "config"
     GlobalHydra.instance().clear()
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--config-path must be a directory, got {str(folder)!r}")
     try:
         with initialize_config_dir(config_dir=str((folder or verl).resolve()), version_base=None):
             return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
     except HydraException as error:
-        raise ConfigError(" ".join(str(error).split("\n")[:2])) from None
+        missing = re.match(r"Could not override '(.+?)'", str(error))
+        raise ConfigError(unknown_key(missing[1]) if missing else str(error).split("\n")[0]) from None

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which replica answers a request, decided where the request is made.
 
-verl asks an actor, twice for each turn of each answer, and gets a handle of the replica to unpack: a fifth of what an
-agent loop costs. Agent loop workers that each keep their own requests even keep them even together.
+verl asks an actor, twice for each turn of each answer, and gets a handle of the replica to unpack. Agent loop workers that each keep their own requests even keep them even together.
 """
 
 from __future__ import annotations
