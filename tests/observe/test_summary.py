@@ -21,6 +21,7 @@ def publication(version: int, load_s: float) -> Publication:
         gather_s=0.5,
         transfer_s=0.1,
         load_s=load_s,
+        stall_s=load_s / 2,
         tensors_proved=3,
         replicas=1,
     )
@@ -88,6 +89,7 @@ def test_all_figures_of_a_good_run() -> None:
         "publications": 3,
         "gather_s_median": 0.5,
         "load_s_median": 0.5,
+        "stall_s_median": 0.25,
         "tensors_proved": 9,
         "step_s_median": 2.0,
         "train_s": 1070.0 - 1050.0 + 9.0,
@@ -122,9 +124,10 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary() -> None:
         "rollout_corr_kl_max",
         "gather_s_median",
         "load_s_median",
+        "stall_s_median",
         "step_s_median",
     )
-    assert [summary[name] for name in (*empty, "time_to_first_step_s")] == [None] * 7
+    assert [summary[name] for name in (*empty, "time_to_first_step_s")] == [None] * (len(empty) + 1)
     assert (summary["train_s"], summary["wall_s"]) == (0.0, 7.0)
     json.dumps(summary)
 

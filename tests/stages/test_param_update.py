@@ -101,6 +101,7 @@ def test_served_is_said_after_the_publication_and_before_the_validation(alone: M
             "gather_s": 0.1,
             "transfer_s": 0.1,
             "load_s": 0.1,
+            "stall_s": 0.1,
             "bytes": 8,
             "replicas": 1,
         },

@@ -121,6 +121,8 @@ class Publication:
     gather_s: float
     transfer_s: float
     load_s: float
+    stall_s: float
+    """The part of `load_s` in which its replica stood still."""
     tensors_proved: int
     replicas: int
     tokens_read_again: int = 0

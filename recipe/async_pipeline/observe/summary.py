@@ -67,6 +67,7 @@ class RunRecorder:
             "publications": len(result.publications),
             "gather_s_median": round(median(p.gather_s for p in result.publications), 5) if loads else None,
             "load_s_median": round(median(loads), 5) if loads else None,
+            "stall_s_median": round(median(p.stall_s for p in result.publications), 5) if loads else None,
             "tensors_proved": sum(p.tensors_proved for p in result.publications),
             "step_s_median": round(median(self.step_s[1:] or self.step_s), 4) if self.step_s else None,
             "train_s": round(now_unix - first + self.step_s[0], 1) if first is not None else 0.0,

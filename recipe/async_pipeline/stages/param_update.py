@@ -57,6 +57,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
             gather_s=publication.gather_s,
             transfer_s=publication.transfer_s,
             load_s=publication.load_s,
+            stall_s=publication.stall_s,
             bytes=publication.num_bytes,
             replicas=publication.replicas,
         )

@@ -81,7 +81,7 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
             ended = time.monotonic()
             spans.add("weights", began, ended)
             # The load comes last. Replicas load in turn, so on average each of them stands still for its share.
-            spans.add("paused", ended - publication.load_s / publication.replicas, ended)
+            spans.add("paused", ended - publication.stall_s / publication.replicas, ended)
             return publication
 
     return ProbedPipeline

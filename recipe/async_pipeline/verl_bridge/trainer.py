@@ -459,7 +459,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         last = self._last_publication
         if last is None:
             return {}
-        names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "tensors_proved", "tokens_read_again")
+        names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "stall_s", "tensors_proved", "tokens_read_again")
         return {f"async_pipeline/param_update/{name}": float(getattr(last, name)) for name in names}
 
     async def gather(self, version: int) -> bytes:

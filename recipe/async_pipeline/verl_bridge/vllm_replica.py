@@ -83,10 +83,11 @@ class PipelineVLLMServer(vLLMHttpServer):
                 "versions only move forward"
             )
         manifest = encode(await self._fetch(offered, courier, timeout_s))
+        fetched = time.perf_counter()
         if how.stage == "device":
-            staged = self._stage(manifest, offered.version, timeout_s)
-            await self._within(timeout_s, staged, f"its engine to copy version {offered.version} to the device")
-        verified = time.perf_counter()
+            staging = self._stage(manifest, offered.version, timeout_s)
+            await self._within(timeout_s, staging, f"its engine to copy version {offered.version} to the device")
+        staged_at = time.perf_counter()
 
         async def load() -> Loaded:
             core = self.engine.engine_core
@@ -96,10 +97,12 @@ class PipelineVLLMServer(vLLMHttpServer):
         loaded, read_again = await self._versioned.load(offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes)
         self.global_steps = offered.version
         # Requests that are kept wait for no longer than the engine itself takes; before that its step was finished.
+        ended = time.perf_counter()
         kept = max(r["load_s"] + r["prove_s"] for r in loaded.reports)
         return LoadReport(
-            transfer_s=verified - started,
-            load_s=kept if how.in_flight == "keep" else time.perf_counter() - verified,
+            transfer_s=fetched - started,
+            load_s=ended - fetched,
+            stall_s=kept if how.in_flight == "keep" else ended - staged_at,
             prove_s=max(r["prove_s"] for r in loaded.reports),
             tensors_proved=int(min(r["tensors_proved"] for r in loaded.reports)),
             tokens_read_again=read_again,

@@ -26,10 +26,13 @@ class LoadReport(NamedTuple):
     """What one load cost one consumer, in seconds."""
 
     transfer_s: float
+    """Until the version lay in memory of the consumer's host, checked."""
     load_s: float
-    """The consumer stood still."""
+    """From there until it was served."""
+    stall_s: float
+    """The part of `load_s` in which the consumer stood still."""
     prove_s: float
-    """Part of `load_s`."""
+    """Part of `stall_s`."""
     tensors_proved: int
     tokens_read_again: int
 
