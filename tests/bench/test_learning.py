@@ -51,7 +51,7 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def pretend(name: str, seed: int, steps: int, directory: Path, task: Path, say: Any) -> Curve:
+    def pretend(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
         if (name, seed) == ("one_step_off", 2):
             raise JobFailed("status 1: RuntimeError: no")
         return Curve([0.1 * seed] * steps, [8 * i for i in range(steps)], [float(i) for i in range(steps)], 0.5, 1)

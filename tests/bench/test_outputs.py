@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.bench.outputs import check_outputs
+from recipe.async_pipeline.bench.outputs import check_outputs, job_logs
 from recipe.async_pipeline.errors import ConfigError
 
 
@@ -53,3 +53,25 @@ def test_a_picture_is_one_by_its_name(tmp_path: Path) -> None:
 def test_two_files_are_not_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--json and the picture are both"):
         check_outputs(tmp_path / "b.png", tmp_path / "b.png", None)
+
+
+def test_logs_that_nobody_asked_for_are_kept_for_failures_only(tmp_path: Path) -> None:
+    failed: dict[str, str] = {}
+    with job_logs(None, failed) as folder:
+        (folder / "job.log").touch()
+    assert not folder.exists()
+    with job_logs(None, failed) as folder:
+        failed["arm"] = "why"
+    assert folder.exists()
+    folder.rmdir()
+    with pytest.raises(RuntimeError), job_logs(None, {}) as folder:
+        raise RuntimeError
+    assert folder.exists()
+    folder.rmdir()
+
+
+def test_logs_with_a_name_are_kept(tmp_path: Path) -> None:
+    with job_logs(tmp_path / "logs", {}) as folder:
+        folder.mkdir()
+    assert folder == (tmp_path / "logs").resolve()
+    assert folder.exists()

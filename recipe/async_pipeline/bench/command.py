@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from ..toy.build import ToySpec, ensure_toy
 from . import arena, learning, weight_sync
 from .arms import ARMS, DEFAULT_ARMS, parse_arms
 from .measure import Measured
-from .outputs import check_outputs
+from .outputs import check_outputs, job_logs
 from .picture import draw
 from .report import report, table
 from .runner import Job, JobFailed, jobs_in_turns, run_job
@@ -43,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1, help="decides prompts and waits (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after each job")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
     parser.add_argument("--no-stock-poll", action="store_true", help="do not also run verl's arms once with their polling interval as shipped")
     others = parser.add_subparsers(dest="instead", title="other measurements")
     for name, (module, text) in _OTHERS.items():
@@ -69,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     workload = with_room_for(arms, workload)
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
-    data = _run_all(args, arms, workload)
+    failed: dict[str, str] = {}
+    with job_logs(args.logs, failed) as root:
+        data = _run_all(args, arms, workload, root, failed)
     echo("\n" + table(data))
     if picture is not None and data["arms"]:
         draw(data, picture)
@@ -85,14 +86,14 @@ def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
     )
 
 
-def _run_all(args: argparse.Namespace, arms: list[str], workload: Workload) -> dict[str, Any]:
+def _run_all(
+    args: argparse.Namespace, arms: list[str], workload: Workload, root: Path, failed: dict[str, str]
+) -> dict[str, Any]:
     """Everything that was measured; also written to `--json` after each job."""
     task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
-    root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
     jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
     done: dict[str, list[Measured]] = {arm: [] for arm in arms}
     stock: dict[str, Measured] = {}
-    failed: dict[str, str] = {}
     data: dict[str, Any] = {}
     started = time.monotonic()
     echo(f"{args.workload}: {workload.reason}\n{len(jobs)} jobs of {workload.total_steps} steps; logs in {root}")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..cli import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from .arms import hydra_overrides
-from .outputs import check_outputs
+from .outputs import check_outputs, job_logs
 from .report import machine
 from .runner import JobFailed, command_of, run_watched
 
@@ -72,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps of each (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all curves there, after each run")
     parser.add_argument("--picture", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a PNG there (default: beside --json)")
-    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
+    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--variants must be of {', '.join(VARIANTS)}, --seeds >= 1 and --steps >= 5, got {args.variants}, {args.seeds}, {args.steps}")
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
-    root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
     toy = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
     data: dict[str, Any] = {
         "machine": machine(),
@@ -91,11 +89,12 @@ def run(args: argparse.Namespace) -> int:
         "curves": {name: [] for name in variants},
         "failed": {},
     }
-    for seed in range(1, args.seeds + 1):
-        for name in variants:
-            echo(f"{name}, seed {seed}")
+    runs = [(seed, name) for seed in range(1, args.seeds + 1) for name in variants]
+    with job_logs(args.logs, data["failed"]) as root:
+        for number, (seed, name) in enumerate(runs, start=1):
+            echo(f"[{number}/{len(runs)}] {name}, seed {seed}; log in {root / f'{seed}-{name}'}")
             try:
-                curve = run_variant(name, seed, args.steps, root / f"{seed}-{name}", toy.dir, echo)
+                curve = run_variant(name, seed, args.steps, root / f"{seed}-{name}", toy.dir)
             except JobFailed as error:
                 echo(f"  failed: {error}")
                 data["failed"][f"{name}, seed {seed}"] = str(error)
@@ -110,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if data["failed"] else 0
 
 
-def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path, say: Any) -> Curve:
+def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
     """Raises JobFailed."""
     directory.mkdir(parents=True)
     values = {

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -30,3 +34,15 @@ def check_outputs(json_file: Path | None, picture: Path | None, logs: Path | Non
         raise ConfigError("the picture needs matplotlib; `pip install matplotlib`, or leave out --json and --picture")
     if logs is not None and logs.exists() and any(logs.iterdir()):
         raise ConfigError(f"--logs {logs} is not empty; name another folder")
+
+
+@contextmanager
+def job_logs(given: Path | None, failed: Mapping[str, str]) -> Iterator[Path]:
+    """Where jobs write. A folder that nobody named is removed, unless something is in `failed` or raised."""
+    if given is not None:
+        yield given.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-"))
+    yield folder
+    if not failed:
+        shutil.rmtree(folder)

@@ -39,7 +39,7 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     workload, turns = data["workload"], max((len(arm["turns"]) for arm in arms.values()), default=0)
     lines = [
         f"{workload['name']}: {data['machine']['cores']} cores, {data['machine']['cpu']}; "
-        f"{turns} turns of {workload['steps']} steps, seed {data['seed']}",
+        f"{turns} {'turn' if turns == 1 else 'turns'} of {workload['steps']} steps, seed {data['seed']}",
         *(f"{name} failed" for name in data["failed"]),
     ]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
@@ -67,4 +67,4 @@ def _split(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set_xlim(0, 1.13)
     axes.set_xlabel("share of a step; the generator works while a request is open")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.18), ncols=3, frameon=False, fontsize=8)
+    axes.figure.legend(loc="outside lower right", ncols=3, frameon=False, fontsize=8)

@@ -7,7 +7,6 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,7 +21,7 @@ from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.segment import create_segment
 from .arms import ARMS, hydra_overrides
-from .outputs import check_outputs
+from .outputs import check_outputs, job_logs
 from .report import machine
 from .runner import JobFailed, command_of, run_watched
 from .spans import read_spans
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="rollout replicas, generating all the while (default: %(default)s)")
     parser.add_argument("--versions", type=int, default=10, metavar="N", help="publications to measure (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there")
-    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: a temporary folder)")
+    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
     check_outputs(args.json, None, args.logs)
     parse_count(args.params)
-    root = Path(tempfile.mkdtemp(prefix="async-pipeline-bench-")) if args.logs is None else args.logs.resolve()
-    task = make_task(parse_count(args.params), root / "task")
+    failed: dict[str, str] = {}
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
@@ -78,20 +76,23 @@ def run(args: argparse.Namespace) -> int:
         "replicas": args.replicas,
         "versions": args.versions,
         "limits": limits(),
+        "failed": failed,
     }
-    for number, way in enumerate(WAYS, start=1):
-        echo(f"[{number}/{len(WAYS)}] {way}; log in {root / way}")
-        try:
-            data[way] = run_way(way, root / way, task, args.replicas, args.versions, echo)
-        except JobFailed as error:
-            echo(f"  failed: {error}")
-            data.setdefault("failed", {})[way] = str(error)
-        if all(way in data for way in WAYS):
-            data["ratios"] = ratios(data)
-        if args.json:
-            args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    with job_logs(args.logs, failed) as root:
+        task = make_task(parse_count(args.params), root / "task")
+        for number, way in enumerate(WAYS, start=1):
+            echo(f"[{number}/{len(WAYS)}] {way}; log in {root / way}")
+            try:
+                data[way] = run_way(way, root / way, task, args.replicas, args.versions, echo)
+            except JobFailed as error:
+                echo(f"  failed: {error}")
+                failed[way] = str(error)
+            if all(way in data for way in WAYS):
+                data["ratios"] = ratios(data)
+            if args.json:
+                args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     echo("\n" + table(data))
-    return 1 if "failed" in data else 0
+    return 1 if failed else 0
 
 
 def parse_count(text: str) -> int:
