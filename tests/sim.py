@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -41,9 +42,12 @@ class SimTrainer:
         fail: Mapping[str, BaseException] | None = None,
         sync_every: int = 1,
         filtered: Callable[[str], bool] = lambda uid: False,
+        places: Mapping[str, str] | None = None,
+        old: str = "trainer",
+        refresh: int = 0,
         **queue: Any,
     ) -> None:
-        """`queue`: further settings of the message queue. `filtered(uid)`: is this group?"""
+        """`places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group?"""
         self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
         self.groups, self.n = groups, n
         self.costs = {
@@ -57,16 +61,22 @@ class SimTrainer:
             "gather": 0.125,
             "publish": 0.125,
             "validate": 0.0,
+            "pull": 0.0625,
             **(costs or {}),
         }
         self.answer_s = answer_s
         self._roles = roles
+        self.places = {"generate": "generate", **(places or {})}
+        self.old, self.refresh = old, refresh
         self._queue, self._sync_every, self._filtered = queue, sync_every, filtered
         self._drawn = count()
         self.discarded: list[str] = []
         self.cancelled: list[str] = []
         self.fail = dict(fail or {})
         self.served = -1
+        self.arenas: deque[int] = deque(maxlen=2)
+        self.held: dict[str, int] = {}
+        """What the copies of the policy elsewhere hold, by role."""
         self.calls: list[str] = []
         self.trained: list[StepBatch] = []
         self.in_flight = 0
@@ -76,11 +86,11 @@ class SimTrainer:
         return self._roles
 
     def pools(self) -> Mapping[str, int]:
-        return {"train": 1, "generate": 1}
+        return dict.fromkeys(("train", *self.places.values()), 1)
 
     def pool_of(self, role: str) -> str | None:
-        if role == "generate":
-            return "generate"
+        if role in self.places:
+            return self.places[role]
         return "train" if role in ("logp", "ref_logp", "train", "param_update") else None
 
     def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
@@ -97,7 +107,19 @@ class SimTrainer:
         return not self._filtered(group.uid)
 
     def publishes(self, version: int) -> bool:
+        if self.refresh and version % self.refresh == 0:
+            return True
         return version % self._sync_every == 0 or version == self.last_step
+
+    def old_policy(self, step: int) -> int | None:
+        if self.old == "rollout":
+            return None
+        if self.old == "trainer":
+            return step - 1
+        return next(v for v in range(max(0, step - 2), -1, -1) if v == 0 or self.publishes(v))
+
+    def reference(self, step: int) -> int | None:
+        return ((step - 1) // self.refresh * self.refresh or None) if self.refresh else None
 
     async def _cost(self, name: str, step: int) -> None:
         self.calls.append(f"{name}:{step}")
@@ -139,11 +161,23 @@ class SimTrainer:
         await self._cost("assemble", step)
         return StepBatch(step=step, groups=tuple(sorted(groups, key=lambda g: g.uid)))
 
+    async def _pull(self, role: str, version: int | None) -> None:
+        """Load a version out of its arena, which nobody may write meanwhile."""
+        if version is None or self.held.get(role) == version:
+            return
+        for _ in range(2):
+            assert version in self.arenas, f"{role} wants version {version} of {list(self.arenas)}"
+            await asyncio.sleep(self.costs["pull"])
+        self.held[role] = version
+
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
+        if "logp" in self.places:
+            await self._pull("logp", self.old_policy(batch.step))
         await self._cost("logp", batch.step)
         return batch.with_results(metrics={"logp": batch.step})
 
     async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
+        await self._pull("ref_logp", self.reference(batch.step))
         await self._cost("ref_logp", batch.step)
         return batch.with_results(metrics={"ref_logp": batch.step})
 
@@ -160,6 +194,7 @@ class SimTrainer:
         await self._cost("finish", batch.step)
 
     async def gather(self, version: int) -> object:
+        self.arenas.append(version)
         await self._cost("gather", version)
         return version
 

@@ -72,9 +72,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     (f"{ROLLOUT}.param_update_consume_bucket_size_mb", "32", "leave it out"),
     ("pg_variant", "tiss", "did you mean 'tis'"),
     ("actor_rollout_ref.actor.pg_variant", "gspo", "must be one of vanilla, ppo"),
-    ("trainer.use_nodes_ratios", [1, 1], "remove it"),
-    ("trainer.sperated_node_tasks", ["logp"], "remove it"),
-    ("trainer.sperated_node_ratios", [1], "remove it"),
+    ("trainer.use_nodes_ratios", [1, 1], "must be [train, logp, ref_logp, generate]"),
+    ("trainer.sperated_node_tasks", "train", "must be a list of roles"),
+    ("trainer.sperated_node_ratios", [1], "without it; add it"),
 ]
 
 
@@ -126,10 +126,34 @@ def test_a_key_that_cannot_be_honoured_is_refused(path: str, value: Any, reason:
     assert_one_line(caught, path, repr(value), reason)
 
 
-def test_a_key_that_cannot_be_honoured_is_sent_nowhere() -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(nested(("use_nodes_ratios", [1])))
-    assert_one_line(caught, "use_nodes_ratios is known but not supported yet", "got [1]", "remove it")
+def test_groups_of_roles_and_their_shares_are_read_together() -> None:
+    tasks, ratios = [["logp", "actor-train"], "ref_logp", "generate"], [0.5, 0.25, 0.25]
+    found = resolve(nested(("trainer.sperated_node_tasks", tasks), ("trainer.sperated_node_ratios", ratios)))
+    assert found.config.pools == {
+        "train": {"roles": ["logp", "train"], "share": 0.5},
+        "ref_logp": {"roles": ["ref_logp"], "share": 0.25},
+        "generate": {"roles": ["generate"], "share": 0.25},
+    }
+    assert found.notes[-1].endswith("-> pools logp+train 0.5, ref_logp 0.25, generate 0.25")
+
+
+def test_two_layouts_that_disagree() -> None:
+    pools = {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["generate"], "devices": 1}}
+    with pytest.raises(ConfigError, match="keep one of them"):
+        resolve(nested(("trainer.use_nodes_ratios", [0.5] * 4), (f"{OWN}.pools", pools)))
+
+
+def test_pools_are_checked() -> None:
+    with pytest.raises(ConfigError, match="pools.a.roles must be of train"):
+        resolve(own(pools={"a": {"roles": ["reward"], "devices": 1}}))
+
+
+def test_old_log_probs_of_the_rollout_are_verls_bypass() -> None:
+    path = "algorithm.rollout_correction.bypass_mode"
+    assert resolve(own(old_logp="rollout")).verl == {path: True}
+    raw = nested((f"{OWN}.old_logp", "trainer"), (path, True))
+    with pytest.raises(ConfigError, match="keep one of them"):
+        resolve(raw)
 
 
 def test_every_foreign_key_is_tried_here() -> None:
@@ -178,6 +202,9 @@ def test_own_knobs_arrive() -> None:
         "reuse_prefixes": True,
         "preduce_bucket_size_mb": 4,
         "consume_bucket_size_mb": 2,
+        "pools": {"a": {"roles": ["train"], "share": 0.5}, "b": {"roles": ["generate"], "share": 0.5}},
+        "old_logp": "trainer",
+        "ref_refresh_every": 4,
         "run_dir": "somewhere",
         "custom_roles": ["m:C@reward->train"],
     }

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from recipe.async_pipeline.knobs import AsyncPipelineConfig
-from recipe.async_pipeline.plan import as_json, count_parameters, in_words, plan_of
+from recipe.async_pipeline.placement import placement_of
+from recipe.async_pipeline.plan import Plan, as_json, count_parameters, in_words, plan_of
 
 pytestmark = pytest.mark.real_engine
 
@@ -37,6 +38,11 @@ def config(model: Path, **rollout: Any) -> dict[str, Any]:
     }
 
 
+def planned(config: dict[str, Any], knobs: AsyncPipelineConfig) -> Plan:
+    roles = ("train", "logp", "ref_logp", "generate")
+    return plan_of(config, knobs, placement_of(config, None, roles), "trainer")
+
+
 def knobs(**changes: Any) -> AsyncPipelineConfig:
     return AsyncPipelineConfig(**{"strategy": "fully_async", "max_lag": 2, **changes})
 
@@ -49,27 +55,31 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_numbers(model: Path) -> None:
-    plan = plan_of(config(model), knobs(oldest_share=0.25))
-    assert (plan.train_devices, plan.generate_devices, plan.replicas) == (2, 8, 4)
+    plan = planned(config(model), knobs(oldest_share=0.25))
+    assert (plan.placement.devices, plan.replicas) == (10, 4)
     assert (plan.groups_at_once, plan.answers_at_once, plan.engine_slots) == (36, 288, 128)
-    assert plan_of(config(model), knobs(depth=1)).groups_at_once == 32
+    assert planned(config(model), knobs(depth=1)).groups_at_once == 32
     assert (plan.mini_batches_per_step, plan.answers_per_mini_batch_and_rank) == (2, 32)
     assert (plan.parameters, plan.arena_bytes, plan.spare_bytes) == (10**6, 4 * 10**6, 0)
 
 
 def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path) -> None:
-    assert plan_of(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
+    assert planned(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
 
 
 def test_in_words(model: Path) -> None:
-    text = "\n".join(in_words(plan_of(config(model), knobs(oldest_share=0.25, stale="drop", sync_every=2))))
+    text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.25, stale="drop", sync_every=2))))
     for part in (
         "fully_async: a step takes groups as they are finished",
         "at most 2: step s, which starts at version s-1, uses answers of version s-3 or newer",
         "at most 25% of a step has lag 2",
         "holds a step up is given up",
         "published every 2 steps; answers in flight then: keep",
-        "train 2 (logp, ref_logp, train, gather), generate 8 (4 replicas x 2)",
+        "old log-probs   of step s are those of version s-1",
+        "devices         device    0        9",
+        "ref_logp  ##",
+        "generate    ########",
+        "4 replica(s) x 2",
         "16 prompts x 8 answers = 128 samples in 2 mini-batch(es), 32 samples",
         "at most 36 groups = 288 answers, for 128 slots of the engines; 160 may wait",
         "host memory     4.0 MB",
@@ -79,7 +89,7 @@ def test_in_words(model: Path) -> None:
 
 
 def test_what_holds_by_default_is_not_told(model: Path) -> None:
-    text = "\n".join(in_words(plan_of(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1))))
+    text = "\n".join(in_words(planned(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1))))
     assert "as they were drawn" in text
     assert "published every step" in text
     for part in ("of a step has lag", "given up", "may wait"):
@@ -88,10 +98,11 @@ def test_what_holds_by_default_is_not_told(model: Path) -> None:
 
 def test_a_model_that_is_elsewhere_has_no_size(tmp_path: Path) -> None:
     assert count_parameters(tmp_path / "nowhere") is None
-    text = "\n".join(in_words(plan_of(config(tmp_path / "nowhere"), knobs(stage="device"))))
+    text = "\n".join(in_words(planned(config(tmp_path / "nowhere"), knobs(stage="device"))))
     assert text.count("(unknown: the model is not on this machine)") == 2
 
 
 def test_json_has_every_number(model: Path) -> None:
-    data = json.loads(json.dumps(as_json(plan_of(config(model), knobs()))))
+    data = json.loads(json.dumps(as_json(planned(config(model), knobs()))))
     assert data["groups_at_once"] == 48
+    assert data["placement"][1] == {"name": "generate", "roles": ["generate"], "per_node": [4, 4]}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .foreign_keys import FOREIGN, Draft, not_yet, quota, verls_own
+from .foreign_keys import FOREIGN, Draft, groups_of_roles, quota, verls_own
 from .knobs import (
     DEFAULT_AHEAD,
     DEFAULT_STRATEGY,
@@ -26,6 +26,7 @@ from .knobs import (
     select,
     walk,
 )
+from .placement import wishes_of
 
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 
@@ -72,11 +73,13 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
             if value is not None:
                 foreign.append(path)
                 notes.append(f"{path}={value} -> {key.apply(value, draft)}")
-    notes += quota(draft)
+    notes += [*quota(draft), *groups_of_roles(draft)]
     _adopt(own, draft)
     own["strategy"], own["max_lag"] = _strategy_and_lag(draft)
     own = {k: v for k, v in own.items() if v is not None}
     _check_types(own)
+    if "pools" in own:
+        wishes_of(own["pools"])
     if "custom_roles" in own:
         own["custom_roles"] = tuple(own["custom_roles"])
     return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign), verls_own(raw, own, draft))
@@ -147,15 +150,12 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
         for path in key.paths:
             leaf = path.rsplit(".", 1)[-1]
             right_places[leaf] = (*right_places.get(leaf, ()), path)
-    unsupported = {path.rsplit(".", 1)[-1] for key in FOREIGN if not key.supported for path in key.paths}
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes")
+    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
         places = right_places.get(leaf, ())
-        if leaf in unsupported and value is not None:
-            not_yet(path)(value, Draft())
         if places and path not in places:
             raise ConfigError(f"{path} is misplaced, got {value!r}; it belongs at {' or '.join(places)}")
     # These names are common; only where verl has no such key are they certainly meant for us.
@@ -191,6 +191,8 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "preduce_bucket_size_mb": int,
         "consume_bucket_size_mb": int,
         "sync_every": int,
+        "ref_refresh_every": int,
+        "old_logp": str,
         "depth": int,
         "oldest_share": (int, float),
         "in_flight": str,

@@ -38,17 +38,18 @@ def run(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")
         from .verl_bridge.launch import checked, set_verls_keys
 
-    translation = checked(config)
-    if translation is None:
+    found = checked(config)
+    if found is None:
         raise ConfigError("the pipeline is not asked for; add +async_pipeline=True")
-    set_verls_keys(config, translation)
+    set_verls_keys(config, found)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
-    plan = plan_of({str(k): v for k, v in resolved.items()}, translation.config)
+    plan = plan_of({str(k): v for k, v in resolved.items()}, found.translation.config, found.placement, found.old_logp)
+    notes = found.translation.notes
     if args.as_json:
-        echo(json.dumps(as_json(plan) | {"notes": list(translation.notes)}, indent=2))
+        echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))
         return 0
-    for line in (*translation.notes, *in_words(plan)):
+    for line in (*notes, *in_words(plan)):
         echo(line)
     return 0
 

@@ -11,8 +11,10 @@ from typing import Any
 from .errors import ConfigError
 from .knobs import OWN, canonical_strategy, hint, select
 from .loss_names import LOSS_OF_VARIANT
+from .placement import RATIOS, TASK_RATIOS, TASKS, pools_of_ratios, pools_of_tasks
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 _POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -23,7 +25,6 @@ class ForeignKey:
 
     paths: tuple[str, ...]
     apply: Callable[[Any, Draft], str]
-    supported: bool = True
 
 
 @dataclass
@@ -56,6 +57,10 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
                 f"{batches}; keep one of them"
             )
         found[_MINI_BATCH] = batch
+    if own.get("old_logp") == "rollout":
+        found[BYPASS] = True
+    elif own.get("old_logp") is not None and select(raw, BYPASS):
+        raise ConfigError(f"{BYPASS}=True takes old log-probs from the rollout, but {OWN}.old_logp={own['old_logp']}; keep one of them")
     return found | _loss(raw, draft)
 
 
@@ -85,6 +90,36 @@ def quota(draft: Draft) -> list[str]:
     batches = (1 + (threshold or 0)) * (every or 1)
     lag = _propose_lag(batches - 1, draft, source)
     return [f"{batches:g} batches in flight or waiting, by {source} -> {lag}"]
+
+
+def groups_of_roles(draft: Draft) -> list[str]:
+    """The pools that a list of groups and a list of their shares come down to together."""
+    tasks, ratios = draft.values.get("node_tasks"), draft.values.get("node_ratios")
+    if tasks is None and ratios is None:
+        return []
+    if tasks is None:
+        raise ConfigError(f"{TASK_RATIOS} has the shares of {TASKS}, got {ratios!r} without it; add it")
+    pools = pools_of_tasks(tasks, ratios)
+    draft.propose("pools", pools, TASKS)
+    return [f"{TASKS} and {TASK_RATIOS} -> {_shown(pools)}"]
+
+
+def _ratios(value: Any, draft: Draft) -> str:
+    pools = pools_of_ratios(value)
+    draft.propose("pools", pools, RATIOS)
+    return _shown(pools)
+
+
+def _shown(pools: Mapping[str, Any]) -> str:
+    return "pools " + ", ".join(f"{'+'.join(pool['roles'])} {pool['share']:g}" for pool in pools.values())
+
+
+def _kept(path: str, name: str) -> Callable[[Any, Draft], str]:
+    def apply(value: Any, draft: Draft) -> str:
+        draft.propose(name, value, path)
+        return name
+
+    return apply
 
 
 def _generate_ahead(value: Any, draft: Draft) -> str:
@@ -187,13 +222,6 @@ def _must_be(path: str, wanted: Any, meaning: str, remedy: str) -> Callable[[Any
     return apply
 
 
-def not_yet(path: str) -> Callable[[Any, Draft], str]:
-    def apply(value: Any, draft: Draft) -> str:
-        raise ConfigError(f"{path} is known but not supported yet, got {value!r}; remove it")
-
-    return apply
-
-
 FOREIGN: tuple[ForeignKey, ...] = (
     *(ForeignKey((p,), _strategy_key(p)) for p in ("async_strategy", "actor_rollout_ref.async_strategy")),
     ForeignKey(("trainer.generate_ahead_steps",), _generate_ahead),
@@ -235,12 +263,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
         ForeignKey((path,), _partial_rollout(path))
         for path in ("partial_rollout", "async_training.partial_rollout")
     ),
-    *(
-        ForeignKey((p,), not_yet(p), supported=False)
-        for p in (
-            "trainer.use_nodes_ratios",
-            "trainer.sperated_node_tasks",
-            "trainer.sperated_node_ratios",
-        )
-    ),
+    ForeignKey((RATIOS,), _ratios),
+    ForeignKey((TASKS,), _kept(TASKS, "node_tasks")),
+    ForeignKey((TASK_RATIOS,), _kept(TASK_RATIOS, "node_ratios")),
 )

@@ -25,6 +25,8 @@ STAGES = ("host", "device")
 """Where a version waits for its load; see `weight_sync.spare`."""
 STALE = ("wait", "resume", "drop")
 """What may become of a group that holds a step up; see `core.message_queue`."""
+OLD_LOGP = ("trainer", "rollout", "logp_pool")
+"""Whose policy old log-probs are of; see `AsyncPipelineConfig.old_logp`."""
 DEFAULT_AHEAD = 3
 """max_lag of n_step_ahead and fully_async when nothing names one."""
 
@@ -63,6 +65,13 @@ class AsyncPipelineConfig:
     """device: copy a version to the replica's devices first, beside generation; costs the weights' memory there."""
     reuse_prefixes: bool = False
     """New requests may hit prefixes that earlier versions cached, so their answers mix versions unseen."""
+    pools: Mapping[str, Any] | None = None
+    """Which roles compute on which devices, `{name: {roles: [...], devices: 2}}` or `share: 0.25`; see `placement`."""
+    old_logp: str | None = None
+    """The proximal policy of step s: trainer (version s-1), rollout (what the engine said), logp_pool (version s-2, on
+    devices of its own beside step s-1). Default: logp_pool where logp has its own pool and max_lag > 0, else trainer."""
+    ref_refresh_every: int = 0
+    """Steps after which the reference policy is replaced by the trained one; 0: never."""
     run_dir: str | None = None
     """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
     custom_roles: tuple[str, ...] = ()
@@ -79,6 +88,9 @@ class AsyncPipelineConfig:
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE)):
             value = getattr(self, name)
             _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
+        if self.old_logp is not None:
+            _require(self.old_logp in OLD_LOGP, "old_logp", f"must be one of {', '.join(OLD_LOGP)}", self.old_logp, "leave it out for the default")
+        _require(self.ref_refresh_every >= 0, "ref_refresh_every", "must be >= 0", self.ref_refresh_every, "0 is never")
         for spec in self.custom_roles:
             ok = spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]
             _require(ok, "custom_roles", "entries must read module:Class@after->before", spec, "see the README")

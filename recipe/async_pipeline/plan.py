@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .knobs import AsyncPipelineConfig, select
+from .placement import Placement, drawing
 
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""
@@ -32,8 +33,8 @@ class Plan:
     stale: str
     sync_every: int
     in_flight: str
-    train_devices: int
-    generate_devices: int
+    placement: Placement
+    old_logp: str
     replicas: int
     tensor_parallel: int
     groups_per_step: int
@@ -53,16 +54,15 @@ class Plan:
     """Memory of each replica's devices beside its weights."""
 
 
-def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Plan:
-    """`config`: verl's, resolved."""
+def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str) -> Plan:
+    """`config`: verl's, resolved; `placement` and `old_logp`: what its checks found."""
 
     def number(path: str) -> int:
         return int(select(config, path))
 
     batch, n = number("data.train_batch_size"), number(f"{_ROLLOUT}.n")
     tp = number(f"{_ROLLOUT}.tensor_model_parallel_size")
-    train = number("trainer.nnodes") * number("trainer.n_gpus_per_node")
-    generate = number(f"{_ROLLOUT}.nnodes") * number(f"{_ROLLOUT}.n_gpus_per_node")
+    train, generate = (pool.devices for role in ("train", "generate") if (pool := placement.pool_of(role)))
     mini = min(batch, number("actor_rollout_ref.actor.ppo_mini_batch_size"))
     depth = knobs.max_lag if knobs.depth is None else knobs.depth
     groups = batch * depth + int(knobs.oldest_share * batch)
@@ -76,8 +76,8 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Plan:
         stale=knobs.stale,
         sync_every=knobs.sync_every,
         in_flight=knobs.in_flight,
-        train_devices=train,
-        generate_devices=generate,
+        placement=placement,
+        old_logp=old_logp,
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
@@ -115,7 +115,7 @@ def _shapes(file: Path) -> Iterator[list[int]]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    return asdict(plan)
+    return asdict(plan) | {"placement": plan.placement.as_list()}
 
 
 def in_words(plan: Plan) -> list[str]:
@@ -133,8 +133,8 @@ def in_words(plan: Plan) -> list[str]:
     every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
     lines += [
         f"weights         published {every}; answers in flight then: {plan.in_flight}",
-        f"devices         train {plan.train_devices} (logp, ref_logp, train, gather), generate {plan.generate_devices} "
-        f"({plan.replicas} replicas x {plan.tensor_parallel})",
+        f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
+        *_devices(plan),
         f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
         f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} mini-batch(es), "
         f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank",
@@ -145,6 +145,20 @@ def in_words(plan: Plan) -> list[str]:
     if plan.spare_bytes is None or plan.spare_bytes > 0:
         lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a spare copy")
     return lines
+
+
+_OLD_LOGP = {
+    "trainer": "of step s are those of version s-1, the trainer's before the step",
+    "logp_pool": "of step s are those of version s-2, computed beside step s-1",
+    "rollout": "are what the engines said while they generated; none are computed",
+}
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    head, *lines = drawing(plan.placement)
+    yield f"devices         {head}"
+    yield from (f"                {line}" for line in lines)
+    yield f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights computes with train"
 
 
 def _slots(plan: Plan) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from itertools import count
+from itertools import combinations, count
 from typing import Any
 
 import pytest
@@ -134,6 +134,45 @@ def test_a_run_without_reference_policy_has_no_such_role() -> None:
     assert not any(c.startswith("ref_logp") for c in trainer.calls)
 
 
+# Roles on devices of their own.
+
+LAYOUTS = [
+    {},
+    {"logp": "logp"},
+    {"ref_logp": "ref"},
+    {"logp": "logp", "ref_logp": "ref"},
+    {"logp": "forward", "ref_logp": "forward"},
+]
+
+
+def test_on_pools_of_their_own_all_compute_at_once() -> None:
+    apart = SimTrainer(max_lag=1, steps=12, places=LAYOUTS[3], old="pool", costs={"logp": 1.0, "ref_logp": 1.0})
+    flow, _ = run_flow(apart)
+    for a, b in combinations(("logp", "ref_logp", "train", "generate"), 2):
+        assert overlap(flow, a, b) > 4, (a, b)
+
+
+def test_under_the_trainers_own_weights_log_probs_cannot_overlap_the_step_before() -> None:
+    flow, _ = run_flow(SimTrainer(max_lag=2, steps=12, places={"logp": "logp"}, old="trainer"))
+    assert overlap(flow, "logp", "train") == 0
+    notes = [(r.fields["step"], r.fields["version"]) for r in flow.log.records if r.event == "OLD_POLICY"]
+    assert notes == [(step, step - 1) for step in range(1, 13)]
+
+
+def test_a_pool_for_log_probs_is_one_step_behind_the_trainer() -> None:
+    flow, _ = run_flow(SimTrainer(max_lag=2, steps=12, places={"logp": "logp"}, old="pool"))
+    assert overlap(flow, "logp", "train") > 2
+    notes = [(r.fields["step"], r.fields["version"]) for r in flow.log.records if r.event == "OLD_POLICY"]
+    assert notes == [(step, max(0, step - 2)) for step in range(1, 13)]
+
+
+def test_a_reference_that_is_refreshed_is_one_of_the_published_versions() -> None:
+    trainer = SimTrainer(max_lag=1, steps=9, refresh=3)
+    run_flow(trainer)
+    assert [trainer.reference(step) for step in range(1, 10)] == [None, None, None, 3, 3, 3, 6, 6, 6]
+    assert trainer.held["ref_logp"] == 6
+
+
 # Invariants under random schedules.
 
 
@@ -153,6 +192,9 @@ def test_a_run_without_reference_policy_has_no_such_role() -> None:
     share=st.sampled_from([0.5, 1.0]),
     sync_every=st.integers(1, 5),
     filtered_every=st.sampled_from([2, 3, 1000]),
+    places=st.sampled_from(LAYOUTS),
+    old=st.sampled_from(["trainer", "pool", "rollout"]),
+    refresh=st.integers(0, 3),
 )
 def test_any_schedule_keeps_the_invariants(
     max_lag: int,
@@ -165,8 +207,15 @@ def test_any_schedule_keeps_the_invariants(
     share: float,
     sync_every: int,
     filtered_every: int,
+    places: dict[str, str],
+    old: str,
+    refresh: int,
 ) -> None:
     share = share if max_lag and groups > 1 else 1.0
+    # With fewer publications than this, no sample would be new enough.
+    sync_every = min(sync_every, max_lag + (share == 1))
+    if "logp" not in places or (old == "pool" and max_lag == 0):
+        old = "trainer"
     answers = count()
     trainer = SimTrainer(
         max_lag=max_lag,
@@ -177,8 +226,11 @@ def test_any_schedule_keeps_the_invariants(
         order=order,
         stale=stale,
         oldest_share=share,
-        # With fewer publications than this, no sample would be new enough.
-        sync_every=min(sync_every, max_lag + (share == 1)),
+        # A pool that computes under the trainer's own weights needs every version of them.
+        sync_every=1 if "logp" in places and old == "trainer" else sync_every,
+        places=places,
+        old=old,
+        refresh=refresh,
         filtered=lambda uid: sum(uid.encode()) % filtered_every == 0 if filtered_every < 1000 else False,
     )
     flow, result = run_flow(trainer)
@@ -192,11 +244,10 @@ def test_any_schedule_keeps_the_invariants(
     assert result.served_version == result.trainer_version == steps
     assert all(m.state is StageState.DONE for m in flow.machines)
     assert flow.pools is not None
-    assert flow.pools.get("train").holders == ()
-    held = [busy_intervals(flow.log.records, role) for role in ("logp", "ref_logp", "train")]
-    for i, a in enumerate(held):
-        for b in held[i + 1 :]:
-            assert overlap_seconds(a, b) == 0, "roles on one pool never compute at once"
+    assert all(flow.pools.get(name).holders == () for name in flow.pools)
+    for a, b in combinations(("logp", "ref_logp", "train"), 2):
+        if trainer.pool_of(a) == trainer.pool_of(b):
+            assert overlap(flow, a, b) == 0, "roles on one pool never compute at once"
 
 
 def test_completion_order_does_not_wait_for_the_slow_ones() -> None:

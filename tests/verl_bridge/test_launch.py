@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -39,8 +40,6 @@ MISTAKES: list[tuple[str, Any]] = [
     ("trainer.use_v1", False),
     (f"{ROLLOUT}.name", "sglang"),
     (f"{ROLLOUT}.mode", "sync"),
-    (f"{ROLLOUT}.nnodes", 0),
-    (f"{ROLLOUT}.n_gpus_per_node", None),
     (f"{ROLLOUT}.data_parallel_size", 2),
     (f"{ROLLOUT}.pipeline_model_parallel_size", 2),
     (f"{ROLLOUT}.disaggregation.enabled", True),
@@ -246,18 +245,103 @@ def test_an_option_that_cannot_be_honoured(launch: ModuleType, smoke: Smoke, pat
     assert f"got {value!r}; " in str(caught.value)
 
 
-@pytest.mark.parametrize("tp", [0, 3])
-def test_tensor_parallelism_must_divide_the_devices(launch: ModuleType, smoke: Smoke, tp: int) -> None:
+@pytest.mark.parametrize(("tp", "remedy"), [(0, "set it to 1 or"), (3, "give the rollout 3 or 6 devices")])
+def test_tensor_parallelism_must_divide_the_devices(launch: ModuleType, smoke: Smoke, tp: int, remedy: str) -> None:
     config = smoke({f"{ROLLOUT}.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": tp})
-    with pytest.raises(ConfigError, match=f"must divide the 4 rollout devices .* got {tp}"):
-        launch.check_verl_config(config)
+    with pytest.raises(ConfigError, match=f"must divide the 4 rollout devices, got {tp}; .*{remedy}"):
+        launch.checked(config)
 
 
 @pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
 def test_the_devices_must_be_there(launch: ModuleType, smoke: Smoke, path: str) -> None:
     with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
-        launch.check_verl_config(smoke({path: 4}))
-    launch.check_verl_config(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
+        launch.checked(smoke({path: 4}))
+    launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
+
+
+@pytest.mark.parametrize(("path", "value"), [(f"{ROLLOUT}.nnodes", 0), (f"{ROLLOUT}.n_gpus_per_node", None), ("trainer.nnodes", 0)])
+def test_both_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{path} must be >= 1, got {value}"):
+        launch.checked(smoke({path: value}))
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]] = {
+    "none": ({}, {"train": (["train", "logp", "ref_logp"], 1), "generate": (["generate"], 1)}, "trainer"),
+    "halves": (
+        {"trainer.use_nodes_ratios": [0.5] * 4, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.nnodes": 0},
+        {"train": (["train", "logp", "ref_logp"], 2), "generate": (["generate"], 2)},
+        "trainer",
+    ),
+    "quarters": (
+        {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.n_gpus_per_node": 4},
+        {role: ([role], 2) for role in ("train", "logp", "ref_logp", "generate")},
+        "logp_pool",
+    ),
+    "two roles on one": (
+        {
+            "trainer.sperated_node_tasks": [["logp", "actor-train"], "ref_logp", "generate"],
+            "trainer.sperated_node_ratios": [0.5, 0.25, 0.25],
+            "trainer.n_gpus_per_node": 2,
+            f"{ROLLOUT}.n_gpus_per_node": 2,
+        },
+        {"train": (["logp", "train"], 2), "ref_logp": (["ref_logp"], 1), "generate": (["generate"], 1)},
+        "trainer",
+    ),
+    "our own": (
+        {
+            f"{OWN}.pools": {
+                "big": {"roles": ["train", "ref_logp"], "devices": 2},
+                "small": {"roles": ["logp"], "devices": 1},
+                "rollout": {"roles": ["generate"], "devices": 3},
+            },
+            "trainer.n_gpus_per_node": 4,
+            f"{OWN}.old_logp": "trainer",
+        },
+        {"big": (["train", "ref_logp"], 2), "small": (["logp"], 1), "rollout": (["generate"], 3)},
+        "trainer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> None:
+    changes, pools, old_logp = LAYOUTS[name]
+    config = smoke({**changes, "actor_rollout_ref.actor.use_kl_loss": True, "ray_kwargs.ray_init.num_gpus": 8})
+    launch.prepare(config)
+    own = config.trainer.v1.async_pipeline
+    assert {pool.name: (pool.roles, sum(pool.per_node)) for pool in own.placement} == pools
+    assert own.old_logp == old_logp
+    sizes = [(part.nnodes, part.n_gpus_per_node) for part in (config.trainer, config.actor_rollout_ref.rollout)]
+    assert sizes == [(1, next(n for roles, n in pools.values() if role in roles)) for role in ("train", "generate")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"trainer.use_nodes_ratios": [0.25] * 4}, "pool logp gets no device|pool ref_logp gets no device"),
+        ({"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3, "use_ref": False}, "has no ref_logp"),
+        ({"trainer.use_nodes_ratios": [0.75, 0.75, 0.75, 0.25], "trainer.n_gpus_per_node": 3}, "mini-batch .* 128 samples, .* 3 devices of pool train; nearest sizes are 2 and 4"),
+        ({f"{OWN}.old_logp": "logp_pool"}, "wants a pool for logp without train"),
+        ({"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"}, "older than the one that answers"),
+        ({"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2}, "needs every version published"),
+        ({"quarters": True, f"{OWN}.old_logp": "rollout"}, "this run has no logp"),
+        ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
+        ({f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where ref_logp loads"),
+        ({"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}, "LoRA rank 8 cannot be combined"),
+    ],
+)
+def test_a_layout_that_cannot_be(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    changes = dict(changes)
+    if changes.pop("quarters", False):
+        changes |= {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3}
+    lora = "actor_rollout_ref.model.lora_rank" in changes
+    with_ref = changes.pop("use_ref", True) and not lora
+    if lora:
+        changes["trainer.use_nodes_ratios"] = [0.25, 0.5, 0.5, 0.25]
+    config = smoke({"actor_rollout_ref.actor.use_kl_loss": with_ref, "ray_kwargs.ray_init.num_gpus": None, **changes})
+    assert re.search(part, refused(launch, config, capsys))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,15 @@ class PipelineTrainer(Protocol):
     def publishes(self, version: int) -> bool:
         """Are the weights after step `version` for the replicas? Those before the first step always are."""
 
+    def old_policy(self, step: int) -> int | None:
+        """The version whose log-probs the step takes as old ones; None: those that the rollout recorded.
+
+        `step` - 1 is the trainer itself; what is older, a copy elsewhere, which holds published versions.
+        """
+
+    def reference(self, step: int) -> int | None:
+        """The published version that is the reference policy of the step; None: it is what the run began with."""
+
     # Work.
 
     async def draw_prompts(self, ticket: Ticket) -> PromptBatch:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""logp: log-probabilities of the batch under the trainer's policy before its update."""
+"""logp: log-probabilities of the batch under the policy that its update starts from, or one a step older."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from ..core.staleness import Kind
 
 @register_role("logp")
 class LogPStateMachine(RoleStateMachine):
-    """Step s is computed under version s-1, as in a sequential trainer: the proximal policy of PPO."""
+    """The proximal policy of PPO. On the training devices it is version s-1, as in a sequential trainer.
+
+    On devices of its own it is a published version, pulled out of the arenas that replicas load from: s-1, or s-2
+    beside step s-1. Nothing is gathered over it meanwhile: there are two arenas, and the gather that needs this one
+    comes after a step that waits for these log-probs.
+    """
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: version step-1, and the snapshot of the last one that is published.
+        """Waits for: the version of the old policy; on the training devices also for the gather that must come first.
 
         Unblocked by: train; param_update's gather.
         """
-        snapshot = self.pipeline.publication_before(item.step)
-        awaited: tuple[tuple[Kind, int], ...] = (("trained", item.step - 1), ("gathered", snapshot))
+        pipeline, version = self.pipeline, self.trainer.old_policy(item.step)
+        awaited: tuple[tuple[Kind, int], ...] = () if version is None else (("gathered", version),)
+        if self.trainer.pool_of("logp") == self.trainer.pool_of("train"):
+            awaited = (("trained", item.step - 1), ("gathered", pipeline.publication_before(item.step)))
         for kind, version in awaited:
             await self._wait(
                 self.pipeline.versions.wait_for(kind, version),
@@ -30,5 +37,6 @@ class LogPStateMachine(RoleStateMachine):
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_log_probs(item)
+        self.note("OLD_POLICY", version=self.trainer.old_policy(item.step))
         self.release()
         await self.emit(batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ref_logp: log-probabilities of the batch under the frozen reference policy."""
+"""ref_logp: log-probabilities of the batch under the reference policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from ..core.role import RoleStateMachine, register_role
 
 @register_role("ref_logp")
 class RefLogPStateMachine(RoleStateMachine):
-    """The reference never changes, so a batch may be computed as soon as it is complete."""
+    """The reference is frozen, or a published version that is replaced now and then, so it needs nothing of the step before.
+
+    A version that it takes over lies in its arena until the step is over that this batch is for; see `logp`.
+    """
+
+    async def gate(self, item: StepBatch) -> None:
+        """Waits for: the version that is the reference. Unblocked by: param_update's gather."""
+        version = self.trainer.reference(item.step)
+        if version is not None:
+            await self._wait(
+                self.pipeline.versions.wait_for("gathered", version),
+                f"version {version} to be gathered",
+                lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role in ("train", "param_update")),
+            )
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_ref_log_probs(item)

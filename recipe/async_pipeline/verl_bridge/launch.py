@@ -8,6 +8,7 @@ verl's entry point (patched) calls `prepare` with the whole config before it sta
 from __future__ import annotations
 
 import atexit
+import copy
 import dataclasses
 import importlib.util
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -25,9 +26,11 @@ from .. import plugin
 from ..config import Translation, is_enabled, reject_near_misses, resolve
 from ..core.flow import GRAPH, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
+from ..foreign_keys import BYPASS
 from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
 from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
+from ..placement import PLACED, Placement, check_divides, placement_of, proximal_policy
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
 
@@ -64,16 +67,25 @@ def start_sample_store(config: DictConfig) -> None:
 
 
 def _prepare(config: DictConfig) -> None:
-    translation = checked(config)
-    if translation is None:
+    found = checked(config)
+    if found is None:
         return
-    set_verls_keys(config, translation)
-    _rewrite(config, translation)
-    for note in translation.notes:
+    set_verls_keys(config, found)
+    _rewrite(config, found)
+    for note in found.translation.notes:
         _say(note)
 
 
-def checked(config: DictConfig) -> Translation | None:
+class Checked(NamedTuple):
+    """A config that the pipeline can run."""
+
+    translation: Translation
+    placement: Placement
+    old_logp: str
+    """Whose policy old log-probs are of; see `placement.proximal_policy`."""
+
+
+def checked(config: DictConfig) -> Checked | None:
     """What the pipeline makes of a config; None: it is not asked for. Raises ConfigError: it could not run."""
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
@@ -85,15 +97,35 @@ def checked(config: DictConfig) -> Translation | None:
     _require_resolvable(config)
     translation = resolve(raw)
     _require_importable(translation.config)
+    config = copy.deepcopy(config)
+    _update(config, translation.verl)
     check_verl_config(config)
     _require_roles_that_fit(config, translation.config)
-    return translation
+    bypass = bool(OmegaConf.select(config, BYPASS))
+    resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass))
+    old_logp = proximal_policy(translation.config, placement, bypass=bypass)
+    _check_devices(config, placement)
+    return Checked(translation, placement, old_logp)
 
 
-def set_verls_keys(config: DictConfig, translation: Translation) -> None:
-    """Have verl's own keys say what those of other systems said."""
-    for path, value in translation.verl.items():
-        OmegaConf.update(config, path, value)
+def set_verls_keys(config: DictConfig, found: Checked) -> None:
+    """Have verl's own keys say what ours and those of other systems said."""
+    _update(config, found.translation.verl)
+    for role, path in (("train", "trainer"), ("generate", _ROLLOUT)):
+        pool = found.placement.pool_of(role)
+        assert pool is not None
+        _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
+
+
+def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        OmegaConf.update(config, path, value, force_add=True)
+
+
+def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
+    absent = {"critic"} | ({"logp"} if bypass else set()) | (set() if need_reference_policy(config) else {"ref_logp"})
+    return [role for role in PLACED if role not in absent]
 
 
 def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
@@ -145,27 +177,47 @@ def check_verl_config(config: DictConfig) -> None:
         value = OmegaConf.select(config, path)
         if not allowed(value):
             raise ConfigError(f"{path} {why}, got {value!r}; {remedy}")
-    rollout = config.actor_rollout_ref.rollout
-    devices, tp = rollout.nnodes * rollout.n_gpus_per_node, rollout.tensor_model_parallel_size
-    if tp < 1 or devices % tp:
+    _check_adapters(config)
+
+
+def _check_devices(config: DictConfig, placement: Placement) -> None:
+    """Raises ConfigError: a model or a batch that cannot be divided over its pool, or more devices than Ray is given."""
+    generate, train = placement.pool_of("generate"), placement.pool_of("train")
+    assert generate is not None
+    assert train is not None
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if tp < 1 or generate.devices % tp:
+        below = generate.devices // max(tp, 1) * tp
+        nearest = [n for n in (below, below + tp) if n > 0] or [1]
         raise ConfigError(
-            f"{_ROLLOUT}.tensor_model_parallel_size must divide the {devices} rollout devices (nnodes * n_gpus_per_node), "
-            f"got {tp}; set it to 1 or give the rollout {max(tp, 1)} devices"
+            f"{_ROLLOUT}.tensor_model_parallel_size must divide the {generate.devices} rollout devices, got {tp}; "
+            f"set it to 1 or give the rollout {' or '.join(map(str, nearest))} devices"
         )
-    trainer = config.trainer
-    wanted, there = trainer.nnodes * trainer.n_gpus_per_node + devices, OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    if there is not None and wanted > there:
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    check_divides(train, min(batch, mini) * config.actor_rollout_ref.rollout.n, "a mini-batch (actor.ppo_mini_batch_size x rollout.n)")
+    there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+    if there is not None and placement.devices > there:
         raise ConfigError(
             f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
-            f"n_gpus_per_node}}, together {wanted}, got {there}; raise it, or ask for fewer devices"
+            f"n_gpus_per_node}}, or all pools, together {placement.devices}, got {there}; raise it, or ask for fewer devices"
         )
-    _check_adapters(config)
+    strategy = config.actor_rollout_ref.actor.strategy
+    for role in ("logp", "ref_logp"):
+        loads = placement.own_pool_of("logp") is not None if role == "logp" else config.trainer.v1.async_pipeline.get("ref_refresh_every", 0)
+        if loads and strategy != "fsdp2":
+            raise ConfigError(f"actor_rollout_ref.actor.strategy must be fsdp2 where {role} loads published weights, got {strategy}; set it, or let {role} share the training devices")
+        if loads and _adapter_rank(config) and not OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"):
+            raise ConfigError(f"actor_rollout_ref.model LoRA rank {_adapter_rank(config)} cannot be combined with {role} loading published weights yet; set actor_rollout_ref.model.lora.merge=True")
+
+
+def _adapter_rank(config: DictConfig) -> int:
+    model = config.actor_rollout_ref.model
+    return int(OmegaConf.select(model, "lora.rank") or model.get("lora_rank", 0))
 
 
 def _check_adapters(config: DictConfig) -> None:
     """Raises ConfigError: a LoRA adapter that the pipeline cannot publish."""
-    model = config.actor_rollout_ref.model
-    rank = OmegaConf.select(model, "lora.rank") or model.get("lora_rank", 0)
+    model, rank = config.actor_rollout_ref.model, _adapter_rank(config)
     if not rank or OmegaConf.select(model, "lora.merge"):
         return
     load_format = OmegaConf.select(config, f"{_ROLLOUT}.load_format")
@@ -181,9 +233,11 @@ def _check_adapters(config: DictConfig) -> None:
         )
 
 
-def _rewrite(config: DictConfig, translation: Translation) -> None:
-    knobs = translation.config
+def _rewrite(config: DictConfig, found: Checked) -> None:
+    translation, knobs = found.translation, found.translation.config
     own = dataclasses.asdict(knobs)
+    own["placement"] = found.placement.as_list()
+    own["old_logp"] = found.old_logp
     own["custom_roles"] = list(knobs.custom_roles)
     own["run_dir"] = str(_make_run_dir(config, knobs))
     own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
@@ -267,8 +321,6 @@ _RULES = (
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
     (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "other engines are not supported yet"),
     (f"{_ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
-    (f"{_ROLLOUT}.nnodes", _positive, "must be >= 1", "generation needs devices of its own: say how many nodes"),
-    (f"{_ROLLOUT}.n_gpus_per_node", _positive, "must be >= 1", "generation needs devices of its own"),
     (f"{_ROLLOUT}.data_parallel_size", lambda v: v == 1, "must be 1", "use more replicas instead"),
     (
         f"{_ROLLOUT}.pipeline_model_parallel_size",
