@@ -22,6 +22,7 @@ from recipe.async_pipeline.core.message_queue import MessageQueue
 from recipe.async_pipeline.core.staleness import Versions
 
 ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
+WITH_CRITIC = (*ALL_ROLES, "values", "critic")
 
 
 class SimTrainer:
@@ -62,6 +63,8 @@ class SimTrainer:
             "publish": 0.125,
             "validate": 0.0,
             "pull": 0.0625,
+            "values": 0.25,
+            "critic": 1.0,
             **(costs or {}),
         }
         self.answer_s = answer_s
@@ -73,7 +76,8 @@ class SimTrainer:
         self.discarded: list[str] = []
         self.cancelled: list[str] = []
         self.fail = dict(fail or {})
-        self.served = -1
+        self.served, self.criticised = -1, 0
+        self.finished: list[StepBatch] = []
         self.arenas: deque[int] = deque(maxlen=2)
         self.held: dict[str, int] = {}
         """What the copies of the policy elsewhere hold, by role."""
@@ -91,6 +95,8 @@ class SimTrainer:
     def pool_of(self, role: str) -> str | None:
         if role in self.places:
             return self.places[role]
+        if role in ("values", "critic"):
+            return self.places.get("critic", "train") if "critic" in self._roles else None
         return "train" if role in ("logp", "ref_logp", "train", "param_update") else None
 
     def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
@@ -181,6 +187,17 @@ class SimTrainer:
         await self._cost("ref_logp", batch.step)
         return batch.with_results(metrics={"ref_logp": batch.step})
 
+    async def compute_values(self, batch: StepBatch) -> StepBatch:
+        await self._cost("values", batch.step)
+        assert self.criticised == batch.step - 1, "valued by the critic of the step before"
+        return batch.with_results(metrics={"values": batch.step})
+
+    async def update_critic(self, batch: StepBatch) -> StepBatch:
+        await self._cost("critic", batch.step)
+        self.criticised += 1
+        assert self.criticised == batch.step
+        return batch.with_results(metrics={"critic": batch.step})
+
     async def compute_advantages(self, batch: StepBatch) -> StepBatch:
         await self._cost("advantage", batch.step)
         return batch
@@ -192,6 +209,7 @@ class SimTrainer:
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         await self._cost("finish", batch.step)
+        self.finished.append(batch)
 
     async def gather(self, version: int) -> object:
         self.arenas.append(version)

@@ -34,6 +34,16 @@ def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [], "nothing is made"
 
 
+def test_a_layout_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]", "trainer.n_gpus_per_node=7", "ray_kwargs.ray_init.num_gpus=8"]
+    assert main([*SMOKE, "+async_pipeline=True", "actor_rollout_ref.actor.use_kl_loss=true", *layout]) == 0
+    out = capsys.readouterr().out
+    assert "-> pools train 0.25, logp 0.25, ref_logp 0.25, generate 0.25" in out
+    for line in ("device    0      7", "train     ##\n", "logp        ##\n", "ref_logp      ##\n", "generate        ##\n"):
+        assert f"  {line}" in out
+    assert "of step s are those of version s-2" in out
+
+
 def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     more = ["async_strategy=fully_async", "+require_batches=2"]
     assert main([*SMOKE, "--json", "+async_pipeline=True", *more]) == 0
@@ -47,7 +57,7 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ("overrides", "complaint"),
     [
         ([], "the pipeline is not asked for; add +async_pipeline=True"),
-        (["+async_pipeline=True", "critic.enable=True"], "critic.enable must not be True"),
+        (["+async_pipeline=True", "trainer.val_only=True"], "trainer.val_only must be False"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "did you mean 'max_lag'"),

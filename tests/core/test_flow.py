@@ -18,7 +18,7 @@ from recipe.async_pipeline.core.flow import FlowResult, Tally
 from recipe.async_pipeline.core.machine import TERMINAL, StageState
 from recipe.async_pipeline.core.role import ROLES
 from recipe.async_pipeline.errors import ConfigError, ConservationError, StalenessViolation, WaitTimeout
-from tests.sim import ALL_ROLES, SimTrainer
+from tests.sim import ALL_ROLES, WITH_CRITIC, SimTrainer
 
 
 def run_flow(trainer: SimTrainer, **kwargs: Any) -> tuple[AsyncTrainingFlow, FlowResult]:
@@ -142,6 +142,7 @@ LAYOUTS = [
     {"ref_logp": "ref"},
     {"logp": "logp", "ref_logp": "ref"},
     {"logp": "forward", "ref_logp": "forward"},
+    {"logp": "forward", "critic": "critic"},
 ]
 
 
@@ -173,6 +174,33 @@ def test_a_reference_that_is_refreshed_is_one_of_the_published_versions() -> Non
     assert trainer.held["ref_logp"] == 6
 
 
+# With a critic.
+
+
+def test_the_critic_learns_beside_the_policy_where_it_has_devices_of_its_own() -> None:
+    flow, _ = run_flow(SimTrainer(max_lag=1, steps=12, roles=WITH_CRITIC, places={"critic": "critic"}))
+    assert overlap(flow, "critic", "train") > 8
+
+
+def test_on_the_same_devices_the_critic_comes_first() -> None:
+    trainer = SimTrainer(max_lag=1, roles=WITH_CRITIC)
+    flow, _ = run_flow(trainer)
+    assert overlap(flow, "critic", "train") == 0
+    assert all(trainer.calls.index(f"critic:{step}") < trainer.calls.index(f"update:{step}") for step in range(1, 7))
+
+
+def test_a_step_is_finished_with_what_the_critic_found_out() -> None:
+    trainer = SimTrainer(max_lag=1, roles=WITH_CRITIC, places={"critic": "critic"}, costs={"critic": 5.0})
+    flow, _ = run_flow(trainer)
+    assert [dict(b.metrics)["critic"] for b in trainer.finished] == [1, 2, 3, 4, 5, 6]
+    assert flow.criticised == {}
+
+
+def test_values_and_critic_belong_together() -> None:
+    with pytest.raises(ConfigError, match="belong together"):
+        AsyncTrainingFlow(SimTrainer(roles=(*ALL_ROLES, "critic")))
+
+
 # Invariants under random schedules.
 
 
@@ -184,7 +212,7 @@ def test_a_reference_that_is_refreshed_is_one_of_the_published_versions() -> Non
     costs=st.fixed_dictionaries(
         {
             name: st.sampled_from([0.0, 0.5, 6.0])
-            for name in ("logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "validate")
+            for name in ("logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "validate", "critic")
         }
     ),
     order=st.sampled_from(["drawn", "finished"]),
@@ -195,6 +223,7 @@ def test_a_reference_that_is_refreshed_is_one_of_the_published_versions() -> Non
     places=st.sampled_from(LAYOUTS),
     old=st.sampled_from(["trainer", "pool", "rollout"]),
     refresh=st.integers(0, 3),
+    critic=st.booleans(),
 )
 def test_any_schedule_keeps_the_invariants(
     max_lag: int,
@@ -210,6 +239,7 @@ def test_any_schedule_keeps_the_invariants(
     places: dict[str, str],
     old: str,
     refresh: int,
+    critic: bool,
 ) -> None:
     share = share if max_lag and groups > 1 else 1.0
     # With fewer publications than this, no sample would be new enough.
@@ -231,6 +261,7 @@ def test_any_schedule_keeps_the_invariants(
         places=places,
         old=old,
         refresh=refresh,
+        roles=WITH_CRITIC if critic else ALL_ROLES,
         filtered=lambda uid: sum(uid.encode()) % filtered_every == 0 if filtered_every < 1000 else False,
     )
     flow, result = run_flow(trainer)
@@ -245,7 +276,7 @@ def test_any_schedule_keeps_the_invariants(
     assert all(m.state is StageState.DONE for m in flow.machines)
     assert flow.pools is not None
     assert all(flow.pools.get(name).holders == () for name in flow.pools)
-    for a, b in combinations(("logp", "ref_logp", "train"), 2):
+    for a, b in combinations(("logp", "ref_logp", "train", "values", "critic"), 2):
         if trainer.pool_of(a) == trainer.pool_of(b):
             assert overlap(flow, a, b) == 0, "roles on one pool never compute at once"
 

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from recipe.async_pipeline.verl_bridge.parts import TrainingRanks, part_of
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.shards import load_parts, prove_parts
 
 
 def make_model() -> torch.nn.Module:
@@ -26,6 +28,18 @@ def make_model() -> torch.nn.Module:
     return model
 
 
+def load_back(model: torch.nn.Module, manifest: Manifest, version: int) -> None:
+    """Into another model that is sharded alike, which then computes with what was published."""
+    published = ArenaReader().tensors(manifest)
+    parts = [part_of(name, weight, replicated=True) for name, weight in model.state_dict().items()]
+    load_parts(version, published, parts)
+    prove_parts(manifest, parts)
+    for name, weight in model.state_dict().items():
+        whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        if not torch.equal(whole, published[name].to(whole.dtype).view(whole.shape)):
+            sys.stdout.write(f"v{version} {name} was not loaded back: {whole}\n")
+
+
 def main(rank: int, count: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count)
     mesh = init_device_mesh("cpu", (count,)) if count < 4 else init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicate", "shard"))
@@ -33,6 +47,10 @@ def main(rank: int, count: int, file: str) -> None:
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    copy = make_model()
+    for layer in copy:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(copy, mesh=mesh)
     ranks = TrainingRanks("this host")
     assert ranks.on_one_host
     assert not TrainingRanks(f"host {rank}").on_one_host or count == 1
@@ -42,9 +60,12 @@ def main(rank: int, count: int, file: str) -> None:
             for parameter in model.parameters():
                 parameter.add_(version)
         weights = model.state_dict()
-        ticket = writer.gather_parts(version, [part_of(name, weight) for name, weight in weights.items()])
+        ticket = ranks.share(writer.gather_parts(version, [part_of(name, weight) for name, weight in weights.items()]))
+        assert ticket is not None
+        load_back(copy, await_manifest(ticket, 30), version)
+        ranks.barrier()
         whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
-        if ticket is not None:
+        if rank == 0:
             manifest = await_manifest(ticket, 30)
             reader = ArenaReader()
             reader.verify(manifest)

@@ -36,7 +36,6 @@ MISTAKES: list[tuple[str, Any]] = [
     (f"{ROLLOUT}.n", 0),
     ("data.train_batch_size", 0),
     ("trainer.total_training_steps", -3),
-    ("critic.enable", True),
     ("trainer.use_v1", False),
     (f"{ROLLOUT}.name", "sglang"),
     (f"{ROLLOUT}.mode", "sync"),
@@ -45,8 +44,6 @@ MISTAKES: list[tuple[str, Any]] = [
     (f"{ROLLOUT}.disaggregation.enabled", True),
     ("actor_rollout_ref.actor.strategy", "megatron"),
     ("trainer.val_only", True),
-    ("trainer.critic_warmup", 2),
-    ("algorithm.adv_estimator", "gae"),
     ("distillation.enabled", True),
     ("skip.rollout_tq.enable", True),
     ("trainer.resume_mode", "resume_path"),
@@ -287,6 +284,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
         {"train": (["logp", "train"], 2), "ref_logp": (["ref_logp"], 1), "generate": (["generate"], 1)},
         "trainer",
     ),
+    "with a critic": (
+        {
+            f"{OWN}.pools": {
+                "policy": {"roles": ["train"], "devices": 2},
+                "value": {"roles": ["critic", "ref_logp"], "devices": 1},
+                "rollout": {"roles": ["generate"], "devices": 1},
+            },
+            "trainer.n_gpus_per_node": 4,
+            "algorithm.adv_estimator": "gae",
+            "trainer.critic_warmup": 2,
+        },
+        {"policy": (["train", "logp"], 2), "value": (["critic", "ref_logp"], 1), "rollout": (["generate"], 1)},
+        "trainer",
+    ),
     "our own": (
         {
             f"{OWN}.pools": {
@@ -321,6 +332,9 @@ def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> N
         ({"trainer.use_nodes_ratios": [0.25] * 4}, "pool logp gets no device|pool ref_logp gets no device"),
         ({"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3, "use_ref": False}, "has no ref_logp"),
         ({"trainer.use_nodes_ratios": [0.75, 0.75, 0.75, 0.25], "trainer.n_gpus_per_node": 3}, "mini-batch .* 128 samples, .* 3 devices of pool train; nearest sizes are 2 and 4"),
+        ({"trainer.critic_warmup": 2}, "critic_warmup must be 0 without a critic, got 2"),
+        ({"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"}, "critic.strategy must be fsdp or fsdp2, got megatron"),
+        ({"algorithm.adv_estimator": "gae", "trainer.n_gpus_per_node": 2, "critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 1}, "mini-batch .* cannot be dealt out evenly to the 2 devices"),
         ({f"{OWN}.old_logp": "logp_pool"}, "wants a pool for logp without train"),
         ({"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"}, "older than the one that answers"),
         ({"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2}, "needs every version published"),

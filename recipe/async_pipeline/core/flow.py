@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: wires the roles, runs one task a lane, ends cleanly or with the real error.
 
-        admission (message queue)                      ┌─► logp ─────┐
-    dataloader ────────► generate ─► rollout ──────────┤             ├─► reward ─► train ─► param_update
-        ▲                                              └─► ref_logp ─┘    (join, advantage)      │
+        admission (message queue)                      ┌─► logp ─────┐              ┌─► critic
+    dataloader ────────► generate ─► rollout ──────────┼─► ref_logp ─┼─► reward ────┴─► train ─► param_update
+        ▲                                              └─► values ───┘    (join, advantage)      │
         └───────────────────────── versions: trained ≥ gathered ≥ served ◄───────────────────────┘
 
 What each role waits for, and what unblocks it:
@@ -13,9 +13,13 @@ What each role waits for, and what unblocks it:
     rollout       finished groups                     generate, group by group
     logp          a full batch, weights of step-1     rollout; param_update's gather of step-1
     ref_logp      a full batch                        rollout
-    reward        logp and ref_logp of one batch      both
-    train         the scored batch, gather of step-1  reward; param_update
+    values        a full batch, critic of step-1      rollout; critic
+    reward        the three of one batch              all of them
+    critic        the scored batch                    reward
+    train         the scored batch, gather of step-1  reward; param_update; critic, if on its devices
     param_update  an optimizer step                   train
+
+Without a reference policy there is no ref_logp, without a critic neither values nor critic.
 
 End of data closes channels from left to right, so everything that was drawn has a fate by then. The first
 error stops every other role and is raised as it is.
@@ -32,7 +36,7 @@ from ..errors import ConfigError, ConservationError
 from .channel import Channel
 from .clock import Clock, LoopClock
 from .events import EventLog
-from .items import Publication
+from .items import Publication, StepBatch
 from .machine import StageState
 from .pools import DevicePool, PoolSet
 from .ports import PipelineTrainer
@@ -42,15 +46,19 @@ from .staleness import Versions
 GRAPH: Mapping[str, tuple[str, ...]] = {
     "dataloader": ("generate",),
     "generate": ("rollout",),
-    "rollout": ("logp", "ref_logp"),
+    "rollout": ("logp", "ref_logp", "values"),
     "logp": ("reward",),
     "ref_logp": ("reward",),
-    "reward": ("train",),
+    "values": ("reward",),
+    "reward": ("train", "critic"),
+    "critic": (),
     "train": ("param_update",),
     "param_update": (),
 }
 """Who hands to whom. A role that a run does not need is left out together with its edges."""
 
+OPTIONAL = ("ref_logp", "values", "critic")
+"""Roles that a run may do without."""
 EDGE_CAPACITY = 2
 """Items that may wait between two batch roles; admission bounds the total, this bounds each edge."""
 
@@ -155,10 +163,13 @@ class AsyncTrainingFlow:
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records)
         self.pools: PoolSet | None = None
+        self.criticised: dict[int, StepBatch] = {}
+        """Batches that the critic has learned from, until their step is finished."""
         self.failures: list[tuple[str, Exception]] = []
         """In the order in which they happened; the first is the cause."""
         if trainer.first_step > 1:
             self.versions.advance_trained(trainer.first_step - 1)
+            self.versions.advance_critic(trainer.first_step - 1)
 
     def insert(self, role_name: str, *, after: str, before: str) -> None:
         """Put a registered role of one's own on the edge `after` -> `before`, before the run starts.
@@ -264,9 +275,11 @@ def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
     unknown = wanted - GRAPH.keys()
     if unknown:
         raise ConfigError(f"unknown roles {sorted(unknown)}; the pipeline has {', '.join(GRAPH)}")
-    missing = GRAPH.keys() - wanted - {"ref_logp"}
+    missing = GRAPH.keys() - wanted - set(OPTIONAL)
     if missing:
-        raise ConfigError(f"roles {sorted(missing)} cannot be left out; only ref_logp is optional")
+        raise ConfigError(f"roles {sorted(missing)} cannot be left out; only {', '.join(OPTIONAL)} can")
+    if ("values" in wanted) != ("critic" in wanted):
+        raise ConfigError("roles values and critic belong together; name both or neither")
     return {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
 
 

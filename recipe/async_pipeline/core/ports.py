@@ -75,10 +75,15 @@ class PipelineTrainer(Protocol):
 
     async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch: ...
 
+    async def compute_values(self, batch: StepBatch) -> StepBatch: ...
+
     async def compute_advantages(self, batch: StepBatch) -> StepBatch: ...
 
     async def update(self, batch: StepBatch) -> StepBatch:
         """One optimizer step over the batch."""
+
+    async def update_critic(self, batch: StepBatch) -> StepBatch:
+        """The critic's optimizer step over the batch."""
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         """Log the metrics of a trained batch and free its samples."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ..errors import StalenessViolation
 
-Kind = Literal["trained", "gathered", "served"]
+Kind = Literal["trained", "gathered", "served", "critic"]
 
 
 def lag(trainer_version: int, first_version: int) -> int:
@@ -44,12 +44,14 @@ def check_lag(step: int, first_version: int, max_lag: int, what: str) -> int:
 class Versions:
     """The newest version that was trained, gathered and served: served <= gathered <= trained, always.
 
+    Beside them, the step that the critic has learned from; it has versions of its own, and nobody publishes those.
+
     Nothing is gathered or served (-1) until version 0 was published. Each counter only grows; it may
     skip versions, and advancing it to where it stands does nothing.
     """
 
     def __init__(self) -> None:
-        self._reached: dict[Kind, int] = {"trained": 0, "gathered": -1, "served": -1}
+        self._reached: dict[Kind, int] = {"trained": 0, "gathered": -1, "served": -1, "critic": 0}
         self._waiters: list[tuple[Kind, int, asyncio.Future[None]]] = []
         self._served_more: list[Callable[[], object]] = []
 
@@ -69,6 +71,10 @@ class Versions:
     def advance_trained(self, version: int) -> None:
         """The step that made `version` ended. Raises StalenessViolation: a newer one was trained before."""
         self._advance("trained", version)
+
+    def advance_critic(self, version: int) -> None:
+        """The critic has learned from step `version`. Raises StalenessViolation: it had from a later one before."""
+        self._advance("critic", version)
 
     def advance_gathered(self, version: int) -> None:
         """The full weights of `version` are in host memory.

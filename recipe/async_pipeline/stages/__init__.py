@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The eight roles, one file each. Importing this package registers them."""
+"""The roles, one file each: eight, and two more with a critic. Importing this package registers them."""
 
+from .critic import CriticStateMachine
 from .dataloader import DataloaderStateMachine
 from .generate import GenerateStateMachine
 from .logp import LogPStateMachine
@@ -9,8 +10,10 @@ from .ref_logp import RefLogPStateMachine
 from .reward import RewardStateMachine
 from .rollout import RolloutStateMachine
 from .train import TrainStateMachine
+from .values import ValuesStateMachine
 
 __all__ = [
+    "CriticStateMachine",
     "DataloaderStateMachine",
     "GenerateStateMachine",
     "LogPStateMachine",
@@ -19,4 +22,5 @@ __all__ = [
     "RewardStateMachine",
     "RolloutStateMachine",
     "TrainStateMachine",
+    "ValuesStateMachine",
 ]

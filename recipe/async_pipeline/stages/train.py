@@ -15,13 +15,27 @@ class TrainStateMachine(RoleStateMachine):
     """Steps are strictly ordered; the gather of the last step's weights comes before the next step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the snapshot of the last version that is published. Unblocked by: param_update's gather."""
+        """Waits for: the snapshot of the last version that is published; the critic, which comes first on these devices.
+
+        Unblocked by: param_update's gather; critic.
+        """
         snapshot = self.pipeline.publication_before(item.step)
         await self._wait(
             self.pipeline.versions.wait_for("gathered", snapshot),
             f"version {snapshot} to be gathered",
             lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
         )
+        if self.trainer.pool_of("critic") == self.trainer.pool_of("train"):
+            await self._critic_of(item)
+
+    async def _critic_of(self, item: StepBatch) -> None:
+        """Waits for: the critic to have learned from this step, if there is one. Unblocked by: critic."""
+        if "critic" in self.pipeline.graph:
+            await self._wait(
+                self.pipeline.versions.wait_for("critic", item.step),
+                f"the critic to have learned from step {item.step}",
+                lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "critic"),
+            )
 
     async def process(self, item: StepBatch) -> None:
         facts = self._check_lags(item)
@@ -35,7 +49,9 @@ class TrainStateMachine(RoleStateMachine):
         self.release()
         # The next gather must not wait for our bookkeeping.
         await self.emit(batch)
-        await self.trainer.finish_step(batch, facts)
+        await self._critic_of(item)
+        judged = self.pipeline.criticised.pop(item.step, batch)
+        await self.trainer.finish_step(batch.merged(judged), facts)
 
     def _check_lags(self, item: StepBatch) -> Mapping[str, float]:
         """Lag of every trajectory. Raises StalenessViolation: one is older than the bound."""

@@ -14,17 +14,18 @@ import importlib.util
 import os
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from .. import plugin
 from ..config import Translation, is_enabled, reject_near_misses, resolve
-from ..core.flow import GRAPH, graph_of
+from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..foreign_keys import BYPASS
 from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
@@ -109,6 +110,13 @@ def checked(config: DictConfig) -> Checked | None:
     return Checked(translation, placement, old_logp)
 
 
+def _has_critic(config: DictConfig) -> bool:
+    """As verl decides, which also prints a warning where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(need_critic(config))
+
+
 def set_verls_keys(config: DictConfig, found: Checked) -> None:
     """Have verl's own keys say what ours and those of other systems said."""
     _update(config, found.translation.verl)
@@ -124,7 +132,7 @@ def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
 
 
 def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
-    absent = {"critic"} | ({"logp"} if bypass else set()) | (set() if need_reference_policy(config) else {"ref_logp"})
+    absent = (set() if _has_critic(config) else {"critic"}) | ({"logp"} if bypass else set()) | (set() if need_reference_policy(config) else {"ref_logp"})
     return [role for role in PLACED if role not in absent]
 
 
@@ -163,7 +171,8 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError: a role of one's own is none, or there is no such edge."""
-    roles = [role for role in GRAPH if role != "ref_logp" or need_reference_policy(config)]
+    critic, reference = _has_critic(config), need_reference_policy(config)
+    roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
     try:
         insert_custom_roles(graph_of(roles), knobs.custom_roles)
     except ConfigError as error:
@@ -195,6 +204,14 @@ def _check_devices(config: DictConfig, placement: Placement) -> None:
         )
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     check_divides(train, min(batch, mini) * config.actor_rollout_ref.rollout.n, "a mini-batch (actor.ppo_mini_batch_size x rollout.n)")
+    critic = placement.pool_of("critic")
+    if critic is not None:
+        strategy = config.critic.strategy
+        if strategy not in ("fsdp", "fsdp2"):
+            raise ConfigError(f"critic.strategy must be fsdp or fsdp2, got {strategy}; other training engines are not supported yet")
+        check_divides(critic, min(batch, config.critic.ppo_mini_batch_size) * config.actor_rollout_ref.rollout.n, "a mini-batch (critic.ppo_mini_batch_size x rollout.n)")
+    elif config.trainer.critic_warmup:
+        raise ConfigError(f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set algorithm.adv_estimator=gae for one")
     there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
     if there is not None and placement.devices > there:
         raise ConfigError(
@@ -317,7 +334,6 @@ _RULES = (
     (f"{_ROLLOUT}.n", _positive, "must be >= 1", "answers to each prompt"),
     ("data.train_batch_size", _positive, "must be >= 1", "prompts of one optimizer step"),
     ("trainer.total_training_steps", lambda v: v is None or _positive(v), "must be >= 1", "leave it out to train by epochs"),
-    ("critic.enable", lambda v: not v, "must not be True", "a critic is not supported yet; use grpo"),
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
     (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "other engines are not supported yet"),
     (f"{_ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
@@ -336,8 +352,6 @@ _RULES = (
         "other training engines are not supported yet",
     ),
     ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),
-    ("trainer.critic_warmup", lambda v: not v, "must be 0", "there is no critic yet"),
-    ("algorithm.adv_estimator", lambda v: v != "gae", "must not be gae", "a critic is not supported yet; use grpo"),
     ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
     ("skip.rollout_tq.enable", lambda v: not v, "must be False", "replaying stored rollouts is not supported yet"),
     ("trainer.resume_mode", lambda v: v in ("auto", "disable"), "must be auto or disable", "resume is not supported yet"),

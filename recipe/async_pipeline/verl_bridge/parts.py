@@ -55,8 +55,10 @@ class Held(NamedTuple):
     """They are of a LoRA adapter; see `Manifest`."""
 
 
-def held_by(engine: Any) -> Held | None:
+def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
     """This rank's parts of all that changes, without copying any. The same tensors in the same order on all ranks.
+
+    Each element is in the part of one rank; with `replicated`, in the parts of all that hold it, as a load needs it.
 
     None: this engine does something to its weights before they are sent (another engine than FSDP2, adapters that are
     merged, quantization), so that it has to assemble them itself.
@@ -69,10 +71,11 @@ def held_by(engine: Any) -> Held | None:
     if hasattr(module, "peft_config"):
         if engine.model_config.lora.get("merge", False):
             return None
-        return Held([part_of(*named) for named in adapter_of(module).items()], described(module.peft_config["default"]))
+        return Held([part_of(*named, replicated=replicated) for named in adapter_of(module).items()], described(module.peft_config["default"]))
     weights = convert_weight_keys(module.state_dict(), module)
     model_type = engine.model_config.hf_config.model_type
-    return Held([part for named in weights.items() for part in unfused(part_of(*named), model_type)], None)
+    parts = [part_of(*named, replicated=replicated) for named in weights.items()]
+    return Held([part for whole in parts for part in unfused(whole, model_type)], None)
 
 
 def adapter_of(module: Any) -> dict[str, torch.Tensor]:
@@ -89,17 +92,17 @@ def described(config: Any) -> str:
     return json.dumps(config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value))
 
 
-def part_of(name: str, weight: torch.Tensor) -> Part:
-    """The block of a (distributed) tensor that this rank writes."""
+def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> Part:
+    """The block of a (distributed) tensor that this rank writes; or, if `replicated`, that it holds."""
     shape = tuple(weight.shape)
     if not isinstance(weight, DTensor):
         # The same on all ranks, so the owner of the memory writes it.
-        mine = not dist.is_initialized() or dist.get_rank() == 0
+        mine = replicated or not dist.is_initialized() or dist.get_rank() == 0
         return Part(name, shape, weight.dtype, (0,) * weight.dim(), weight.detach() if mine else None)
     offset, contributes = _block(shape, weight.device_mesh, tuple(weight.placements))
     with torch.no_grad():
         local = weight.to_local()
-    return Part(name, shape, weight.dtype, offset, local if contributes else None)
+    return Part(name, shape, weight.dtype, offset, local if contributes or replicated else None)
 
 
 @cache

@@ -119,13 +119,13 @@ class RolloutPool:
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
         self._manager = manager
-        self._courier: Any = None
+        self._trainer_node, self._courier = trainer_node, None
         self._distribution = Distribution(
             [
                 ReplicaConsumer(
                     replica,
                     manager.global_load_balancer,
-                    self._courier_for(replica, trainer_node),
+                    self.courier_for(ray.get([server.__ray_call__.remote(node_id) for server in replica.servers])),
                     piece_bytes,
                     load_timeout_s,
                     how,
@@ -137,12 +137,11 @@ class RolloutPool:
             restart_timeout_s=restart_timeout_s,
         )
 
-    def _courier_for(self, replica: Any, trainer_node: str) -> Any:
-        """None for a replica that can map the trainer's memory; else the one courier of the run."""
-        nodes = ray.get([server.__ray_call__.remote(node_id) for server in replica.servers])
-        if set(nodes) == {trainer_node}:
+    def courier_for(self, nodes: Sequence[str]) -> Any:
+        """None for a consumer on nodes that can map the trainer's memory; else the one courier of the run."""
+        if set(nodes) == {self._trainer_node}:
             return None
-        self._courier = self._courier or start_on(trainer_node)
+        self._courier = self._courier or start_on(self._trainer_node)
         return self._courier
 
     @property

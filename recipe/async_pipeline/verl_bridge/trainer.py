@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, TypeVar
 
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
@@ -31,7 +34,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
 from .. import plugin
-from ..core.flow import AsyncTrainingFlow
+from ..core.clock import within
+from ..core.flow import GRAPH, AsyncTrainingFlow
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
@@ -41,19 +45,20 @@ from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
+from ..placement import Placement
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .patches import find_verl_root, require_patched
+from .policy_copy import PolicyCopy
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
-from .workers import REF_COLUMN, PipelineWorker
+from .workers import REF_COLUMN, LogProbWorker, PipelineWorker, logp_config
 
 T = TypeVar("T")
 PARTITION = "train"
-TRAIN_POOL, GENERATE_POOL = "train", "generate"
 CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
 KEPT_RECORDS = 10_000
@@ -72,6 +77,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     strategy: ClassVar[str]
     order: ClassVar[Order] = "drawn"
     """Which groups a step takes; see `core.message_queue`."""
+    _flow: AsyncTrainingFlow
     trainer_mode: str
     """verl's name for it; several of its methods ask whether this is `sync`."""
 
@@ -86,6 +92,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.started_unix = float(own.get("started_unix") or time.time())
         roles = tuple(own.get("custom_roles") or ())
         self.knobs = AsyncPipelineConfig(**{k: v for k, v in own.items() if k in own_fields()} | {"custom_roles": roles})
+        self.placement = Placement.from_list(own["placement"])
         self.max_lag = self.knobs.max_lag
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
         self.run_dir = Path(str(self.knobs.run_dir))
@@ -97,9 +104,16 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
+        self._tickets: dict[int, bytes] = {}
+        """Of the versions that lie in the arenas."""
+        self._copies: dict[str, PolicyCopy] = {}
+        """Forward-only models that compute with published versions, by role."""
         self._last_finish = 0.0
 
     # Start-up.
+
+    _logp_group: Future[RayWorkerGroup] | None = None
+    """Of a pool for logp alone, or with ref_logp."""
 
     def _setup(self) -> None:
         """Training workers and rollout servers start side by side: neither needs the other."""
@@ -114,16 +128,21 @@ class AsyncPipelineTrainer(PPOTrainer):
             reward_loop_worker_handles=self.get_reward_handles(),
         )
         self._server_manager.ready()
+        trainer_node = ray.get(self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id))
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
             self._server_manager,
             _say,
-            trainer_node=ray.get(self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id)),
+            trainer_node=trainer_node,
             piece_bytes=self.knobs.consume_bucket_size_mb << 20,
             load_timeout_s=self.knobs.publish_timeout_s,
             restart_timeout_s=self.knobs.wait_timeout_s,
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
         )
+        if self._logp_group is not None:
+            self._copies["logp"] = self._policy_copy("logp", self._logp_group.result())
+        if self.knobs.ref_refresh_every:
+            self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
 
     def _init_dataloader(self) -> None:
@@ -140,6 +159,13 @@ class AsyncPipelineTrainer(PPOTrainer):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(PipelineWorker)
         pools = self.resource_pool_manager
+        for pool in self.placement.pools:
+            if "train" in pool.roles or "generate" in pool.roles:
+                continue
+            pools.resource_pool_spec[f"{pool.name}_pool"] = list(pool.per_node)
+            for role, verls in (("ref_logp", Role.RefPolicy), ("critic", Role.Critic)):
+                if role in pool.roles:
+                    pools.mapping[verls] = f"{pool.name}_pool"
         create = pools.create_resource_pool
 
         def reserve() -> None:
@@ -147,9 +173,22 @@ class AsyncPipelineTrainer(PPOTrainer):
             create()
             for pool in pools.resource_pool_dict.values():
                 pool.get_placement_groups(device_name=get_device_name())
+            own = self.placement.own_pool_of("logp")
+            if own is not None:
+                self._logp_group = self._threads.submit(self._start_logp_group, pools.resource_pool_dict[f"{own.name}_pool"])
             self._server_manager = PipelineServerManager.started(self.config)
 
         pools.create_resource_pool = reserve
+
+    def _start_logp_group(self, pool: Any) -> RayWorkerGroup:
+        made = RayClassWithInitArgs(ray.remote(LogProbWorker), config=logp_config(self.config.actor_rollout_ref), role="ref")
+        group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=self.config.trainer.device)
+        group.init_model()
+        return group
+
+    def _policy_copy(self, role: str, group: Any) -> PolicyCopy:
+        nodes = ray.get([worker.__ray_call__.remote(node_id) for worker in group.workers])
+        return PolicyCopy(role, group, self.rollout_pool.courier_for(nodes))
 
     def _load_checkpoint(self) -> None:
         """Raises ConfigError: there is a checkpoint to resume from, which is not supported yet."""
@@ -160,6 +199,11 @@ class AsyncPipelineTrainer(PPOTrainer):
                 f"trainer.resume_mode={self.config.trainer.resume_mode} found {tracker}, but this pipeline cannot "
                 "resume yet; set trainer.resume_mode=disable or another trainer.default_local_dir"
             )
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """As verl's, for the devices of other pools as well."""
+        others = [pool.devices for role in ("logp", "ref_logp", "critic") if (pool := self.placement.own_pool_of(role))]
+        return math.lcm(super()._get_required_batch_multiple(dp_size), *others)
 
     def get_llm_client(self) -> LLMServerClient:
         return self._server_manager.get_client()
@@ -204,7 +248,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
 
     async def _run(self) -> None:
-        flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True, keep_records=KEPT_RECORDS)
+        flow = self._flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True, keep_records=KEPT_RECORDS)
         insert_custom_roles(flow.graph, self.knobs.custom_roles)
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)
@@ -243,20 +287,16 @@ class AsyncPipelineTrainer(PPOTrainer):
         return int(min(self.total_training_steps, by_epochs))
 
     def roles(self) -> Sequence[str]:
-        roles = ["dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update"]
-        return roles if self.use_reference_policy else [r for r in roles if r != "ref_logp"]
+        without = set() if self.use_reference_policy else {"ref_logp"}
+        without |= set() if self.use_critic else {"values", "critic"}
+        return [role for role in GRAPH if role not in without]
 
     def pools(self) -> Mapping[str, int]:
-        trainer, rollout = self.config.trainer, self.config.actor_rollout_ref.rollout
-        return {
-            TRAIN_POOL: int(trainer.nnodes * trainer.n_gpus_per_node),
-            GENERATE_POOL: int(rollout.nnodes * rollout.n_gpus_per_node),
-        }
+        return {pool.name: pool.devices for pool in self.placement.pools}
 
     def pool_of(self, role: str) -> str | None:
-        if role == "generate":
-            return GENERATE_POOL
-        return TRAIN_POOL if role in ("logp", "ref_logp", "train", "param_update") else None
+        pool = self.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
+        return None if pool is None else pool.name
 
     # PipelineTrainer: decisions.
 
@@ -282,7 +322,19 @@ class AsyncPipelineTrainer(PPOTrainer):
         return len({t.filter_by for t in group.trajectories}) > 1
 
     def publishes(self, version: int) -> bool:
-        return version % self.knobs.sync_every == 0 or version == self.last_step or self._validates(version)
+        every = (self.knobs.sync_every, self.knobs.ref_refresh_every or self.knobs.sync_every)
+        return any(version % n == 0 for n in every) or version == self.last_step or self._validates(version)
+
+    def old_policy(self, step: int) -> int | None:
+        if self.knobs.old_logp == "rollout":
+            return None
+        if self.knobs.old_logp == "trainer":
+            return step - 1
+        return next(v for v in range(max(0, step - 2), -1, -1) if v == 0 or self.publishes(v))
+
+    def reference(self, step: int) -> int | None:
+        every = self.knobs.ref_refresh_every
+        return ((step - 1) // every * every or None) if every else None
 
     # PipelineTrainer: work.
 
@@ -364,16 +416,53 @@ class AsyncPipelineTrainer(PPOTrainer):
         return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics)
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
-        return await self._stage(batch, self._compute_old_log_prob, "old_log_prob")
+        policy = self._copies.get("logp")
+        if policy is None:
+            return await self._stage(batch, self._compute_old_log_prob, "old_log_prob")
+        pulled = await self._pull(policy, self.old_policy(batch.step))
+
+        def compute(batch: KVBatchMeta, metrics: dict[str, Any]) -> Any:
+            # verl's own code, which asks its trainer for no more than this.
+            view = SimpleNamespace(config=self.config, actor_rollout_wg=policy.group)
+            return PPOTrainer._compute_old_log_prob(view, batch, metrics=metrics)
+
+        return (await self._stage(batch, compute, "old_log_prob")).with_results(old_log_prob_load=pulled)
 
     async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
-        return await self._stage(batch, self._compute_ref_log_prob, "ref")
+        policy = self._copies.get("ref_logp")
+        pulled = 0.0 if policy is None else await self._pull(policy, self.reference(batch.step))
+        return (await self._stage(batch, self._compute_ref_log_prob, "ref")).with_results(ref_load=pulled)
+
+    async def _pull(self, policy: PolicyCopy, version: int | None) -> float:
+        """Have a copy hold a version; returns the seconds that it took."""
+        if version is None or version == policy.version:
+            return 0.0
+        started = time.perf_counter()
+        await self._call(policy.load, version, self._tickets[version], self.knobs.publish_timeout_s)
+        return time.perf_counter() - started
+
+    async def compute_values(self, batch: StepBatch) -> StepBatch:
+        return await self._stage(batch, self._compute_values, "values")
+
+    async def update_critic(self, batch: StepBatch) -> StepBatch:
+        return await self._stage(batch, self._update_critic, "update_critic")
 
     async def compute_advantages(self, batch: StepBatch) -> StepBatch:
         return await self._stage(batch, self._compute_advantage, "adv")
 
     async def update(self, batch: StepBatch) -> StepBatch:
-        return await self._stage(batch, functools.partial(self._update_and_save, batch.step), "update_actor")
+        self.global_steps = step = batch.step
+        if step >= self.config.trainer.critic_warmup:
+            batch = await self._stage(batch, self._update_actor, "update_actor")
+        every = self.config.trainer.save_freq
+        if every > 0 and (step % every == 0 or step == self.last_step):
+            if self.use_critic:
+                # Both are of one step in a checkpoint.
+                await within(
+                    self._flow.versions.wait_for("critic", step), self.wait_timeout_s, owner="train", what=f"the critic of step {step}, to save it"
+                )
+            await self._call(self._save_weights)
+        return batch
 
     async def _stage(self, batch: StepBatch, function: Callable[..., Any], timer: str) -> StepBatch:
         metrics: dict[str, Any] = {}
@@ -396,13 +485,6 @@ class AsyncPipelineTrainer(PPOTrainer):
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("ref_log_prob"))
         return batch
 
-    def _update_and_save(self, step: int, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
-        self.global_steps = step
-        self._update_actor(batch, metrics=metrics)
-        every = self.config.trainer.save_freq
-        if every > 0 and (step % every == 0 or step == self.last_step):
-            self._save_weights()
-
     def _save_weights(self) -> None:
         """verl's checkpoint without the state of its sample store, which is not how this pipeline resumes."""
         mode, self.trainer_mode = self.trainer_mode, "sync"
@@ -423,6 +505,9 @@ class AsyncPipelineTrainer(PPOTrainer):
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
         metrics.update(self._publication_metrics())
+        for role, version in (("old_logp", self.old_policy(batch.step)), ("ref_logp", self.reference(batch.step))):
+            if version is not None:
+                metrics[f"async_pipeline/version/{role}"] = version
         metrics.update({f"async_pipeline/{k}": v for k, v in self._meters.distances(batch).items()})
         self._compute_metrics(
             _copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
@@ -467,6 +552,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         ticket = next((t for t in tickets if t is not None), None)
         if ticket is None:
             raise WeightSyncError(f"no training rank returned a ticket of version {version}")
+        newest = max(self._tickets, default=version)
+        self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: bytes(ticket)}
         return bytes(ticket)
 
     async def publish(self, version: int, snapshot: object) -> Publication:

@@ -3,16 +3,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import ray
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
+from ..errors import WeightSyncError
+from ..weight_sync.arena import ArenaReader
+from ..weight_sync.board import await_manifest
+from ..weight_sync.inbox import Inbox
+from ..weight_sync.manifest import Manifest, decode, decode_ticket, encode
+from ..weight_sync.shards import load_parts, prove_parts
+from .courier import pull_through
 from .cpu_platform import is_cpu
 from .loss_registry import ppo_loss_with_scores
 from .parts import TrainingRanks, held_by
@@ -35,6 +46,8 @@ class PipelineWorker(ActorRolloutRefWorker):
     """verl's worker, with a gather that can be called by itself and a column of its own for the reference."""
 
     _ranks: TrainingRanks | None = None
+    _reader: ArenaReader | None = None
+    _inbox: Inbox | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -57,6 +70,34 @@ class PipelineWorker(ActorRolloutRefWorker):
         return ticket
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_version(self, ticket: bytes, courier: Any | None, timeout_s: float) -> int:
+        """Have the forward-only model compute with a published version. A collective of all ranks; returns the version.
+
+        Raises WeightSyncError: it is corrupt, or of another model. ProofError: it is not what was loaded.
+        """
+        offered = decode_ticket(ticket)
+        if courier is None:
+            manifest = await_manifest(offered, timeout_s)
+            self._reader = self._reader or ArenaReader()
+            self._reader.verify(manifest)
+        else:
+            # Ray runs this in the thread of an event loop.
+            with ThreadPoolExecutor(1) as thread:
+                manifest = thread.submit(asyncio.run, self._pull(courier, ticket, timeout_s)).result()
+            self._reader = self._reader or ArenaReader()
+        held = held_by(self.ref.engine, replicated=True)
+        if held is None or held.adapter is not None:
+            raise WeightSyncError("this engine cannot load published weights; it must be fsdp2, without LoRA adapters")
+        load_parts(offered.version, self._reader.tensors(manifest), held.parts)
+        prove_parts(manifest, held.parts)
+        return offered.version
+
+    async def _pull(self, courier: Any, ticket: bytes, timeout_s: float) -> Manifest:
+        self._inbox = self._inbox or Inbox()
+        described = decode(await courier.announced.remote(ticket, timeout_s))
+        return await self._inbox.receive(described, pull_through(courier, encode(described)))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_arenas(self) -> None:
         """Unlink the shared memory of this rank."""
         self.checkpoint_engine.close()
@@ -71,3 +112,27 @@ class PipelineWorker(ActorRolloutRefWorker):
         if "log_probs" in output.keys():
             output[REF_COLUMN] = output.pop("log_probs")
         return output
+
+
+class LogProbWorker(PipelineWorker):
+    """The policy as it was published, forward only, on devices of its own. Made with the role `ref`, see `logp_config`."""
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_log_prob(self, data: TensorDict) -> Any:
+        """As verl's actor computes it: per-token log-probs and entropies of prompt and response, jagged."""
+        output = self.ref.infer_batch(data=data)
+        return None if output is None else output.cpu()
+
+
+def logp_config(config: DictConfig) -> DictConfig:
+    """The actor's settings where a forward-only worker looks for its own. `config`: `actor_rollout_ref`."""
+    made = copy.deepcopy(config)
+    actor, ref, rollout = made.actor, made.ref, made.rollout
+    OmegaConf.set_struct(made, False)
+    ref.strategy, ref.use_torch_compile = actor.strategy, actor.use_torch_compile
+    for name in ("model_dtype", "mixed_precision", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking"):
+        if name in actor.fsdp_config:
+            ref.fsdp_config[name] = actor.fsdp_config[name]
+    for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
+        ref[f"log_prob_{name}"] = rollout[f"log_prob_{name}"]
+    return made

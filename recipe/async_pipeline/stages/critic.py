@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""critic: the critic's optimizer step, beside the policy's where it has devices of its own."""
+
+from __future__ import annotations
+
+from ..core.items import StepBatch
+from ..core.role import RoleStateMachine, register_role
+
+
+@register_role("critic")
+class CriticStateMachine(RoleStateMachine):
+    """Steps are strictly ordered. What it found out goes to `train`, which finishes the step."""
+
+    async def process(self, item: StepBatch) -> None:
+        self.pipeline.criticised[item.step] = await self.trainer.update_critic(item)
+        self.pipeline.versions.advance_critic(item.step)
+        self.release()

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""values: what the critic expects of each token of the batch."""
+
+from __future__ import annotations
+
+from ..core.items import StepBatch
+from ..core.role import RoleStateMachine, register_role
+
+
+@register_role("values")
+class ValuesStateMachine(RoleStateMachine):
+    """Step s is valued by the critic that has learned from step s-1, as in a sequential trainer."""
+
+    async def gate(self, item: StepBatch) -> None:
+        """Waits for: the critic's last update. Unblocked by: critic."""
+        await self._wait(
+            self.pipeline.versions.wait_for("critic", item.step - 1),
+            f"the critic to have learned from step {item.step - 1}",
+            lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "critic"),
+        )
+
+    async def process(self, item: StepBatch) -> None:
+        batch = await self.trainer.compute_values(item)
+        self.release()
+        await self.emit(batch)

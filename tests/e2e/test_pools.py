@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole jobs with roles on devices of their own: who computes beside whom, and that it changes no result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
+
+pytestmark = pytest.mark.e2e
+
+TASKS = "+trainer.sperated_node_tasks=[[logp,actor-train],ref_logp,generate]"
+LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, str]]] = {
+    "shared": (2, ("+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]",), {}),
+    "apart": (4, ("+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",), {"logp": "logp", "ref_logp": "ref_logp"}),
+    "two and one": (3, (TASKS, "+trainer.sperated_node_ratios=[0.34,0.33,0.33]"), {"ref_logp": "ref_logp"}),
+}
+"""Devices, what says the layout, and the pool of each role that does not share the training devices."""
+LR = "actor_rollout_ref.actor.optim.lr=6.0e-4"
+COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
+
+
+def run_layout(name: str, strategy: str, steps: int, task: Path, folder: Path, *overrides: str) -> Job:
+    devices, layout, _ = LAYOUTS[name]
+    folder.mkdir(exist_ok=True)
+    return run_job(
+        smoke_command(
+            f"async_strategy={strategy}",
+            *layout,
+            # Of all devices, the rollout is given one; the layout shares them out again.
+            f"trainer.n_gpus_per_node={devices - 1}",
+            f"ray_kwargs.ray_init.num_gpus={devices}",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.v1.async_pipeline.run_dir={folder / 'run'}",
+            *overrides,
+        ),
+        folder / "run",
+        task,
+    )
+
+
+def moments(job: Job) -> Iterator[tuple[float, set[str], set[str]]]:
+    """For each stretch between two events: seconds, the roles that compute, and those that hold a lease."""
+    running: dict[tuple[str, int], str] = {}
+    leases: set[tuple[str, int]] = set()
+    last = 0.0
+    for event in job.events():
+        yield event["t"] - last, {role for (role, _), state in running.items() if state == "RUNNING"}, {role for role, _ in leases}
+        last = event["t"]
+        lane = (event["role"], event.get("lane", 0))
+        running[lane] = event.get("state", "")
+        if event["event"] == "LEASE":
+            leases.add(lane)
+        elif event["event"] in ("RELEASE", "FINISH", "STOP", "FAIL"):
+            leases.discard(lane)
+
+
+def check_pools(job: Job, apart: Mapping[str, str]) -> None:
+    """Never two leases on one pool."""
+    for _, _, holders in moments(job):
+        for pool in {"train", *apart.values()}:
+            here = {role for role in ("logp", "ref_logp", "train", "param_update") if apart.get(role, "train") == pool}
+            assert len(holders & here) <= 1, (pool, holders)
+
+
+def test_on_pools_of_their_own_all_compute_at_once(tied_task: Path, tmp_path: Path) -> None:
+    steps = 10
+    job = run_layout("apart", "n_step_ahead", steps, tied_task, tmp_path, "trainer.v1.async_pipeline.ref_refresh_every=4")
+    check_clean_end(job, "n_step_ahead", 3, steps)
+    check_events(job, "ref_logp")
+    check_pools(job, LAYOUTS["apart"][2])
+    together = sum(s for s, computing, _ in moments(job) if {"logp", "ref_logp", "train", "generate"} <= computing)
+    assert together > 0
+    rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
+    assert [row["async_pipeline/version/old_logp"] for row in rows] == [max(0, step - 2) for step in range(1, steps + 1)]
+    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 4 + [4] * 4 + [8] * 2
+    # Right after a refresh, reference and policy are one.
+    kls = [abs(row["actor/kl_loss"]) for row in rows]
+    assert kls[0] < 1e-5 and kls[4] < 1e-5 and kls[8] < 1e-5
+    assert kls[3] > 1e-4 and kls[7] > 1e-4
+
+
+@pytest.mark.nightly
+def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
+    """With seeded answers, and old log-probs of the trainer's own version wherever they are computed."""
+    agents = tmp_path / "agents.json"
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
+    seeded = (
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "trainer.v1.async_pipeline.old_logp=trainer",
+        LR,
+    )
+    losses = {}
+    for name, (_, _, apart) in LAYOUTS.items():
+        job = run_layout(name, "on_policy", 6, tied_task, tmp_path / name.replace(" ", "_"), *seeded)
+        check_clean_end(job, "on_policy", 0, 6)
+        check_events(job, "ref_logp")
+        check_pools(job, apart)
+        rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
+        assert [row["async_pipeline/version/old_logp"] for row in rows] == list(range(6))
+        losses[name] = [{metric: float(row[metric]) for metric in COMPARED} for row in rows]
+    for name in ("apart", "two and one"):
+        for step, (found, wanted) in enumerate(zip(losses[name], losses["shared"], strict=True), start=1):
+            assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5), (name, step)
+
+
+def test_ppo_learns_with_a_critic_of_its_own(tied_task: Path, tmp_path: Path) -> None:
+    """GAE, one batch ahead, the critic on devices of its own, and two steps in which it alone learns."""
+    steps = 40
+    pools = "{train:{roles:[train],devices:1},critic:{roles:[critic],devices:1},generate:{roles:[generate],devices:1}}"
+    job = run_job(
+        smoke_command(
+            "algorithm.adv_estimator=gae",
+            "trainer.critic_warmup=2",
+            f"trainer.v1.async_pipeline.pools={pools}",
+            "trainer.n_gpus_per_node=2",
+            "ray_kwargs.ray_init.num_gpus=3",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        tied_task,
+    )
+    summary = check_clean_end(job, "one_step_off", 1, steps)
+    check_events(job, "values", "critic")
+    assert sum(s for s, computing, _ in moments(job) if {"critic", "train"} <= computing) > 0
+    rows = [row["data"] for row in job.metrics() if "critic/vf_loss" in row["data"]]
+    assert len(rows) == steps
+    assert ["actor/pg_loss" in row for row in rows[:3]] == [False, True, True]
+    assert rows[-1]["critic/vf_loss"] < 0.5 * rows[0]["critic/vf_loss"]
+    assert summary["reward_last"] > summary["reward_first"] + 0.1
