@@ -13,6 +13,7 @@ INSTALL_REQUIRES = [
     "msgspec",  # typed messages between processes, instead of pickles from a socket
     "numpy",  # views on weight arenas and summaries of metrics, without torch
     "omegaconf",  # verl hands us its configuration as a DictConfig
+    "pebble",  # processes for reward functions that can be killed when their time is up
     "psutil",  # process trees: to end a replica with all its processes, and to measure a benchmark's jobs
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]

@@ -7,7 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from recipe.async_pipeline.core.items import (
     Group,
@@ -109,8 +109,8 @@ class SimTrainer:
             **self._queue,
         )
 
-    def keeps(self, group: Group) -> bool:
-        return not self._filtered(group.uid)
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        return "filtered" if self._filtered(group.uid) else None
 
     def publishes(self, version: int) -> bool:
         if self.refresh and version % self.refresh == 0:

@@ -71,6 +71,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     (f"{ROLLOUT}.param_update_preduce_bucket_size_mb", 0, "leave it out"),
     (f"{ROLLOUT}.param_update_consume_bucket_size_mb", "32", "leave it out"),
     ("pg_variant", "tiss", "did you mean 'tis'"),
+    ("pg_variant", {"a": 1}, "must be one of vanilla, ppo"),
     ("actor_rollout_ref.actor.pg_variant", "gspo", "must be one of vanilla, ppo"),
     ("trainer.use_nodes_ratios", [1, 1], "must be [train, logp, ref_logp, generate]"),
     ("trainer.sperated_node_tasks", "train", "must be a list of roles"),
@@ -205,6 +206,12 @@ def test_own_knobs_arrive() -> None:
         "pools": {"a": {"roles": ["train"], "share": 0.5}, "b": {"roles": ["generate"], "share": 0.5}},
         "old_logp": "trainer",
         "ref_refresh_every": 4,
+        "reward_timeout_s": 2.5,
+        "reward_attempts": 3,
+        "reward_concurrency": 4,
+        "reward_batch": 16,
+        "reward_failure": "drop",
+        "reward_default": -1.0,
         "run_dir": "somewhere",
         "custom_roles": ["m:C@reward->train"],
     }
@@ -462,7 +469,7 @@ def merge(into: dict[Any, Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
     return into
 
 
-@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
 @given(
     pairs=st.lists(st.tuples(st.sampled_from(PATHS), TREES), max_size=4),
     stray=st.dictionaries(st.sampled_from(WORDS), TREES, max_size=2),

@@ -226,3 +226,17 @@ def test_the_drawing_has_a_mark_for_each_device() -> None:
 def test_the_drawing_fits_a_line(train: int, generate: int) -> None:
     pools = (Pool("a", ("train", "logp"), (train,)), Pool("b", ("generate",), (generate,)))
     assert all(len(line) < 120 for line in drawing(Placement(pools)))
+
+
+ODD = st.one_of(st.none(), st.booleans(), st.integers(-1, 3), st.floats(), st.sampled_from([*PLACED, "rollout", ""]))
+LISTS_OF_ROLES = st.one_of(ODD, st.lists(ODD, max_size=3), st.lists(st.lists(ODD, max_size=2) | ODD, max_size=3))
+SIZED = st.dictionaries(st.sampled_from(["roles", "devices", "share", "more"]), ODD | LISTS_OF_ROLES, max_size=3)
+
+
+@given(st.one_of(ODD, LISTS_OF_ROLES, st.dictionaries(st.sampled_from("abc"), ODD | SIZED, max_size=3)), LISTS_OF_ROLES)
+def test_anything_at_all_is_a_layout_or_refused_in_one_line(pools: Any, more: Any) -> None:
+    for read in (lambda: wishes_of(pools), lambda: pools_of_ratios(pools), lambda: pools_of_tasks(pools, more), lambda: pools_of_tasks(more, pools)):
+        try:
+            read()
+        except ConfigError as error:
+            assert "\n" not in str(error)

@@ -59,5 +59,9 @@ class RolloutError(AsyncPipelineError, RuntimeError):
     """A group could not be generated or scored."""
 
 
+class RewardError(AsyncPipelineError, RuntimeError):
+    """A reward function brought no score: it raised, took too long, died, or returned none."""
+
+
 class WarmupFailed(AsyncPipelineError, RuntimeError):
     """The small model did not reach the accuracy that RL needs to start from."""

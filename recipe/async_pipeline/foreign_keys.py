@@ -192,7 +192,7 @@ def _size_mb(path: str, name: str) -> Callable[[Any, Draft], str]:
 
 def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
-        if value not in LOSS_OF_VARIANT:
+        if not isinstance(value, str) or value not in LOSS_OF_VARIANT:
             raise ConfigError(
                 f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got {value!r}{hint(value, LOSS_OF_VARIANT)}; "
                 f"verl's other losses are named by {_POLICY_LOSS}.loss_mode"

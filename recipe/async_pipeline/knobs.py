@@ -27,6 +27,8 @@ STALE = ("wait", "resume", "drop")
 """What may become of a group that holds a step up; see `core.message_queue`."""
 OLD_LOGP = ("trainer", "rollout", "logp_pool")
 """Whose policy old log-probs are of; see `AsyncPipelineConfig.old_logp`."""
+REWARD_FAILURE = ("fail", "drop", "score")
+"""What becomes of a group with an answer that the reward function could not score."""
 DEFAULT_AHEAD = 3
 """max_lag of n_step_ahead and fully_async when nothing names one."""
 
@@ -72,6 +74,17 @@ class AsyncPipelineConfig:
     devices of its own beside step s-1). Default: logp_pool where logp has its own pool and max_lag > 0, else trainer."""
     ref_refresh_every: int = 0
     """Steps after which the reference policy is replaced by the trained one; 0: never."""
+    reward_timeout_s: float | None = None
+    """Seconds that one call of the reward function may take, in a process that is killed then; None: no limit, no process."""
+    reward_attempts: int = 2
+    """Calls for one answer before it counts as not scored."""
+    reward_concurrency: int = 8
+    """Calls at once in each reward worker (`reward.num_workers`); for a plain function as many processes."""
+    reward_batch: int | None = None
+    """Answers in one call, for a function that takes lists; None: it takes one answer."""
+    reward_failure: str = "fail"
+    """An answer that could not be scored: fail (the run ends), drop (its group is not trained), score (`reward_default`)."""
+    reward_default: float = 0.0
     run_dir: str | None = None
     """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
     custom_roles: tuple[str, ...] = ()
@@ -88,6 +101,14 @@ class AsyncPipelineConfig:
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE)):
             value = getattr(self, name)
             _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
+        _require(self.reward_failure in REWARD_FAILURE, "reward_failure", f"must be one of {', '.join(REWARD_FAILURE)}", self.reward_failure, "fail is the default")
+        for name in ("reward_timeout_s", "reward_attempts", "reward_concurrency", "reward_batch"):
+            value = getattr(self, name)
+            least = "> 0" if name == "reward_timeout_s" else ">= 1"
+            _require(value is None or value > 0, name, f"must be {least}", value, "leave it out for the default")
+        if self.reward_timeout_s is None and (self.reward_batch is not None or self.reward_failure != "fail"):
+            name = "reward_batch" if self.reward_batch is not None else "reward_failure"
+            raise ConfigError(f"{OWN}.{name} wants a limit for the calls, got {getattr(self, name)!r}; set {OWN}.reward_timeout_s")
         if self.old_logp is not None:
             _require(self.old_logp in OLD_LOGP, "old_logp", f"must be one of {', '.join(OLD_LOGP)}", self.old_logp, "leave it out for the default")
         _require(self.ref_refresh_every >= 0, "ref_refresh_every", "must be >= 0", self.ref_refresh_every, "0 is never")

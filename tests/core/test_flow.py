@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
-from recipe.async_pipeline.core.flow import FlowResult, Tally
+from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.machine import TERMINAL, StageState
 from recipe.async_pipeline.core.role import ROLES
-from recipe.async_pipeline.errors import ConfigError, ConservationError, StalenessViolation, WaitTimeout
+from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
 from tests.sim import ALL_ROLES, WITH_CRITIC, SimTrainer
 
 
@@ -424,18 +424,3 @@ def test_only_the_reference_may_be_left_out(missing: str) -> None:
 
 
 # The books.
-
-
-def test_the_tally_rejects_what_does_not_balance() -> None:
-    tally = Tally()
-    tally.draw("a")
-    with pytest.raises(ConservationError, match="drawn twice"):
-        tally.draw("a")
-    with pytest.raises(ConservationError, match="never drawn"):
-        tally.train("b", 1, 2)
-    with pytest.raises(ConservationError, match="1 of 1 prompts were lost"):
-        tally.check()
-    tally.train("a", 1, 2)
-    with pytest.raises(ConservationError, match="trained prompt a again; step 1 had it"):
-        tally.train("a", 2, 2)
-    tally.check()

@@ -117,7 +117,7 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
     assert summary["lag_max"] <= max_lag
     assert summary["served_version"] == summary["trainer_version"] == steps
     assert summary["groups_trained"] == steps * 16
-    fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired"))
+    fates = sum(summary[f"groups_{fate}"] for fate in ("trained", "filtered", "expired", "failed"))
     assert (summary["groups_drawn"], summary["groups_in_flight"]) == (fates, 0)
     assert summary["samples_trained"] == steps * 128
     assert summary["tensors_proved"] > 0

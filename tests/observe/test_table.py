@@ -74,6 +74,7 @@ SUMMARY: dict[str, object] = {
     "groups_trained": 1280,
     "groups_filtered": 7,
     "groups_expired": 3,
+    "groups_failed": 0,
     "groups_in_flight": 0,
     "groups_regenerated": 0,
     "served_version": 80,
@@ -92,7 +93,7 @@ def test_closing_lines_of_a_good_run() -> None:
         "0.250 -> 0.750",
         "lag_max 1 of 1",
         "55.2 s",
-        "1290 groups drawn: 1280 trained, 7 filtered, 3 expired, 0 in flight",
+        "1290 groups drawn: 1280 trained, 7 filtered, 3 expired, 0 failed, 0 in flight",
     ):
         assert part in text
     assert "cause" not in text

@@ -149,7 +149,7 @@ def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeR
     run_virtual(main())
     tally = machine.pipeline.tally
     assert trainer.cancelled == ["p0"]
-    assert tally.expired == ({"p0"} if stale == "drop" else set())
+    assert tally.fates == ({"p0": "expired"} if stale == "drop" else {})
     assert tally.regenerated == (stale == "resume")
     assert arrived == [("p1", 1.0), *([("p0", 3.0)] if stale == "resume" else [])]
     assert [r.fields["fate"] for r in machine.pipeline.log.records if r.event == "RECALLED"] == [stale]
@@ -177,5 +177,5 @@ def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) 
 
     run_virtual(main())
     assert trainer.discarded == ["p0"]
-    assert machine.pipeline.tally.expired == {"p0"}
+    assert machine.pipeline.tally.fates == {"p0": "expired"}
     assert len(machine.outputs[0]) == 0

@@ -101,6 +101,7 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "queue/finished": 0.0,
         "samples/filtered": 0.0,
         "samples/expired": 0.0,
+        "samples/failed": 0.0,
         "samples/regenerated": 0.0,
     }
     tally = machine.pipeline.tally

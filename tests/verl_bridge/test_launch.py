@@ -262,6 +262,30 @@ def test_both_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: A
         launch.checked(smoke({path: value}))
 
 
+def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(launch: ModuleType, smoke: Smoke) -> None:
+    config = smoke({f"{OWN}.reward_timeout_s": 5, "reward.reward_manager.name": "dapo"})
+    launch.prepare(config)
+    manager = config.reward.reward_manager
+    assert (manager.source, manager.name) == ("importlib", "GuardedRewardManager")
+    assert manager.module.path == "pkg://recipe.async_pipeline.verl_bridge.guarded_rewards"
+    assert config.trainer.v1.async_pipeline.reward_manager.name == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None}, "wants a reward function of your own, got None"),
+        ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"}, "cannot be loaded .* correct path and name"),
+        ({f"{OWN}.reward_failure": "drop"}, "reward_failure wants a limit for the calls"),
+        ({f"{OWN}.reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
+    ],
+)
+def test_limits_that_cannot_be(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert re.search(part, refused(launch, smoke(changes), capsys))
+
+
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]] = {
     "none": ({}, {"train": (["train", "logp", "ref_logp"], 1), "generate": (["generate"], 1)}, "trainer"),
     "halves": (

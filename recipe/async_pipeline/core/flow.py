@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError, ConservationError
+from ..errors import ConfigError
 from .channel import Channel
 from .clock import Clock, LoopClock
 from .events import EventLog
@@ -42,6 +42,7 @@ from .pools import DevicePool, PoolSet
 from .ports import PipelineTrainer
 from .role import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
+from .tally import Tally
 
 GRAPH: Mapping[str, tuple[str, ...]] = {
     "dataloader": ("generate",),
@@ -72,6 +73,7 @@ class FlowResult:
     groups_trained: int
     groups_filtered: int
     groups_expired: int
+    groups_failed: int
     groups_in_flight: int
     """Drawn, and without a fate; none after a run that completed."""
     regenerated: int
@@ -81,59 +83,6 @@ class FlowResult:
     trainer_version: int
     served_version: int
     publications: tuple[Publication, ...]
-
-
-class Tally:
-    """Counts that must balance at the end of a run."""
-
-    def __init__(self) -> None:
-        self.drawn: set[str] = set()
-        self.trained: dict[str, int] = {}
-        self.filtered: set[str] = set()
-        self.expired: set[str] = set()
-        self.regenerated = 0
-        self.trajectories_trained = 0
-        self.steps = 0
-        self.lag_max = 0
-        self.publications: list[Publication] = []
-
-    def draw(self, uid: str) -> None:
-        """Raises ConservationError: the prompt was drawn before."""
-        if uid in self.drawn:
-            raise ConservationError(f"prompt {uid} was drawn twice")
-        self.drawn.add(uid)
-
-    def train(self, uid: str, step: int, num_trajectories: int) -> None:
-        """Raises ConservationError: never drawn, or trained before."""
-        if uid not in self.drawn:
-            raise ConservationError(f"step {step} trained prompt {uid}, which was never drawn")
-        if uid in self.trained:
-            raise ConservationError(f"step {step} trained prompt {uid} again; step {self.trained[uid]} had it")
-        if uid in self.filtered or uid in self.expired:
-            raise ConservationError(f"step {step} trained prompt {uid}, which was given up")
-        self.trained[uid] = step
-        self.trajectories_trained += num_trajectories
-
-    def filter(self, uid: str) -> None:
-        """A finished group will not be trained: it teaches nothing."""
-        self.filtered.add(uid)
-
-    def expire(self, uid: str) -> None:
-        """An unfinished group will not be trained: it held a step up."""
-        self.expired.add(uid)
-
-    def in_flight(self) -> set[str]:
-        """Prompts without a fate."""
-        return self.drawn - self.trained.keys() - self.filtered - self.expired
-
-    def check(self) -> None:
-        """Raises ConservationError: some prompt that was drawn has no fate, or two."""
-        lost = self.in_flight()
-        fates = len(self.trained) + len(self.filtered) + len(self.expired)
-        if not lost and fates != len(self.drawn):
-            raise ConservationError(f"{len(self.drawn)} prompts were drawn, but {fates} have a fate")
-        if lost:
-            raise ConservationError(f"{len(lost)} of {len(self.drawn)} prompts were lost, e.g. {sorted(lost)[:3]}")
 
 
 class AsyncTrainingFlow:
@@ -194,9 +143,10 @@ class AsyncTrainingFlow:
         return FlowResult(
             steps=self.tally.steps,
             groups_drawn=len(self.tally.drawn),
-            groups_trained=len(self.tally.trained),
-            groups_filtered=len(self.tally.filtered),
-            groups_expired=len(self.tally.expired),
+            groups_trained=self.tally.count("trained"),
+            groups_filtered=self.tally.count("filtered"),
+            groups_expired=self.tally.count("expired"),
+            groups_failed=self.tally.count("failed"),
             groups_in_flight=len(self.tally.in_flight()),
             regenerated=self.tally.regenerated,
             trajectories_trained=self.tally.trajectories_trained,

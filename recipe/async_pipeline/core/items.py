@@ -57,6 +57,8 @@ class Trajectory:
     reward: float | None = None
     filter_by: float | None = None
     """What group filtering compares, if the run filters."""
+    unscored: str = ""
+    """Why it has no score of its own; empty: it has one."""
     payload: Any = None
 
 

@@ -8,7 +8,7 @@ admit, when a batch is ready, when to publish) belong to the strategy; the rest 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
 from .message_queue import MessageQueue
@@ -39,8 +39,8 @@ class PipelineTrainer(Protocol):
     def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
         """Decides when prompts go out, and which groups each step trains on."""
 
-    def keeps(self, group: Group) -> bool:
-        """False: the group teaches nothing and is filtered; another prompt is drawn instead."""
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        """Why a finished group is not trained, and another prompt drawn instead; None: it is."""
 
     def publishes(self, version: int) -> bool:
         """Are the weights after step `version` for the replicas? Those before the first step always are."""

@@ -55,6 +55,7 @@ class RunRecorder:
             "groups_trained": result.groups_trained,
             "groups_filtered": result.groups_filtered,
             "groups_expired": result.groups_expired,
+            "groups_failed": result.groups_failed,
             "groups_in_flight": result.groups_in_flight,
             "groups_regenerated": result.regenerated,
             "reward_first": round(fmean(self.rewards[:fifth]), 6) if self.rewards else None,

@@ -22,7 +22,7 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     ("samples/s", "{:>10.1f}"),
 )
 
-FATES = ("trained", "filtered", "expired", "in_flight")
+FATES = ("trained", "filtered", "expired", "failed", "in_flight")
 """What becomes of a group; together they are all that were drawn."""
 
 

@@ -62,6 +62,6 @@ class GenerateStateMachine(RoleStateMachine):
                     raise
             self.note("RECALLED", key=uid, fate=verdict)
             if verdict == "drop":
-                self.pipeline.tally.expire(uid)
+                self.pipeline.tally.give_up(uid, "expired")
                 return None
             self.pipeline.tally.regenerated += 1

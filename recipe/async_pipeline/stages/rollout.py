@@ -18,10 +18,11 @@ class RolloutStateMachine(RoleStateMachine):
         queue, tally = self.pipeline.queue, self.pipeline.tally
         if self._next_step is None:
             self._next_step = self.trainer.first_step
-        if self.trainer.keeps(item):
+        fate = self.trainer.rejects(item)
+        if fate is None:
             queue.put(item)
         else:
-            tally.filter(item.uid)
+            tally.give_up(item.uid, fate)
             queue.give_back(item.uid)
             await self.trainer.discard(item)
         while self._next_step <= self.trainer.last_step and (groups := queue.take(self._next_step)):

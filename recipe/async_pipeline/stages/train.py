@@ -60,7 +60,8 @@ class TrainStateMachine(RoleStateMachine):
             for group in item.groups
             for t in group.trajectories
         ]
-        self.pipeline.tally.lag_max = max(self.pipeline.tally.lag_max, *lags)
+        tally = self.pipeline.tally
+        tally.lag_max = max(tally.lag_max, *lags)
         spans = [t.last_version - t.first_version for g in item.groups for t in g.trajectories]
         return {
             "lag/mean": sum(lags) / len(lags),
@@ -71,7 +72,6 @@ class TrainStateMachine(RoleStateMachine):
             "version/served_min": float(self.pipeline.versions.served),
             "queue/untrained": float(self.pipeline.queue.untrained),
             "queue/finished": float(self.pipeline.queue.finished),
-            "samples/filtered": float(len(self.pipeline.tally.filtered)),
-            "samples/expired": float(len(self.pipeline.tally.expired)),
-            "samples/regenerated": float(self.pipeline.tally.regenerated),
+            **{f"samples/{fate}": float(tally.count(fate)) for fate in ("filtered", "expired", "failed")},
+            "samples/regenerated": float(tally.regenerated),
         }

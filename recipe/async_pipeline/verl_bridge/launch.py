@@ -32,11 +32,13 @@ from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
 from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
 from ..placement import PLACED, Placement, check_divides, placement_of, proximal_policy
+from ..rewards import Function
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.PushAgentLoopManager"
 STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
+REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.guarded_rewards"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
 
 
@@ -98,6 +100,7 @@ def checked(config: DictConfig) -> Checked | None:
     _require_resolvable(config)
     translation = resolve(raw)
     _require_importable(translation.config)
+    _require_reward_function(config, translation.config)
     config = copy.deepcopy(config)
     _update(config, translation.verl)
     check_verl_config(config)
@@ -167,6 +170,16 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
             found = None
         if found is None:
             raise ConfigError(f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH")
+
+
+def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: limits for the calls of a reward function that is not there, or that verl has built in."""
+    path = OmegaConf.select(config, "reward.custom_reward_function.path")
+    if knobs.reward_timeout_s is None:
+        return
+    if not path:
+        raise ConfigError(f"{OWN}.reward_timeout_s wants a reward function of your own, got {path!r}; set reward.custom_reward_function.path")
+    Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
 def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -266,6 +279,12 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         config.actor_rollout_ref.hybrid_engine = False
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER
+        if knobs.reward_timeout_s is not None:
+            own["reward_manager"] = OmegaConf.to_container(config.reward.reward_manager, resolve=True)
+            config.trainer.v1.async_pipeline = own
+            config.reward.reward_manager.source = "importlib"
+            config.reward.reward_manager.module.path = REWARDS_MODULE
+            config.reward.reward_manager.name = "GuardedRewardManager"
         losses = config.actor_rollout_ref.actor.policy_loss
         if losses.get("_target_") == STOCK_LOSS_CONFIG:
             losses._target_ = LOSS_CONFIG

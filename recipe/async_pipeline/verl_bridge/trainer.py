@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import ray
 import transfer_queue as tq
@@ -51,6 +51,7 @@ from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers 
 from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
+from .guarded_rewards import UNSCORED
 from .patches import find_verl_root, require_patched
 from .policy_copy import PolicyCopy
 from .rollout_pool import PipelineServerManager, RolloutPool
@@ -63,6 +64,8 @@ CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
 KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
+MANY_FAILED = 64
+"""Groups that may fail before it matters which share of all they are."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
 VALIDATION_POLL_S = 0.05
@@ -315,11 +318,14 @@ class AsyncPipelineTrainer(PPOTrainer):
             queue.depth = min(self.knobs.depth, max_lag)
         return queue
 
-    def keeps(self, group: Group) -> bool:
-        """DAPO's rule (arXiv 2503.14476): answers that are all alike have no advantage over each other."""
-        if self._filter_metric is None or len(group.trajectories) < 2:
-            return True
-        return len({t.filter_by for t in group.trajectories}) > 1
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        """A group with an answer that could not be scored; and by DAPO's rule (arXiv 2503.14476) one whose answers are
+        all alike, and have no advantage over each other.
+        """
+        if any(t.unscored for t in group.trajectories):
+            return "failed"
+        alike = len({t.filter_by for t in group.trajectories}) == 1
+        return "filtered" if self._filter_metric is not None and alike and len(group.trajectories) > 1 else None
 
     def publishes(self, version: int) -> bool:
         every = (self.knobs.sync_every, self.knobs.ref_refresh_every or self.knobs.sync_every)
@@ -375,12 +381,23 @@ class AsyncPipelineTrainer(PPOTrainer):
                 seconds=seconds,
                 reward=_reward(r),
                 filter_by=self._filter_by(r),
+                unscored=self._unscored(r),
                 payload=r["tag"],
             )
             for r in sorted(results, key=lambda r: str(r["key"]))
         )
         self._meters.meet("finished", trajectories)
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    def _unscored(self, result: Mapping[str, Any]) -> str:
+        """Why an answer whose group is to be dropped has no score. Raises RolloutError: that goes for most of them."""
+        why = str(result["reward_info"].get(UNSCORED) or "")
+        if not why or self.knobs.reward_failure != "drop":
+            return ""
+        failed, finished = self._flow.tally.count("failed"), len(self._flow.tally.fates)
+        if failed >= MANY_FAILED and failed > finished / 2:
+            raise RolloutError(f"{failed} of {finished} groups could not be scored; the last, because {why}")
+        return why
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
         """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
@@ -397,9 +414,9 @@ class AsyncPipelineTrainer(PPOTrainer):
         return float(value)
 
     async def discard(self, group: Group) -> None:
-        filtered = not self.keeps(group)
-        self._meters.meet("filtered" if filtered else "dropped", group.trajectories)
-        if filtered or self.knobs.stale == "drop":
+        rejected = self.rejects(group)
+        self._meters.meet("filtered" if rejected == "filtered" else "dropped", group.trajectories)
+        if rejected or self.knobs.stale == "drop":
             self._order.pop(group.uid)
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 

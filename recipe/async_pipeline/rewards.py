@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions that may hang, hog or fail: called with a deadline, in processes that can be killed.
+
+A plain function runs in a process of its own (pebble's pool), which is killed when its time is up, so that neither an
+endless loop nor a crash of native code takes the run along. An `async def` function waits in the caller's event loop,
+for a service as a rule; its await is cancelled, but a loop in it that never awaits cannot be. A function that scores
+many answers at once gets them in micro-batches; if one fails, its answers are tried one by one.
+
+Imports neither verl nor ray: the processes that call the functions import this, and should start fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import multiprocessing
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, RewardError
+
+PACKAGE, FILE = "pkg://", "file://"
+BATCH_WAIT_S = 0.02
+"""How long the first answer of a micro-batch waits for others."""
+LISTS = {
+    "data_source": "data_sources",
+    "solution_str": "solution_strs",
+    "ground_truth": "ground_truths",
+    "extra_info": "extra_infos",
+}
+"""What a function for one answer calls its arguments, and one for many."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """Where a reward function is: what verl has under `reward.custom_reward_function`."""
+
+    path: str
+    name: str
+    kwargs: Mapping[str, Any]
+
+    def load(self) -> Callable[..., Any]:
+        """Raises ConfigError: there is no such function."""
+        return _load(self.path, self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a call may cost."""
+
+    timeout_s: float
+    attempts: int = 2
+    concurrency: int = 8
+    """Calls at once; for a plain function as many processes, started as they are needed."""
+    batch: int | None = None
+    """Answers in one call, for a function that takes lists (`LISTS`); None: it takes one."""
+
+
+class RewardGuard:
+    """Scores answers within limits."""
+
+    def __init__(self, function: Function, limits: Limits) -> None:
+        self._function, self._limits = function, limits
+        self._is_async = inspect.iscoroutinefunction(function.load())
+        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        self._batches: set[asyncio.Task[None]] = set()
+        self._pool: Any = None
+
+    async def score(self, **answer: Any) -> Any:
+        """What the function returns for an answer: a finite number, or a mapping with one under `score`.
+
+        Raises RewardError, with what the last attempt came to.
+        """
+        error: RewardError | None = None
+        for attempt in range(self._limits.attempts):
+            try:
+                # What has failed in a batch is tried alone, so that it takes no other down again.
+                together = self._limits.batch is not None and attempt == 0
+                return checked(await (self._in_batch(answer) if together else self._alone(answer)))
+            except RewardError as failed:
+                error = failed
+        assert error is not None
+        raise error
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+
+    async def _alone(self, answer: dict[str, Any]) -> Any:
+        if self._limits.batch is None:
+            return await self._call(answer)
+        return _one_of(await self._call(_listed([answer])), 0, 1)
+
+    async def _in_batch(self, answer: dict[str, Any]) -> Any:
+        scored: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((answer, scored))
+        if len(self._waiting) == 1:
+            self._start(self._soon())
+        if len(self._waiting) == self._limits.batch:
+            self._send()
+        return await scored
+
+    def _send(self) -> None:
+        batch, self._waiting = self._waiting, []
+        if batch:
+            self._start(self._run(batch))
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.create_task(work, name="rewards")
+        self._batches.add(task)
+        task.add_done_callback(self._batches.discard)
+
+    async def _soon(self) -> None:
+        await asyncio.sleep(BATCH_WAIT_S)
+        self._send()
+
+    async def _run(self, batch: list[tuple[dict[str, Any], asyncio.Future[Any]]]) -> None:
+        try:
+            found = await self._call(_listed([answer for answer, _ in batch]))
+            results = [_one_of(found, i, len(batch)) for i in range(len(batch))]
+        except Exception as error:  # noqa: BLE001  each of those who wait gets it
+            for _, scored in batch:
+                if not scored.done():
+                    scored.set_exception(error)
+            return
+        for (_, scored), result in zip(batch, results, strict=True):
+            if not scored.done():
+                scored.set_result(result)
+
+    async def _call(self, arguments: dict[str, Any]) -> Any:
+        async with self._slots:
+            try:
+                arguments = {**arguments, **self._function.kwargs}
+                if self._is_async:
+                    return await asyncio.wait_for(self._function.load()(**arguments), self._limits.timeout_s)
+                return await self._in_process(arguments)
+            except (TimeoutError, FutureTimeout):
+                raise RewardError(f"timeout: {self._function.name} took more than {self._limits.timeout_s:g} s") from None
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                kind = "died" if type(error).__name__ == "ProcessExpired" else "raised"
+                raise RewardError(f"{kind}: {self._function.name}: {type(error).__name__}: {error}"[:500]) from error
+
+    def _in_process(self, arguments: dict[str, Any]) -> Awaitable[Any]:
+        if self._pool is None:
+            from pebble import ProcessPool
+
+            self._pool = ProcessPool(self._limits.concurrency, context=multiprocessing.get_context("spawn"))
+        where = (self._function.path, self._function.name)
+        return asyncio.wrap_future(self._pool.schedule(_call_here, args=(*where, arguments), timeout=self._limits.timeout_s))
+
+
+def checked(result: Any) -> Any:
+    """The result. Raises RewardError: it has no score, or one that is no finite number."""
+    score = result.get("score") if isinstance(result, Mapping) else result
+    try:
+        number = None if score is None or isinstance(score, str) else float(score)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not math.isfinite(number):
+        raise RewardError(f"invalid: the score must be a finite number, got {score!r}"[:500])
+    return result
+
+
+def _listed(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments of one call for many answers. What is no list (a router's address) is the same for all."""
+    first = answers[0]
+    return {LISTS.get(name, name): [a[name] for a in answers] if name in LISTS else value for name, value in first.items()}
+
+
+def _one_of(found: Any, index: int, count: int) -> Any:
+    if not hasattr(found, "__len__") or isinstance(found, str | Mapping) or len(found) != count:
+        raise RewardError(f"invalid: {count} answers must get a list of as many scores, got {found!r}"[:500])
+    return found[index]
+
+
+def _call_here(path: str, name: str, arguments: dict[str, Any]) -> Any:
+    """In a process of the pool."""
+    return _load(path, name)(**arguments)
+
+
+@cache
+def _load(path: str, name: str) -> Callable[..., Any]:
+    """As verl does, by the package or the file. Raises ConfigError."""
+    try:
+        if path.startswith(PACKAGE):
+            module = importlib.import_module(path.removeprefix(PACKAGE).replace("/", "."))
+        else:
+            file = Path(path.removeprefix(FILE))
+            spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{file} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        function: Callable[..., Any] = getattr(module, name)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ConfigError(f"reward.custom_reward_function: {name} of {path} cannot be loaded ({error}); correct path and name") from error
+    return function

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions that misbehave, as the answer says. Loaded by path, in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, bonus: float = 0.0) -> Any:
+    """`hog`, `die`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything else is right or wrong."""
+    del data_source, extra_info
+    word, _, rest = solution_str.partition(" ")
+    if word == "hog":
+        while True:
+            pass
+    if word == "die":
+        os._exit(3)
+    if word == "once" and not Path(rest).exists():
+        Path(rest).touch()
+        time.sleep(60)
+    if word == "raise":
+        raise ValueError("no such rule")
+    odd = {"none": None, "nan": float("nan"), "text": "1", "dict": {"score": 0.5, "acc": 1}, "pid": float(os.getpid())}
+    return odd[word] if word in odd else float(solution_str == ground_truth) + bonus
+
+
+async def service(solution_str: str, **_: Any) -> float:
+    """Answers after as many seconds as the answer says."""
+    await asyncio.sleep(float(solution_str))
+    return 1.0
+
+
+def many(data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]) -> Any:
+    """All at once; one that says `raise` fails all. Each score is how many there were."""
+    del data_sources, extra_infos
+    if "raise" in solution_strs:
+        raise ValueError("poisoned")
+    if "short" in solution_strs:
+        return [1.0] * (len(solution_strs) - 1)
+    return [len(solution_strs) * float(a == b) for a, b in zip(solution_strs, ground_truths, strict=True)]

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a reward function does, its caller gets a score or one clear error, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError, RewardError
+from recipe.async_pipeline.rewards import Function, Limits, RewardGuard, checked
+
+FILE = str(Path(__file__).with_name("reward_functions.py"))
+Make = Callable[..., RewardGuard]
+
+
+@pytest.fixture
+def guard() -> Iterator[Make]:
+    made: list[RewardGuard] = []
+
+    def make(name: str, path: str = FILE, *, kwargs: dict[str, Any] | None = None, **limits: Any) -> RewardGuard:
+        made.append(RewardGuard(Function(path, name, kwargs or {}), Limits(**{"timeout_s": 30.0, "attempts": 1, "concurrency": 1, **limits})))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"data_source": "toy", "solution_str": text, "ground_truth": "46", "extra_info": {}}
+
+
+def score(guard: RewardGuard, *texts: str) -> list[Any]:
+    """Of all answers, asked for at once; an error in place of a score."""
+
+    async def ask() -> list[Any]:
+        asked: list[Coroutine[Any, Any, Any]] = [guard.score(**answer(text)) for text in texts]
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    return asyncio.run(ask())
+
+
+def test_scores_come_back_from_another_process(guard: Make) -> None:
+    one = guard("one", kwargs={"bonus": 0.25})
+    assert score(one, "46", "47", "dict") == [1.25, 0.25, {"score": 0.5, "acc": 1}]
+    assert score(one, "pid")[0] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "raised: one: ValueError: no such rule"),
+        ("die", "died: one: ProcessExpired"),
+        ("none", "invalid: the score must be a finite number, got None"),
+        ("nan", "invalid: the score must be a finite number, got nan"),
+        ("text", "invalid: the score must be a finite number, got '1'"),
+    ],
+)
+def test_no_score_is_an_error_that_says_why(guard: Make, text: str, reason: str) -> None:
+    one = guard("one")
+    (error,) = score(one, text)
+    assert isinstance(error, RewardError)
+    assert str(error).startswith(reason)
+    assert score(one, "46") == [1.0], "the next one is none the worse"
+
+
+def test_a_function_that_hogs_is_killed(guard: Make) -> None:
+    one = guard("one", timeout_s=1.5)
+    (error,) = score(one, "hog")
+    assert str(error) == "timeout: one took more than 1.5 s"
+    assert score(one, "46") == [1.0]
+
+
+def test_what_fails_once_is_tried_again(guard: Make, tmp_path: Path) -> None:
+    assert score(guard("one", timeout_s=3.0, attempts=2), f"once {tmp_path / 'seen'}") == [0.0]
+    assert (tmp_path / "seen").exists()
+
+
+def test_a_service_that_does_not_answer_is_given_up(guard: Make) -> None:
+    service = guard("service", timeout_s=0.2, concurrency=8)
+    found = score(service, "0", "60", "0.01")
+    assert (found[0], found[2]) == (1.0, 1.0)
+    assert str(found[1]) == "timeout: service took more than 0.2 s"
+
+
+def test_calls_at_once_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, most = 0, 0
+
+    async def counted(**_: Any) -> float:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0)
+        now -= 1
+        return 1.0
+
+    monkeypatch.setattr(Function, "load", lambda self: counted)
+    assert score(guard("any", concurrency=3), *"abcdefgh") == [1.0] * 8
+    assert most == 3
+
+
+def test_a_function_for_many_gets_micro_batches(guard: Make) -> None:
+    assert score(guard("many", batch=3), *["46"] * 7) == [3.0] * 6 + [1.0]
+
+
+def test_one_bad_answer_takes_no_other_down(guard: Make) -> None:
+    found = score(guard("many", batch=3, attempts=2), "46", "raise", "47")
+    assert (found[0], found[2]) == (1.0, 0.0)
+    assert str(found[1]).startswith("raised: many: ValueError: poisoned")
+
+
+def test_as_many_scores_as_answers(guard: Make) -> None:
+    found = score(guard("many", batch=2), "46", "short")
+    assert {str(error) for error in found} == {"invalid: 2 answers must get a list of as many scores, got [1.0]"}
+
+
+@pytest.mark.parametrize(("path", "name"), [(FILE, "nothing"), ("nowhere.py", "one"), ("pkg://no.such.package", "one"), ("file://x.txt", "one")])
+def test_a_function_that_is_not_there(path: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="correct path and name"):
+        RewardGuard(Function(path, name, {}), Limits(timeout_s=1.0))
+
+
+def test_a_function_of_a_package() -> None:
+    assert Function("pkg://recipe.async_pipeline.toy.reward", "compute_score", {}).load()("toy", "46", "46") == 1.0
+
+
+@pytest.mark.parametrize("good", [0, 1.5, True, {"score": 2}])
+def test_a_score_is_a_finite_number(good: Any) -> None:
+    assert checked(good) == good
