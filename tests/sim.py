@@ -225,5 +225,6 @@ class SimTrainer:
             version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, tensors_proved=1, replicas=1
         )
 
-    async def validate(self, version: int) -> None:
+    async def validate(self, version: int) -> float | None:
         await self._cost("validate", version)
+        return self.costs["validate"] or None

@@ -54,6 +54,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
     "verl_bridge/sample_meters.py": LADDER,
+    "verl_bridge/late_rewards.py": "e2e/test_pools.py",
     "verl_bridge/bench_agent.py": "e2e/test_bench.py",
     "verl_bridge/bench_job.py": "e2e/test_bench.py",
     "verl_bridge/bench_fully_async_job.py": "verl_bridge/test_bench_fully_async.py",

@@ -151,7 +151,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             leaf = path.rsplit(".", 1)[-1]
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure")
+    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
@@ -192,6 +192,7 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "reward_concurrency": int,
         "reward_batch": int,
         "reward_failure": str,
+        "validation": str,
         "publish_timeout_s": (int, float),
         "proof_tensors": int,
         "preduce_bucket_size_mb": int,
@@ -211,9 +212,9 @@ def _check_types(own: Mapping[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             wanted = "text" if kind is str else "a number" if isinstance(kind, tuple) else "a whole number"
             raise ConfigError(f"{OWN}.{name} must be {wanted}, got {value!r}; leave it out for the default")
-    for name in ("reuse_prefixes", "single_mini_batch"):
+    for name in ("reuse_prefixes", "single_mini_batch", "reward_while_generating"):
         if not isinstance(own.get(name, False), bool):
-            raise ConfigError(f"{OWN}.{name} must be True or False, got {own[name]!r}; False is the default")
+            raise ConfigError(f"{OWN}.{name} must be True or False, got {own[name]!r}; leave it out for the default")
     roles = own.get("custom_roles", ())
     if not isinstance(roles, list | tuple) or not all(isinstance(spec, str) for spec in roles):
         raise ConfigError(f"{OWN}.custom_roles must be a list of texts, got {roles!r}; e.g. [module:Class@after->before]")

@@ -171,6 +171,13 @@ def _partial_rollout(path: str) -> Callable[[Any, Draft], str]:
     return apply
 
 
+def _with_reward(value: Any, draft: Draft) -> str:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_ROLLOUT}.with_reward must be True or False, got {value!r}; True scores while generation runs")
+    draft.propose("reward_while_generating", value, f"{_ROLLOUT}.with_reward")
+    return f"reward_while_generating={value}"
+
+
 def _strategy_key(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         name = canonical_strategy(value, path)
@@ -237,9 +244,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ),
     ForeignKey(
         (f"{_ROLLOUT}.with_reward",),
-        _must_be(
-            f"{_ROLLOUT}.with_reward", True, "rewards are computed while generation runs", "False is not supported yet"
-        ),
+        _with_reward,
     ),
     ForeignKey(
         (f"{_ROLLOUT}.param_update_preduce_bucket_size_mb",),

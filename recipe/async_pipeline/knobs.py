@@ -27,6 +27,8 @@ STALE = ("wait", "resume", "drop")
 """What may become of a group that holds a step up; see `core.message_queue`."""
 OLD_LOGP = ("trainer", "rollout", "logp_pool")
 """Whose policy old log-probs are of; see `AsyncPipelineConfig.old_logp`."""
+VALIDATION = ("parallel", "pause")
+"""What generation for training does while a version is validated."""
 REWARD_FAILURE = ("fail", "drop", "score")
 """What becomes of a group with an answer that the reward function could not score."""
 DEFAULT_AHEAD = 3
@@ -74,6 +76,11 @@ class AsyncPipelineConfig:
     devices of its own beside step s-1). Default: logp_pool where logp has its own pool and max_lag > 0, else trainer."""
     ref_refresh_every: int = 0
     """Steps after which the reference policy is replaced by the trained one; 0: never."""
+    validation: str = "parallel"
+    """While a version is validated, training goes on and replicas keep that version; prompts for training are answered
+    beside it (parallel), or wait until it is over (pause)."""
+    reward_while_generating: bool = True
+    """Score each answer as it is finished; else a batch when all of it is generated, which costs time and gains nothing."""
     reward_timeout_s: float | None = None
     """Seconds that one call of the reward function may take, in a process that is killed then; None: no limit, no process."""
     reward_attempts: int = 2
@@ -98,10 +105,9 @@ class AsyncPipelineConfig:
         for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
             value = getattr(self, name)
             _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
-        for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE)):
+        for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE), ("validation", VALIDATION), ("reward_failure", REWARD_FAILURE)):
             value = getattr(self, name)
             _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
-        _require(self.reward_failure in REWARD_FAILURE, "reward_failure", f"must be one of {', '.join(REWARD_FAILURE)}", self.reward_failure, "fail is the default")
         for name in ("reward_timeout_s", "reward_attempts", "reward_concurrency", "reward_batch"):
             value = getattr(self, name)
             least = "> 0" if name == "reward_timeout_s" else ">= 1"

@@ -86,3 +86,25 @@ def test_no_schedule_within_the_same_lag_is_a_tenth_faster(max_lag: int, depth: 
         shares.append((bound[-1] - bound[0]) / (ends[-1] - ends[0]))
     assert min(shares) >= 0.9
     assert fmean(shares) >= 0.98
+
+
+FIXED = 0.2
+"""Share of a stage that more devices do not make shorter: fetching, balancing, waiting for the slowest, the optimizer."""
+WORK = {"update": 10.0, "logp": 2.0, "ref_logp": 2.0}
+"""Seconds on one device: log-probs cost 40 % of training."""
+
+
+def step_s(devices: dict[str, int], places: dict[str, str]) -> float:
+    """Seconds a step, when generation is never what is waited for."""
+    costs = {name: work * (FIXED + (1 - FIXED) / devices[name]) for name, work in WORK.items()}
+    trainer = SimTrainer(max_lag=2, steps=STEPS, costs=costs, places=places, old="pool" if places else "trainer", answer_s=lambda step, index: 0.5)
+    flow = AsyncTrainingFlow(trainer)
+    run_virtual(flow.run())
+    ends = [record.t for record in flow.log.records if record.event == "TRAINED"][MEASURED]
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def test_separate_pools_beat_the_serial_step_where_stages_do_not_scale() -> None:
+    together = step_s({"update": 8, "logp": 8, "ref_logp": 8}, {})
+    apart = step_s({"update": 6, "logp": 1, "ref_logp": 1}, {"logp": "logp", "ref_logp": "ref"})
+    assert together / apart >= 1.25

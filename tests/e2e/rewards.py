@@ -8,3 +8,10 @@ from typing import Any
 
 def raises(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
     raise ValueError("the judge fell asleep")
+
+
+def hogs(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+    """Never comes back for one sum in ten; else right or wrong."""
+    while int(ground_truth) % 10 == 7:
+        pass
+    return float(solution_str == ground_truth)

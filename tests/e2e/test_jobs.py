@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from tests.e2e.job import STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
 VALIDATED = "async_pipeline/validation/version"
@@ -44,6 +44,34 @@ def test_stragglers_hold_nobody_up(tied_task: Path, tmp_path: Path, stale: str) 
     assert max(steps[1:-1]) < STRAGGLES_S
     bias = job.metrics()[-1]["data"]
     assert bias["async_pipeline/bias/dropped_share"] > 0
+
+
+@pytest.mark.nightly
+def test_a_reward_function_that_never_comes_back_costs_its_groups_only(tied_task: Path, tmp_path: Path) -> None:
+    """It is killed; validation, in which nobody generates for training, gives such answers the default."""
+    own = "trainer.v1.async_pipeline"
+    job = run_job(
+        smoke_command(
+            "async_strategy=fully_async",
+            f"{own}.reward_timeout_s=2",
+            f"{own}.reward_attempts=1",
+            f"{own}.reward_concurrency=2",
+            f"{own}.reward_failure=drop",
+            f"{own}.validation=pause",
+            f"reward.custom_reward_function.path={ROOT / 'tests' / 'e2e' / 'rewards.py'}",
+            "reward.custom_reward_function.name=hogs",
+            "data.val_max_samples=8",
+            "trainer.test_freq=3",
+            "trainer.total_training_steps=3",
+            f"{own}.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        tied_task,
+    )
+    summary = check_clean_end(job, "fully_async", 3, 3)
+    check_events(job)
+    assert summary["groups_failed"] > 0
+    assert [event["version"] for event in job.events() if event["event"] == "VALIDATED"] == [3]
 
 
 @pytest.fixture

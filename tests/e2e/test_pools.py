@@ -111,13 +111,14 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
 
 
 def test_ppo_learns_with_a_critic_of_its_own(tied_task: Path, tmp_path: Path) -> None:
-    """GAE, one batch ahead, the critic on devices of its own, and two steps in which it alone learns."""
+    """GAE, one batch ahead, the critic on devices of its own and alone in the first step; scores once a batch is generated."""
     steps = 40
     pools = "{train:{roles:[train],devices:1},critic:{roles:[critic],devices:1},generate:{roles:[generate],devices:1}}"
     job = run_job(
         smoke_command(
             "algorithm.adv_estimator=gae",
             "trainer.critic_warmup=2",
+            "trainer.v1.async_pipeline.reward_while_generating=false",
             f"trainer.v1.async_pipeline.pools={pools}",
             "trainer.n_gpus_per_node=2",
             "ray_kwargs.ray_init.num_gpus=3",
@@ -133,5 +134,6 @@ def test_ppo_learns_with_a_critic_of_its_own(tied_task: Path, tmp_path: Path) ->
     rows = [row["data"] for row in job.metrics() if "critic/vf_loss" in row["data"]]
     assert len(rows) == steps
     assert ["actor/pg_loss" in row for row in rows[:3]] == [False, True, True]
+    assert all(row["timing_s/reward"] > 0 for row in rows)
     assert rows[-1]["critic/vf_loss"] < 0.5 * rows[0]["critic/vf_loss"]
     assert summary["reward_last"] > summary["reward_first"] + 0.1

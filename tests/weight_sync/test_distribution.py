@@ -75,6 +75,22 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(scenario())
 
 
+def test_who_serves_what_is_known() -> None:
+    a, b = Replica("a"), Replica("b", loads=["ok", "raise"])
+
+    async def scenario() -> None:
+        distribution = distribute(a, b)
+        await publish(distribution, 1)
+        assert distribution.versions == {"a": 1, "b": 1}
+        await publish(distribution, 2)
+        assert distribution.versions == {"a": 2}, "b is fenced"
+        await asyncio.sleep(2 * RESTART_S)
+        assert distribution.versions == {"a": 2, "b": 2}
+        await distribution.close()
+
+    run(scenario)
+
+
 def publish(distribution: Distribution, version: int) -> Coroutine[Any, Any, list[LoadReport]]:
     return distribution.publish(version, str(version).encode())
 

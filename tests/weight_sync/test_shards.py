@@ -20,7 +20,7 @@ Published = tuple[Manifest, dict[str, torch.Tensor]]
 def weights(seed: int) -> dict[str, torch.Tensor]:
     chance = torch.Generator().manual_seed(seed)
     shapes = {"embed": (40, 6), "norm": (6,), "experts": (4, 5, 3), "scale": (1,)}
-    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()} | {"empty": torch.zeros(0, 3)}
+    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()} | {"empty": torch.zeros(0, 3), "steps": torch.tensor(3.0 + seed)}
 
 
 @pytest.fixture
@@ -36,6 +36,9 @@ def cut(tensors: dict[str, torch.Tensor], rank: int, ranks: int, dim: int) -> li
     """What one of several ranks holds, if each tensor is cut along one dimension; the last may hold nothing."""
     parts = []
     for name, whole in tensors.items():
+        if whole.dim() == 0:
+            parts.append(Part(name, (), whole.dtype, (), whole.clone()))
+            continue
         along = min(dim, whole.dim() - 1)
         blocks = whole.clone().tensor_split(ranks, along)
         first = sum(block.shape[along] for block in blocks[:rank])

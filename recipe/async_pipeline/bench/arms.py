@@ -15,7 +15,7 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _BRIDGE = "recipe.async_pipeline.verl_bridge"
 DEVICES = 2
-"""Every arm has these many, with one thread each."""
+"""Every arm has these many, with one thread each; one has a third for a reference policy that waits."""
 
 # What verl's own trainers need to run on a CPU at all, and what ours does by itself: no process between the
 # engine core and its only worker.
@@ -100,6 +100,15 @@ _FULLY_ASYNC = _STOCK | {
     },
 }
 
+_REF_APART: dict[str, Any] = {
+    "trainer.v1.async_pipeline.pools": {
+        "train": {"roles": ["train", "logp"], "devices": 1},
+        "reference": {"roles": ["ref_logp"], "devices": 1},
+        "generate": {"roles": ["generate"], "devices": 1},
+    },
+    "ray_kwargs.ray_init.num_gpus": DEVICES + 1,
+}
+
 ARMS: dict[str, Arm] = {
     "verl_sync": Arm(False, True, 1, True, _STOCK | _SHARED | {"trainer.v1.trainer_mode": "sync"}),
     "verl_colocate_async": Arm(False, True, 4, False, _COLOCATE),
@@ -111,12 +120,15 @@ ARMS: dict[str, Arm] = {
     "n_step_ahead": _ours("n_step_ahead", 3),
     # As many groups on their way as in the arms with four batches; the slow ones may get as old as verl's do.
     "fully_async": _ours("fully_async", 6, depth=3),
+    # The reference policy on a third logical device; for workloads in which it waits for other machines.
+    "one_step_off_ref_apart": _ours("one_step_off", 1)._replace(overrides=_ours("one_step_off", 1).overrides | _REF_APART),
     # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
     "n_step_ahead_lag6": _ours("n_step_ahead", 6),
 }
 
-DEFAULT_ARMS = tuple(name for name in ARMS if name != "n_step_ahead_lag6")
-"""The one left out is for a question of its own, and is to be asked for."""
+ASKED_FOR = ("n_step_ahead_lag6", "one_step_off_ref_apart")
+"""These are for questions of their own."""
+DEFAULT_ARMS = tuple(name for name in ARMS if name not in ASKED_FOR)
 
 
 def parse_arms(text: str) -> list[str]:

@@ -17,7 +17,7 @@ import msgspec
 
 from .arms import ARMS, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
-from .spans import POLL_S, SPANS_DIR, read_spans
+from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
 from .usage import Usage, UsageMeter
 from .workload import CONFIGS, DEFAULT_ANSWERS, Workload
 
@@ -111,6 +111,12 @@ def command_of(entry: str, overrides: Sequence[str]) -> list[str]:
     return [*shell, *watch, "-m", entry, *config, *overrides]
 
 
+def _reference(workload: Workload, seed: int) -> str:
+    if workload.reference_s is None:
+        return ""
+    return json.dumps({"seed": seed, "wait": msgspec.to_builtins(workload.reference_s)})
+
+
 def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[str], None]) -> Measured:
     """Run one arm once. Raises JobFailed: it failed, hung, or stopped before its steps were done."""
     job.directory.mkdir(parents=True)
@@ -119,7 +125,7 @@ def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[
         job.directory,
         # Each turn has prompts and waits of its own, the same for all arms.
         command_of(ARMS[job.arm].entry, overrides_of(job, workload, seed + max(job.turn, 1) - 1)),
-        {"ASYNC_PIPELINE_TASK": str(task), POLL_S: str(job.poll_s)},
+        {"ASYNC_PIPELINE_TASK": str(task), POLL_S: str(job.poll_s), REFERENCE: _reference(workload, seed)},
         counting=("update_actor", workload.total_steps, "step"),
         say=say,
     )

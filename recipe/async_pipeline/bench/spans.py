@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 SPANS_DIR = "ASYNC_PIPELINE_BENCH_DIR"
 """Environment variable: where the processes of a job write their spans."""
+REFERENCE = "ASYNC_PIPELINE_BENCH_REFERENCE"
+"""Environment of a job: seed and lognormal of the waits of its reference policy, as JSON; or nothing."""
 POLL_S = "ASYNC_PIPELINE_BENCH_POLL_S"
 """Environment variable: how often verl's own trainers look for finished answers."""
 

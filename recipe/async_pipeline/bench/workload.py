@@ -47,6 +47,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     episode: Episode = Episode()
     judge_s: Lognormal | None = None
     """Seconds that the reward of one trajectory takes."""
+    reference_s: Lognormal | None = None
+    """Seconds that the reference policy takes for a batch beside its computation, as one on other machines does."""
     overrides: dict[str, Any] = {}
     """Hydra overrides on `configs/smoke_cpu.yaml`, for every arm."""
 

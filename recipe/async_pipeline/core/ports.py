@@ -94,6 +94,6 @@ class PipelineTrainer(Protocol):
     async def publish(self, version: int, snapshot: object) -> Publication:
         """Hand a snapshot to every replica; returns when all serve it and have proved it."""
 
-    async def validate(self, version: int) -> None:
-        """Validate a version that was just served, if that is due; it stays served meanwhile."""
+    async def validate(self, version: int) -> float | None:
+        """Validate a version that was just served, if that is due; it stays served meanwhile. Returns the seconds."""
 

@@ -61,4 +61,6 @@ class ParamUpdateStateMachine(RoleStateMachine):
             bytes=publication.num_bytes,
             replicas=publication.replicas,
         )
-        await self.trainer.validate(version)
+        seconds = await self.trainer.validate(version)
+        if seconds is not None:
+            self.note("VALIDATED", version=version, seconds=round(seconds, 6))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
 import ray
@@ -20,6 +21,8 @@ from .turns import kept_turns, merged, taken_turns
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
+_VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
+"""verl scores an answer without being told what it is for."""
 GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the answers of a group."""
 
@@ -121,6 +124,11 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             for one in group
         ]
 
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        """As verl's, unless the batch is to be scored when all of it is generated."""
+        if self.config.trainer.v1.async_pipeline.reward_while_generating or _VALIDATING.get():
+            await super()._compute_score(outputs, kwargs)
+
     async def _session(self, *args: Any, **kwargs: Any) -> None:
         with kept_turns():
             await self._run_agent_loop(*args, **kwargs)
@@ -137,7 +145,11 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 # Which turns are in which of several outputs is not known.
                 version_spans=merged(turns, len(one.prompt_ids)) if len(outputs) == 1 else None,
             )
-        await super()._agent_loop_postprocess(output, validate, **kwargs)
+        token = _VALIDATING.set(validate)
+        try:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finally:
+            _VALIDATING.reset(token)
 
     async def _store_trajectories(
         self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
-from ..bench.spans import POLL_S, SpanFile, of_this_job
+from ..bench.spans import POLL_S, REFERENCE, SpanFile, of_this_job
+from ..bench.waits import Lognormal
 from .trainer import AsyncPipelineTrainer
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
@@ -19,6 +21,8 @@ _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_cla
 
 def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
     """A subclass of a trainer that writes a span for each of its stages."""
+    described = json.loads(os.environ.get(REFERENCE) or "null")
+    waits = None if described is None else (described["seed"], Lognormal(**described["wait"]))
 
     class Probed(trainer):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -31,7 +35,12 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
                 return super()._compute_old_log_prob(batch, metrics=metrics)
 
         def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
-            with spans.measure("ref_log_prob"):
+            # On devices of its own it is no work of the trainer's.
+            apart = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of("train")
+            with spans.measure("ref_log_prob_apart" if apart else "ref_log_prob"):
+                if waits is not None:
+                    self._references = getattr(self, "_references", 0) + 1
+                    time.sleep(waits[1].draw(waits[0], "reference", self._references))
                 return super()._compute_ref_log_prob(batch, metrics=metrics)
 
         def _compute_advantage(self, batch: Any, metrics: Any) -> Any:

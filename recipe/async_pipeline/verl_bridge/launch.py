@@ -174,6 +174,11 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError: limits for the calls of a reward function that is not there, or that verl has built in."""
+    if not knobs.reward_while_generating:
+        if OmegaConf.select(config, "algorithm.filter_groups.enable"):
+            raise ConfigError(f"{OWN}.reward_while_generating must be True with algorithm.filter_groups, got False; groups are filtered by their rewards as they are finished")
+        if knobs.reward_failure == "drop":
+            raise ConfigError(f"{OWN}.reward_failure must not be drop with reward_while_generating=False, got 'drop'; use fail or score")
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if knobs.reward_timeout_s is None:
         return

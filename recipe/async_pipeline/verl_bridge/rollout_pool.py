@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -153,6 +153,11 @@ class RolloutPool:
     def weights(self) -> asyncio.Lock:
         """Held while replicas change version, and by whoever needs them not to."""
         return self._distribution.weights
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The version that each replica serves, by its name; one that is fenced serves none."""
+        return self._distribution.versions
 
     async def publish(self, ticket: bytes) -> Publication:
         """Have every replica check, load and prove a version; returns when all that work serve it.

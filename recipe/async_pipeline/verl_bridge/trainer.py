@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
@@ -52,6 +53,7 @@ from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .guarded_rewards import UNSCORED
+from .late_rewards import score_late
 from .patches import find_verl_root, require_patched
 from .policy_copy import PolicyCopy
 from .rollout_pool import PipelineServerManager, RolloutPool
@@ -64,6 +66,8 @@ CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
 KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
+SHOWN_REPLICAS = 16
+"""The versions of so many replicas are metrics of their own; of more, the oldest alone."""
 MANY_FAILED = 64
 """Groups that may fail before it matters which share of all they are."""
 CLOSE_S = 5.0
@@ -109,6 +113,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._last_publication: Publication | None = None
         self._tickets: dict[int, bytes] = {}
         """Of the versions that lie in the arenas."""
+        self._may_generate = asyncio.Event()
+        self._may_generate.set()
         self._copies: dict[str, PolicyCopy] = {}
         """Forward-only models that compute with published versions, by role."""
         self._last_finish = 0.0
@@ -361,6 +367,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         return batch
 
     async def generate_group(self, prompt: Prompt) -> Group:
+        await within(self._may_generate.wait(), self.wait_timeout_s, owner="generate", what="validation to end")
         started = time.perf_counter()
         try:
             results = await self.agent_loop_manager.run_group(prompt.payload)
@@ -429,8 +436,22 @@ class AsyncPipelineTrainer(PPOTrainer):
             tags=[dict(t.payload) for g in ordered for t in g.trajectories],
             extra_info={"temperature": self.config.actor_rollout_ref.rollout.temperature},
         )
+        timing = {}
+        if not self.knobs.reward_while_generating:
+            started = time.perf_counter()
+            ordered = await self._score(ordered, meta)
+            timing["reward"] = time.perf_counter() - started
         meta = await self._call(self._balance_batch, meta, metrics=metrics)
-        return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics)
+        return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics, timing_s=timing)
+
+    async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
+        """The groups with the rewards that they get only now."""
+        workers = self.reward_loop_manager.reward_loop_workers
+        results = iter(await self._call(score_late, workers, _copy(meta)))
+        return tuple(
+            replace(group, trajectories=tuple(replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories))
+            for group in groups
+        )
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
         policy = self._copies.get("logp")
@@ -522,6 +543,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
         metrics.update(self._publication_metrics())
+        served = self.rollout_pool.versions
+        metrics["async_pipeline/version/replicas"] = len(served)
+        if len(served) <= SHOWN_REPLICAS:
+            metrics.update({f"async_pipeline/version/{name.replace(' ', '_')}": v for name, v in served.items()})
         for role, version in (("old_logp", self.old_policy(batch.step)), ("ref_logp", self.reference(batch.step))):
             if version is not None:
                 metrics[f"async_pipeline/version/{role}"] = version
@@ -578,17 +603,24 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._last_publication = await self.rollout_pool.publish(snapshot)
         return self._last_publication
 
-    async def validate(self, version: int) -> None:
+    async def validate(self, version: int) -> float | None:
         """Validate a version that was just served, if it is due. Replicas keep it until this is done."""
         if not self._validates(version):
-            return
-        async with self.rollout_pool.weights:
-            started = time.perf_counter()
-            metrics = await self._call(self._validate)
+            return None
+        if self.knobs.validation == "pause":
+            self._may_generate.clear()
+        try:
+            async with self.rollout_pool.weights:
+                started = time.perf_counter()
+                metrics = await self._call(self._validate)
+        finally:
+            self._may_generate.set()
+        seconds = time.perf_counter() - started
         metrics["async_pipeline/validation/version"] = version
         await self._call(self.logger.log, data=metrics, step=version)
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
-        _say(f"validation of version {version}: {shown} in {time.perf_counter() - started:.1f} s")
+        _say(f"validation of version {version}: {shown} in {seconds:.1f} s")
+        return seconds
 
     def _validates(self, version: int) -> bool:
         trainer = self.config.trainer

@@ -71,6 +71,8 @@ class Distribution:
         self.serving = list(consumers)
         self.fenced: dict[str, str] = {}
         """Why each consumer that does not serve does not, by name."""
+        self.versions: dict[str, int] = {}
+        """What each consumer that serves serves, by name."""
         self.weights = asyncio.Lock()
         """Held while consumers change version, and by whoever needs them not to."""
         self._load_timeout_s = load_timeout_s + grace_s
@@ -107,16 +109,19 @@ class Distribution:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load(self, consumer: Consumer, version: int, ticket: bytes) -> LoadReport:
-        return await within(
+        report = await within(
             consumer.load(ticket),
             self._load_timeout_s,
             owner="param_update",
             what=f"{consumer.name} to load version {version}",
             holder=lambda: f"{consumer.name} does not answer",
         )
+        self.versions[consumer.name] = version
+        return report
 
     async def _fence(self, consumer: Consumer, error: Exception) -> None:
         self.serving.remove(consumer)
+        self.versions.pop(consumer.name, None)
         self.fenced[consumer.name] = reason = f"{type(error).__name__}: {error}"
         self._say(f"{consumer.name} is fenced and starts anew; {len(self.serving)} go on. {reason}")
         await consumer.leave()
