@@ -393,6 +393,20 @@ def all_masked_batch_has_zero_loss() -> None:
             )
 
 
+def value_model_has_the_attention_of_its_config() -> None:
+    import torch
+    from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+    from verl.utils.model import load_valuehead_model
+
+    sizes: dict[str, int] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+        config.num_labels = 1
+        model = load_valuehead_model(folder, torch.float32, config, False)
+    assert model.config._attn_implementation == "sdpa"
+
+
 def loss_of_a_partly_masked_batch_is_as_published() -> None:
     import torch
     from verl.trainer.ppo.core_algos import agg_loss
@@ -473,6 +487,7 @@ PROBES = (
     receiver_raises_without_a_sender,
     all_masked_batch_has_zero_loss,
     loss_of_a_partly_masked_batch_is_as_published,
+    value_model_has_the_attention_of_its_config,
 )
 
 

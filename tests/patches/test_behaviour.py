@@ -124,3 +124,7 @@ def test_loss_of_other_batches_is_unchanged(results: dict[str, Results]) -> None
 
 def test_a_subclass_stores_trajectories_its_own_way(results: dict[str, Results]) -> None:
     assert_mended(results, "subclass_stores_trajectories_its_own_way", "it went to the sample store")
+
+
+def test_a_value_model_has_the_attention_that_its_config_names(results: dict[str, Results]) -> None:
+    assert_mended(results, "value_model_has_the_attention_of_its_config", "please install trl")

@@ -37,7 +37,7 @@ def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> No
         for rank in range(count)
     ]
     for process in ranks:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-3000:]
         assert out == ""
 
