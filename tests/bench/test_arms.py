@@ -59,3 +59,9 @@ def test_hydra_reads_every_value_as_it_was(value: Any) -> None:
     (override,) = OverridesParser.create().parse_overrides(hydra_overrides({"a.b": value}))
     assert override.key_or_group == "a.b"
     assert unquoted(override._value) == value
+
+
+def test_a_reference_apart_has_a_device_more() -> None:
+    pools = ARMS["one_step_off_ref_apart"].overrides["trainer.v1.async_pipeline.pools"]
+    assert sum(pool["devices"] for pool in pools.values()) == DEVICES + 1
+    assert ARMS["one_step_off_ref_apart"].overrides["ray_kwargs.ray_init.num_gpus"] == DEVICES + 1

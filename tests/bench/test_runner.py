@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from recipe.async_pipeline.bench.runner import (
     overrides_of,
     run_job,
 )
+from recipe.async_pipeline.bench.waits import Lognormal
 from recipe.async_pipeline.bench.workload import Episode, Workload, load
 
 
@@ -84,6 +86,16 @@ def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(JobFailed):
             run_job(job, Workload(reason="r"), 7, tmp_path, lambda line: None)
     assert seeds == [7, 7, 8]
+
+
+def test_a_job_is_told_how_long_its_reference_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "seen"
+    fake_command(monkeypatch, f'echo "$ASYNC_PIPELINE_BENCH_REFERENCE" > {seen}; exit 1')
+    for reference_s, told in ((Lognormal(median=1, sigma=0.5, cap=2), {"seed": 7, "wait": {"median": 1, "sigma": 0.5, "cap": 2}}), (None, None)):
+        workload = Workload(reason="r", reference_s=reference_s)
+        with pytest.raises(JobFailed):
+            run_job(job_in(tmp_path / str(told is None), "on_policy"), workload, 7, tmp_path, lambda line: None)
+        assert (json.loads(seen.read_text()) if seen.read_text().strip() else None) == told
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:

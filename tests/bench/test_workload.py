@@ -13,7 +13,7 @@ from recipe.async_pipeline.errors import ConfigError
 
 
 def test_the_workloads_that_are_shipped() -> None:
-    assert names() == ["agentic_wait", "compute", "long_tail", "slow_reward"]
+    assert names() == ["agentic_wait", "compute", "long_tail", "slow_reference", "slow_reward"]
 
 
 @pytest.mark.parametrize("name", names())
