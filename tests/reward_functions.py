@@ -42,3 +42,10 @@ def many(data_sources: list[str], solution_strs: list[str], ground_truths: list[
     if "short" in solution_strs:
         return [1.0] * (len(solution_strs) - 1)
     return [len(solution_strs) * float(a == b) for a, b in zip(solution_strs, ground_truths, strict=True)]
+
+
+def told(solution_str: str) -> float:
+    """Writes its process's number to the file that the answer names, and never comes back."""
+    Path(solution_str).write_text(str(os.getpid()))
+    while True:
+        pass

@@ -34,6 +34,24 @@ def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [], "nothing is made"
 
 
+def test_the_command_of_the_readme_on_verls_own_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    more = [
+        "+async_strategy=one_step_off",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=4",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=4",
+        "algorithm.adv_estimator=grpo",
+    ]
+    assert main(["explain", "+async_pipeline=True", *more]) == 0
+    assert "one_step_off" in capsys.readouterr().out
+    layout = ["+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.nnodes=0"]
+    assert main(["explain", "+async_pipeline=True", *more[1:3], "algorithm.adv_estimator=grpo", *layout]) == 0
+    assert "generate      ####" in capsys.readouterr().out
+
+
 def test_a_layout_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]", "trainer.n_gpus_per_node=7", "ray_kwargs.ray_init.num_gpus=8"]
     assert main([*SMOKE, "+async_pipeline=True", "actor_rollout_ref.actor.use_kl_loss=true", *layout]) == 0

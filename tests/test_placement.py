@@ -178,7 +178,7 @@ def test_shares_are_dealt_out_whole(parts: list[int], devices: int) -> None:
     [
         (four(share=[0.4, 0.2, 0.2, 0.1]), "must sum to 1, got 0.4 \\+ 0.2 \\+ 0.2 \\+ 0.1 = 0.9"),
         (four(share=[0.94, 0.02, 0.02, 0.02]), "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125, or have 50"),
-        (four(devices=[12, 1, 1, 2]), "pool train must be within a node of 8 .* got 12; nearest are 8 and 16"),
+        (four(devices=[5, 1, 1, 2]), "must fit into the 8 devices .* got 9"),
     ],
 )
 def test_impossible_sizes_say_what_is_possible(pools: Any, why: str) -> None:
@@ -186,8 +186,19 @@ def test_impossible_sizes_say_what_is_possible(pools: Any, why: str) -> None:
         placed(pools)
 
 
+def test_a_pool_is_within_a_node_or_takes_whole_ones() -> None:
+    with pytest.raises(ConfigError, match="pool train must be within a node of 8 .* got 12; nearest are 8 and 16"):
+        placed(four(devices=[12, 1, 1, 2]), devices=16)
+
+
+def test_pools_that_no_node_has_room_for() -> None:
+    with pytest.raises(ConfigError, match="pool (train|logp|ref_logp) needs 5 devices of one node, but the others leave at most 3 on any of 2 nodes of 8"):
+        placed(four(devices=[5, 5, 5, 1]), devices=16)
+    assert len(placed(four(devices=[5, 5, 3, 3]), devices=16)) == 4
+
+
 def test_large_pools_take_whole_nodes() -> None:
-    assert placed(four(devices=[16, 4, 4, 24]))["generate"] == (("generate",), (8, 8, 8))
+    assert placed(four(devices=[16, 4, 4, 24]), devices=48)["generate"] == (("generate",), (8, 8, 8))
 
 
 def test_samples_are_dealt_out_evenly() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError, RewardError
@@ -116,6 +120,46 @@ def test_one_bad_answer_takes_no_other_down(guard: Make) -> None:
 def test_as_many_scores_as_answers(guard: Make) -> None:
     found = score(guard("many", batch=2), "46", "short")
     assert {str(error) for error in found} == {"invalid: 2 answers must get a list of as many scores, got [1.0]"}
+
+
+def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time, os\nif os.environ.get('SLOW'): time.sleep(2)\ndef one(**_): return 1.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        one = guard("one", str(slow), timeout_s=1.0)
+        patch.setenv("SLOW", "1")
+        assert score(one, "46") == [1.0]
+
+
+def test_a_batch_that_was_sent_does_not_cut_the_next(guard: Make) -> None:
+    many = guard("many", batch=4, timeout_s=30.0)
+
+    async def ask() -> list[Any]:
+        async def later(seconds: float) -> Any:
+            await asyncio.sleep(seconds)
+            return await many.score(**answer("46"))
+
+        return list(await asyncio.gather(*(later(s) for s in (0, 0, 0, 0, 0.012, 0.022, 0.024, 0.026))))
+
+    assert asyncio.run(ask()) == [4.0] * 8
+
+
+def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
+    hog = (
+        "import asyncio; from recipe.async_pipeline.rewards import *\n"
+        f"guard = RewardGuard(Function({FILE!r}, 'told', {{}}), Limits(timeout_s=600.0, concurrency=1))\n"
+        f"if __name__ == '__main__': asyncio.run(guard.score(solution_str={str(tmp_path / 'pid')!r}))\n"
+    )
+    script = tmp_path / "hog.py"
+    script.write_text(hog)
+    with subprocess.Popen([sys.executable, str(script)], cwd=Path(FILE).parents[1], env={**os.environ, "PYTHONPATH": str(Path(FILE).parents[1])}) as parent:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        parent.kill()
+    child.wait(timeout=10)
 
 
 @pytest.mark.parametrize(("path", "name"), [(FILE, "nothing"), ("nowhere.py", "one"), ("pkg://no.such.package", "one"), ("file://x.txt", "one")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ class AsyncPipelineConfig:
     preduce_bucket_size_mb: int = 512
     """Size of the host buckets that the trainer gathers into."""
     consume_bucket_size_mb: int = 128
-    """Bytes that a replica loads at a time; bounds the extra device memory of a load."""
+    """MB that a replica loads at a time; bounds the extra device memory of a load."""
     in_flight: str = "keep"
     """Requests being answered when a replica loads: keep (go on), abort (start again from what they have), drain."""
     stage: str = "host"
@@ -108,13 +109,7 @@ class AsyncPipelineConfig:
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE), ("validation", VALIDATION), ("reward_failure", REWARD_FAILURE)):
             value = getattr(self, name)
             _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
-        for name in ("reward_timeout_s", "reward_attempts", "reward_concurrency", "reward_batch"):
-            value = getattr(self, name)
-            least = "> 0" if name == "reward_timeout_s" else ">= 1"
-            _require(value is None or value > 0, name, f"must be {least}", value, "leave it out for the default")
-        if self.reward_timeout_s is None and (self.reward_batch is not None or self.reward_failure != "fail"):
-            name = "reward_batch" if self.reward_batch is not None else "reward_failure"
-            raise ConfigError(f"{OWN}.{name} wants a limit for the calls, got {getattr(self, name)!r}; set {OWN}.reward_timeout_s")
+        self._check_rewards()
         if self.old_logp is not None:
             _require(self.old_logp in OLD_LOGP, "old_logp", f"must be one of {', '.join(OLD_LOGP)}", self.old_logp, "leave it out for the default")
         _require(self.ref_refresh_every >= 0, "ref_refresh_every", "must be >= 0", self.ref_refresh_every, "0 is never")
@@ -128,6 +123,17 @@ class AsyncPipelineConfig:
                 f"{OWN}.max_lag must be {implied} with strategy {self.strategy}, got {self.max_lag}; "
                 "use strategy n_step_ahead for another lag"
             )
+
+    def _check_rewards(self) -> None:
+        for name in ("reward_timeout_s", "reward_attempts", "reward_concurrency", "reward_batch"):
+            value = getattr(self, name)
+            least = "> 0" if name == "reward_timeout_s" else ">= 1"
+            _require(value is None or value > 0, name, f"must be {least}", value, "leave it out for the default")
+        _require(math.isfinite(self.reward_default), "reward_default", "must be a finite number", self.reward_default, "0.0 is the default")
+        if self.reward_timeout_s is None:
+            for name in ("reward_batch", "reward_failure", "reward_attempts", "reward_concurrency", "reward_default"):
+                if getattr(self, name) != getattr(type(self), name):
+                    raise ConfigError(f"{OWN}.{name} wants a limit for the calls, got {getattr(self, name)!r}; set {OWN}.reward_timeout_s")
 
     def _check_ages(self) -> None:
         share = self.oldest_share

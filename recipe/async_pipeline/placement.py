@@ -245,10 +245,30 @@ def place(wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: i
             )
         kept.append((wish, (*here, *rest) if "train" in here else here))
     counts = _whole_devices([wish for wish, _ in kept], devices, path)
+    if sum(counts) > devices:
+        raise ConfigError(
+            f"{path}: the pools must fit into the {devices} devices of trainer.{{nnodes,n_gpus_per_node}} and actor_rollout_ref.rollout."
+            f"{{nnodes,n_gpus_per_node}} together, got {sum(counts)}; make some smaller, or raise those"
+        )
     pools = tuple(
         Pool(wish.name, here, _on_nodes(wish.name, count, node, path)) for (wish, here), count in zip(kept, counts, strict=True)
     )
+    _check_packing(pools, -(-devices // node), node, path)
     return Placement(pools)
+
+
+def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> None:
+    """First fit, largest first. Raises ConfigError: a pool finds no node with that many devices left."""
+    left = [node] * nodes
+    parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
+    for part, name in sorted(parts, reverse=True):
+        free = next((i for i, room in enumerate(left) if room >= part), None)
+        if free is None:
+            raise ConfigError(
+                f"{path}: pool {name} needs {part} devices of one node, but the others leave at most {max(left)} on any of {nodes} nodes of {node}; "
+                "make it smaller, or another one"
+            )
+        left[free] -= part
 
 
 def _whole_devices(wishes: Sequence[Wish], devices: int, path: str) -> list[int]:

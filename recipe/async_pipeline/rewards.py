@@ -12,11 +12,14 @@ Imports neither verl nor ray: the processes that call the functions import this,
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import importlib.util
 import inspect
 import math
 import multiprocessing
+import signal
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ from typing import Any
 from .errors import ConfigError, RewardError
 
 PACKAGE, FILE = "pkg://", "file://"
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal that a process gets when its parent ends."""
 BATCH_WAIT_S = 0.02
 """How long the first answer of a micro-batch waits for others."""
 LISTS = {
@@ -70,6 +75,7 @@ class RewardGuard:
         self._function, self._limits = function, limits
         self._is_async = inspect.iscoroutinefunction(function.load())
         self._slots = asyncio.Semaphore(limits.concurrency)
+        self._timer: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
         self._batches: set[asyncio.Task[None]] = set()
         self._pool: Any = None
@@ -105,24 +111,18 @@ class RewardGuard:
         scored: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, scored))
         if len(self._waiting) == 1:
-            self._start(self._soon())
+            self._timer = asyncio.get_running_loop().call_later(BATCH_WAIT_S, self._send)
         if len(self._waiting) == self._limits.batch:
             self._send()
         return await scored
 
     def _send(self) -> None:
         batch, self._waiting = self._waiting, []
-        if batch:
-            self._start(self._run(batch))
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.create_task(work, name="rewards")
+        assert self._timer is not None
+        self._timer.cancel()
+        task = asyncio.create_task(self._run(batch), name="rewards")
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
-
-    async def _soon(self) -> None:
-        await asyncio.sleep(BATCH_WAIT_S)
-        self._send()
 
     async def _run(self, batch: list[tuple[dict[str, Any], asyncio.Future[Any]]]) -> None:
         try:
@@ -153,11 +153,14 @@ class RewardGuard:
                 raise RewardError(f"{kind}: {self._function.name}: {type(error).__name__}: {error}"[:500]) from error
 
     def _in_process(self, arguments: dict[str, Any]) -> Awaitable[Any]:
+        where = (self._function.path, self._function.name)
         if self._pool is None:
             from pebble import ProcessPool
 
-            self._pool = ProcessPool(self._limits.concurrency, context=multiprocessing.get_context("spawn"))
-        where = (self._function.path, self._function.name)
+            # What the function's file imports counts for nobody's time.
+            self._pool = ProcessPool(
+                self._limits.concurrency, initializer=_begin, initargs=where, context=multiprocessing.get_context("spawn")
+            )
         return asyncio.wrap_future(self._pool.schedule(_call_here, args=(*where, arguments), timeout=self._limits.timeout_s))
 
 
@@ -185,6 +188,13 @@ def _one_of(found: Any, index: int, count: int) -> Any:
     return found[index]
 
 
+def _begin(path: str, name: str) -> None:
+    """In a new process of the pool: end with the one that made it, and load the function."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _load(path, name)
+
+
 def _call_here(path: str, name: str, arguments: dict[str, Any]) -> Any:
     """In a process of the pool."""
     return _load(path, name)(**arguments)
@@ -204,6 +214,6 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         function: Callable[..., Any] = getattr(module, name)
-    except (ImportError, OSError, AttributeError) as error:
+    except Exception as error:  # whatever the file does when it is read
         raise ConfigError(f"reward.custom_reward_function: {name} of {path} cannot be loaded ({error}); correct path and name") from error
     return function

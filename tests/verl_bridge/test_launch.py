@@ -35,6 +35,9 @@ MISTAKES: list[tuple[str, Any]] = [
     (f"{ROLLOUT}.agent.agent_loop_manager_class", "mine.Manager"),
     (f"{ROLLOUT}.n", 0),
     ("data.train_batch_size", 0),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", 0),
+    (f"{ROLLOUT}.max_num_seqs", None),
+    ("reward.num_workers", 0),
     ("trainer.total_training_steps", -3),
     ("trainer.use_v1", False),
     (f"{ROLLOUT}.name", "sglang"),
@@ -107,7 +110,17 @@ def test_without_the_switch_nothing_changes(launch: ModuleType, smoke: Smoke) ->
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [("async_strategy", "on_policy"), (f"{OWN}.strategy", "naive"), (f"{OWN}.max_lag", 1)]
+    ("path", "value"),
+    [
+        ("async_strategy", "on_policy"),
+        (f"{OWN}.strategy", "naive"),
+        (f"{OWN}.max_lag", 1),
+        (f"{OWN}.old_logp", "rollout"),
+        (f"{OWN}.depth", 2),
+        ("pg_variant", "topr"),
+        ("staleness_threshold", 0.5),
+        ("trainer.use_nodes_ratios", [0.5, 0.5, 0.5, 0.5]),
+    ],
 )
 def test_without_the_switch_our_keys_are_an_error(
     launch: ModuleType, capsys: pytest.CaptureFixture[str], path: str, value: Any
@@ -329,7 +342,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
                 "small": {"roles": ["logp"], "devices": 1},
                 "rollout": {"roles": ["generate"], "devices": 3},
             },
-            "trainer.n_gpus_per_node": 4,
+            "trainer.n_gpus_per_node": 5,
             f"{OWN}.old_logp": "trainer",
         },
         {"big": (["train", "ref_logp"], 2), "small": (["logp"], 1), "rollout": (["generate"], 3)},
@@ -350,6 +363,13 @@ def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> N
     assert sizes == [(1, next(n for roles, n in pools.values() if role in roles)) for role in ("train", "generate")]
 
 
+POOLS_OF_THREE = {
+    "t": {"roles": ["train"], "devices": 2},
+    "l": {"roles": ["logp"], "devices": 3},
+    "g": {"roles": ["generate"], "devices": 3},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
@@ -366,6 +386,10 @@ def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> N
         ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
         ({f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where ref_logp loads"),
         ({"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}, "LoRA rank 8 cannot be combined"),
+        ({"quarters": True, "actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True}, "LoRA rank 8 cannot be combined"),
+        ({f"{OWN}.ref_refresh_every": 4, "use_ref": False}, "must be 0 without a reference policy"),
+        ({f"{OWN}.old_logp": "rollout", f"{ROLLOUT}.calculate_log_probs": False}, "calculate_log_probs must be True"),
+        ({f"{OWN}.pools": POOLS_OF_THREE, "trainer.n_gpus_per_node": 7}, "a batch of logp .* 128 samples, .* 3 devices of pool l"),
     ],
 )
 def test_a_layout_that_cannot_be(
@@ -405,7 +429,10 @@ def test_adapters_must_be_merged(launch: ModuleType, smoke: Smoke, path: str) ->
     with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
         launch.check_verl_config(smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True}))
     launch.check_verl_config(smoke({path: 8, load_format: "auto"}))
-    launch.check_verl_config(smoke({path: 8, "actor_rollout_ref.model.lora.merge": True}))
+    merged = {path: 8, "actor_rollout_ref.model.lora.merge": True}
+    launch.check_verl_config(smoke(merged))
+    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
+        launch.check_verl_config(smoke({**merged, "actor_rollout_ref.actor.use_kl_loss": True}))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def score_late(workers: Sequence[Any], batch: KVBatchMeta) -> list[Mapping[str, 
     lengths = stored["responses"].offsets().diff().tolist()
     names = [name for name in stored.keys() if name not in NOT_FOR_REWARDS and not isinstance(stored[name], torch.Tensor)]
     others = {name: [getattr(value, "data", value) for value in stored[name]] for name in names}
+    if "extra_fields" in stored.keys():
+        others["tool_extra_fields"] = [getattr(value, "data", value) for value in stored["extra_fields"]]
     if "num_turns" in stored.keys():
         others["__num_turns__"] = [int(value) for value in stored["num_turns"]]
     rows = [
@@ -58,5 +60,5 @@ def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]
 
 def _on_the_last(score: float, length: int) -> torch.Tensor:
     scores = torch.zeros(length)
-    scores[-1] = score
+    scores[-1:] = score
     return scores

@@ -27,7 +27,7 @@ from .. import plugin
 from ..config import Translation, is_enabled, reject_near_misses, resolve
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
-from ..foreign_keys import BYPASS
+from ..foreign_keys import BYPASS, FOREIGN
 from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
 from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
@@ -106,10 +106,12 @@ def checked(config: DictConfig) -> Checked | None:
     check_verl_config(config)
     _require_roles_that_fit(config, translation.config)
     bypass = bool(OmegaConf.select(config, BYPASS))
+    if bypass and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        raise ConfigError(f"{_ROLLOUT}.calculate_log_probs must be True where old log-probs are the rollout's, got False; set it")
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass))
     old_logp = proximal_policy(translation.config, placement, bypass=bypass)
-    _check_devices(config, placement)
+    _check_devices(config, placement, translation.config)
     return Checked(translation, placement, old_logp)
 
 
@@ -142,8 +144,12 @@ def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
 def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
     """Our defaults may be composed into a stock run; a choice of ours may not be ignored."""
     reject_near_misses(raw)
-    paths = ("async_strategy", f"{OWN}.strategy", f"{OWN}.max_lag")
-    stray = [path for path in paths if select(raw, path) is not None]
+    # Our file leaves it to the strategy what these two are.
+    defaults = {f.name: f.default for f in dataclasses.fields(AsyncPipelineConfig)} | {"strategy": None, "max_lag": None}
+    own = select(raw, OWN)
+    knobs = [(f"{OWN}.{name}", value, defaults.get(str(name))) for name, value in (own.items() if isinstance(own, Mapping) else ())]
+    ours = [(path, select(raw, path), None) for key in FOREIGN for path in key.paths] + knobs
+    stray = [path for path, value, default in ours if value is not None and value != default and value != []]
     if stray:
         raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
 
@@ -207,7 +213,7 @@ def check_verl_config(config: DictConfig) -> None:
     _check_adapters(config)
 
 
-def _check_devices(config: DictConfig, placement: Placement) -> None:
+def _check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError: a model or a batch that cannot be divided over its pool, or more devices than Ray is given."""
     generate, train = placement.pool_of("generate"), placement.pool_of("train")
     assert generate is not None
@@ -236,13 +242,27 @@ def _check_devices(config: DictConfig, placement: Placement) -> None:
             f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
             f"n_gpus_per_node}}, or all pools, together {placement.devices}, got {there}; raise it, or ask for fewer devices"
         )
-    strategy = config.actor_rollout_ref.actor.strategy
-    for role in ("logp", "ref_logp"):
-        loads = placement.own_pool_of("logp") is not None if role == "logp" else config.trainer.v1.async_pipeline.get("ref_refresh_every", 0)
+    for role, samples in (("logp", "logp"), ("ref_logp", "ref_logp")):
+        pool = placement.own_pool_of(role)
+        if pool is not None:
+            check_divides(pool, batch * config.actor_rollout_ref.rollout.n, f"a batch of {samples} (data.train_batch_size x rollout.n)")
+    _check_loads(config, placement, knobs)
+
+
+def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: a forward-only model is to load published weights, and cannot."""
+    if knobs.ref_refresh_every and not need_reference_policy(config):
+        raise ConfigError(f"{OWN}.ref_refresh_every must be 0 without a reference policy, got {knobs.ref_refresh_every}; set actor_rollout_ref.actor.use_kl_loss=True for one")
+    strategy, rank = config.actor_rollout_ref.actor.strategy, _adapter_rank(config)
+    cases = (
+        (placement.own_pool_of("logp") is not None, "logp", "let logp share the training devices"),
+        (knobs.ref_refresh_every > 0, "ref_logp", f"leave {OWN}.ref_refresh_every out"),
+    )
+    for loads, role, other in cases:
         if loads and strategy != "fsdp2":
-            raise ConfigError(f"actor_rollout_ref.actor.strategy must be fsdp2 where {role} loads published weights, got {strategy}; set it, or let {role} share the training devices")
-        if loads and _adapter_rank(config) and not OmegaConf.select(config, "actor_rollout_ref.model.lora.merge"):
-            raise ConfigError(f"actor_rollout_ref.model LoRA rank {_adapter_rank(config)} cannot be combined with {role} loading published weights yet; set actor_rollout_ref.model.lora.merge=True")
+            raise ConfigError(f"actor_rollout_ref.actor.strategy must be fsdp2 where {role} loads published weights, got {strategy}; set it, or {other}")
+        if loads and rank:
+            raise ConfigError(f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with {role} loading published weights yet; {other}, or train without LoRA")
 
 
 def _adapter_rank(config: DictConfig) -> int:
@@ -253,6 +273,11 @@ def _adapter_rank(config: DictConfig) -> int:
 def _check_adapters(config: DictConfig) -> None:
     """Raises ConfigError: a LoRA adapter that the pipeline cannot publish."""
     model, rank = config.actor_rollout_ref.model, _adapter_rank(config)
+    if rank and need_reference_policy(config):
+        raise ConfigError(
+            f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with a reference policy yet, got "
+            "use_kl_loss or use_kl_in_reward; turn them off"
+        )
     if not rank or OmegaConf.select(model, "lora.merge"):
         return
     load_format = OmegaConf.select(config, f"{_ROLLOUT}.load_format")
@@ -260,11 +285,6 @@ def _check_adapters(config: DictConfig) -> None:
         raise ConfigError(
             f"{_ROLLOUT}.load_format must not be dummy for LoRA adapters, whose base is never published, got "
             f"{load_format!r}; set it to auto, or actor_rollout_ref.model.lora.merge=True"
-        )
-    if need_reference_policy(config):
-        raise ConfigError(
-            f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with a reference policy yet, got "
-            "use_kl_loss or use_kl_in_reward; turn them off"
         )
 
 
@@ -357,6 +377,9 @@ _RULES = (
     ),
     (f"{_ROLLOUT}.n", _positive, "must be >= 1", "answers to each prompt"),
     ("data.train_batch_size", _positive, "must be >= 1", "prompts of one optimizer step"),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", _positive, "must be >= 1", "prompts of one optimizer update"),
+    (f"{_ROLLOUT}.max_num_seqs", _positive, "must be >= 1", "answers that a replica works on at the same time"),
+    ("reward.num_workers", _positive, "must be >= 1", "somebody has to score"),
     ("trainer.total_training_steps", lambda v: v is None or _positive(v), "must be >= 1", "leave it out to train by epochs"),
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
     (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "other engines are not supported yet"),

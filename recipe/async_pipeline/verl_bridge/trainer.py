@@ -46,7 +46,7 @@ from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
-from ..placement import Placement
+from ..placement import Placement, Pool
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
@@ -171,10 +171,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         for pool in self.placement.pools:
             if "train" in pool.roles or "generate" in pool.roles:
                 continue
-            pools.resource_pool_spec[f"{pool.name}_pool"] = list(pool.per_node)
+            pools.resource_pool_spec[_verls(pool)] = list(pool.per_node)
             for role, verls in (("ref_logp", Role.RefPolicy), ("critic", Role.Critic)):
                 if role in pool.roles:
-                    pools.mapping[verls] = f"{pool.name}_pool"
+                    pools.mapping[verls] = _verls(pool)
         create = pools.create_resource_pool
 
         def reserve() -> None:
@@ -184,7 +184,7 @@ class AsyncPipelineTrainer(PPOTrainer):
                 pool.get_placement_groups(device_name=get_device_name())
             own = self.placement.own_pool_of("logp")
             if own is not None:
-                self._logp_group = self._threads.submit(self._start_logp_group, pools.resource_pool_dict[f"{own.name}_pool"])
+                self._logp_group = self._threads.submit(self._start_logp_group, pools.resource_pool_dict[_verls(own)])
             self._server_manager = PipelineServerManager.started(self.config)
 
         pools.create_resource_pool = reserve
@@ -627,6 +627,11 @@ class AsyncPipelineTrainer(PPOTrainer):
         if version == 0:
             return bool(trainer.get("val_before_train", True))
         return trainer.test_freq > 0 and (version % trainer.test_freq == 0 or version == self.last_step)
+
+
+def _verls(pool: Pool) -> str:
+    """A pool's name for verl, which has some of its own."""
+    return f"pipeline_{pool.name}"
 
 
 def _copy(meta: KVBatchMeta) -> KVBatchMeta:
