@@ -356,6 +356,7 @@ def test_switches_that_disagree() -> None:
 
 
 def test_a_key_of_no_config() -> None:
+    assert unknown_key("trainer.v1.async_pipeline.max_lag").endswith("write +trainer.v1.async_pipeline.max_lag=... to add it")
     assert "did you mean 'wait_timeout_s'" in unknown_key("trainer.v1.async_pipeline.wait_timeout")
     assert unknown_key("trainer.nope") == (
         "trainer.nope is not a key of this config; check its spelling, or write +trainer.nope=... to add it"

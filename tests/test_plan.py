@@ -81,7 +81,7 @@ def test_in_words(model: Path) -> None:
         "generate    ########",
         "4 replica(s) x 2",
         "16 prompts x 8 answers = 128 samples in 2 mini-batch(es), 32 samples",
-        "at most 36 groups = 288 answers, for 128 slots of the engines; 160 may wait",
+        "at most 36 groups = 288 answers, for 128 slots of the engines; what is not finished",
         "host memory     4.0 MB",
     ):
         assert part in text
@@ -92,7 +92,7 @@ def test_what_holds_by_default_is_not_told(model: Path) -> None:
     text = "\n".join(in_words(planned(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1))))
     assert "as they were drawn" in text
     assert "published every step" in text
-    for part in ("of a step has lag", "given up", "may wait"):
+    for part in ("of a step has lag", "given up", "queues"):
         assert part not in text
 
 

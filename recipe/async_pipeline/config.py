@@ -139,6 +139,8 @@ def unknown_key(path: str) -> str:
     """What to say of a path that hydra finds in no config: one line, with the nearest of our knobs."""
     parent, _, name = path.rpartition(".")
     if parent == OWN:
+        if name in own_fields():
+            return f"{path} is a knob that this config does not have; write +{path}=... to add it"
         return f"{path} is unknown{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
     return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
 

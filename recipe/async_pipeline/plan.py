@@ -149,7 +149,7 @@ def in_words(plan: Plan) -> list[str]:
 
 _OLD_LOGP = {
     "trainer": "of step s are those of version s-1, the trainer's before the step",
-    "logp_pool": "of step s are those of version s-2, computed beside step s-1",
+    "logp_pool": "of step s are those of version s-2 (or the last published before it), computed beside step s-1",
     "rollout": "are what the engines said while they generated; none are computed",
 }
 
@@ -163,7 +163,7 @@ def _devices(plan: Plan) -> Iterator[str]:
 
 def _slots(plan: Plan) -> str:
     if plan.answers_at_once > plan.engine_slots:
-        return f"; {plan.answers_at_once - plan.engine_slots} may wait, so that a larger lag gains nothing"
+        return "; what is not finished beyond those waits in the engines' queues"
     return ""
 
 

@@ -11,8 +11,8 @@ What each role waits for, and what unblocks it:
     dataloader    room in the message queue           a publication is served
     generate      prompts, a slot on its pool         dataloader
     rollout       finished groups                     generate, group by group
-    logp          a full batch, weights of step-1     rollout; param_update's gather of step-1
-    ref_logp      a full batch                        rollout
+    logp          a full batch, its policy's weights  rollout; train; param_update's gather
+    ref_logp      a full batch, its policy's weights  rollout; param_update's gather, if it is refreshed
     values        a full batch, critic of step-1      rollout; critic
     reward        the three of one batch              all of them
     critic        the scored batch                    reward
