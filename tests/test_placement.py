@@ -177,7 +177,7 @@ def test_shares_are_dealt_out_whole(parts: list[int], devices: int) -> None:
     ("pools", "why"),
     [
         (four(share=[0.4, 0.2, 0.2, 0.1]), "must sum to 1, got 0.4 \\+ 0.2 \\+ 0.2 \\+ 0.1 = 0.9"),
-        (four(share=[0.94, 0.02, 0.02, 0.02]), "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125, or have 50"),
+        (four(share=[0.94, 0.02, 0.02, 0.02]), "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125 and lower another, or have 50"),
         (four(devices=[5, 1, 1, 2]), "must fit into the 8 devices .* got 9"),
     ],
 )

@@ -90,22 +90,27 @@ class Placement:
         return cls(tuple(Pool(str(p["name"]), tuple(p["roles"]), tuple(p["per_node"])) for p in plain))
 
 
-def placement_of(config: Mapping[str, Any], pools: Mapping[str, Any] | None, roles: Sequence[str]) -> Placement:
-    """Where the roles of a run compute. `config`: verl's; `roles`: those of `PLACED` that it has. Raises ConfigError."""
+def placement_of(
+    config: Mapping[str, Any], pools: Mapping[str, Any] | None, roles: Sequence[str], path: str = POOLS
+) -> Placement:
+    """Where the roles of a run compute. `config`: verl's; `roles`: those of `PLACED` that it has; `path`: what says `pools`.
+
+    Raises ConfigError.
+    """
     sizes = {}
-    for path in ("trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"):
-        value = select(config, path)
-        least = 0 if "rollout" in path and pools is not None else 1
+    for size_path in ("trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"):
+        value = select(config, size_path)
+        least = 0 if "rollout" in size_path and pools is not None else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            why = "generation needs devices of its own; say how many" if "rollout" in path else "training needs devices"
-            raise ConfigError(f"{path} must be >= {least}, got {value!r}; {why}")
-        sizes[path] = value
+            why = "generation needs devices of its own; say how many" if "rollout" in size_path else "training needs devices"
+            raise ConfigError(f"{size_path} must be >= {least}, got {value!r}; {why}")
+        sizes[size_path] = value
     nodes, node, more, size = sizes.values()
     if pools is None:
         training = tuple(role for role in roles if role != "generate")
         return Placement((Pool("train", training, (node,) * nodes), Pool("generate", ("generate",), (size,) * more)))
     largest = max(node, size) if more else node
-    return place(wishes_of(pools), roles=roles, devices=nodes * node + more * size, node=largest)
+    return place(wishes_of(pools), roles=roles, devices=nodes * node + more * size, node=largest, path=path)
 
 
 def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass: bool) -> str:
@@ -286,7 +291,7 @@ def _whole_devices(wishes: Sequence[Wish], devices: int, path: str) -> list[int]
             least = math.ceil(1 / float(wish.share or 1) - TOLERANCE)
             raise ConfigError(
                 f"{path}: pool {wish.name} gets no device, its share of {devices} is {float(wish.share or 0) * devices:g}; "
-                f"raise it to {1 / devices:.3g}, or have {least} devices (trainer and rollout together)"
+                f"raise it to {1 / devices:.3g} and lower another, or have {least} devices (trainer and rollout together)"
             )
     return counts
 

@@ -373,7 +373,7 @@ POOLS_OF_THREE = {
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"trainer.use_nodes_ratios": [0.25] * 4}, "pool logp gets no device|pool ref_logp gets no device"),
+        ({"trainer.use_nodes_ratios": [0.25] * 4}, "trainer.use_nodes_ratios: pool (logp|ref_logp) gets no device"),
         ({"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3, "use_ref": False}, "has no ref_logp"),
         ({"trainer.use_nodes_ratios": [0.75, 0.75, 0.75, 0.25], "trainer.n_gpus_per_node": 3}, "mini-batch .* 128 samples, .* 3 devices of pool train; nearest sizes are 2 and 4"),
         ({"trainer.critic_warmup": 2}, "critic_warmup must be 0 without a critic, got 2"),

@@ -31,7 +31,16 @@ from ..foreign_keys import BYPASS, FOREIGN
 from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
 from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
-from ..placement import PLACED, Placement, check_divides, placement_of, proximal_policy
+from ..placement import (
+    PLACED,
+    POOLS,
+    RATIOS,
+    TASK_RATIOS,
+    Placement,
+    check_divides,
+    placement_of,
+    proximal_policy,
+)
 from ..rewards import Function
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
@@ -109,7 +118,8 @@ def checked(config: DictConfig) -> Checked | None:
     if bypass and not config.actor_rollout_ref.rollout.calculate_log_probs:
         raise ConfigError(f"{_ROLLOUT}.calculate_log_probs must be True where old log-probs are the rollout's, got False; set it")
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass))
+    layout = next((path for path in (RATIOS, TASK_RATIOS) if select(raw, path) is not None), POOLS)
+    placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass), layout)
     old_logp = proximal_policy(translation.config, placement, bypass=bypass)
     _check_devices(config, placement, translation.config)
     return Checked(translation, placement, old_logp)

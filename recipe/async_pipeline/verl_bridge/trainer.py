@@ -118,6 +118,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._copies: dict[str, PolicyCopy] = {}
         """Forward-only models that compute with published versions, by role."""
         self._last_finish = 0.0
+        self._logged = 0
+        """The newest step whose metrics the trackers have."""
 
     # Start-up.
 
@@ -559,6 +561,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             self._log_rollout_data(_copy(batch.payload), timing, self.config.trainer.rollout_data_dir)
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
         self._report(batch, facts, metrics, step_s)
+        self._logged = batch.step
         self.logger.log(data=metrics, step=batch.step)
 
     def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float) -> None:
@@ -617,7 +620,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             self._may_generate.set()
         seconds = time.perf_counter() - started
         metrics["async_pipeline/validation/version"] = version
-        await self._call(self.logger.log, data=metrics, step=version)
+        # A tracker may drop what comes after a later step; whose metrics these are, their own key says.
+        await self._call(self.logger.log, data=metrics, step=max(version, self._logged))
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
         _say(f"validation of version {version}: {shown} in {seconds:.1f} s")
         return seconds
