@@ -25,7 +25,7 @@ def test_a_wrong_list_names_the_arms(text: str) -> None:
         parse_arms(text)
 
 
-@pytest.mark.parametrize("name", ARMS)
+@pytest.mark.parametrize("name", [name for name in ARMS if name != "one_step_off_ref_apart"])
 def test_every_arm_has_two_devices(name: str) -> None:
     arm = ARMS[name]
     training = arm.overrides.get("trainer.n_gpus_per_node", 1)
@@ -64,4 +64,5 @@ def test_hydra_reads_every_value_as_it_was(value: Any) -> None:
 def test_a_reference_apart_has_a_device_more() -> None:
     pools = ARMS["one_step_off_ref_apart"].overrides["trainer.v1.async_pipeline.pools"]
     assert sum(pool["devices"] for pool in pools.values()) == DEVICES + 1
+    assert ARMS["one_step_off_ref_apart"].overrides["trainer.n_gpus_per_node"] + 1 == DEVICES + 1
     assert ARMS["one_step_off_ref_apart"].overrides["ray_kwargs.ray_init.num_gpus"] == DEVICES + 1

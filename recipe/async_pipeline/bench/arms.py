@@ -106,6 +106,8 @@ _REF_APART: dict[str, Any] = {
         "reference": {"roles": ["ref_logp"], "devices": 1},
         "generate": {"roles": ["generate"], "devices": 1},
     },
+    # All devices, for the pools to deal out: these and the rollout's one.
+    "trainer.n_gpus_per_node": DEVICES,
     "ray_kwargs.ray_init.num_gpus": DEVICES + 1,
 }
 
