@@ -252,10 +252,10 @@ def _check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelin
             f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
             f"n_gpus_per_node}}, or all pools, together {placement.devices}, got {there}; raise it, or ask for fewer devices"
         )
-    for role, samples in (("logp", "logp"), ("ref_logp", "ref_logp")):
+    for role in ("logp", "ref_logp"):
         pool = placement.own_pool_of(role)
         if pool is not None:
-            check_divides(pool, batch * config.actor_rollout_ref.rollout.n, f"a batch of {samples} (data.train_batch_size x rollout.n)")
+            check_divides(pool, batch * config.actor_rollout_ref.rollout.n, f"a batch of {role} (data.train_batch_size x rollout.n)")
     _check_loads(config, placement, knobs)
 
 
