@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError, WarmupFailed
+from recipe.async_pipeline.toy import warmup
 from recipe.async_pipeline.toy.model import ModelSpec, make_model
 from recipe.async_pipeline.toy.task import Problem, TaskSpec, split_problems
 from recipe.async_pipeline.toy.tokenizer import make_tokenizer
@@ -52,9 +53,21 @@ def test_a_policy_that_cannot_be_taught_in_time_is_an_error(tokenizer: Any, mode
 
 @pytest.mark.real_engine
 def test_a_policy_that_the_careless_teacher_ruined_is_an_error(tokenizer: Any, model: Any) -> None:
-    spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=1.0, **SHORT)
+    spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=1.0, max_slip_steps=2, **SHORT)
     with pytest.raises(WarmupFailed, match="needs 1.0 to start"):
         warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lambda _: None)
+
+
+@pytest.mark.real_engine
+def test_the_careless_teacher_goes_on_while_the_policy_is_too_bad_for_rl(
+    tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([0.0, 0.0, 0.0, 0.5])
+    monkeypatch.setattr(warmup, "sampled_accuracy", lambda *_: next(measured))
+    lines: list[str] = []
+    spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=0.1, **SHORT)
+    assert warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lines.append) == 0.5
+    assert [line.split("after ")[-1].split(",")[0] for line in lines[1:]] == ["1 careless steps", "2 careless steps"]
 
 
 @pytest.mark.real_engine

@@ -4,7 +4,7 @@
 RL needs groups in which some answers are right and some wrong: a random policy has none of the first, a
 well-taught one few of the second. So warm-up has two stages. A good teacher shows right answers until
 sampling reaches a given accuracy; then a careless one, some of whose digits slip, spoils the policy for a
-fixed number of steps. What comes out knows more about addition than it shows, and imitates the slips;
+number of steps, and goes on while the policy is worse than its teacher. What comes out knows more about addition than it shows, and imitates the slips;
 the reward does not, and that is what RL has to learn.
 """
 
@@ -51,6 +51,9 @@ class WarmupSpec:
     num_slip_steps: int = 100
     """Optimizer steps under the careless teacher."""
 
+    max_slip_steps: int = 300
+    """Steps after which it gives up: accuracy dips before it settles, by how much depends on the machine's arithmetic."""
+
     slip_learning_rate: float = 5e-4
     """Learning rate under the careless teacher: low, for slips at the full rate wipe out what was learnt."""
 
@@ -73,10 +76,12 @@ class WarmupSpec:
         for name in ("taught_accuracy", "slip_rate", "min_accuracy"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"warmup {name} must lie between 0 and 1, got {getattr(self, name)}")
-        counts = ("max_taught_steps", "ramp_steps", "num_slip_steps", "batch_size", "check_every")
+        counts = ("max_taught_steps", "ramp_steps", "num_slip_steps", "max_slip_steps", "batch_size", "check_every")
         for name in (*counts, "num_checked", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"warmup {name} must be >= 1, got {getattr(self, name)}")
+        if self.max_slip_steps < self.num_slip_steps:
+            raise ConfigError(f"warmup max_slip_steps must be >= num_slip_steps, got {self.max_slip_steps}")
 
 
 @dataclass(frozen=True)
@@ -193,14 +198,7 @@ class _Warmup:
     def run(self) -> float:
         """Train under both teachers; return the accuracy on sums that neither showed."""
         self._teach()
-        self._spoil()
-        accuracy = sampled_accuracy(self.model, self.tokenizer, self.split.val)
-        if accuracy < self.spec.min_accuracy:
-            raise WarmupFailed(
-                f"warm-up ended at accuracy {accuracy:.2f}, RL needs {self.spec.min_accuracy} to start; "
-                "use another --seed"
-            )
-        return accuracy
+        return self._spoil()
 
     def _teach(self) -> None:
         spec, accuracy = self.spec, 0.0
@@ -218,9 +216,19 @@ class _Warmup:
             f"needs {spec.taught_accuracy}; use another --seed"
         )
 
-    def _spoil(self) -> None:
-        for _ in range(self.spec.num_slip_steps):
-            self._train(self.spec.slip_learning_rate, slip_rate=self.spec.slip_rate)
+    def _spoil(self) -> float:
+        spec, accuracy = self.spec, 0.0
+        for step in range(1, spec.max_slip_steps + 1):
+            self._train(spec.slip_learning_rate, slip_rate=spec.slip_rate)
+            if step < spec.num_slip_steps or (step - spec.num_slip_steps) % spec.check_every:
+                continue
+            accuracy = sampled_accuracy(self.model, self.tokenizer, self.split.val)
+            if accuracy >= spec.min_accuracy:
+                return accuracy
+            self.report(f"warm-up: accuracy {accuracy:.2f} after {step} careless steps, RL needs {spec.min_accuracy}")
+        raise WarmupFailed(
+            f"warm-up ended at accuracy {accuracy:.2f}, RL needs {spec.min_accuracy} to start; use another --seed"
+        )
 
     def _train(self, learning_rate: float, *, slip_rate: float) -> None:
         problems = self.rng.choices(self.split.train, k=self.spec.batch_size)
