@@ -222,7 +222,7 @@ class SimTrainer:
         assert version > self.served, "versions only move forward"
         self.served = version
         return Publication(
-            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, tensors_proved=1, replicas=1
+            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, busy_s=1e9, tensors_proved=1, replicas=1
         )
 
     async def validate(self, version: int) -> float | None:

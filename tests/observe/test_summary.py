@@ -22,6 +22,7 @@ def publication(version: int, load_s: float) -> Publication:
         transfer_s=0.1,
         load_s=load_s,
         stall_s=load_s / 2,
+        busy_s=load_s * 3,
         tensors_proved=3,
         replicas=1,
     )

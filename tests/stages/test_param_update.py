@@ -102,6 +102,7 @@ def test_served_is_said_after_the_publication_and_before_the_validation(alone: M
             "transfer_s": 0.1,
             "load_s": 0.1,
             "stall_s": 0.1,
+            "busy_s": 1e9,
             "bytes": 8,
             "replicas": 1,
         },

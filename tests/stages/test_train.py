@@ -91,6 +91,7 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
     machine.pipeline.versions.advance_served(1)
     run_virtual(train(machine, batch(3, (0, 0), (1, 2), (2, 2), (2, 2))))
     assert trainer.facts == {
+        "batch/tail_s": 0.0,
         "lag/mean": 0.75,
         "lag/max": 2.0,
         "lag/mixed_version_share": 0.25,

@@ -55,7 +55,7 @@ class Server:
         if self.error is not None:
             raise self.error
         self.log.append(f"{self.name} serves")
-        return LoadReport(0.5, 2.0, 0.2, 0.1, 3, 20)
+        return LoadReport(0.5, 2.0, 0.2, 0.1, 6.0, 3, 20)
 
 
 class Balancer:
@@ -119,6 +119,7 @@ def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
         transfer_s=1.0,
         load_s=4.0,
         stall_s=0.4,
+        busy_s=12.0,
         tensors_proved=6,
         replicas=2,
         tokens_read_again=40,

@@ -43,7 +43,7 @@ class Replica:
         self.failed = False
         self.version = version
         self.log.append(f"{self.name} serves {version}")
-        return LoadReport(0.1, LOAD_S, LOAD_S, 0.01, 3, 0)
+        return LoadReport(0.1, LOAD_S, LOAD_S, 0.01, 0.0, 3, 0)
 
     async def leave(self) -> None:
         self.working = False

@@ -28,7 +28,7 @@ error stops every other role and is raised as it is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +99,15 @@ class AsyncTrainingFlow:
         *,
         clock: Clock | None = None,
         keep_records: int | None = None,
+        startup_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`keep_records` bounds the events kept in memory; subscribers see all of them."""
+        """`keep_records` bounds the events kept in memory; subscribers see all of them. `startup_s` says how long
+        the run has been coming up when the flow begins.
+        """
         self.trainer = trainer
         self.enable_async_rl = enable_async_rl
         self.clock = clock or LoopClock()
+        self._startup_s = startup_s
         self.max_lag = trainer.max_lag if enable_async_rl else 0
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()
@@ -133,7 +137,16 @@ class AsyncTrainingFlow:
         Raises the first error of any role, unchanged, after all others have stopped.
         """
         self._wire()
-        self.log.append("flow", "START", "RUNNING", version=self.trainer.first_step - 1)
+        self.log.append(
+            "flow",
+            "START",
+            "RUNNING",
+            version=self.trainer.first_step - 1,
+            max_lag=self.max_lag,
+            startup_s=round(self._startup_s(), 6),
+            graph={role: list(consumers) for role, consumers in self.graph.items()},
+            pools={name: self._facts_of(name) for name in self.pools or ()},
+        )
         await self._supervise()
         self.tally.check()
         self.log.append("flow", "DONE", "DONE", version=self.versions.served)
@@ -193,6 +206,11 @@ class AsyncTrainingFlow:
                 machine.outputs = tuple(ch for (a, _), ch in channels.items() if a == role)
                 machine.pool = None if pool is None else self.pools.get(pool)
                 self.machines.append(machine)
+
+    def _facts_of(self, pool: str) -> dict[str, Any]:
+        assert self.pools is not None
+        tenants = [role for role in self.graph if self.trainer.pool_of(role) == pool]
+        return {"devices": self.pools.get(pool).devices, "slots": self.pools.get(pool).slots, "roles": tenants}
 
     def _slots(self, pool: str, lanes: Mapping[str, int]) -> int:
         """A pool is exclusive unless the only role on it has several lanes, which then share it."""

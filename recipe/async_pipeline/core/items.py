@@ -125,6 +125,8 @@ class Publication:
     load_s: float
     stall_s: float
     """The part of `load_s` in which its replica stood still."""
+    busy_s: float
+    """Seconds in which each replica had requests open since it loaded the version before, added up."""
     tensors_proved: int
     replicas: int
     tokens_read_again: int = 0

@@ -22,6 +22,7 @@ from .channel import Channel
 from .clock import within
 from .machine import TERMINAL, Event, StageState, StateMachine
 from .pools import DevicePool, Lease
+from .staleness import MADE_BY, Kind
 
 if TYPE_CHECKING:
     from .flow import AsyncTrainingFlow
@@ -115,6 +116,22 @@ class RoleStateMachine(ABC):
         """Log a fact that changes no state."""
         lane = {"lane": self.lane} if self.lane else {}
         self.pipeline.log.append(self.role, event, self.state.name, **lane, **{**self._item, **fields})
+
+    async def until(self, kind: Kind, version: int) -> None:
+        """Return once a version is trained, gathered or served, or the critic has learned from that step.
+
+        A wait is noted as GATED, `on` the role that makes it. Waits for: that role. Unblocked by: its next step.
+        """
+        if self.pipeline.versions.reached(kind) >= version:
+            return
+        maker = MADE_BY[kind]
+        self.note("GATED", on=maker, version=version)
+        what = f"the critic to have learned from step {version}" if kind == "critic" else f"version {version} to be {kind}"
+        await self._wait(
+            self.pipeline.versions.wait_for(kind, version),
+            what,
+            lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role in ("train", maker)),
+        )
 
     # The loop.
 

@@ -9,12 +9,19 @@ version is *trained* once its step ended, *gathered* once its full weights are i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from ..errors import StalenessViolation
 
 Kind = Literal["trained", "gathered", "served", "critic"]
+MADE_BY: Mapping[Kind, str] = {
+    "trained": "train",
+    "gathered": "param_update",
+    "served": "param_update",
+    "critic": "critic",
+}
+"""The role whose work each of them is."""
 
 
 def lag(trainer_version: int, first_version: int) -> int:
@@ -99,6 +106,10 @@ class Versions:
     def subscribe(self, call: Callable[[], object]) -> None:
         """Have `call` called whenever every replica serves a version."""
         self._served_more.append(call)
+
+    def reached(self, kind: Kind) -> int:
+        """How far `kind` is."""
+        return self._reached[kind]
 
     async def wait_for(self, kind: Kind, version: int) -> None:
         """Return once `kind` has reached `version`; at once if it has.

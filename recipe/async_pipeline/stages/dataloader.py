@@ -25,4 +25,5 @@ class DataloaderStateMachine(RoleStateMachine):
         for prompt in batch.prompts:
             self.pipeline.tally.draw(prompt.uid)
             self.pipeline.queue.enter(prompt, item.version)
+        self.note("DRAWN", version=item.version, keys=[prompt.uid for prompt in batch.prompts])
         await self.emit(batch)

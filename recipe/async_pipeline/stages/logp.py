@@ -27,13 +27,7 @@ class LogPStateMachine(RoleStateMachine):
         if self.trainer.pool_of("logp") == self.trainer.pool_of("train"):
             awaited = (("trained", item.step - 1), ("gathered", pipeline.publication_before(item.step)))
         for kind, version in awaited:
-            await self._wait(
-                self.pipeline.versions.wait_for(kind, version),
-                f"version {version} to be {kind}",
-                lambda: self.pipeline.describe(
-                    m for m in self.pipeline.machines if m.role in ("train", "param_update")
-                ),
-            )
+            await self.until(kind, version)
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_log_probs(item)

@@ -42,12 +42,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
         self.note("GATHERED", version=version)
         self.release()
         if version >= self.trainer.first_step:
-            before = pipeline.publication_before(version)
-            await self._wait(
-                pipeline.versions.wait_for("served", before),
-                f"version {before} to be served",
-                lambda: pipeline.describe(m for m in pipeline.machines if m.role == self.role),
-            )
+            await self.until("served", pipeline.publication_before(version))
         publication = await self.trainer.publish(version, snapshot)
         pipeline.versions.advance_served(version)
         pipeline.tally.publications.append(publication)
@@ -59,6 +54,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
             load_s=publication.load_s,
             stall_s=publication.stall_s,
             bytes=publication.num_bytes,
+            busy_s=publication.busy_s,
             replicas=publication.replicas,
         )
         seconds = await self.trainer.validate(version)

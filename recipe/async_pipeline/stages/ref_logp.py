@@ -18,11 +18,7 @@ class RefLogPStateMachine(RoleStateMachine):
         """Waits for: the version that is the reference. Unblocked by: param_update's gather."""
         version = self.trainer.reference(item.step)
         if version is not None:
-            await self._wait(
-                self.pipeline.versions.wait_for("gathered", version),
-                f"version {version} to be gathered",
-                lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role in ("train", "param_update")),
-            )
+            await self.until("gathered", version)
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_ref_log_probs(item)

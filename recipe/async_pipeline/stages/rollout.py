@@ -28,6 +28,7 @@ class RolloutStateMachine(RoleStateMachine):
         while self._next_step <= self.trainer.last_step and (groups := queue.take(self._next_step)):
             batch = await self.trainer.assemble(self._next_step, groups)
             self._item = {"step": self._next_step}
+            self.note("ASSEMBLED", keys=[group.uid for group in groups])
             self._next_step += 1
             await self.emit(batch, more=True)
 

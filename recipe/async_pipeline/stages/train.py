@@ -19,23 +19,14 @@ class TrainStateMachine(RoleStateMachine):
 
         Unblocked by: param_update's gather; critic.
         """
-        snapshot = self.pipeline.publication_before(item.step)
-        await self._wait(
-            self.pipeline.versions.wait_for("gathered", snapshot),
-            f"version {snapshot} to be gathered",
-            lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "param_update"),
-        )
+        await self.until("gathered", self.pipeline.publication_before(item.step))
         if self.trainer.pool_of("critic") == self.trainer.pool_of("train"):
             await self._critic_of(item)
 
     async def _critic_of(self, item: StepBatch) -> None:
         """Waits for: the critic to have learned from this step, if there is one. Unblocked by: critic."""
         if "critic" in self.pipeline.graph:
-            await self._wait(
-                self.pipeline.versions.wait_for("critic", item.step),
-                f"the critic to have learned from step {item.step}",
-                lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "critic"),
-            )
+            await self.until("critic", item.step)
 
     async def process(self, item: StepBatch) -> None:
         facts = self._check_lags(item)
@@ -64,6 +55,7 @@ class TrainStateMachine(RoleStateMachine):
         tally.lag_max = max(tally.lag_max, *lags)
         spans = [t.last_version - t.first_version for g in item.groups for t in g.trajectories]
         return {
+            "batch/tail_s": max((t.seconds or 0.0 for g in item.groups for t in g.trajectories), default=0.0),
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
             "lag/mixed_version_share": sum(s > 0 for s in spans) / len(spans),

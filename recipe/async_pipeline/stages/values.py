@@ -13,11 +13,7 @@ class ValuesStateMachine(RoleStateMachine):
 
     async def gate(self, item: StepBatch) -> None:
         """Waits for: the critic's last update. Unblocked by: critic."""
-        await self._wait(
-            self.pipeline.versions.wait_for("critic", item.step - 1),
-            f"the critic to have learned from step {item.step - 1}",
-            lambda: self.pipeline.describe(m for m in self.pipeline.machines if m.role == "critic"),
-        )
+        await self.until("critic", item.step - 1)
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_values(item)

@@ -173,6 +173,7 @@ class RolloutPool:
             transfer_s=sum(r.transfer_s for r in reports),
             load_s=sum(r.load_s for r in reports),
             stall_s=sum(r.stall_s for r in reports),
+            busy_s=sum(r.busy_s for r in reports),
             tensors_proved=sum(r.tensors_proved for r in reports),
             replicas=len(reports),
             tokens_read_again=sum(r.tokens_read_again for r in reports),

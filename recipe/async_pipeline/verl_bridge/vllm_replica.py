@@ -24,6 +24,7 @@ from ..weight_sync.board import await_manifest
 from ..weight_sync.distribution import LoadReport
 from ..weight_sync.inbox import Inbox
 from ..weight_sync.manifest import Manifest, Ticket, decode, decode_ticket, encode
+from ..weight_sync.open_time import OpenTime
 from ..weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
 from .courier import pull_through
 from .cpu_platform import is_cpu
@@ -50,6 +51,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         super().__init__(*args, **kwargs)
         self._reader, self._inbox = ArenaReader(), Inbox()
         self._answering: dict[str, asyncio.Task[Any]] = {}
+        self._open = OpenTime()
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -104,6 +106,7 @@ class PipelineVLLMServer(vLLMHttpServer):
             load_s=ended - fetched,
             stall_s=kept if how.in_flight == "keep" else ended - staged_at,
             prove_s=max(r["prove_s"] for r in loaded.reports),
+            busy_s=self._open.take(ended),
             tensors_proved=int(min(r["tensors_proved"] for r in loaded.reports)),
             tokens_read_again=read_again,
         )
@@ -145,10 +148,12 @@ class PipelineVLLMServer(vLLMHttpServer):
         task = asyncio.current_task()
         assert task is not None
         self._answering[request_id] = task
+        self._open.begin(time.perf_counter())
         try:
             with recorded_spans() as spans:
                 output = await super().generate(*args, **kwargs)
         finally:
+            self._open.end(time.perf_counter())
             del self._answering[request_id]
         output.extra_fields["min_global_steps"] = spans[0].version if spans else None
         output.extra_fields["max_global_steps"] = spans[-1].version if spans else None

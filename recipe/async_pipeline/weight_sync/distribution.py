@@ -33,6 +33,8 @@ class LoadReport(NamedTuple):
     """The part of `load_s` in which the consumer stood still."""
     prove_s: float
     """Part of `stall_s`."""
+    busy_s: float
+    """In which requests were open since the consumer's last load."""
     tensors_proved: int
     tokens_read_again: int
 

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every device-second went, from the event log alone.
+
+Each second of each device of each pool has exactly one reason:
+
+    compute_<role>    a role holds the pool and computes
+    sync              weights are gathered, or a replica stands still to load them
+    validation        a version is validated on the rollout's devices
+    wait_environment  answers are open, and all of them are with a tool, an environment or a reward function
+    lease_<role>      a role holds the pool and waits for room to hand on what it made
+    wait_<role>       nobody holds the pool, and this is the nearest role, going back from those that live on it,
+                      that is at work: whom the pool waits for
+    start_up          until the first version is served
+    none              nobody anywhere is at work: the run is ending
+
+What happened inside the rollout's servers is known when they next load a version: how long they had requests open,
+how long they stood still. Until then their pool's seconds are pending, and count as the roles saw them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.events import LogRecord
+from ..core.machine import TERMINAL
+
+Seconds = defaultdict[str, float]
+"""Device-seconds by reason."""
+
+_TERMINAL = {state.name for state in TERMINAL}
+_WORK = ("compute_", "sync", "validation")
+_TOLERANCE = 1e-6
+"""Of the sums, relative: they are made of floats."""
+
+
+class AccountingError(AssertionError):
+    """Device-seconds do not add up; the event log or this module is wrong."""
+
+
+@dataclass(kw_only=True)
+class PoolAccount:
+    """The device-seconds of one pool."""
+
+    devices: int
+    roles: tuple[str, ...]
+    seconds: Seconds = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def busy(self) -> float:
+        """Device-seconds of work: what roles compute, weights, validation."""
+        return sum(s for reason, s in self.seconds.items() if reason.startswith(_WORK))
+
+    def shares(self) -> dict[str, float]:
+        """Share of each reason, largest first; they sum to 1 if any time has passed."""
+        total = self.total
+        ranked = sorted(self.seconds.items(), key=lambda item: -item[1])
+        return {reason: s / total for reason, s in ranked if s > 0} if total else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAccount:
+    """What the trainer's role did between the end of the step before and the end of this one."""
+
+    step: int
+    seconds: Mapping[str, float]
+    """By role: seconds in which the trainer waited for it, or for `train`, trained."""
+
+    @property
+    def critical(self) -> str:
+        """The role that took most of the step."""
+        return max(self.seconds, key=lambda role: self.seconds[role])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounting:
+    """A run, or a part of one."""
+
+    wall_s: float
+    """With start-up."""
+    pools: Mapping[str, PoolAccount]
+    steps: Sequence[StepAccount]
+    steady_s: float
+    """Without start-up: seconds since the first version was served."""
+    loop_s: float = 0.0
+    """Of `steady_s`, what the steps would have taken had each only waited its turn for its longest answer; see `overlap_efficiency`."""
+
+    def check(self) -> None:
+        """Raises AccountingError: a pool's seconds are not its devices times the wall clock."""
+        for name, pool in self.pools.items():
+            expected = pool.devices * self.wall_s
+            if abs(pool.total - expected) > _TOLERANCE * max(1.0, expected):
+                raise AccountingError(
+                    f"pool {name}: {pool.total:.6f} device-seconds are accounted for, {expected:.6f} have passed"
+                )
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of all device-seconds since the first version was served in which a device did no work."""
+        passed = self.steady_s * sum(pool.devices for pool in self.pools.values())
+        return max(0.0, 1 - sum(pool.busy for pool in self.pools.values()) / passed) if passed else 0.0
+
+    @property
+    def busiest(self) -> float:
+        """Share of that time in which the busiest pool worked: 1 if no schedule could be faster on these pools."""
+        busy = [pool.busy / pool.devices for pool in self.pools.values() if pool.devices]
+        return min(1.0, max(busy, default=0.0) / self.steady_s) if self.steady_s else 0.0
+
+    @property
+    def overlap_efficiency(self) -> float:
+        """How close the steps were to the fastest that any schedule could make of the same work on these pools.
+
+        Two bounds, of which the larger counts. A pool cannot do its work in less time than it takes. And of the loop
+        prompt, longest answer, optimizer step, weights only max_lag + 1 batches can be under way at a time.
+        """
+        return min(1.0, max(self.busiest, self.loop_s / self.steady_s)) if self.steady_s else 0.0
+
+
+class Accountant:
+    """A subscriber of the event log that accounts as it goes: a few additions a record."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, PoolAccount] = {}
+        self._home: dict[str, str] = {}
+        """Role to pool."""
+        self._upstream: dict[str, tuple[str, ...]] = {}
+        self._downstream: dict[str, tuple[str, ...]] = {}
+        self._lanes: dict[tuple[str, int], str] = {}
+        self._gated: dict[tuple[str, int], str] = {}
+        self._holders: dict[str, dict[tuple[str, int], None]] = {}
+        self._pending: dict[str, Seconds] = {}
+        """Of the rollout's pool, until its servers say what they did."""
+        self._steps: list[StepAccount] = []
+        self._step: Seconds = defaultdict(float)
+        self._batches_in_flight = 1
+        self._loop_s = self._weights_s = 0.0
+        """Of all steps; of the last publication."""
+        self._startup_s = self._steady_from = self._now = 0.0
+        self._serving = False
+
+    def __call__(self, record: LogRecord) -> None:
+        if record.event == "START" and record.role == "flow":
+            self._begin(record.fields)
+        self._pass(record.t - self._now)
+        self._now = record.t
+        self._note(record)
+        if record.state is not None and record.role != "flow":
+            self._move(record)
+
+    def account(self) -> Accounting:
+        """Everything up to the last record. Raises AccountingError: it does not add up."""
+        pools = {
+            name: PoolAccount(devices=p.devices, roles=p.roles, seconds=_sum(p.seconds, self._pending.get(name, {})))
+            for name, p in self._pools.items()
+        }
+        result = Accounting(
+            wall_s=self._startup_s + self._now,
+            pools=pools,
+            steps=tuple(self._steps),
+            steady_s=self._now - self._steady_from if self._serving else 0.0,
+            loop_s=self._loop_s,
+        )
+        result.check()
+        return result
+
+    def settled(self) -> dict[str, Seconds]:
+        """Device-seconds by pool and reason of which nothing will be corrected any more."""
+        return {name: _sum(pool.seconds) for name, pool in self._pools.items()}
+
+    # What a record changes.
+
+    def _begin(self, facts: Mapping[str, Any]) -> None:
+        self._downstream = {role: tuple(consumers) for role, consumers in facts["graph"].items()}
+        self._upstream = {
+            role: tuple(a for a, consumers in self._downstream.items() if role in consumers) for role in self._downstream
+        }
+        # Leave to draw prompts comes with a publication.
+        self._upstream["dataloader"] = ("param_update",)
+        self._batches_in_flight = int(facts.get("max_lag", 0)) + 1
+        self._startup_s = float(facts.get("startup_s", 0.0))
+        for name, pool in facts["pools"].items():
+            self._pools[name] = PoolAccount(devices=pool["devices"], roles=tuple(pool["roles"]))
+            self._pools[name].seconds["start_up"] = pool["devices"] * self._startup_s
+            self._home.update(dict.fromkeys(pool["roles"], name))
+            self._holders[name] = {}
+            if "generate" in pool["roles"]:
+                self._pending[name] = defaultdict(float)
+
+    def _move(self, record: LogRecord) -> None:
+        lane = (record.role, int(record.fields.get("lane", 0)))
+        assert record.state is not None
+        self._lanes[lane] = record.state
+        pool = self._home.get(record.role)
+        if record.event == "GATED":
+            self._gated[lane] = str(record.fields["on"])
+        elif record.event == "ITEM" or record.state in _TERMINAL:
+            self._gated.pop(lane, None)
+        if pool is not None and record.event == "LEASE":
+            self._holders[pool][lane] = None
+        elif pool is not None and record.event == "RELEASE":
+            self._holders[pool].pop(lane, None)
+
+    def _note(self, record: LogRecord) -> None:
+        if record.event == "SERVED":
+            self._settle(record.fields)
+            self._weights_s = sum(float(record.fields.get(part, 0.0)) for part in ("gather_s", "transfer_s", "load_s"))
+            if not self._serving:
+                self._serving, self._steady_from = True, record.t
+        elif record.event == "VALIDATED":
+            for name in self._pending:
+                self._shift(name, float(record.fields["seconds"]) * self._pools[name].devices, "validation")
+        elif record.event == "TRAINED":
+            once = float(record.fields.get("batch/tail_s", 0.0)) + self._step["train"] + self._weights_s
+            self._loop_s += once / self._batches_in_flight
+            self._steps.append(StepAccount(step=int(record.fields["step"]), seconds=dict(self._step)))
+            self._step = defaultdict(float)
+
+    # Passing time.
+
+    def _pass(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        for name, pool in self._pools.items():
+            reason = self._reason(name) if self._serving else "start_up"
+            account = pool.seconds if name not in self._pending or not self._serving else self._pending[name]
+            account[reason] += seconds * pool.devices
+        if self._serving:
+            self._step[self._trains_or_waits_for()] += seconds
+
+    def _reason(self, pool: str) -> str:
+        holders = self._holders[pool]
+        running = next((role for role, lane in holders if self._lanes[role, lane] == "RUNNING"), None)
+        if running is not None:
+            return "sync" if running == "param_update" else f"compute_{running}"
+        if holders:
+            return f"lease_{next(iter(holders))[0]}"
+        blamed = self._blame(self._pools[pool].roles)
+        return "none" if blamed is None else f"wait_{blamed}"
+
+    def _trains_or_waits_for(self) -> str:
+        holders = self._holders.get(self._home.get("train", ""), {})
+        if any(role == "train" and self._lanes[role, lane] == "RUNNING" for role, lane in holders):
+            return "train"
+        return self._blame(["train"]) or "none"
+
+    def _blame(self, roles: Sequence[str]) -> str | None:
+        """The nearest role that computes, going back along what each of these waits for."""
+        seen, frontier = set(roles), list(roles)
+        while frontier:
+            found: list[str] = []
+            for role in frontier:
+                for before in self._waits_for(role):
+                    if self._is_running(before) and before not in roles:
+                        return before
+                    if before not in seen:
+                        seen.add(before)
+                        found.append(before)
+            frontier = found
+        return next((role for role in roles if self._is_running(role)), None)
+
+    def _waits_for(self, role: str) -> tuple[str, ...]:
+        lanes = [(lane, state) for lane, state in self._lanes.items() if lane[0] == role]
+        states = {state for _, state in lanes}
+        gates = tuple(self._gated[lane] for lane, _ in lanes if lane in self._gated)
+        if gates:
+            return gates
+        if "WAITING_RESOURCE" in states:
+            return tuple(holder for holder, _ in self._holders[self._home[role]])
+        if "WAITING_OUTPUT" in states:
+            return self._downstream.get(role, ())
+        return self._upstream.get(role, ()) if "WAITING_INPUT" in states else ()
+
+    def _is_running(self, role: str) -> bool:
+        return any(state == "RUNNING" for (name, _), state in self._lanes.items() if name == role)
+
+    # What the servers say afterwards.
+
+    def _settle(self, facts: Mapping[str, Any]) -> None:
+        """The seconds since the last version: how long requests were open, how long the servers stood still."""
+        for name, pending in self._pending.items():
+            each = self._pools[name].devices / max(1, int(facts["replicas"]))
+            stalled = float(facts["stall_s"]) * each
+            self._shift(name, stalled, "sync", since="compute_generate")
+            open_s = max(0.0, float(facts["busy_s"]) * each - stalled - pending.get("validation", 0.0))
+            idle = pending["compute_generate"] - open_s
+            if idle > 0:
+                self._shift(name, idle, "wait_environment", since="compute_generate")
+            self._pools[name].seconds = _sum(self._pools[name].seconds, pending)
+            pending.clear()
+
+    def _shift(self, pool: str, amount: float, to: str, since: str | None = None) -> None:
+        """Give pending seconds another reason: first those of `since` (default: of generation), then others of waiting."""
+        pending = self._pending[pool]
+        sources = [since] if since else ["compute_generate", *sorted(r for r in pending if r.startswith("wait_"))]
+        for source in sources:
+            moved = min(amount, pending[source])
+            if moved > 0:
+                pending[source] -= moved
+                pending[to] += moved
+                amount -= moved
+
+
+def _sum(*parts: Mapping[str, float]) -> Seconds:
+    total: Seconds = defaultdict(float)
+    for part in parts:
+        for reason, seconds in part.items():
+            total[reason] += seconds
+    return total
+
+
+def account(records: Iterable[LogRecord]) -> Accounting:
+    """The account of a whole log. Raises AccountingError: it does not add up."""
+    accountant = Accountant()
+    for record in records:
+        accountant(record)
+    return accountant.account()
+
+
+def read_events(path: Path) -> list[LogRecord]:
+    """The records of an `events.jsonl`; a last line that was cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines):
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines) - 1:
+                break
+            raise
+        common: dict[str, Callable[[Any], Any]] = {"t": float, "role": str, "event": str}
+        taken = {key: convert(fields.pop(key)) for key, convert in common.items()}
+        records.append(LogRecord(**taken, state=fields.pop("state", None), fields=fields))
+    return records
