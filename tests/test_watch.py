@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline import watch
-from recipe.async_pipeline.observe.table import MARK
+from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.watch import Screen, descendants
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -73,6 +73,30 @@ def test_only_marked_lines_are_shown(out: io.StringIO) -> None:
         screen.line(line)
     assert shown(out) == ["step 1", "step 2"]
     assert re.match(r" +0\.\d s  step 1", out.getvalue())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_replaces_itself_on_a_terminal_and_stays_below_what_is_said(tmp_path: Path) -> None:
+    terminal = Terminal()
+    screen = Screen(terminal, time.monotonic())
+    screen.line(f"{MARK} run directory {tmp_path}\n")
+    screen.line(f"(TaskRunner pid=1) {TRANSIENT} step 1/9\n")
+    screen.line(f"(TaskRunner pid=1) {TRANSIENT} step 2/9\n")
+    screen.line(f"{MARK} a row\n")
+    screen.close()
+    clear = "\r\x1b[2K"
+    said = re.sub(r" +\d+\.\d s  ", "", terminal.getvalue())
+    assert said == f"run directory {tmp_path}\nstep 1/9{clear}step 2/9{clear}a row\nstep 2/9{clear}"
+    assert "step" not in (tmp_path / "run.log").read_text()
+
+
+def test_progress_is_for_terminals_only(out: io.StringIO) -> None:
+    Screen(out, time.monotonic()).line(f"{TRANSIENT} step 1/9\n")
+    assert out.getvalue() == ""
 
 
 def test_verbose_shows_all_without_colours(out: io.StringIO) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from .config import unknown_key
-from .observe.table import MARK
+from .observe.table import MARK, TRANSIENT
 from .weight_sync.segment_names import sweep_orphans
 
 STOP_S = 20.0
@@ -36,6 +37,7 @@ KILL_S = 5.0
 QUIET_S = 20.0
 """Seconds without a line for the user after which one says that the run is alive."""
 TAIL_LINES = 25
+_CLEAR_LINE = "\r\x1b[2K"
 _PR_SET_CHILD_SUBREAPER = 36
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RUN_DIR = re.compile(re.escape(MARK) + r" run directory (.+)$")
@@ -70,6 +72,7 @@ class Screen:
         self._log: TextIO | None = None
         self._filed = 0
         self._said = started
+        self._shown = ""
         self.log_path: Path | None = None
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.cause: str | None = None
@@ -78,6 +81,9 @@ class Screen:
     def line(self, raw: str) -> None:
         """One line of the command's output."""
         text = _COLOUR.sub("", raw.rstrip("\n"))
+        if TRANSIENT in text:
+            self._show(text[text.find(TRANSIENT) + len(TRANSIENT) + 1 :])
+            return
         if found := _RUN_DIR.search(text):
             self._open(Path(found[1]))
         self._file(text)
@@ -96,8 +102,20 @@ class Screen:
     def say(self, text: str) -> None:
         """A line for the user, with the seconds since the start."""
         self._said = time.monotonic()
+        shown = self._shown
+        self._show("")
         self._out.write(f"{self._said - self._started:7.1f} s  {text}\n")
+        self._show(shown)
         self._out.flush()
+
+    def _show(self, text: str) -> None:
+        """Replace the terminal's last line; anything but a terminal is spared it."""
+        if not self._out.isatty() or text == self._shown:
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._out.write(f"{_CLEAR_LINE if self._shown else ''}{text[:width]}")
+        self._out.flush()
+        self._shown = text
 
     def reassure(self) -> None:
         """Say that the run is alive, if the user has seen nothing for a while."""
@@ -115,6 +133,7 @@ class Screen:
         self.say(f"failed with status {status}{cause}{where}")
 
     def close(self) -> None:
+        self._show("")
         if self._log is not None:
             self._log.close()
 

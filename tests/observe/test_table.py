@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.observe.table import MARK, StepRow, closing, header
+from recipe.async_pipeline.observe.table import MARK, TRANSIENT, StepRow, closing, header, progress
 
 
 def row(**changes: Any) -> StepRow:
@@ -47,6 +47,22 @@ def test_header_and_rows_are_aligned(changes: dict[str, Any]) -> None:
     assert len(titles) == len(values)
     assert ends(titles) == ends(values)
     assert titles.startswith(MARK) and values.startswith(MARK)
+
+
+def test_progress_says_where_the_run_is_and_who_holds_it_up() -> None:
+    line = progress(row(), untrained=48.0, finished=12.0, critical="generate")
+    assert line == (
+        f"{TRANSIENT} step 7/80  reward 0.500  128.0 samples/s  lag 0.75 (max 1)  "
+        "queue: 48 groups under way, 12 finished  slowest: generate"
+    )
+    assert "slowest" not in progress(row(step_s=0.0), untrained=0, finished=0, critical="")
+
+
+def test_closing_says_what_the_devices_did_if_it_is_known() -> None:
+    facts: dict[str, Any] = {"bubble_ratio": 0.25, "overlap_efficiency": 0.8}
+    known = [line for line in closing(SUMMARY | facts) if "devices worked" in line]
+    assert len(known) == 1 and "75 % of the time" in known[0] and "overlap efficiency 0.8" in known[0]
+    assert not any("devices worked" in line for line in closing(SUMMARY))
 
 
 def test_cells() -> None:

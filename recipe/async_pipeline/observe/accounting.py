@@ -38,6 +38,11 @@ _TOLERANCE = 1e-6
 """Of the sums, relative: they are made of floats."""
 
 
+def is_work(reason: str) -> bool:
+    """Is a device-second of this reason one of work: what roles compute, weights, validation?"""
+    return reason.startswith(_WORK)
+
+
 class AccountingError(AssertionError):
     """Device-seconds do not add up; the event log or this module is wrong."""
 
@@ -56,8 +61,8 @@ class PoolAccount:
 
     @property
     def busy(self) -> float:
-        """Device-seconds of work: what roles compute, weights, validation."""
-        return sum(s for reason, s in self.seconds.items() if reason.startswith(_WORK))
+        """Device-seconds of work."""
+        return sum(s for reason, s in self.seconds.items() if is_work(reason))
 
     def shares(self) -> dict[str, float]:
         """Share of each reason, largest first; they sum to 1 if any time has passed."""

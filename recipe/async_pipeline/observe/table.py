@@ -25,6 +25,9 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 FATES = ("trained", "filtered", "expired", "failed", "in_flight")
 """What becomes of a group; together they are all that were drawn."""
 
+TRANSIENT = MARK + "~"
+"""Starts a line that a terminal shows until the next one, and that is of no use in a file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
@@ -59,6 +62,16 @@ class StepRow:
         return f"{MARK} {' '.join(cells)}"
 
 
+def progress(row: StepRow, *, untrained: float, finished: float, critical: str) -> str:
+    """Where the run is, in one line that replaces itself. `untrained` and `finished` count groups."""
+    rate = row.samples / row.step_s if row.step_s > 0 else 0.0
+    return (
+        f"{TRANSIENT} step {row.step}/{row.last_step}  reward {row.reward:.3f}  {rate:.1f} samples/s  "
+        f"lag {row.lag_mean:.2f} (max {row.lag_max:.0f})  queue: {untrained:.0f} groups under way, {finished:.0f} finished"
+        + (f"  slowest: {critical}" if critical else "")
+    )
+
+
 def header() -> str:
     """Column titles, aligned with the rows."""
     widths = [len(fmt.format("" if name == "step" else 0)) for name, fmt in _COLUMNS]
@@ -76,6 +89,11 @@ def closing(summary: Mapping[str, object]) -> list[str]:
         f"{summary['served_version']} of {summary['trainer_version']}; generate and train overlapped "
         f"for {summary['overlap_s']} s"
     )
+    if "overlap_efficiency" in summary:
+        lines.append(
+            f"{MARK} devices worked {100 * (1 - float(str(summary['bubble_ratio']))):.0f} % of the time since the first version "
+            f"was served; overlap efficiency {summary['overlap_efficiency']} (1: no schedule of this work is faster)"
+        )
     fates = ", ".join(f"{summary[f'groups_{fate}']} {fate.replace('_', ' ')}" for fate in FATES)
     again = summary["groups_regenerated"]
     lines.append(f"{MARK} {summary['groups_drawn']} groups drawn: {fates}" + (f"; {again} answered again" if again else ""))

@@ -44,8 +44,9 @@ from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncE
 from ..knobs import AsyncPipelineConfig, own_fields
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
+from ..observe.step_account import StepAccountant
 from ..observe.summary import RunRecorder, write_atomically
-from ..observe.table import MARK, StepRow, closing, header
+from ..observe.table import MARK, StepRow, closing, header, progress
 from ..placement import Placement, Pool
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
@@ -53,9 +54,12 @@ from .agent_loop import PushAgentLoopManager
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .guarded_rewards import UNSCORED
+from .insight_states import InsightStates
+from .insight_states import chosen as insight_chosen
 from .late_rewards import score_late
 from .patches import find_verl_root, require_patched
 from .policy_copy import PolicyCopy
+from .ray_gauges import RayGauges
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
 from .workers import REF_COLUMN, LogProbWorker, PipelineWorker, logp_config
@@ -97,6 +101,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         own = OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
         assert isinstance(own, dict)
         self.started_unix = float(own.get("started_unix") or time.time())
+        self._watched = bool(own.get("started_unix"))
+        """Somebody shows our lines to the user, and keeps one line that replaces itself."""
         roles = tuple(own.get("custom_roles") or ())
         self.knobs = AsyncPipelineConfig(**{k: v for k, v in own.items() if k in own_fields()} | {"custom_roles": roles})
         self.placement = Placement.from_list(own["placement"])
@@ -256,13 +262,23 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.validation_generations_logger = ValidationGenerationsLogger(
             project_name=trainer.project_name, experiment_name=trainer.experiment_name
         )
+        self._accounts = StepAccountant()
+        self._gauges = RayGauges(trainer.experiment_name)
         self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
 
     async def _run(self) -> None:
-        flow = self._flow = AsyncTrainingFlow(trainer=self, enable_async_rl=True, keep_records=KEPT_RECORDS)
+        flow = self._flow = AsyncTrainingFlow(
+            trainer=self,
+            enable_async_rl=True,
+            keep_records=KEPT_RECORDS,
+            startup_s=lambda: max(0.0, time.time() - self.started_unix),
+        )
         insert_custom_roles(flow.graph, self.knobs.custom_roles)
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)
+        flow.log.subscribe(self._accounts)
+        if insight_chosen():
+            flow.log.subscribe(InsightStates(self._threads.submit))
         failure: BaseException | None = None
         with EventFile(self.run_dir / "events.jsonl") as events:
             flow.log.subscribe(events)
@@ -277,6 +293,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             finally:
                 await self.rollout_pool.close()
                 summary = self.recorder.summarize(flow.result(), overlap.seconds, time.time(), failure)
+                summary |= self._accounts.summary()
                 write_atomically(self.run_dir / "summary.json", summary)
                 for line in closing(summary):
                     _echo(line)
@@ -539,9 +556,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         found, warning = self._meters.trained(batch)
         if warning is not None:
             _say(warning)
-        await self._call(self._finish, batch, {**facts, **found}, step_s)
+        found |= self._accounts.take()
+        await self._call(self._finish, batch, {**facts, **found}, step_s, self._accounts.critical_role())
 
-    def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float) -> None:
+    def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
         metrics.update(self._publication_metrics())
@@ -560,11 +578,12 @@ class AsyncPipelineTrainer(PPOTrainer):
             self.global_steps = batch.step
             self._log_rollout_data(_copy(batch.payload), timing, self.config.trainer.rollout_data_dir)
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
-        self._report(batch, facts, metrics, step_s)
+        self._report(batch, facts, metrics, step_s, critical)
+        self._gauges.show(metrics)
         self._logged = batch.step
         self.logger.log(data=metrics, step=batch.step)
 
-    def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float) -> None:
+    def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float, critical: str) -> None:
         trajectories = [t for g in batch.groups for t in g.trajectories]
         reward = sum(t.reward or 0.0 for t in trajectories) / len(trajectories)
         kl = metrics.get("rollout_corr/kl")
@@ -583,6 +602,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             samples=len(trajectories),
         )
         _echo(row.render())
+        if self._watched:
+            _echo(progress(row, untrained=facts["queue/untrained"], finished=facts["queue/finished"], critical=critical))
 
     def _publication_metrics(self) -> dict[str, float]:
         """The newest publication, with the metrics of the step during which it happened."""
