@@ -67,12 +67,17 @@ def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path)
     assert planned(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
 
 
+def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(model: Path) -> None:
+    own = planned(config(model), knobs(strategy="my.module:Class"))
+    assert own.order == "in the order that it says itself"
+
+
 def test_in_words(model: Path) -> None:
     text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.25, stale="drop", sync_every=2))))
     for part in (
         "fully_async: a step takes groups as they are finished",
         "at most 2: step s, which starts at version s-1, uses answers of version s-3 or newer",
-        "at most 25% of a step has lag 2",
+        "at most 4 of a step's 16 groups have lag 2",
         "holds a step up is given up",
         "published every 2 steps; answers in flight then: keep",
         "old log-probs   of step s are those of version s-1",

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .core.message_queue import share_of
 from .knobs import AsyncPipelineConfig, select
 from .placement import Placement, drawing
 
@@ -28,7 +29,8 @@ class Plan:
 
     strategy: str
     max_lag: int
-    oldest_share: float
+    oldest_groups: int
+    """Of a step, those that may have the full lag."""
     order: str
     stale: str
     sync_every: int
@@ -65,14 +67,14 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
     train, generate = (pool.devices for role in ("train", "generate") if (pool := placement.pool_of(role)))
     mini = min(batch, number("actor_rollout_ref.actor.ppo_mini_batch_size"))
     depth = knobs.max_lag if knobs.depth is None else knobs.depth
-    groups = batch * depth + int(knobs.oldest_share * batch)
+    oldest = share_of(knobs.oldest_share, batch)
     parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
     nbytes = None if parameters is None else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
     return Plan(
         strategy=knobs.strategy,
         max_lag=knobs.max_lag,
-        oldest_share=knobs.oldest_share,
-        order="as they are finished" if knobs.strategy == "fully_async" else "as they were drawn",
+        oldest_groups=oldest,
+        order=_order(knobs.strategy),
         stale=knobs.stale,
         sync_every=knobs.sync_every,
         in_flight=knobs.in_flight,
@@ -84,13 +86,19 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
         answers_per_group=n,
         mini_batches_per_step=-(-batch // mini),
         answers_per_mini_batch_and_rank=mini * n / train,
-        groups_at_once=groups,
-        answers_at_once=groups * n,
+        groups_at_once=batch * depth + oldest,
+        answers_at_once=(batch * depth + oldest) * n,
         engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
         parameters=parameters,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
         spare_bytes=None if nbytes is None else (nbytes // tp if knobs.stage == "device" else 0),
     )
+
+
+def _order(strategy: str) -> str:
+    if ":" in strategy:
+        return "in the order that it says itself"
+    return "as they are finished" if strategy == "fully_async" else "as they were drawn"
 
 
 def count_parameters(model: Path) -> int | None:
@@ -125,8 +133,8 @@ def in_words(plan: Plan) -> list[str]:
         f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of version "
         f"s-{plan.max_lag + 1} or newer",
     ]
-    if plan.oldest_share < 1:
-        lines.append(f"                and at most {plan.oldest_share:.0%} of a step has lag {plan.max_lag}")
+    if plan.oldest_groups < plan.groups_per_step:
+        lines.append(f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups have lag {plan.max_lag}")
     if plan.stale != "wait":
         what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]
         lines.append(f"                an unfinished group that holds a step up is {what}")

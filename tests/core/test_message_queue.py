@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
-from recipe.async_pipeline.core.message_queue import MessageQueue
+from recipe.async_pipeline.core.message_queue import MessageQueue, share_of
 from recipe.async_pipeline.core.staleness import Versions, check_lag
 from recipe.async_pipeline.errors import (
     ChannelClosed,
@@ -151,6 +151,12 @@ def test_waits_for_a_version_to_be_served() -> None:
         return (await waiting).prompts
 
     assert run_virtual(main()) == 2
+
+
+@pytest.mark.parametrize(("share", "batch", "groups"), [(1.0, 16, 16), (0.25, 16, 4), (0.29, 100, 29), (0.1, 16, 1), (0.05, 16, 0), (0.57, 100, 57)])
+def test_a_share_of_a_batch_is_whole_groups(share: float, batch: int, groups: int) -> None:
+    """0.29 x 100 is 28.999999999999996 in floats."""
+    assert share_of(share, batch) == groups
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ Why nothing hangs: by the first rule the second always holds once all that are i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -51,6 +52,11 @@ class _Entry:
     group: Group | None = None
 
 
+def share_of(share: float, batch: int) -> int:
+    """So many of a batch of groups, in whole ones: rounded down, but for what floats lose."""
+    return math.floor(share * batch + 1e-9)
+
+
 class MessageQueue:
     """Bounded: no more than batch x (1 + max_lag) groups are ever in it."""
 
@@ -75,7 +81,7 @@ class MessageQueue:
         """`depth` may be lowered and raised again while the queue is used: it bounds what is admitted from then on."""
         self._versions, self._batch = versions, batch
         self._order, self._stale = order, stale
-        self._oldest = int(oldest_share * batch)
+        self._oldest = share_of(oldest_share, batch)
         self._taken_step, self._last_step = first_step - 1, last_step
         self._to_admit = (last_step - first_step + 1) * batch
         self._promised: dict[int, int] = {}
