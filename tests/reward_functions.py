@@ -34,6 +34,25 @@ async def service(solution_str: str, **_: Any) -> float:
     return 1.0
 
 
+async def judged(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, reward_router_address: str, reward_model_tokenizer: Any
+) -> dict[str, float]:
+    """Asks a reward model for its own answer, and raises if it says nothing; half a point for having asked."""
+    import aiohttp
+
+    del data_source, extra_info
+    asked = {"model": reward_model_tokenizer.name_or_path, "prompt": "12+34=", "max_tokens": 4, "temperature": 0}
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session,
+        session.post(f"http://{reward_router_address}/v1/completions", json=asked) as reply,
+    ):
+        reply.raise_for_status()
+        said = (await reply.json())["choices"][0]["text"]
+    if not said:
+        raise ValueError("the reward model said nothing")
+    return {"score": 0.5 + 0.5 * (solution_str.strip() == ground_truth), "judge_characters": float(len(said))}
+
+
 def many(data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]) -> Any:
     """All at once; one that says `raise` fails all. Each score is how many there were."""
     del data_sources, extra_infos

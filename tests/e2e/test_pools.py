@@ -111,6 +111,41 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_reward_model_scores_on_devices_of_its_own(tied_task: Path, tmp_path: Path) -> None:
+    """A generative one, which the reward function asks for every answer while others are generated."""
+    functions = Path(__file__).parents[1] / "reward_functions.py"
+    model = "reward.reward_model"
+    job = run_job(
+        smoke_command(
+            f"reward.custom_reward_function.path={functions}",
+            "reward.custom_reward_function.name=judged",
+            f"{model}.enable=true",
+            f"{model}.enable_resource_pool=true",
+            f"{model}.nnodes=1",
+            f"{model}.n_gpus_per_node=1",
+            f"{model}.model_path={tied_task / 'model'}",
+            *(
+                f"{model}.rollout.{setting}"
+                for setting in (
+                    "name=vllm", "dtype=float32", "tensor_model_parallel_size=1", "enforce_eager=true", "free_cache_engine=false",
+                    "max_model_len=64", "prompt_length=32", "response_length=32", "max_num_seqs=64", "max_num_batched_tokens=2048",
+                )
+            ),
+            "ray_kwargs.ray_init.num_gpus=3",
+            "trainer.total_training_steps=4",
+            "trainer.test_freq=4",
+            f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        tied_task,
+    )
+    summary = check_clean_end(job, "one_step_off", 1, 4)
+    assert summary["reward_first"] >= 0.5
+    judged = [value for row in job.metrics() for name, value in row["data"].items() if "judge_characters" in name and "mean" in name]
+    assert judged and min(judged) >= 1
+
+
+@pytest.mark.nightly
 def test_ppo_learns_with_a_critic_of_its_own(tied_task: Path, tmp_path: Path) -> None:
     """GAE, one batch ahead, the critic on devices of its own and alone in the first step; scores once a batch is generated."""
     steps = 40

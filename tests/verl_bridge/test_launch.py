@@ -50,7 +50,6 @@ MISTAKES: list[tuple[str, Any]] = [
     ("distillation.enabled", True),
     ("skip.rollout_tq.enable", True),
     ("trainer.resume_mode", "resume_path"),
-    ("reward.reward_model.enable", True),
 ]
 Smoke = Callable[..., DictConfig]
 
@@ -267,6 +266,34 @@ def test_the_devices_must_be_there(launch: ModuleType, smoke: Smoke, path: str) 
     with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
         launch.checked(smoke({path: 4}))
     launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
+
+
+MODEL = "reward.reward_model"
+JUDGE: dict[str, Any] = {
+    f"{MODEL}.enable": True,
+    f"{MODEL}.enable_resource_pool": True,
+    f"{MODEL}.nnodes": 1,
+    f"{MODEL}.n_gpus_per_node": 2,
+    f"{MODEL}.rollout.free_cache_engine": False,
+    "ray_kwargs.ray_init.num_gpus": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({f"{MODEL}.enable_resource_pool": False}, f"{MODEL}.enable_resource_pool must be True, got False; .* devices of its own"),
+        ({f"{MODEL}.nnodes": 0}, f"{MODEL}.nnodes must be >= 1, got 0"),
+        ({f"{MODEL}.n_gpus_per_node": None}, f"{MODEL}.n_gpus_per_node must be >= 1, got None"),
+        ({f"{MODEL}.rollout.free_cache_engine": True}, "free_cache_engine must be False, got True"),
+        ({f"{MODEL}.rollout.tensor_model_parallel_size": 3}, "tensor_model_parallel_size must divide its 2 devices, got 3"),
+        ({"ray_kwargs.ray_init.num_gpus": 3}, "and a reward model, together 4, got 3"),
+    ],
+)
+def test_a_reward_model_has_devices_of_its_own(launch: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str) -> None:
+    launch.checked(smoke(JUDGE))
+    with pytest.raises(ConfigError, match=error):
+        launch.checked(smoke(JUDGE | changes))
 
 
 @pytest.mark.parametrize(("path", "value"), [(f"{ROLLOUT}.nnodes", 0), (f"{ROLLOUT}.n_gpus_per_node", None), ("trainer.nnodes", 0)])

@@ -247,16 +247,42 @@ def _check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelin
     elif config.trainer.critic_warmup:
         raise ConfigError(f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set algorithm.adv_estimator=gae for one")
     there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    if there is not None and placement.devices > there:
+    wanted = placement.devices + reward_model_devices(config)
+    if there is not None and wanted > there:
         raise ConfigError(
             f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
-            f"n_gpus_per_node}}, or all pools, together {placement.devices}, got {there}; raise it, or ask for fewer devices"
+            f"n_gpus_per_node}}, or all pools, and a reward model, together {wanted}, got {there}; raise it, or ask for fewer devices"
         )
     for role in ("logp", "ref_logp"):
         pool = placement.own_pool_of(role)
         if pool is not None:
             check_divides(pool, batch * config.actor_rollout_ref.rollout.n, f"a batch of {role} (data.train_batch_size x rollout.n)")
     _check_loads(config, placement, knobs)
+
+
+def reward_model_devices(config: DictConfig) -> int:
+    """Devices of a reward model, which are beside those of the pipeline's pools; 0 without one.
+
+    Raises ConfigError: it is to share devices with training, or cannot serve while answers are generated.
+    """
+    path = "reward.reward_model"
+    model = config.reward.reward_model
+    if not model.enable:
+        return 0
+    if not model.enable_resource_pool:
+        raise ConfigError(
+            f"{path}.enable_resource_pool must be True, got {model.enable_resource_pool}; a reward model scores while the "
+            f"trainer trains, so give it devices of its own by {path}.nnodes and {path}.n_gpus_per_node"
+        )
+    for name in ("nnodes", "n_gpus_per_node"):
+        if not _positive(model[name]):
+            raise ConfigError(f"{path}.{name} must be >= 1, got {model[name]!r}; say how many devices the reward model has")
+    if model.rollout.free_cache_engine:
+        raise ConfigError(f"{path}.rollout.free_cache_engine must be False, got True; on devices of its own the model never makes room")
+    devices, tp = int(model.nnodes * model.n_gpus_per_node), model.rollout.tensor_model_parallel_size
+    if tp < 1 or devices % tp:
+        raise ConfigError(f"{path}.rollout.tensor_model_parallel_size must divide its {devices} devices, got {tp}; set it to 1")
+    return devices
 
 
 def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
@@ -412,12 +438,6 @@ _RULES = (
     ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
     ("skip.rollout_tq.enable", lambda v: not v, "must be False", "replaying stored rollouts is not supported yet"),
     ("trainer.resume_mode", lambda v: v in ("auto", "disable"), "must be auto or disable", "resume is not supported yet"),
-    (
-        "reward.reward_model.enable",
-        lambda v: not v,
-        "must be False",
-        "a reward model is not supported yet; use a reward function",
-    ),
 )
 
 
