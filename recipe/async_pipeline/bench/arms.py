@@ -124,11 +124,15 @@ ARMS: dict[str, Arm] = {
     "fully_async": _ours("fully_async", 6, depth=3),
     # The reference policy on a third logical device; for workloads in which it waits for other machines.
     "one_step_off_ref_apart": _ours("one_step_off", 1)._replace(overrides=_ours("one_step_off", 1).overrides | _REF_APART),
+    # Scores once a batch is generated, as where the reward model shares devices; for workloads whose judges wait.
+    "on_policy_rewards_late": _ours("on_policy", 0)._replace(
+        overrides=_ours("on_policy", 0).overrides | {"trainer.v1.async_pipeline.reward_while_generating": False}
+    ),
     # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
     "n_step_ahead_lag6": _ours("n_step_ahead", 6),
 }
 
-ASKED_FOR = ("n_step_ahead_lag6", "one_step_off_ref_apart")
+ASKED_FOR = ("n_step_ahead_lag6", "one_step_off_ref_apart", "on_policy_rewards_late")
 """These are for questions of their own."""
 DEFAULT_ARMS = tuple(name for name in ARMS if name not in ASKED_FOR)
 
