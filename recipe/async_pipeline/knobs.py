@@ -55,7 +55,9 @@ class AsyncPipelineConfig:
     sync_every: int = 1
     """Optimizer steps from one publication of weights to the next; versions count steps all the same."""
     wait_timeout_s: float = 1800.0
-    """Deadline of each wait of a role for items, room, a lease or a version."""
+    """Deadline of each wait of a role for items, room, a lease or a version, and of each of its calls into verl."""
+    loop_stall_s: float = 60.0
+    """Seconds that the trainer's event loop may not turn, before stacks go to diagnosis.txt; the run goes on."""
     publish_timeout_s: float = 600.0
     """Deadline for one replica to load and prove one version."""
     proof_tensors: int = 16
@@ -100,7 +102,7 @@ class AsyncPipelineConfig:
 
     def __post_init__(self) -> None:
         _require(self.max_lag >= 0, "max_lag", "must be >= 0", self.max_lag, "use 0 for on-policy")
-        for name in ("wait_timeout_s", "publish_timeout_s"):
+        for name in ("wait_timeout_s", "publish_timeout_s", "loop_stall_s"):
             value = getattr(self, name)
             _require(value > 0, name, "must be > 0 seconds", value, "leave it out for the default")
         for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):

@@ -67,7 +67,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         task = self._answering.get(uid)
         if task is not None:
             task.cancel()
-            await asyncio.wait([task])
+            # One that does not end by then is given up all the same; so is who waits for it.
+            await asyncio.wait([task], timeout=GIVE_UP_S)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False

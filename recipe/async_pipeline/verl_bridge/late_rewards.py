@@ -8,21 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl import DataProto
 
+from .bounded import got
+
 NOT_FOR_REWARDS = ("input_ids", "position_ids", "loss_mask", "rollout_log_probs", "extra_fields", "multi_modal_inputs")
 """Columns that a reward worker has no use for."""
 
 
-def score_late(workers: Sequence[Any], batch: KVBatchMeta) -> list[Mapping[str, Any]]:
+def score_late(workers: Sequence[Any], batch: KVBatchMeta, timeout_s: float) -> list[Mapping[str, Any]]:
     """Have every answer scored, and its score stored as verl stores it. Returns what the workers said. Blocks.
 
-    Raises what the reward function raised.
+    Raises WaitTimeout, or what the reward function raised.
     """
     stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     lengths = stored["responses"].offsets().diff().tolist()
@@ -37,7 +38,8 @@ def score_late(workers: Sequence[Any], batch: KVBatchMeta) -> list[Mapping[str, 
         for i in range(len(batch.keys))
     ]
     turns = itertools.cycle(workers)
-    results: list[Mapping[str, Any]] = ray.get([next(turns).compute_score.remote(row) for row in rows])
+    asked = [next(turns).compute_score.remote(row) for row in rows]
+    results: list[Mapping[str, Any]] = got(asked, timeout_s, owner="rollout", what=f"scores of {len(rows)} answers")
     scores = torch.nested.as_nested_tensor(
         [_on_the_last(float(result["reward_score"]), length) for result, length in zip(results, lengths, strict=True)],
         layout=torch.jagged,

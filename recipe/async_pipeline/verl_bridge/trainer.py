@@ -36,20 +36,24 @@ from verl.workers.utils.padding import response_from_nested
 
 from .. import plugin
 from ..core.clock import within
+from ..core.diagnosis import diagnose
 from ..core.flow import GRAPH, AsyncTrainingFlow
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
+from ..core.waits import waits_of
 from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
 from ..knobs import AsyncPipelineConfig, own_fields
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header
+from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
+from .bounded import ASK_S, got, result_of
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
 from .guarded_rewards import UNSCORED
@@ -138,8 +142,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             teacher_client=None,
             reward_loop_worker_handles=self.get_reward_handles(),
         )
-        self._server_manager.ready()
-        trainer_node = ray.get(self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id))
+        self._server_manager.ready(self.knobs.wait_timeout_s)
+        (trainer_node,) = self._nodes_of(self.actor_rollout_wg.workers[:1])
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
             self._server_manager,
@@ -151,7 +155,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
         )
         if self._logp_group is not None:
-            self._copies["logp"] = self._policy_copy("logp", self._logp_group.result())
+            group = result_of(self._logp_group, self.knobs.wait_timeout_s, owner="the trainer", what="the workers of logp to start")
+            self._copies["logp"] = self._policy_copy("logp", group)
         if self.knobs.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
@@ -198,8 +203,13 @@ class AsyncPipelineTrainer(PPOTrainer):
         return group
 
     def _policy_copy(self, role: str, group: Any) -> PolicyCopy:
-        nodes = ray.get([worker.__ray_call__.remote(node_id) for worker in group.workers])
-        return PolicyCopy(role, group, self.rollout_pool.courier_for(nodes))
+        return PolicyCopy(role, group, self.rollout_pool.courier_for(self._nodes_of(group.workers)))
+
+    @staticmethod
+    def _nodes_of(workers: Sequence[Any]) -> list[str]:
+        asked = [worker.__ray_call__.remote(node_id) for worker in workers]
+        nodes: list[str] = got(asked, ASK_S, owner="the trainer", what="workers to say where they are")
+        return nodes
 
     def _load_checkpoint(self) -> None:
         """Raises ConfigError: there is a checkpoint to resume from, which is not supported yet."""
@@ -264,7 +274,9 @@ class AsyncPipelineTrainer(PPOTrainer):
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)
         failure: BaseException | None = None
-        with EventFile(self.run_dir / "events.jsonl") as events:
+        watchdog = Watchdog(self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.loop_stall_s, say=_say)
+        waits_of().on_expiry = lambda wait: watchdog.tell(diagnose(flow, wait))
+        with EventFile(self.run_dir / "events.jsonl") as events, watchdog:
             flow.log.subscribe(events)
             _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
             _echo(header())
@@ -282,9 +294,12 @@ class AsyncPipelineTrainer(PPOTrainer):
                     _echo(line)
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run blocking verl code in a thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+        """Run blocking verl code in a thread. Raises WaitTimeout: it did not return; the thread is left to itself."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        called = loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+        name = getattr(function, "__name__", type(function).__name__)
+        return await within(called, self.wait_timeout_s, owner=task.get_name(), what=f"the call {name} to return")
 
     # PipelineTrainer: facts.
 
@@ -449,7 +464,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
         """The groups with the rewards that they get only now."""
         workers = self.reward_loop_manager.reward_loop_workers
-        results = iter(await self._call(score_late, workers, _copy(meta)))
+        results = iter(await self._call(score_late, workers, _copy(meta), self.knobs.wait_timeout_s))
         return tuple(
             replace(group, trajectories=tuple(replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories))
             for group in groups
@@ -613,7 +628,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         if self.knobs.validation == "pause":
             self._may_generate.clear()
         try:
-            async with self.rollout_pool.weights:
+            async with self.rollout_pool.weights("validation"):
                 started = time.perf_counter()
                 metrics = await self._call(self._validate)
         finally:
