@@ -78,7 +78,7 @@ class FlowResult:
     groups_in_flight: int
     """Drawn, and without a fate; none after a run that completed."""
     regenerated: int
-    """Times that a group was answered again because it held a step up."""
+    """Times that a group was answered again because it held a step up, or was of no use."""
     trajectories_trained: int
     lag_max: int
     trainer_version: int

@@ -51,7 +51,8 @@ class PipelineLLMClient(LLMServerClient):
             while True:
                 try:
                     output = await super().generate(request_id, **kwargs)
-                    take_turn(len(kwargs["prompt_ids"]), output.extra_fields.get("version_spans"))
+                    said = output.extra_fields
+                    take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""))
                     return output
                 except Exception as error:
                     if NONE_LEFT in str(cause_of(error)) and self._last_death is not None:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import ray
 import transfer_queue as tq
+import xxhash
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
@@ -35,6 +36,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
 from .. import plugin
+from ..bad_data import BadData, Verdict
 from ..core.clock import within
 from ..core.diagnosis import diagnose
 from ..core.flow import GRAPH, AsyncTrainingFlow
@@ -43,7 +45,7 @@ from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
 from ..core.waits import waits_of
 from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
-from ..knobs import AsyncPipelineConfig, own_fields
+from ..knobs import AsyncPipelineConfig
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.summary import RunRecorder, write_atomically
@@ -56,7 +58,6 @@ from .agent_loop import PushAgentLoopManager
 from .bounded import ASK_S, got, result_of
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
-from .guarded_rewards import UNSCORED
 from .late_rewards import score_late
 from .patches import find_verl_root, require_patched
 from .policy_copy import PolicyCopy
@@ -72,8 +73,6 @@ KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
 SHOWN_REPLICAS = 16
 """The versions of so many replicas are metrics of their own; of more, the oldest alone."""
-MANY_FAILED = 64
-"""Groups that may fail before it matters which share of all they are."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
 VALIDATION_POLL_S = 0.05
@@ -101,8 +100,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         own = OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
         assert isinstance(own, dict)
         self.started_unix = float(own.get("started_unix") or time.time())
-        roles = tuple(own.get("custom_roles") or ())
-        self.knobs = AsyncPipelineConfig(**{k: v for k, v in own.items() if k in own_fields()} | {"custom_roles": roles})
+        self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
         self.placement = Placement.from_list(own["placement"])
         self.max_lag = self.knobs.max_lag
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
@@ -112,6 +110,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._order: dict[str, int] = {}
         self._filter_metric = self._resolve_filter_groups_metric()
         self._meters = SampleMeters(config, self.max_lag)
+        policies = self.knobs.bad_data.by_kind(self.knobs.reward_failure)
+        self._bad_data = BadData(policies, self.knobs.prompt_attempts, _say)
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
@@ -289,6 +289,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             finally:
                 await self.rollout_pool.close()
                 summary = self.recorder.summarize(flow.result(), overlap.seconds, time.time(), failure)
+                summary["bad_data"] = self._bad_data.summary()
                 write_atomically(self.run_dir / "summary.json", summary)
                 for line in closing(summary):
                     _echo(line)
@@ -342,10 +343,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         return queue
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
-        """A group with an answer that could not be scored; and by DAPO's rule (arXiv 2503.14476) one whose answers are
+        """A group whose data is bad; and by DAPO's rule (arXiv 2503.14476) one whose answers are
         all alike, and have no advantage over each other.
         """
-        if any(t.unscored for t in group.trajectories):
+        if group.flaw:
             return "failed"
         alike = len({t.filter_by for t in group.trajectories}) == 1
         return "filtered" if self._filter_metric is not None and alike and len(group.trajectories) > 1 else None
@@ -385,9 +386,13 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     async def generate_group(self, prompt: Prompt) -> Group:
         await within(self._may_generate.wait(), self.wait_timeout_s, owner="generate", what="validation to end")
+        identity = _identity(prompt)
+        refused = self._bad_data.refuse(identity)
+        if refused is not None:
+            return _group(prompt, (), refused)
         started = time.perf_counter()
         try:
-            results = await self.agent_loop_manager.run_group(prompt.payload)
+            answered = await self.agent_loop_manager.run_group(prompt.payload)
         except asyncio.CancelledError:
             self._meters.give_up(time.perf_counter() - started)
             if self.knobs.stale == "drop":
@@ -405,23 +410,13 @@ class AsyncPipelineTrainer(PPOTrainer):
                 seconds=seconds,
                 reward=_reward(r),
                 filter_by=self._filter_by(r),
-                unscored=self._unscored(r),
                 payload=r["tag"],
             )
-            for r in sorted(results, key=lambda r: str(r["key"]))
+            for r in sorted(answered.results, key=lambda r: str(r["key"]))
         )
         self._meters.meet("finished", trajectories)
-        return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
-
-    def _unscored(self, result: Mapping[str, Any]) -> str:
-        """Why an answer whose group is to be dropped has no score. Raises RolloutError: that goes for most of them."""
-        why = str(result["reward_info"].get(UNSCORED) or "")
-        if not why or self.knobs.reward_failure != "drop":
-            return ""
-        failed, finished = self._flow.tally.count("failed"), len(self._flow.tally.fates)
-        if failed >= MANY_FAILED and failed > finished / 2:
-            raise RolloutError(f"{failed} of {finished} groups could not be scored; the last, because {why}")
-        return why
+        verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
+        return _group(prompt, trajectories, verdict)
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
         """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
@@ -440,8 +435,10 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def discard(self, group: Group) -> None:
         rejected = self.rejects(group)
         self._meters.meet("filtered" if rejected == "filtered" else "dropped", group.trajectories)
-        if rejected or self.knobs.stale == "drop":
+        if not group.again and (rejected or self.knobs.stale == "drop"):
             self._order.pop(group.uid)
+        if group.flaw:  # the agent loop has not stored it
+            return
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
@@ -464,7 +461,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
         """The groups with the rewards that they get only now."""
         workers = self.reward_loop_manager.reward_loop_workers
-        results = iter(await self._call(score_late, workers, _copy(meta), self.knobs.wait_timeout_s))
+        results = iter(await self._call(score_late, workers, _copy(meta), self.knobs))
         return tuple(
             replace(group, trajectories=tuple(replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories))
             for group in groups
@@ -559,6 +556,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float) -> None:
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
+        metrics.update({f"async_pipeline/{name}": value for name, value in self._bad_data.metrics().items()})
         metrics.update(self._publication_metrics())
         served = self.rollout_pool.versions
         metrics["async_pipeline/version/replicas"] = len(served)
@@ -661,6 +659,16 @@ def _copy(meta: KVBatchMeta) -> KVBatchMeta:
         tags=[dict(tag) for tag in meta.tags],
         extra_info=dict(meta.extra_info or {}),
     )
+
+
+def _identity(prompt: Prompt) -> str:
+    """The same for the same prompt, in whichever epoch it is drawn."""
+    return xxhash.xxh3_128_hexdigest(str(prompt.payload["raw_prompt"][0]).encode())
+
+
+def _group(prompt: Prompt, trajectories: tuple[Trajectory, ...], verdict: Verdict | None) -> Group:
+    flaw, again = verdict or ("", False)
+    return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again)
 
 
 def _version(result: Mapping[str, Any], name: str) -> int:

@@ -156,6 +156,7 @@ class PipelineVLLMServer(vLLMHttpServer):
             del self._answering[request_id]
         output.extra_fields["min_global_steps"] = spans[0].version if spans else None
         output.extra_fields["max_global_steps"] = spans[-1].version if spans else None
+        output.extra_fields["replica"] = f"replica {self.replica_rank}"
         output.extra_fields["version_spans"] = [list(span) for span in spans]
         return output
 
