@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -233,6 +234,7 @@ def test_every_knob_is_documented_with_its_default() -> None:
     assert resolve(raw).config == defaults
     for name, value in own.items():
         default = getattr(defaults, name)
+        default = asdict(default) if is_dataclass(default) and not isinstance(default, type) else default
         # Strategy and lag may also be given by another key, so the file leaves both open.
         assert value == (list(default) if isinstance(default, tuple) else default) or (
             value is None and name in ("strategy", "max_lag")

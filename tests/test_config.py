@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.bad_data import Policies
 from recipe.async_pipeline.config import SWITCHES, Translation, is_enabled, resolve, unknown_key
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.foreign_keys import FOREIGN
@@ -193,6 +194,7 @@ def test_own_knobs_arrive() -> None:
         "max_lag": 4,
         "wait_timeout_s": 5,
         "publish_timeout_s": 2.5,
+        "loop_stall_s": 7.5,
         "proof_tensors": 3,
         "depth": 2,
         "oldest_share": 0.5,
@@ -215,12 +217,16 @@ def test_own_knobs_arrive() -> None:
         "reward_batch": 16,
         "reward_failure": "drop",
         "reward_default": -1.0,
+        "bad_data": {"all_masked": "keep"},
+        "prompt_attempts": 3,
         "run_dir": "somewhere",
         "custom_roles": ["m:C@reward->train"],
     }
     assert set(knobs) == set(own_fields())
     found = resolve(own(**knobs)).config
-    assert found == AsyncPipelineConfig(**{**knobs, "custom_roles": ("m:C@reward->train",)})
+    assert found == AsyncPipelineConfig(
+        **{**knobs, "custom_roles": ("m:C@reward->train",), "bad_data": Policies(all_masked="keep")}
+    )
 
 
 # Contradictions.
@@ -396,6 +402,13 @@ def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
         ("max_lag", "1"),
         ("wait_timeout_s", 0),
         ("wait_timeout_s", "long"),
+        ("loop_stall_s", 0),
+        ("prompt_attempts", 0),
+        ("bad_data", "drop"),
+        ("bad_data", {"nan": "drop"}),
+        ("bad_data", {"nonfinite_logprobs": "keep"}),
+        ("bad_data", {"empty_answer": ["drop"]}),
+        ("loop_stall_s", True),
         ("wait_timeout_s", float("nan")),
         ("publish_timeout_s", True),
         ("in_flight", "wait"),

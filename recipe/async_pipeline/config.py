@@ -80,9 +80,7 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
     _check_types(own)
     if "pools" in own:
         wishes_of(own["pools"])
-    if "custom_roles" in own:
-        own["custom_roles"] = tuple(own["custom_roles"])
-    return Translation(AsyncPipelineConfig(**own), tuple(notes), (*SWITCHES, *foreign), verls_own(raw, own, draft))
+    return Translation(AsyncPipelineConfig.of(own), tuple(notes), (*SWITCHES, *foreign), verls_own(raw, own, draft))
 
 
 def _adopt(own: dict[str, Any], draft: Draft) -> None:
@@ -153,7 +151,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             leaf = path.rsplit(".", 1)[-1]
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating")
+    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "loop_stall_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating", "bad_data", "prompt_attempts")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
@@ -188,9 +186,11 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
 def _check_types(own: Mapping[str, Any]) -> None:
     kinds: Mapping[str, type | tuple[type, ...]] = {
         "wait_timeout_s": (int, float),
+        "loop_stall_s": (int, float),
         "reward_timeout_s": (int, float),
         "reward_default": (int, float),
         "reward_attempts": int,
+        "prompt_attempts": int,
         "reward_concurrency": int,
         "reward_batch": int,
         "reward_failure": str,

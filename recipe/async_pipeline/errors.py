@@ -59,6 +59,10 @@ class RolloutError(AsyncPipelineError, RuntimeError):
     """A group could not be generated or scored."""
 
 
+class BadDataError(AsyncPipelineError, ValueError):
+    """Answers that no step may train on, and that the config does not let the run go on without."""
+
+
 class RewardError(AsyncPipelineError, RuntimeError):
     """A reward function brought no score: it raised, took too long, died, or returned none."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .bad_data import POLICIES, Policies
 from .errors import ConfigError
 
 OWN = "trainer.v1.async_pipeline"
@@ -55,7 +56,9 @@ class AsyncPipelineConfig:
     sync_every: int = 1
     """Optimizer steps from one publication of weights to the next; versions count steps all the same."""
     wait_timeout_s: float = 1800.0
-    """Deadline of each wait of a role for items, room, a lease or a version."""
+    """Deadline of each wait of a role for items, room, a lease or a version, and of each of its calls into verl."""
+    loop_stall_s: float = 60.0
+    """Seconds that the trainer's event loop may not turn, before stacks go to diagnosis.txt; the run goes on."""
     publish_timeout_s: float = 600.0
     """Deadline for one replica to load and prove one version."""
     proof_tensors: int = 16
@@ -93,17 +96,31 @@ class AsyncPipelineConfig:
     reward_failure: str = "fail"
     """An answer that could not be scored: fail (the run ends), drop (its group is not trained), score (`reward_default`)."""
     reward_default: float = 0.0
+    bad_data: Policies = Policies()
+    """What becomes of a group whose data is bad, by kind: fail, drop, and where that can be, keep."""
+    prompt_attempts: int = 2
+    """Times that a prompt is answered before it counts as poisoned: its group has failed, and it is not answered again."""
     run_dir: str | None = None
     """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
     custom_roles: tuple[str, ...] = ()
     """Roles of one's own to insert, each as `module:Class@after->before`."""
 
+    @classmethod
+    def of(cls, own: Mapping[str, Any]) -> AsyncPipelineConfig:
+        """Out of plain values, as they stand in a config; what is no knob, or None, is left out. Raises ConfigError."""
+        plain = {name: value for name, value in own.items() if name in own_fields() and value is not None}
+        if "bad_data" in plain:
+            plain["bad_data"] = _policies(plain["bad_data"])
+        if "custom_roles" in plain:
+            plain["custom_roles"] = tuple(plain["custom_roles"])
+        return cls(**plain)
+
     def __post_init__(self) -> None:
         _require(self.max_lag >= 0, "max_lag", "must be >= 0", self.max_lag, "use 0 for on-policy")
-        for name in ("wait_timeout_s", "publish_timeout_s"):
+        for name in ("wait_timeout_s", "publish_timeout_s", "loop_stall_s"):
             value = getattr(self, name)
             _require(value > 0, name, "must be > 0 seconds", value, "leave it out for the default")
-        for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
+        for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb", "prompt_attempts"):
             value = getattr(self, name)
             _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE), ("validation", VALIDATION), ("reward_failure", REWARD_FAILURE)):
@@ -131,7 +148,7 @@ class AsyncPipelineConfig:
             _require(value is None or value > 0, name, f"must be {least}", value, "leave it out for the default")
         _require(math.isfinite(self.reward_default), "reward_default", "must be a finite number", self.reward_default, "0.0 is the default")
         if self.reward_timeout_s is None:
-            for name in ("reward_batch", "reward_failure", "reward_attempts", "reward_concurrency", "reward_default"):
+            for name in ("reward_batch", "reward_attempts", "reward_concurrency"):
                 if getattr(self, name) != getattr(type(self), name):
                     raise ConfigError(f"{OWN}.{name} wants a limit for the calls, got {getattr(self, name)!r}; set {OWN}.reward_timeout_s")
 
@@ -153,6 +170,22 @@ class AsyncPipelineConfig:
             self.sync_every,
             f"set max_lag (and depth) to {self.sync_every - (share == 1)} or more",
         )
+
+
+def plain_defaults() -> dict[str, Any]:
+    """What each knob is if nobody says anything, in plain values."""
+    return dataclasses.asdict(AsyncPipelineConfig())
+
+
+def _policies(value: Any) -> Policies:
+    """Raises ConfigError: no mapping, an unknown kind, or a policy that a kind cannot have."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{OWN}.bad_data must be a section of kinds, got {value!r}; e.g. {{empty_answer: fail}}")
+    for kind, policy in value.items():
+        if kind not in POLICIES:
+            raise ConfigError(f"{OWN}.bad_data.{kind} is unknown, got {policy!r}{hint(str(kind), POLICIES)}; kinds: {', '.join(POLICIES)}")
+        _require(policy in POLICIES[kind], f"bad_data.{kind}", f"must be one of {', '.join(POLICIES[kind])}", policy, f"{POLICIES[kind][0]} is the default")
+    return Policies(**value)
 
 
 def own_fields() -> tuple[str, ...]:

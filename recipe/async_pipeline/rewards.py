@@ -32,6 +32,8 @@ from .errors import ConfigError, RewardError
 PACKAGE, FILE = "pkg://", "file://"
 PR_SET_PDEATHSIG = 1
 """Linux's prctl: the signal that a process gets when its parent ends."""
+START_S = 60.0
+"""What a process of the pool may take to begin, which is to load the function's file."""
 BATCH_WAIT_S = 0.02
 """How long the first answer of a micro-batch waits for others."""
 LISTS = {
@@ -161,7 +163,9 @@ class RewardGuard:
             self._pool = ProcessPool(
                 self._limits.concurrency, initializer=_begin, initargs=where, context=multiprocessing.get_context("spawn")
             )
-        return asyncio.wrap_future(self._pool.schedule(_call_here, args=(*where, arguments), timeout=self._limits.timeout_s))
+        called = self._pool.schedule(_call_here, args=(*where, arguments), timeout=self._limits.timeout_s)
+        # pebble's clock runs from the moment at which a process has begun.
+        return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
 
 
 def checked(result: Any) -> Any:

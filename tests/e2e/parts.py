@@ -34,6 +34,25 @@ class StragglerLoop(SingleTurnAgentLoop):  # type: ignore[misc]
         return await super().run(sampling_params, **kwargs)
 
 
+class FlawedLoop(SingleTurnAgentLoop):  # type: ignore[misc]
+    """One turn; by its number, a prompt's answers are empty, masked, missing or not finite, or the prompt is too long."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        flaw = int(kwargs["index"]) % 20
+        if flaw == 0:
+            self._cap_text_prompt_length([1] * 100)
+        if flaw == 1 and int(kwargs["session_id"]) == 0:
+            return []
+        output = await super().run(sampling_params, **kwargs)
+        if flaw == 2:
+            output.response_ids, output.response_mask, output.response_logprobs = [], [], []
+        if flaw == 3:
+            output.response_mask = [0] * len(output.response_mask)
+        if flaw == 4:
+            output.response_logprobs[-1] = float("nan")
+        return output
+
+
 class _AtBatchBoundaries(AsyncPipelineTrainer):  # type: ignore[misc]
     """Version v is loaded when batch v+1 is generated, so that no batch is written by two versions."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -46,6 +47,24 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     )
     check_ended(job, "ValueError: the judge fell asleep")
     assert job.summary["status"] == "failed"
+
+
+@pytest.mark.nightly
+def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(tied_task: Path, tmp_path: Path) -> None:
+    agents = tmp_path / "agents.json"
+    agents.write_text(json.dumps([{"name": "flawed", "_target_": "tests.e2e.parts.FlawedLoop"}]))
+    job = run_job(
+        [
+            *long_run(tmp_path),
+            "actor_rollout_ref.rollout.agent.default_agent_loop=flawed",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        ],
+        tmp_path / "run",
+        tied_task,
+        events=[Event("samples/s")],
+    )
+    check_ended(job, "are not finite, the first nan at token ")
+    assert ", written by replica 0 with version " in job.summary["error"]
 
 
 @pytest.mark.nightly

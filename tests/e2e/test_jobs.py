@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray.cluster_utils import Cluster
 
+from recipe.async_pipeline.bad_data import KINDS
 from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
@@ -72,6 +74,42 @@ def test_a_reward_function_that_never_comes_back_costs_its_groups_only(tied_task
     check_events(job)
     assert summary["groups_failed"] > 0
     assert [event["version"] for event in job.events() if event["event"] == "VALIDATED"] == [3]
+
+
+@pytest.mark.nightly
+def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path: Path) -> None:
+    """It is answered again, given up, and put down to who wrote it; the others train on."""
+    own = "trainer.v1.async_pipeline"
+    agents = tmp_path / "agents.json"
+    agents.write_text(json.dumps([{"name": "flawed", "_target_": "tests.e2e.parts.FlawedLoop"}]))
+    job = run_job(
+        smoke_command(
+            "async_strategy=fully_async",
+            f"{own}.bad_data.nonfinite_logprobs=drop",
+            f"{own}.reward_failure=drop",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=flawed",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+            f"reward.custom_reward_function.path={ROOT / 'tests' / 'e2e' / 'rewards.py'}",
+            "reward.custom_reward_function.name=nothing",
+            "trainer.total_training_steps=6",
+            f"{own}.run_dir={tmp_path / 'run'}",
+        ),
+        tmp_path / "run",
+        tied_task,
+    )
+    summary = check_clean_end(job, "fully_async", 3, 6)
+    check_events(job)
+    found = summary["bad_data"]
+    assert found["groups"].keys() == set(KINDS)
+    assert found["prompts_quarantined"] == len(found["quarantined"]) == summary["groups_failed"]
+    assert summary["groups_regenerated"] > 0
+    assert all(writer.startswith("replica 0 with version ") for writer in found["writers"])
+    rejected = [event for event in job.events() if event["event"] == "REJECTED"]
+    assert {(event["key"], event["fate"]) for event in rejected} == {(one["uid"], "failed") for one in found["quarantined"]}
+    last = job.metrics()[-1]["data"]
+    assert last["async_pipeline/bad_data/quarantined"] > 0
+    assert all(math.isfinite(row["data"]["actor/pg_loss"]) for row in job.metrics())
+    assert "bad data, drop as bad_data.empty_answer says: group " in job.output
 
 
 @pytest.fixture

@@ -316,7 +316,7 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(laun
     [
         ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None}, "wants a reward function of your own, got None"),
         ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"}, "cannot be loaded .* correct path and name"),
-        ({f"{OWN}.reward_failure": "drop"}, "reward_failure wants a limit for the calls"),
+        ({f"{OWN}.reward_batch": 4}, "reward_batch wants a limit for the calls"),
         ({f"{OWN}.reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
     ],
 )

@@ -91,7 +91,7 @@ def balancer() -> Balancer:
 
 @pytest.fixture
 def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr(ours, "ray", SimpleNamespace(get=list))
+    monkeypatch.setattr(ours, "got", lambda refs, timeout_s, **said: list(refs))
 
     def make(*replicas: Replica) -> Any:
         balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}

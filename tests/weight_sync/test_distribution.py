@@ -138,7 +138,8 @@ def test_the_last_one_that_fails_ends_it() -> None:
         distribution = distribute(Replica("a", loads=["raise"]), Replica("b", loads=["hang"]))
         with pytest.raises(WaitTimeout, match="waited 11 s for b to load version 0; b does not answer"):
             await publish(distribution, 0)
-        assert not distribution.weights.locked()
+        async with distribution.weights("somebody else"):
+            pass
         await distribution.close()
 
     run(scenario)
@@ -177,12 +178,36 @@ def test_whoever_needs_the_weights_to_stay_can_hold_them() -> None:
     async def scenario() -> None:
         replica = Replica("a")
         distribution = distribute(replica)
-        async with distribution.weights:
+        async with distribution.weights("validation"):
             task = asyncio.create_task(publish(distribution, 0))
             await asyncio.sleep(100)
             assert replica.version is None
         await task
         assert replica.version == 0
+
+    run(scenario)
+
+
+def test_weights_that_nobody_gives_back_are_not_waited_for_for_ever() -> None:
+    async def scenario() -> None:
+        distribution = Distribution([Replica("a")], lambda line: None, load_timeout_s=10, restart_timeout_s=50, wait_timeout_s=300)
+        async with distribution.weights("validation"):
+            with pytest.raises(WaitTimeout, match="param_update waited 300 s for the replicas' weights to stand still; validation has them"):
+                await publish(distribution, 0)
+        assert len(await publish(distribution, 0)) == 1, "and nothing is held by the one that gave up"
+
+    run(scenario)
+
+
+def test_a_balancer_that_does_not_answer_ends_it() -> None:
+    class Deaf(Replica):
+        async def leave(self) -> None:
+            await asyncio.sleep(1e6)
+
+    async def scenario() -> None:
+        distribution = distribute(Deaf("a", loads=["raise"]), Replica("b"))
+        with pytest.raises(WaitTimeout, match="param_update waited 60 s for the balancer to give a no more work"):
+            await publish(distribution, 0)
 
     run(scenario)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import xxhash
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -175,6 +176,22 @@ TestDeliveries = Deliveries.TestCase
 TestDeliveries.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, database=None, derandomize=True
 )
+
+
+@settings(deadline=None, database=None, derandomize=True, max_examples=200)
+@given(data=st.data())
+def test_any_header_has_a_verdict(data: st.DataObject) -> None:
+    inbox = Inbox()
+    inbox.begin(manifest(1))
+    try:
+        whole = bytearray(header_of(manifest(1), 0))
+        for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=3)):
+            whole[at] = data.draw(st.integers(0, 255))
+        header = data.draw(st.one_of(st.just(bytes(whole)), st.binary(max_size=30), st.just(pickle.dumps(print))))
+        size = data.draw(st.sampled_from([0, SIZES[0], 10 * SIZES[0]]))
+        assert inbox.accept(header, payload(1, 0, size)) in Verdict
+    finally:
+        inbox.close()
 
 
 @pytest.fixture

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -31,7 +35,8 @@ def tensor(name: str, offset: int = 0, nbytes: int = 8, bucket: int = 0) -> Tens
 
 def manifest(*tensors: TensorEntry, sizes: tuple[int, ...] = (64, 32)) -> Manifest:
     buckets = tuple(BucketEntry(f"b{i}", size, 2**64 - 1) for i, size in enumerate(sizes))
-    return Manifest(3, tensors, buckets, (Sample("a", b"\x00\xff"),))
+    samples = tuple(Sample(entry.name, bytes(min(entry.nbytes, 64))) for entry in tensors[:1])
+    return Manifest(3, tensors, buckets, samples)
 
 
 def test_what_is_encoded_is_decoded() -> None:
@@ -47,7 +52,6 @@ def test_what_is_encoded_is_decoded() -> None:
         tensor("x", bucket=-1),
         tensor("x", offset=-8),
         tensor("x", offset=60),
-        tensor("x", nbytes=-8),
         tensor("x", 0, 40, bucket=1),
     ],
 )
@@ -64,11 +68,103 @@ def test_what_is_no_manifest_is_refused(data: bytes) -> None:
         decode(data)
 
 
-@settings(deadline=None, database=None, derandomize=True)
-@given(data=st.binary(max_size=40))
-def test_any_bytes_are_a_manifest_or_refused(data: bytes) -> None:
-    with pytest.raises(WeightSyncError):
-        decode(data)
+def with_entry(**changes: Any) -> Manifest:
+    return manifest(tensor("a"), msgspec.structs.replace(tensor("x"), **changes))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (with_entry(nbytes=-8), "x cannot have -8 bytes"),
+        (with_entry(shape=(9,)), r"x cannot have 8 bytes as uint8 \[9\]"),
+        (with_entry(dtype="load"), "x cannot have 8 bytes as load"),
+        (with_entry(dtype="float32"), "x cannot have 8 bytes as float32"),
+        (with_entry(shape=(-2, -4)), "not a weight manifest"),
+        (with_entry(name="a"), "two of its tensors have one name"),
+        (manifest(tensor("a"), sizes=(-1,)), "not a weight manifest"),
+        (msgspec.structs.replace(manifest(tensor("a")), version=-1), "not a weight manifest"),
+        (msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("b", b""),)), "the sample of b is not of such a tensor"),
+        (msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("a", b"123"),)), "the sample of a is not of such a tensor"),
+        (msgspec.structs.replace(manifest(), adapter="nonsense"), "not described by a JSON object"),
+        (msgspec.structs.replace(manifest(), adapter="[" * 100_000), "not described by a JSON object"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(wrong: Manifest, why: str) -> None:
+    with pytest.raises(WeightSyncError, match=why):
+        decode(encode(wrong))
+
+
+# What comes from elsewhere: our message, or our error.
+
+
+class Boom:
+    """Unpickling this would be noticed."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("it was unpickled",))
+
+
+DECODERS = (decode, decode_ticket, decode_announcement)
+HOSTILE = settings(deadline=None, database=None, derandomize=True, max_examples=300)
+
+
+@pytest.mark.parametrize("parse", DECODERS)
+def test_a_pickle_is_not_unpickled(parse: Callable[[bytes], Any]) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(WeightSyncError, match="not a "):
+            parse(pickle.dumps(Boom(), protocol))
+
+
+@pytest.mark.parametrize("parse", DECODERS)
+def test_a_message_that_is_too_large_is_not_even_parsed(parse: Callable[[bytes], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipe.async_pipeline.weight_sync.manifest.MAX_BYTES", 16)
+    with pytest.raises(WeightSyncError, match="17 bytes, and no message has more than 16"):
+        parse(bytes(17))
+
+
+def survives(data: bytes) -> None:
+    for parse in DECODERS:
+        try:
+            found = parse(data)
+        except WeightSyncError:
+            continue
+        assert isinstance(found, Manifest | Ticket | Failure)
+
+
+@HOSTILE
+@given(data=st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    survives(data)
+
+
+@HOSTILE
+@given(data=st.data())
+def test_a_true_message_that_was_cut_or_changed_on_its_way(data: st.DataObject) -> None:
+    whole = encode(data.draw(st.sampled_from([manifest(tensor("a"), tensor("b", 8)), Ticket(3, "b", 7, 96, 0.25), Failure("x")])))
+    survives(whole[: data.draw(st.integers(0, len(whole)))])
+    changed = bytearray(whole)
+    for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=4)):
+        changed[at] = data.draw(st.integers(0, 255))
+    survives(bytes(changed))
+
+
+NUMBERS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**64 - 1))
+WORDS = st.one_of(st.sampled_from(["a", "b", "uint8", "float32", "load", "../x"]), st.text(max_size=8))
+ENTRIES = st.builds(TensorEntry, WORDS, st.lists(NUMBERS, max_size=4).map(tuple), WORDS, NUMBERS, NUMBERS, NUMBERS)
+MANIFESTS = st.builds(
+    Manifest,
+    NUMBERS,
+    st.lists(ENTRIES, max_size=3).map(tuple),
+    st.lists(st.builds(BucketEntry, WORDS, NUMBERS, NUMBERS), max_size=3).map(tuple),
+    st.lists(st.builds(Sample, WORDS, st.binary(max_size=9)), max_size=2).map(tuple),
+    st.one_of(st.none(), WORDS, st.just("{}")),
+)
+
+
+@HOSTILE
+@given(made=st.one_of(MANIFESTS, st.builds(Ticket, NUMBERS, WORDS, NUMBERS, NUMBERS, st.floats())))
+def test_a_message_of_the_right_form_with_any_content(made: Manifest | Ticket) -> None:
+    survives(encode(made))
 
 
 @settings(deadline=None, database=None, derandomize=True)

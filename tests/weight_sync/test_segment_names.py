@@ -3,10 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name, sweep_orphans
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name, open_own, sweep_orphans
 
 
 def test_names_are_random_and_ours() -> None:
@@ -30,3 +38,52 @@ def test_only_segments_of_dead_processes_are_swept() -> None:
         assert alive.exists()
     finally:
         alive.unlink()
+
+
+# Whose memory it is.
+
+
+@pytest.fixture
+def made() -> Iterator[Path]:
+    path = SHM_DIR / new_name()
+    path.touch(mode=0o600)
+    yield path
+    path.unlink()
+
+
+def test_what_this_user_made_for_itself_can_be_opened(made: Path) -> None:
+    os.close(open_own(made.name))
+
+
+def test_memory_that_others_can_read_is_refused(made: Path) -> None:
+    made.chmod(0o640)
+    with pytest.raises(WeightSyncError, match="with mode 640; it must be ours alone"):
+        open_own(made.name)
+
+
+def test_memory_of_somebody_else_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: made.stat().st_uid + 1)
+    with pytest.raises(WeightSyncError, match=f"is of user {made.stat().st_uid} "):
+        open_own(made.name)
+
+
+def test_a_link_is_not_followed(made: Path) -> None:
+    link = SHM_DIR / new_name()
+    link.symlink_to(made)
+    try:
+        with pytest.raises(WeightSyncError, match="symbolic links"):
+            open_own(link.name)
+    finally:
+        link.unlink()
+
+
+@settings(deadline=None, database=None, derandomize=True)
+@given(st.one_of(st.text(), st.text().map(PREFIX.__add__)))
+def test_any_name_is_opened_or_refused(name: str) -> None:
+    with pytest.raises(WeightSyncError):
+        open_own(name)
+
+
+def test_names_are_random() -> None:
+    assert len({new_name() for _ in range(100)}) == 100
+    assert len(new_name().rpartition("-")[2]) >= 16, "64 random bits"

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from ..errors import WaitTimeout
+from .waits import Wait, waits_of
 
 T = TypeVar("T")
 
@@ -134,19 +135,22 @@ async def within(
     Raises WaitTimeout: the deadline passed. CancelledError: the caller was cancelled. Anything that the
     awaitable raises comes through unchanged, a TimeoutError too.
     """
-    if timeout_s is None:
-        return await awaitable
-    deadline = _Deadline(holder)
-    timer = asyncio.get_running_loop().call_later(timeout_s, deadline.expire)
-    try:
-        return await awaitable
-    except asyncio.CancelledError:
-        if not deadline.expired or deadline.cancelled_from_outside():
-            raise
-        raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}{deadline.held_by}") from None
-    finally:
-        timer.cancel()
-        deadline.settle()
+    loop = asyncio.get_running_loop()
+    wait = Wait(owner=owner, what=what, since=loop.time(), timeout_s=timeout_s, holder=holder)
+    with waits_of(loop).noted(wait):
+        if timeout_s is None:
+            return await awaitable
+        deadline = _Deadline(wait)
+        timer = loop.call_later(timeout_s, deadline.expire)
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if not deadline.expired or deadline.cancelled_from_outside():
+                raise
+            raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}{deadline.held_by}") from None
+        finally:
+            timer.cancel()
+            deadline.settle()
 
 
 class _Deadline:
@@ -156,11 +160,11 @@ class _Deadline:
     in which the deadline passes, the caller gets WaitTimeout there, and CancelledError from 3.11 on.
     """
 
-    def __init__(self, holder: Callable[[], str] | None) -> None:
+    def __init__(self, wait: Wait) -> None:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         self._task = task
-        self._holder = holder
+        self._wait = wait
         self._cancels_before = self._pending_cancels()
         self.expired = False
         self.held_by = ""
@@ -168,8 +172,10 @@ class _Deadline:
     def expire(self) -> None:
         self.expired = True
         self._task.cancel()
-        if self._holder is not None:  # last: should it raise, the wait has ended nevertheless
-            self.held_by = f"; {self._holder()}"
+        # Last: should one of these raise, the wait has ended nevertheless.
+        if self._wait.holder is not None:
+            self.held_by = f"; {self._wait.holder()}"
+        waits_of(self._task.get_loop()).expired(self._wait)
 
     def cancelled_from_outside(self) -> bool:
         """Did anybody but this deadline cancel the task since?"""

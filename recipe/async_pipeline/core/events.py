@@ -63,7 +63,7 @@ class EventLog:
         """
         if "t" in fields:
             raise ValueError(f"{role} {event}: no field can be called 't', that is the time")
-        record = LogRecord(t=self._elapsed(), role=role, event=event, state=state, fields=fields)
+        record = LogRecord(t=self.elapsed(), role=role, event=event, state=state, fields=fields)
         self._records.append(record)
         for callback in self._subscribers:
             callback(record)
@@ -73,7 +73,8 @@ class EventLog:
         """Call back with each record from now on, in order. The callback must not append."""
         self._subscribers.append(callback)
 
-    def _elapsed(self) -> float:
+    def elapsed(self) -> float:
+        """Seconds since the log was opened; this opens it."""
         now = self._clock.now()
         if self._opened is None:
             self._opened = now

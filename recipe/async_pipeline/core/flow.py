@@ -37,12 +37,13 @@ from .channel import Channel
 from .clock import Clock, LoopClock
 from .events import EventLog
 from .items import Publication, StepBatch
-from .machine import StageState
+from .machine import TERMINAL, StageState
 from .pools import DevicePool, PoolSet
 from .ports import PipelineTrainer
 from .role import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
 from .tally import Tally
+from .waits import Holders
 
 GRAPH: Mapping[str, tuple[str, ...]] = {
     "dataloader": ("generate",),
@@ -77,7 +78,7 @@ class FlowResult:
     groups_in_flight: int
     """Drawn, and without a fate; none after a run that completed."""
     regenerated: int
-    """Times that a group was answered again because it held a step up."""
+    """Times that a group was answered again because it held a step up, or was of no use."""
     trajectories_trained: int
     lag_max: int
     trainer_version: int
@@ -177,15 +178,17 @@ class AsyncTrainingFlow:
         """The newest version below this one that is published."""
         return next(v for v in range(version - 1, -1, -1) if self.publishes(v))
 
-    def describe(self, machines: Iterable[RoleStateMachine]) -> str:
+    def describe(self, machines: Iterable[RoleStateMachine]) -> Holders:
         """Who is in which state, in words, for the message of a wait that expired."""
+        machines = tuple(machines)
         states = ", ".join(f"{m.name} is {m.state.name}" for m in machines)
         running = ", ".join(m.name for m in self.machines if m.state is StageState.RUNNING)
         v = self.versions
-        return (
+        text = (
             f"{states or 'nobody feeds it'}; running: {running or 'nobody'}; "
             f"versions trained {v.trained}, gathered {v.gathered}, served {v.served}"
         )
+        return Holders(text, (m.name for m in machines if m.state not in TERMINAL))
 
     def _wire(self) -> None:
         lanes = {role: _role(role).lanes(self) for role in self.graph}

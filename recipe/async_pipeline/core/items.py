@@ -57,8 +57,6 @@ class Trajectory:
     reward: float | None = None
     filter_by: float | None = None
     """What group filtering compares, if the run filters."""
-    unscored: str = ""
-    """Why it has no score of its own; empty: it has one."""
     payload: Any = None
 
 
@@ -69,6 +67,11 @@ class Group:
     uid: str
     step: int
     trajectories: tuple[Trajectory, ...]
+    """One at least, unless there is a flaw."""
+    flaw: str = ""
+    """Why it cannot be trained; empty: it can. Its samples are in no store then."""
+    again: bool = False
+    """It is to be answered again, because of that."""
 
     @property
     def first_version(self) -> int:

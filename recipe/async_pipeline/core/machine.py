@@ -101,6 +101,8 @@ class StateMachine:
         self._lane = lane
         self._log = log
         self._state = StageState.IDLE
+        self.since_t = 0.0
+        """When it came into this state, in seconds of the log's time."""
 
     @property
     def state(self) -> StageState:
@@ -118,4 +120,4 @@ class StateMachine:
             name = f"{self._role}[{self._lane}]" if self._lane > 0 else self._role
             raise StageProtocolError(f"{name}: {error}") from None
         lane = {"lane": self._lane} if self._lane > 0 else {}
-        self._log.append(self._role, event.name, self._state.name, **lane, **fields)
+        self.since_t = self._log.append(self._role, event.name, self._state.name, **lane, **fields).t

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ..errors import LeaseError
 from .clock import Clock, LoopClock
 from .turnstile import Turnstile
+from .waits import Holders
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class DevicePool:
             "released before, or not issued by this pool"
         )
 
-    def describe(self) -> str:
+    def describe(self) -> Holders:
         """Who holds the pool and for how long, and who waits, in words.
 
         If anybody holds it this asks the clock, which for a LoopClock takes a running loop.
@@ -95,7 +96,7 @@ class DevicePool:
         held = ", ".join(f"{lease.owner} since {self._clock.now() - lease.since:.1f} s" for lease in leases)
         text = f"{self._name}: held by {held}" if held else f"{self._name}: free"
         waiting = ", ".join(self._queue.names)
-        return f"{text}; waiting: {waiting}" if waiting else text
+        return Holders(f"{text}; waiting: {waiting}" if waiting else text, self.holders)
 
 
 class PoolSet:

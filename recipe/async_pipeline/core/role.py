@@ -14,7 +14,7 @@ with `@register_role("name")` and insert it with `AsyncTrainingFlow.insert("name
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..errors import ChannelClosed, ConfigError, StageProtocolError
@@ -58,6 +58,11 @@ class RoleStateMachine(ABC):
     @property
     def state(self) -> StageState:
         return self.machine.state
+
+    @property
+    def item(self) -> Mapping[str, Any]:
+        """What it works on, as the event log shows it; empty between items."""
+        return self._item
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from ..errors import ConservationError
 from .items import Publication
 
 Fate = Literal["trained", "filtered", "expired", "failed"]
-"""filtered: finished, and teaches nothing. expired: given up, because it held a step up. failed: could not be scored."""
+"""filtered: finished, and teaches nothing. expired: given up, because it held a step up. failed: its data is bad."""
 
 
 class Tally:

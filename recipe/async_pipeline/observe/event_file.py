@@ -11,6 +11,9 @@ from types import TracebackType
 
 from ..core.events import LogRecord
 
+CLOSE_S = 30.0
+"""What a disk gets at the end to take what is queued."""
+
 
 class EventFile:
     """A subscriber of the event log: one JSON object a line, in order; flushed when the queue is empty."""
@@ -34,10 +37,10 @@ class EventFile:
         self.close()
 
     def close(self) -> None:
-        """Write what is queued, then close the file. Idempotent."""
+        """Write what is queued, then close the file; a disk that hangs is not waited for. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(CLOSE_S)
 
     def _write(self) -> None:
         with self._file:

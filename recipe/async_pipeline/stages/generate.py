@@ -36,7 +36,8 @@ class GenerateStateMachine(RoleStateMachine):
                     lambda: f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are with the rollout servers",
                 )
                 if group is not None:
-                    self._item = {"step": item.step, "key": group.uid, "version": group.first_version}
+                    version = {"version": group.first_version} if group.trajectories else {}
+                    self._item = {"step": item.step, "key": group.uid, **version}
                     await self.emit(group, more=True)
         finally:
             for task in tasks:
@@ -53,9 +54,13 @@ class GenerateStateMachine(RoleStateMachine):
             try:
                 group = await task
                 verdict = queue.arrive(uid)
-                if verdict is None:
+                if verdict is None and not group.again:
                     return group
                 await self.trainer.discard(group)
+                if verdict is None:
+                    self.note("FLAWED", key=uid, why=group.flaw)
+                    self.pipeline.tally.regenerated += 1
+                    continue
             except asyncio.CancelledError:
                 verdict = queue.verdict(uid)
                 if verdict is None:  # the run is being stopped

@@ -24,6 +24,7 @@ class RolloutStateMachine(RoleStateMachine):
         else:
             tally.give_up(item.uid, fate)
             queue.give_back(item.uid)
+            self.note("REJECTED", key=item.uid, fate=fate, **({"why": item.flaw} if item.flaw else {}))
             await self.trainer.discard(item)
         while self._next_step <= self.trainer.last_step and (groups := queue.take(self._next_step)):
             batch = await self.trainer.assemble(self._next_step, groups)

@@ -10,11 +10,14 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
 import ray
+from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl.experimental.agent_loop import agent_loop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from ..bad_data import Flaw, Policies
 from ..errors import RolloutError
+from .answer_checks import Checks, Scores, flaws_together, found_flaws
 from .factories import hydra_with_factories
 from .grouping import joinable
 from .turns import kept_turns, merged, taken_turns
@@ -36,6 +39,15 @@ class Trajectory(NamedTuple):
     partition_id: str
 
 
+class Answered(NamedTuple):
+    """What came of a prompt; nothing at all, if it was given up."""
+
+    results: list[dict[str, Any]]
+    """`{key, tag, reward, reward_info, spans, turns}` of each trajectory that is sound."""
+    flaws: list[Flaw]
+    """If a policy says that such a group is not to be trained, it is not in the sample store."""
+
+
 class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     """verl's worker. `run_group` answers when the whole group is in the sample store, or raises."""
 
@@ -43,13 +55,17 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         # verl resolves the class of the agent loop, and merges its config, anew for each answer.
         agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
         super().__init__(*args, **kwargs)
-        self._groups: dict[str, asyncio.Future[list[dict[str, Any]]]] = {}
+        own = self.config.trainer.v1.async_pipeline
+        policies = Policies(**own.bad_data).by_kind(own.reward_failure)
+        self._checks = Checks(policies, self.rollout_config.prompt_length)
+        self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
+        self._scores = Scores(own.reward_failure, float(own.reward_default))
+        self._groups: dict[str, asyncio.Future[Answered]] = {}
         self._finished: dict[str, list[Trajectory]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
 
-    async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
-        """Answer one prompt n times. Returns `{key, tag, reward, reward_info, spans, turns}` of each trajectory;
-        none, if the group was given up.
+    async def run_group(self, prompt: TensorDict) -> Answered:
+        """Answer one prompt n times.
 
         Raises what the agent loop, the rollout server or the reward function raised.
         """
@@ -67,7 +83,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         task = self._answering.get(uid)
         if task is not None:
             task.cancel()
-            await asyncio.wait([task])
+            # One that does not end by then is given up all the same; so is who waits for it.
+            await asyncio.wait([task], timeout=GIVE_UP_S)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -83,7 +100,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         try:
             waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
         except asyncio.CancelledError:
-            waiting.set_result([])
+            waiting.set_result(Answered([], []))
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
             waiting.set_exception(error)
         finally:
@@ -91,28 +108,29 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
 
     async def _answer(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
-    ) -> list[dict[str, Any]]:
+    ) -> Answered:
         uid = prompt["uid"]
         n = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             params.update(top_p=1.0, top_k=-1, temperature=0)
+        flaws: list[list[Flaw]] = [[] for _ in range(n)]
         sessions = [
-            asyncio.create_task(self._session(params, trajectory=trajectory, trace=trace, session_id=i, **prompt))
+            asyncio.create_task(self._session(flaws[i], params, trajectory=trajectory, trace=trace, session_id=i, **prompt))
             for i in range(n)
         ]
         # All settle first, so that no sibling writes after the group was declared failed.
-        results = await asyncio.gather(*sessions, return_exceptions=True)
-        for result in results:
+        settled = await asyncio.gather(*sessions, return_exceptions=True)
+        for result in settled:
             if isinstance(result, Exception):
                 raise result
             if isinstance(result, BaseException):
                 raise RolloutError(f"an answer of group {uid} was cancelled") from result
         group = self._finished[uid]
-        if not group:
-            raise RolloutError(f"group {uid} finished without a trajectory")
-        await self._store_group(group)
-        return [
+        found = flaws_together(n, flaws, [one.fields for one in group])
+        if self._checks.usable(found):
+            await self._store_group(group)
+        results = [
             {
                 "key": one.key,
                 "tag": one.tag,
@@ -123,14 +141,22 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             }
             for one in group
         ]
+        return Answered(results, found)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
-        """As verl's, unless the batch is to be scored when all of it is generated."""
-        if self.config.trainer.v1.async_pipeline.reward_while_generating or _VALIDATING.get():
+        """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score gets one,
+        or ends the run, as `reward_failure` says."""
+        if not self.config.trainer.v1.async_pipeline.reward_while_generating and not _VALIDATING.get():
+            return
+        why = ""
+        try:
             await super()._compute_score(outputs, kwargs)
+        except RayTaskError as error:
+            why = self._scores.failed(error)
+        self._scores.settle(outputs[-1], why)
 
-    async def _session(self, *args: Any, **kwargs: Any) -> None:
-        with kept_turns():
+    async def _session(self, flaws: list[Flaw], *args: Any, **kwargs: Any) -> None:
+        with kept_turns(), found_flaws(flaws):
             await self._run_agent_loop(*args, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -145,6 +171,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 # Which turns are in which of several outputs is not known.
                 version_spans=merged(turns, len(one.prompt_ids)) if len(outputs) == 1 else None,
             )
+        names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
+        if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
+            return
         token = _VALIDATING.set(validate)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -197,14 +226,14 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         await super()._init_agent_loop_workers()
         self._turns = itertools.cycle(self.agent_loop_workers)
 
-    async def run_group(self, prompt: TensorDict) -> list[dict[str, Any]]:
+    async def run_group(self, prompt: TensorDict) -> Answered:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
         Cancelled, it returns when the group has been given up.
         """
         worker = next(self._turns)
         try:
-            result: list[dict[str, Any]] = await worker.run_group.remote(prompt)
+            result: Answered = await worker.run_group.remote(prompt)
         except asyncio.CancelledError:
             # A worker that is gone, or that does not answer, has no answers to give up.
             with contextlib.suppress(Exception):

@@ -8,21 +8,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl import DataProto
 
+from ..bad_data import is_finite
+from ..errors import RewardError
+from ..knobs import AsyncPipelineConfig
+from .bounded import got
+
 NOT_FOR_REWARDS = ("input_ids", "position_ids", "loss_mask", "rollout_log_probs", "extra_fields", "multi_modal_inputs")
 """Columns that a reward worker has no use for."""
 
 
-def score_late(workers: Sequence[Any], batch: KVBatchMeta) -> list[Mapping[str, Any]]:
+def score_late(workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig) -> list[Mapping[str, Any]]:
     """Have every answer scored, and its score stored as verl stores it. Returns what the workers said. Blocks.
 
-    Raises what the reward function raised.
+    Raises WaitTimeout, what the reward function raised, or RewardError: a score is no finite number.
     """
     stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     lengths = stored["responses"].offsets().diff().tolist()
@@ -37,7 +41,9 @@ def score_late(workers: Sequence[Any], batch: KVBatchMeta) -> list[Mapping[str, 
         for i in range(len(batch.keys))
     ]
     turns = itertools.cycle(workers)
-    results: list[Mapping[str, Any]] = ray.get([next(turns).compute_score.remote(row) for row in rows])
+    asked = [next(turns).compute_score.remote(row) for row in rows]
+    results: list[Mapping[str, Any]] = got(asked, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} answers")
+    results = [_finite(result, knobs) for result in results]
     scores = torch.nested.as_nested_tensor(
         [_on_the_last(float(result["reward_score"]), length) for result, length in zip(results, lengths, strict=True)],
         layout=torch.jagged,
@@ -45,6 +51,15 @@ def score_late(workers: Sequence[Any], batch: KVBatchMeta) -> list[Mapping[str, 
     fields = TensorDict({"rm_scores": scores}, batch_size=len(batch.keys))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
     return results
+
+
+def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[str, Any]:
+    score = result["reward_score"]
+    if is_finite(score):
+        return result
+    if knobs.reward_failure == "fail":
+        raise RewardError(f"invalid: the score must be a finite number, got {score!r}"[:500])
+    return {**result, "reward_score": knobs.reward_default}
 
 
 def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]) -> DataProto:

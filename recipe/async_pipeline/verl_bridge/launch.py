@@ -28,7 +28,7 @@ from ..config import Translation, is_enabled, reject_near_misses, resolve
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..foreign_keys import BYPASS, FOREIGN
-from ..knobs import OWN, AsyncPipelineConfig, is_strategy, select
+from ..knobs import OWN, AsyncPipelineConfig, is_strategy, plain_defaults, select
 from ..loss_names import LOSS_CONFIG
 from ..observe.table import MARK
 from ..placement import (
@@ -155,7 +155,7 @@ def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
     """Our defaults may be composed into a stock run; a choice of ours may not be ignored."""
     reject_near_misses(raw)
     # Our file leaves it to the strategy what these two are.
-    defaults = {f.name: f.default for f in dataclasses.fields(AsyncPipelineConfig)} | {"strategy": None, "max_lag": None}
+    defaults = plain_defaults() | {"strategy": None, "max_lag": None}
     own = select(raw, OWN)
     knobs = [(f"{OWN}.{name}", value, defaults.get(str(name))) for name, value in (own.items() if isinstance(own, Mapping) else ())]
     ours = [(path, select(raw, path), None) for key in FOREIGN for path in key.paths] + knobs

@@ -13,6 +13,9 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from ..core.clock import within
+from ..errors import WaitTimeout
+from .bounded import ASK_S
 from .routing import Router, servers_of
 from .turns import take_turn
 
@@ -48,7 +51,8 @@ class PipelineLLMClient(LLMServerClient):
             while True:
                 try:
                     output = await super().generate(request_id, **kwargs)
-                    take_turn(len(kwargs["prompt_ids"]), output.extra_fields.get("version_spans"))
+                    said = output.extra_fields
+                    take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""))
                     return output
                 except Exception as error:
                     if NONE_LEFT in str(cause_of(error)) and self._last_death is not None:
@@ -82,18 +86,19 @@ class PipelineLLMClient(LLMServerClient):
         if asyncio.get_running_loop().time() - self._known_since > REFRESH_S and self._asking is None:
             self._asking = asyncio.create_task(self._refresh(), name="refresh replicas")
         if not self._router.servers and self._asking is not None:
-            await asyncio.shield(self._asking)
+            await within(asyncio.shield(self._asking), ASK_S, owner="an agent loop", what="the balancer to name the replicas")
         return None if self._router is None else self._router.acquire(request_id)
 
     async def _refresh(self) -> None:
         """Learn which replicas there are. A balancer that cannot be asked says so when it is asked for one."""
         try:
-            servers = await self._load_balancer.__ray_call__.remote(servers_of)
+            answer = self._load_balancer.__ray_call__.remote(servers_of)
+            servers = await within(answer, ASK_S, owner="an agent loop", what="the balancer to name the replicas")
             if servers is None:
                 self._router = None
             elif self._router is not None:
                 self._router.update(servers)
-        except RayError as error:
+        except (RayError, WaitTimeout) as error:
             logger.warning("the balancer does not say which replicas there are: %s", error)
         finally:
             self._known_since = asyncio.get_running_loop().time()
@@ -114,8 +119,10 @@ class PipelineLLMClient(LLMServerClient):
         """Take a dead server out of the rotation; returns those that are left."""
         if self._router is not None:
             self._router.remove(dead)
-        await self._load_balancer.remove_servers.remote([dead])
-        left: list[str] = await self._load_balancer.get_all_servers.remote()
+        removed = self._load_balancer.remove_servers.remote([dead])
+        await within(removed, ASK_S, owner="an agent loop", what=f"the balancer to give {dead} no more work")
+        asked = self._load_balancer.get_all_servers.remote()
+        left: list[str] = await within(asked, ASK_S, owner="an agent loop", what="the balancer to name those that are left")
         return left
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar
 
 import ray
@@ -19,6 +20,7 @@ from ..errors import WeightSyncError
 from ..weight_sync.distribution import Distribution, LoadReport
 from ..weight_sync.manifest import decode_ticket
 from ..weight_sync.versioned_engine import LoadMode
+from .bounded import ASK_S, got, result_of
 from .courier import start_on
 from .device_holder import node_id
 from .llm_client import PipelineLLMClient, cause_of
@@ -55,11 +57,12 @@ class PipelineServerManager(LLMServerManager):
         early, cls._early = cls._early, None
         return early or cls(config)
 
-    def ready(self) -> None:
-        """Wait for the servers and tell the balancer about them. Raises what their start raised."""
-        self._starting.result()
+    def ready(self, timeout_s: float) -> None:
+        """Wait for the servers and tell the balancer about them. Raises WaitTimeout, or what their start raised."""
+        result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
-        ray.get(self.global_load_balancer.add_servers.remote(servers))
+        added = self.global_load_balancer.add_servers.remote(servers)
+        got(added, ASK_S, owner="the trainer", what="the balancer to take the rollout servers in")
 
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         return super().get_client(client_cls or PipelineLLMClient, **kwargs)
@@ -125,7 +128,7 @@ class RolloutPool:
                 ReplicaConsumer(
                     replica,
                     manager.global_load_balancer,
-                    self.courier_for(ray.get([server.__ray_call__.remote(node_id) for server in replica.servers])),
+                    self.courier_for(self._nodes_of(replica)),
                     piece_bytes,
                     load_timeout_s,
                     how,
@@ -135,7 +138,14 @@ class RolloutPool:
             say,
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
+            wait_timeout_s=restart_timeout_s,
         )
+
+    @staticmethod
+    def _nodes_of(replica: Any) -> list[str]:
+        asked = [server.__ray_call__.remote(node_id) for server in replica.servers]
+        nodes: list[str] = got(asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to say where it is")
+        return nodes
 
     def courier_for(self, nodes: Sequence[str]) -> Any:
         """None for a consumer on nodes that can map the trainer's memory; else the one courier of the run."""
@@ -149,10 +159,9 @@ class RolloutPool:
         replicas: Sequence[Any] = self._manager.get_replicas()
         return replicas
 
-    @property
-    def weights(self) -> asyncio.Lock:
-        """Held while replicas change version, and by whoever needs them not to."""
-        return self._distribution.weights
+    def weights(self, owner: str) -> AbstractAsyncContextManager[None]:
+        """Held while replicas change version, and by whoever needs them not to. Raises WaitTimeout."""
+        return self._distribution.weights(owner)
 
     @property
     def versions(self) -> Mapping[str, int]:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import ray
 import transfer_queue as tq
+import xxhash
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
@@ -35,25 +36,29 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.utils.padding import response_from_nested
 
 from .. import plugin
+from ..bad_data import BadData, Verdict
 from ..core.clock import within
+from ..core.diagnosis import diagnose
 from ..core.flow import GRAPH, AsyncTrainingFlow
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
+from ..core.waits import waits_of
 from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
-from ..knobs import AsyncPipelineConfig, own_fields
+from ..knobs import AsyncPipelineConfig
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.step_account import StepAccountant
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import MARK, StepRow, closing, header, progress
+from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
+from .bounded import ASK_S, got, result_of
 from .custom_roles import insert_custom_roles
 from .device_holder import node_id
-from .guarded_rewards import UNSCORED
 from .insight_states import InsightStates
 from .insight_states import chosen as insight_chosen
 from .late_rewards import score_late
@@ -72,8 +77,6 @@ KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
 SHOWN_REPLICAS = 16
 """The versions of so many replicas are metrics of their own; of more, the oldest alone."""
-MANY_FAILED = 64
-"""Groups that may fail before it matters which share of all they are."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
 VALIDATION_POLL_S = 0.05
@@ -103,8 +106,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.started_unix = float(own.get("started_unix") or time.time())
         self._watched = bool(own.get("started_unix"))
         """Somebody shows our lines to the user, and keeps one line that replaces itself."""
-        roles = tuple(own.get("custom_roles") or ())
-        self.knobs = AsyncPipelineConfig(**{k: v for k, v in own.items() if k in own_fields()} | {"custom_roles": roles})
+        self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
         self.placement = Placement.from_list(own["placement"])
         self.max_lag = self.knobs.max_lag
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
@@ -114,6 +116,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._order: dict[str, int] = {}
         self._filter_metric = self._resolve_filter_groups_metric()
         self._meters = SampleMeters(config, self.max_lag)
+        policies = self.knobs.bad_data.by_kind(self.knobs.reward_failure)
+        self._bad_data = BadData(policies, self.knobs.prompt_attempts, _say)
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
@@ -144,8 +148,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             teacher_client=None,
             reward_loop_worker_handles=self.get_reward_handles(),
         )
-        self._server_manager.ready()
-        trainer_node = ray.get(self.actor_rollout_wg.workers[0].__ray_call__.remote(node_id))
+        self._server_manager.ready(self.knobs.wait_timeout_s)
+        (trainer_node,) = self._nodes_of(self.actor_rollout_wg.workers[:1])
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
             self._server_manager,
@@ -157,7 +161,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
         )
         if self._logp_group is not None:
-            self._copies["logp"] = self._policy_copy("logp", self._logp_group.result())
+            group = result_of(self._logp_group, self.knobs.wait_timeout_s, owner="the trainer", what="the workers of logp to start")
+            self._copies["logp"] = self._policy_copy("logp", group)
         if self.knobs.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
@@ -204,8 +209,13 @@ class AsyncPipelineTrainer(PPOTrainer):
         return group
 
     def _policy_copy(self, role: str, group: Any) -> PolicyCopy:
-        nodes = ray.get([worker.__ray_call__.remote(node_id) for worker in group.workers])
-        return PolicyCopy(role, group, self.rollout_pool.courier_for(nodes))
+        return PolicyCopy(role, group, self.rollout_pool.courier_for(self._nodes_of(group.workers)))
+
+    @staticmethod
+    def _nodes_of(workers: Sequence[Any]) -> list[str]:
+        asked = [worker.__ray_call__.remote(node_id) for worker in workers]
+        nodes: list[str] = got(asked, ASK_S, owner="the trainer", what="workers to say where they are")
+        return nodes
 
     def _load_checkpoint(self) -> None:
         """Raises ConfigError: there is a checkpoint to resume from, which is not supported yet."""
@@ -280,7 +290,9 @@ class AsyncPipelineTrainer(PPOTrainer):
         if insight_chosen():
             flow.log.subscribe(InsightStates(self._threads.submit))
         failure: BaseException | None = None
-        with EventFile(self.run_dir / "events.jsonl") as events:
+        watchdog = Watchdog(self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.loop_stall_s, say=_say)
+        waits_of().on_expiry = lambda wait: watchdog.tell(diagnose(flow, wait))
+        with EventFile(self.run_dir / "events.jsonl") as events, watchdog:
             flow.log.subscribe(events)
             _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
             _echo(header())
@@ -294,14 +306,18 @@ class AsyncPipelineTrainer(PPOTrainer):
                 await self.rollout_pool.close()
                 summary = self.recorder.summarize(flow.result(), overlap.seconds, time.time(), failure)
                 summary |= self._accounts.summary()
+                summary["bad_data"] = self._bad_data.summary()
                 write_atomically(self.run_dir / "summary.json", summary)
                 for line in closing(summary):
                     _echo(line)
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run blocking verl code in a thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+        """Run blocking verl code in a thread. Raises WaitTimeout: it did not return; the thread is left to itself."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        called = loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
+        name = getattr(function, "__name__", type(function).__name__)
+        return await within(called, self.wait_timeout_s, owner=task.get_name(), what=f"the call {name} to return")
 
     # PipelineTrainer: facts.
 
@@ -344,10 +360,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         return queue
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
-        """A group with an answer that could not be scored; and by DAPO's rule (arXiv 2503.14476) one whose answers are
+        """A group whose data is bad; and by DAPO's rule (arXiv 2503.14476) one whose answers are
         all alike, and have no advantage over each other.
         """
-        if any(t.unscored for t in group.trajectories):
+        if group.flaw:
             return "failed"
         alike = len({t.filter_by for t in group.trajectories}) == 1
         return "filtered" if self._filter_metric is not None and alike and len(group.trajectories) > 1 else None
@@ -387,9 +403,13 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     async def generate_group(self, prompt: Prompt) -> Group:
         await within(self._may_generate.wait(), self.wait_timeout_s, owner="generate", what="validation to end")
+        identity = _identity(prompt)
+        refused = self._bad_data.refuse(identity)
+        if refused is not None:
+            return _group(prompt, (), refused)
         started = time.perf_counter()
         try:
-            results = await self.agent_loop_manager.run_group(prompt.payload)
+            answered = await self.agent_loop_manager.run_group(prompt.payload)
         except asyncio.CancelledError:
             self._meters.give_up(time.perf_counter() - started)
             if self.knobs.stale == "drop":
@@ -407,23 +427,13 @@ class AsyncPipelineTrainer(PPOTrainer):
                 seconds=seconds,
                 reward=_reward(r),
                 filter_by=self._filter_by(r),
-                unscored=self._unscored(r),
                 payload=r["tag"],
             )
-            for r in sorted(results, key=lambda r: str(r["key"]))
+            for r in sorted(answered.results, key=lambda r: str(r["key"]))
         )
         self._meters.meet("finished", trajectories)
-        return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
-
-    def _unscored(self, result: Mapping[str, Any]) -> str:
-        """Why an answer whose group is to be dropped has no score. Raises RolloutError: that goes for most of them."""
-        why = str(result["reward_info"].get(UNSCORED) or "")
-        if not why or self.knobs.reward_failure != "drop":
-            return ""
-        failed, finished = self._flow.tally.count("failed"), len(self._flow.tally.fates)
-        if failed >= MANY_FAILED and failed > finished / 2:
-            raise RolloutError(f"{failed} of {finished} groups could not be scored; the last, because {why}")
-        return why
+        verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
+        return _group(prompt, trajectories, verdict)
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
         """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
@@ -442,8 +452,10 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def discard(self, group: Group) -> None:
         rejected = self.rejects(group)
         self._meters.meet("filtered" if rejected == "filtered" else "dropped", group.trajectories)
-        if rejected or self.knobs.stale == "drop":
+        if not group.again and (rejected or self.knobs.stale == "drop"):
             self._order.pop(group.uid)
+        if group.flaw:  # the agent loop has not stored it
+            return
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
@@ -466,7 +478,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
         """The groups with the rewards that they get only now."""
         workers = self.reward_loop_manager.reward_loop_workers
-        results = iter(await self._call(score_late, workers, _copy(meta)))
+        results = iter(await self._call(score_late, workers, _copy(meta), self.knobs))
         return tuple(
             replace(group, trajectories=tuple(replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories))
             for group in groups
@@ -562,6 +574,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **{f"async_pipeline/{k}": v for k, v in facts.items()}}
+        metrics.update({f"async_pipeline/{name}": value for name, value in self._bad_data.metrics().items()})
         metrics.update(self._publication_metrics())
         served = self.rollout_pool.versions
         metrics["async_pipeline/version/replicas"] = len(served)
@@ -634,7 +647,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         if self.knobs.validation == "pause":
             self._may_generate.clear()
         try:
-            async with self.rollout_pool.weights:
+            async with self.rollout_pool.weights("validation"):
                 started = time.perf_counter()
                 metrics = await self._call(self._validate)
         finally:
@@ -667,6 +680,16 @@ def _copy(meta: KVBatchMeta) -> KVBatchMeta:
         tags=[dict(tag) for tag in meta.tags],
         extra_info=dict(meta.extra_info or {}),
     )
+
+
+def _identity(prompt: Prompt) -> str:
+    """The same for the same prompt, in whichever epoch it is drawn."""
+    return xxhash.xxh3_128_hexdigest(str(prompt.payload["raw_prompt"][0]).encode())
+
+
+def _group(prompt: Prompt, trajectories: tuple[Trajectory, ...], verdict: Verdict | None) -> Group:
+    flaw, again = verdict or ("", False)
+    return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again)
 
 
 def _version(result: Mapping[str, Any], name: str) -> int:

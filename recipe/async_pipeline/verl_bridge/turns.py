@@ -22,6 +22,8 @@ class Turn(NamedTuple):
     """Tokens of everything before it: the prompt, earlier turns, and what tools said."""
     spans: Sequence[Sequence[int]]
     """`(version, token of this turn)`."""
+    replica: str = ""
+    """Which one answered it, if it says so."""
 
 
 _turns: ContextVar[list[Turn] | None] = ContextVar("turns of the answer that this task writes", default=None)
@@ -43,11 +45,21 @@ def taken_turns() -> list[Turn]:
     return list(_turns.get() or ())
 
 
-def take_turn(prompt_tokens: int, spans: Sequence[Sequence[int]] | None) -> None:
+def take_turn(prompt_tokens: int, spans: Sequence[Sequence[int]] | None, replica: str = "") -> None:
     """A request was answered. One that does not say by which versions is not kept."""
     turns = _turns.get()
     if turns is not None and spans:
-        turns.append(Turn(prompt_tokens, spans))
+        turns.append(Turn(prompt_tokens, spans, replica))
+
+
+def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
+    """Who wrote the token at a position in the response, in words; as far as the turns tell."""
+    found = ""
+    for turn in turns:
+        for version, start in turn.spans:
+            if turn.prompt_tokens - prompt_tokens + int(start) <= position or not found:
+                found = f"{turn.replica or 'a replica'} with version {version}"
+    return found
 
 
 def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:

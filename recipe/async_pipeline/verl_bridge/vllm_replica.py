@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
+MARGIN_S = 10.0
+"""The engine's own deadline fires first, because its message knows more; and both before the trainer's."""
 STAGE_POLL_S = 0.02
 """How often the engine is asked whether its spare copy is complete."""
 EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
@@ -96,7 +98,9 @@ class PipelineVLLMServer(vLLMHttpServer):
             answer = core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s)
             return Loaded(*await self._within(timeout_s, answer, f"its engine to load version {offered.version}"))
 
-        loaded, read_again = await self._versioned.load(offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes)
+        # Its requests may have to end first, for which nobody else waits.
+        loading = self._versioned.load(offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes)
+        loaded, read_again = await self._within(timeout_s + MARGIN_S, loading, f"its requests and version {offered.version}")
         self.global_steps = offered.version
         # Requests that are kept wait for no longer than the engine itself takes; before that its step was finished.
         ended = time.perf_counter()
@@ -157,6 +161,7 @@ class PipelineVLLMServer(vLLMHttpServer):
             del self._answering[request_id]
         output.extra_fields["min_global_steps"] = spans[0].version if spans else None
         output.extra_fields["max_global_steps"] = spans[-1].version if spans else None
+        output.extra_fields["replica"] = f"replica {self.replica_rank}"
         output.extra_fields["version_spans"] = [list(span) for span in spans]
         return output
 

@@ -17,6 +17,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
+from ..core.clock import within
 from ..errors import WeightSyncError
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.board import await_manifest
@@ -83,7 +84,8 @@ class PipelineWorker(ActorRolloutRefWorker):
         else:
             # Ray runs this in the thread of an event loop.
             with ThreadPoolExecutor(1) as thread:
-                manifest = thread.submit(asyncio.run, self._pull(courier, ticket, timeout_s)).result()
+                pulled = within(self._pull(courier, ticket, timeout_s), timeout_s, owner=self.role, what=f"the buckets of version {offered.version}")
+                manifest = thread.submit(asyncio.run, pulled).result()
             self._reader = self._reader or ArenaReader()
         held = held_by(self.ref.engine, replicated=True)
         if held is None or held.adapter is not None:

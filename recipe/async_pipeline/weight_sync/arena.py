@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -30,6 +31,8 @@ from .segment_names import SHM_DIR, sweep_orphans
 
 HASH_THREADS = max(1, min(8, (os.cpu_count() or 1) // 8))
 """One hashes about ten GB/s, which is less than what the devices of a host copy."""
+ANNOUNCE_S = 600.0
+"""For the checksums of a version, which were begun a publication ago; the slowest host does a GB a second."""
 
 T = TypeVar("T")
 
@@ -260,7 +263,10 @@ class ArenaWriter:
         """Have nobody read or announce what the slot held."""
         announced, self._announced[slot] = self._announced[slot], None
         if announced is not None:
-            announced.result()
+            try:
+                announced.result(ANNOUNCE_S)
+            except FutureTimeout:
+                raise WeightSyncError(f"checksums of the version before did not end within {ANNOUNCE_S:g} s") from None
         if self._owner:
             self._boards[slot].clear()
 

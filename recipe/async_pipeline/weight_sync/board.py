@@ -14,8 +14,8 @@ from multiprocessing import resource_tracker
 import psutil
 
 from ..errors import WeightSyncError
-from .manifest import Failure, Manifest, Ticket, decode_announcement
-from .segment_names import SHM_DIR, check_name, new_name
+from .manifest import MAX_BYTES, Failure, Manifest, Ticket, decode_announcement
+from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 POLL_S = 0.001
 """How often a reader looks. It is a thread that waits for a thread of another process."""
@@ -34,11 +34,15 @@ class Board:
             resource_tracker.register(f"/{self.name}", "shared_memory")
 
     def read(self) -> bytes | None:
-        """What is posted; None if nothing is."""
+        """What is posted; None if nothing is. Raises WeightSyncError: somebody else wrote it."""
         try:
-            return self._path.read_bytes()
-        except FileNotFoundError:
-            return None
+            fd = open_own(self.name, os.O_RDONLY)
+        except WeightSyncError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        with open(fd, "rb") as file:
+            return file.read(MAX_BYTES + 1)
 
     def post(self, data: bytes) -> None:
         """Readers see this or what was there before, never a part."""

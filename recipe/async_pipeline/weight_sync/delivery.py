@@ -21,9 +21,8 @@ import torch
 import xxhash
 
 from ..errors import ProofError
-from .manifest import Manifest, Sample
+from .manifest import VALUES_PER_TENSOR, Manifest, Sample
 
-VALUES_PER_TENSOR = 64
 Positions = npt.NDArray[np.int64]
 Held = npt.NDArray[np.bool_]
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"

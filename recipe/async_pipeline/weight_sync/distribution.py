@@ -10,12 +10,16 @@ until the one after it is served everywhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from ..core.clock import within
+from ..core.waits import Holders
 from ..errors import WeightSyncError
 
+ASK_S = 60.0
+"""For the balancer to take a consumer out of the rotation, or back in."""
 GRACE_S = 30.0
 """A consumer's own deadline fires first, so that its message, which knows more, is the one shown."""
 ATTEMPTS = 3
@@ -68,17 +72,20 @@ class Distribution:
         load_timeout_s: float,
         restart_timeout_s: float,
         grace_s: float = GRACE_S,
+        wait_timeout_s: float | None = None,
     ) -> None:
-        """`say` gets one line for the user, whenever a consumer leaves, fails to come back or comes back."""
+        """`wait_timeout_s`: for the weights, while somebody else has them. `say` gets one line for the user, whenever a consumer leaves, fails to come back or comes back."""
         self.serving = list(consumers)
         self.fenced: dict[str, str] = {}
         """Why each consumer that does not serve does not, by name."""
         self.versions: dict[str, int] = {}
         """What each consumer that serves serves, by name."""
-        self.weights = asyncio.Lock()
-        """Held while consumers change version, and by whoever needs them not to."""
+        self._weights = asyncio.Lock()
+        self._holder = ""
+        """Who has it."""
         self._load_timeout_s = load_timeout_s + grace_s
         self._restart_timeout_s = restart_timeout_s
+        self._wait_timeout_s = wait_timeout_s
         self._say = say
         self._newest: tuple[int, bytes] | None = None
         self._returning: dict[str, asyncio.Task[None]] = {}
@@ -90,7 +97,7 @@ class Distribution:
         WeightSyncError: the version is not newer than the last.
         """
         reports = []
-        async with self.weights:
+        async with self.weights("param_update"):
             if self._newest is not None and version <= self._newest[0]:
                 raise WeightSyncError(f"v{version} offered after v{self._newest[0]}; versions only move forward")
             self._newest = (version, ticket)
@@ -102,6 +109,25 @@ class Distribution:
                         raise
                     await self._fence(consumer, error)
         return reports
+
+    @asynccontextmanager
+    async def weights(self, owner: str) -> AsyncIterator[None]:
+        """Held while consumers change version, and by whoever needs them not to.
+
+        Waits for: whoever has it. Raises WaitTimeout, naming them.
+        """
+        await within(
+            self._weights.acquire(),
+            self._wait_timeout_s,
+            owner=owner,
+            what="the replicas' weights to stand still",
+            holder=lambda: Holders(f"{self._holder} has them", [self._holder]),
+        )
+        self._holder = owner
+        try:
+            yield
+        finally:
+            self._weights.release()
 
     async def close(self) -> None:
         """Stop what is on its way back."""
@@ -126,7 +152,7 @@ class Distribution:
         self.versions.pop(consumer.name, None)
         self.fenced[consumer.name] = reason = f"{type(error).__name__}: {error}"
         self._say(f"{consumer.name} is fenced and starts anew; {len(self.serving)} go on. {reason}")
-        await consumer.leave()
+        await within(consumer.leave(), ASK_S, owner="param_update", what=f"the balancer to give {consumer.name} no more work")
         self._returning[consumer.name] = asyncio.create_task(self._return(consumer), name=f"return:{consumer.name}")
 
     async def _return(self, consumer: Consumer) -> None:
@@ -138,11 +164,11 @@ class Distribution:
                     owner="param_update",
                     what=f"{consumer.name} to start anew",
                 )
-                async with self.weights:
+                async with self.weights(consumer.name):
                     assert self._newest is not None, "it was fenced at a publication"
                     version, ticket = self._newest
                     await self._load(consumer, version, ticket)
-                    await consumer.join()
+                    await within(consumer.join(), ASK_S, owner=consumer.name, what="the balancer to give it work")
                     self.serving.append(consumer)
                     del self.fenced[consumer.name]
             except Exception as error:  # noqa: BLE001  whatever it is, the others go on

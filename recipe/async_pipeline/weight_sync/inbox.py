@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import WeightSyncError
 from .dual_buffer import DualBuffer
-from .manifest import Manifest
+from .manifest import UNREADABLE, Manifest
 from .segment import Segment, create_segment
 
 ATTEMPTS = 4
@@ -150,7 +150,7 @@ class Inbox:
     def _judge(self, encoded: bytes, payload: memoryview) -> Verdict:
         try:
             header = msgspec.msgpack.decode(encoded, type=Header)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return Verdict.CORRUPT
         awaited = self._awaited
         if awaited is None or header.version != awaited.version:

@@ -3,13 +3,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import WeightSyncError
+
+Count = Annotated[int, Meta(ge=0)]
+Pid = Annotated[int, Meta(gt=0, lt=2**31)]
+MAX_BYTES = 256 << 20
+"""Of a message. A manifest of a hundred thousand tensors has a tenth of that."""
+ITEM_BYTES = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""Bytes of one element, by torch's name of the dtype."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises; of text that is not UTF-8, not its own error."""
+VALUES_PER_TENSOR = 64
+"""Values of a tensor that a proof compares."""
 
 ALIGN = 64
 """Each tensor starts on a cache line, which suits every dtype."""
@@ -19,7 +38,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
     """One tensor inside a bucket; offsets and sizes in bytes."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str
     bucket: int
     offset: int
@@ -30,8 +49,8 @@ class BucketEntry(msgspec.Struct, frozen=True):
     """One shared-memory segment and the checksum of its first `nbytes` bytes."""
 
     segment: str
-    nbytes: int
-    xxh3: int
+    nbytes: Count
+    xxh3: Count
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -44,11 +63,11 @@ class Sample(msgspec.Struct, frozen=True):
 class Ticket(msgspec.Struct, frozen=True):
     """A version that was gathered; its manifest follows on a board in the shared memory of the trainer's host."""
 
-    version: int
+    version: Count
     board: str
-    pid: int
+    pid: Pid
     """Process that will post it."""
-    num_bytes: int
+    num_bytes: Count
     gather_s: float
 
 
@@ -61,7 +80,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 class Manifest(msgspec.Struct, frozen=True, tag=True):
     """A complete version: everything a receiver needs to map, check, load and prove it."""
 
-    version: int
+    version: Count
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[BucketEntry, ...]
     samples: tuple[Sample, ...]
@@ -131,15 +150,38 @@ def decode_announcement(data: bytes) -> Manifest | Failure:
 
 
 def _decoded(data: bytes, kind: Any, what: str) -> Any:
+    if len(data) > MAX_BYTES:
+        raise WeightSyncError(f"not a {what}: {len(data)} bytes, and no message has more than {MAX_BYTES}")
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise WeightSyncError(f"not a {what}: {error}") from error
 
 
 def _checked(manifest: Manifest) -> Manifest:
+    _check_adapter(manifest)
+    by_name = {entry.name: entry for entry in manifest.tensors}
+    if len(by_name) < len(manifest.tensors):
+        raise WeightSyncError(f"manifest of v{manifest.version}: two of its tensors have one name")
+    for sample in manifest.samples:
+        of = by_name.get(sample.name)
+        if of is None or len(sample.values) != min(math.prod(of.shape), VALUES_PER_TENSOR) * ITEM_BYTES.get(of.dtype, 0):
+            raise WeightSyncError(f"manifest of v{manifest.version}: the sample of {sample.name} is not of such a tensor")
     for entry in manifest.tensors:
+        if ITEM_BYTES.get(entry.dtype, -1) * math.prod(entry.shape) != entry.nbytes:
+            raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} cannot have {entry.nbytes} bytes as {entry.dtype} {list(entry.shape)}")
         in_range = 0 <= entry.bucket < len(manifest.buckets)
         if not in_range or min(entry.offset, entry.nbytes) < 0 or entry.offset + entry.nbytes > manifest.buckets[entry.bucket].nbytes:
             raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} lies outside its bucket")
     return manifest
+
+
+def _check_adapter(manifest: Manifest) -> None:
+    if manifest.adapter is None:
+        return
+    try:
+        described = json.loads(manifest.adapter)
+    except (ValueError, RecursionError):
+        described = None
+    if not isinstance(described, dict):
+        raise WeightSyncError(f"manifest of v{manifest.version}: its adapter is not described by a JSON object")

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ..errors import WeightSyncError
-from .segment_names import SHM_DIR, check_name, new_name
+from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 
 class Segment:
@@ -22,12 +22,7 @@ class Segment:
 
     def __init__(self, name: str, size: int, *, create: bool) -> None:
         """Raises WeightSyncError: not ours by name, missing, or shorter than `size`."""
-        check_name(name)
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0)
-        try:
-            fd = os.open(SHM_DIR / name, flags, 0o600)
-        except OSError as error:
-            raise WeightSyncError(f"shared memory {name}: {error.strerror}") from error
+        fd = _created(name) if create else open_own(name)
         try:
             if create:
                 # Owner first: from here on a killed process leaves nothing behind.
@@ -91,6 +86,14 @@ class Segment:
         if self._pinned:
             self._pinned = 0
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())))
+
+
+def _created(name: str) -> int:
+    check_name(name)
+    try:
+        return os.open(SHM_DIR / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise WeightSyncError(f"shared memory {name}: {error.strerror}") from error
 
 
 def create_segment(size: int) -> Segment:

@@ -11,6 +11,8 @@ from ..errors import WeightSyncError
 
 SHM_DIR = Path("/dev/shm")
 PREFIX = "async_pipeline-"
+NAME_MAX = 255
+"""Linux's limit."""
 
 
 def new_name() -> str:
@@ -20,8 +22,25 @@ def new_name() -> str:
 
 def check_name(name: str) -> None:
     """Raises WeightSyncError: a name that came from elsewhere is not one of ours."""
-    if not name.startswith(PREFIX) or "/" in name:
+    if not name.startswith(PREFIX) or "/" in name or "\0" in name or len(name) > NAME_MAX:
         raise WeightSyncError(f"{name!r} is not a segment of this pipeline")
+
+
+def open_own(name: str, flags: int = os.O_RDWR) -> int:
+    """A descriptor of shared memory that this user made, and nobody else can read.
+
+    Raises WeightSyncError: not ours by name, missing, a link, or of somebody else.
+    """
+    check_name(name)
+    try:
+        fd = os.open(SHM_DIR / name, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightSyncError(f"shared memory {name}: {error.strerror}") from error
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(fd)
+        raise WeightSyncError(f"shared memory {name} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}; it must be ours alone")
+    return fd
 
 
 def sweep_orphans() -> list[str]:

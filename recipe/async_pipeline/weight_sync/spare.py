@@ -14,8 +14,12 @@ from contextlib import nullcontext
 
 import torch
 
+from ..errors import WeightSyncError
 from .manifest import Manifest
 from .recorded_load import RecordedLoad, memory_of, placed_like
+
+COPY_S = 600.0
+"""A copy of a version from host memory to the device beside it takes seconds."""
 
 
 class Spare:
@@ -50,9 +54,11 @@ class Spare:
         return self._manifest.version
 
     def join(self) -> None:
-        """Wait for the copy."""
+        """Wait for the copy. Raises WeightSyncError: it does not end."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(COPY_S)
+            if self._thread.is_alive():
+                raise WeightSyncError(f"{self._thread.name} did not end within {COPY_S:g} s; the engine has to start anew")
 
     def commit(self) -> None:
         """Serve what is here. The engine stands still meanwhile."""

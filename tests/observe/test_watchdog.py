@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loop that does not turn is noticed from outside, whatever holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from pathlib import Path
+
+from recipe.async_pipeline.core.diagnosis import Diagnosis
+from recipe.async_pipeline.observe.watchdog import Watchdog, stacks
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_loop_that_does_not_turn_is_said_once_with_its_stack_and_so_is_its_return(tmp_path: Path) -> None:
+    said: list[str] = []
+    clock = Clock()
+
+    async def main() -> None:
+        # Not entered: the test looks instead of the thread.
+        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=said.append, now=clock)
+        dog.look()
+        await asyncio.sleep(0)
+        dog.look()
+        clock.now_s += 59.0
+        dog.look()
+        assert said == [], "it was asked a moment ago"
+        for _ in range(3):
+            clock.now_s += 2.0
+            dog.look()
+        await asyncio.sleep(0)
+        dog.look()
+        dog._file.close()
+
+    asyncio.run(main())
+    assert said == [
+        "the event loop has not turned for 61.0 s; diagnosis.txt says more",
+        "the event loop turns again, after 65.0 s",
+    ]
+    written = (tmp_path / "diagnosis.txt").read_text()
+    assert written.startswith("the event loop has not turned for 61.0 s\n\nthread MainThread:\n")
+    assert "in main" in written
+    assert "dog.look()" in written
+
+
+def test_the_thread_sees_a_call_that_blocks(tmp_path: Path) -> None:
+    said = threading.Event()
+
+    async def main() -> None:
+        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: said.set()):
+            await asyncio.sleep(0)
+            assert said.wait(10), "blocks the loop until the watchdog has seen it"
+
+    asyncio.run(main())
+    assert "said.wait(10)" in (tmp_path / "diagnosis.txt").read_text()
+
+
+def test_a_call_that_holds_the_interpreter_itself_is_seen_too(tmp_path: Path) -> None:
+    """No Python runs meanwhile, so that of the standard library's own thread, which needs none, is in the file."""
+
+    async def main() -> None:
+        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: None) as dog:
+            while not dog._asked:  # noqa: ASYNC110 - the thread runs
+                await asyncio.sleep(0.001)
+            ctypes.PyDLL(None).usleep(300_000)
+
+    asyncio.run(main())
+    written = (tmp_path / "diagnosis.txt").read_text()
+    assert "Timeout (0:00:00.04" in written
+    assert "test_watchdog.py" in written
+
+
+def test_a_diagnosis_is_written_and_its_cause_said(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def main() -> None:
+        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=said.append) as dog:
+            dog.tell(Diagnosis("deadlock: a waits for b", "who waits for whom: ..."))
+
+    asyncio.run(main())
+    assert said == ["a deadline has passed: deadlock: a waits for b; diagnosis.txt says more"]
+    assert "who waits for whom: ..." in (tmp_path / "diagnosis.txt").read_text()
+
+
+def test_where_nothing_was_wrong_there_is_no_file(tmp_path: Path) -> None:
+    async def main() -> None:
+        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_costs_the_file_only(tmp_path: Path) -> None:
+    said: list[str] = []
+    full = Path("/dev/full").open("a", encoding="utf-8")
+
+    async def main() -> None:
+        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=said.append)
+        dog._file.close()
+        dog._file = full
+        with dog:
+            dog.tell(Diagnosis("c", "t" * 100_000))
+
+    asyncio.run(main())
+    assert said == ["a deadline has passed: c; diagnosis.txt cannot be written: [Errno 28] No space left on device"]
+
+
+def test_a_loop_that_was_closed_ends_the_watch(tmp_path: Path) -> None:
+    async def main() -> Watchdog:
+        return Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None)
+
+    dog = asyncio.run(main())
+    dog.look()
+    dog._run()
+    assert not (tmp_path / "diagnosis.txt").exists()
+
+
+def test_stacks_begin_with_the_thread_that_was_asked_for() -> None:
+    at_work, done = threading.Event(), threading.Event()
+
+    def wait_here() -> None:
+        at_work.set()
+        done.wait(10)
+
+    thread = threading.Thread(target=wait_here, name="busy")
+    thread.start()
+    at_work.wait(10)
+    assert thread.ident is not None
+    text = stacks(thread.ident)
+    done.set()
+    thread.join()
+    assert text.startswith("thread busy:\n")
+    assert "in wait_here" in text
+    assert "thread MainThread:" in text
