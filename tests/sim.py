@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from recipe.async_pipeline.core.items import (
     Group,
@@ -20,9 +19,19 @@ from recipe.async_pipeline.core.items import (
 )
 from recipe.async_pipeline.core.message_queue import MessageQueue
 from recipe.async_pipeline.core.staleness import Versions
+from recipe.async_pipeline.core.state import FlowState
 
 ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
 WITH_CRITIC = (*ALL_ROLES, "values", "critic")
+
+
+class SimCheckpoint(NamedTuple):
+    """What a simulated trainer has written."""
+
+    flow: FlowState
+    drawn: int
+    """Prompts that it has drawn."""
+    critic: int
 
 
 class SimTrainer:
@@ -46,10 +55,18 @@ class SimTrainer:
         places: Mapping[str, str] | None = None,
         old: str = "trainer",
         refresh: int = 0,
+        save_every: int = 0,
+        resume: SimCheckpoint | None = None,
         **queue: Any,
     ) -> None:
-        """`places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group?"""
+        """`resume`: goes on from there. `places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group?"""
         self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
+        self.facts: Mapping[str, Any] = {}
+        self.resumed: FlowState | None = None
+        self.save_every, self.checkpoints = save_every, list[SimCheckpoint]()
+        self._drawn = 0
+        if resume is not None:
+            self.resumed, self.first_step, self._drawn = resume.flow, resume.flow.step + 1, resume.drawn
         self.groups, self.n = groups, n
         self.costs = {
             "draw": 0.0,
@@ -63,6 +80,8 @@ class SimTrainer:
             "publish": 0.125,
             "validate": 0.0,
             "pull": 0.0625,
+            "save": 0.5,
+            "restore": 0.0,
             "values": 0.25,
             "critic": 1.0,
             **(costs or {}),
@@ -72,11 +91,10 @@ class SimTrainer:
         self.places = {"generate": "generate", **(places or {})}
         self.old, self.refresh = old, refresh
         self._queue, self._sync_every, self._filtered = queue, sync_every, filtered
-        self._drawn = count()
         self.discarded: list[str] = []
         self.cancelled: list[str] = []
         self.fail = dict(fail or {})
-        self.served, self.criticised = -1, 0
+        self.served, self.criticised = -1, 0 if resume is None else resume.critic
         self.finished: list[StepBatch] = []
         self.arenas: deque[int] = deque(maxlen=2)
         self.held: dict[str, int] = {}
@@ -122,10 +140,14 @@ class SimTrainer:
             return None
         if self.old == "trainer":
             return step - 1
-        return next(v for v in range(max(0, step - 2), -1, -1) if v == 0 or self.publishes(v))
+        oldest = self.first_step - 1
+        return next(v for v in range(max(oldest, step - 2), -1, -1) if v == oldest or self.publishes(v))
 
     def reference(self, step: int) -> int | None:
         return ((step - 1) // self.refresh * self.refresh or None) if self.refresh else None
+
+    def saves(self, step: int) -> bool:
+        return self.save_every > 0 and (step % self.save_every == 0 or step == self.last_step)
 
     async def _cost(self, name: str, step: int) -> None:
         self.calls.append(f"{name}:{step}")
@@ -135,9 +157,14 @@ class SimTrainer:
 
     async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
         await self._cost("draw", ticket.step)
-        numbers = [divmod(next(self._drawn), self.groups) for _ in range(ticket.prompts)]
-        prompts = tuple(Prompt(uid=f"p{step + 1}.{i}", step=step + 1, payload=i) for step, i in numbers)
+        numbers = [divmod(self._drawn + i, self.groups) for i in range(ticket.prompts)]
+        self._drawn += ticket.prompts
+        prompts = tuple(_prompt(step + 1, i) for step, i in numbers)
         return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
+
+    async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
+        await self._cost("restore", self.first_step)
+        return [_prompt(*map(int, uid[1:].split("."))) for uid in uids]
 
     async def generate_group(self, prompt: Prompt) -> Group:
         first = self.served
@@ -211,6 +238,15 @@ class SimTrainer:
         await self._cost("finish", batch.step)
         self.finished.append(batch)
 
+    async def save(self, state: FlowState) -> bool:
+        made = SimCheckpoint(state, self._drawn, self.criticised)
+        assert len(self.trained) + self.first_step - 1 == state.step
+        await self._cost("save", state.step)
+        assert len(self.trained) + self.first_step - 1 == state.step, "the weights changed while they were saved"
+        assert self.criticised == made.critic, "so did the critic"
+        self.checkpoints.append(made)
+        return True
+
     async def gather(self, version: int) -> object:
         self.arenas.append(version)
         await self._cost("gather", version)
@@ -228,3 +264,7 @@ class SimTrainer:
     async def validate(self, version: int) -> float | None:
         await self._cost("validate", version)
         return self.costs["validate"] or None
+
+
+def _prompt(step: int, index: int) -> Prompt:
+    return Prompt(uid=f"p{step}.{index}", step=step, payload=index)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -267,3 +268,15 @@ def test_whatever_is_bad_every_prompt_has_one_fate(order: str, stale: str, seed:
     assert result.groups_drawn == result.groups_trained + result.groups_failed + result.groups_expired
     assert result.lag_max <= max_lag
     assert flow.queue.untrained == 0
+
+
+def test_a_process_that_goes_on_knows_what_the_one_before_had_met() -> None:
+    before = BadData({kind: "drop" for kind in KINDS}, 2)
+    flaw = [Flaw("empty_answer", "why")]
+    for prompt in ("p", "p", "q"):
+        before.judge("u", prompt, flaw)
+    after = BadData({kind: "drop" for kind in KINDS}, 2)
+    after.restore(json.loads(json.dumps(before.state())))
+    assert after.state() == before.state()
+    assert after.refuse("p") == before.refuse("p") and after.refuse("q") is None
+    assert after.judge("u", "q", flaw) == before.judge("u", "q", flaw) == Verdict("empty_answer: why", False)

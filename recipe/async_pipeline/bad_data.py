@@ -179,6 +179,22 @@ class BadData:
             "quarantined": [{"uid": uid, "why": why} for uid, why in shown],
         }
 
+    def state(self) -> dict[str, Any]:
+        """What a process that goes on with the run has to know."""
+        return {
+            "counts": dict(self.counts),
+            "quarantined": {prompt: list(found) for prompt, found in self.quarantined.items()},
+            "failures": dict(self._failures),
+            "groups": self._groups,
+            "dropped": self._dropped,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after an earlier process."""
+        self.counts, self._failures = Counter(state["counts"]), Counter(state["failures"])
+        self.quarantined = {prompt: (str(uid), str(why)) for prompt, (uid, why) in state["quarantined"].items()}
+        self._groups, self._dropped = int(state["groups"]), int(state["dropped"])
+
     def _count(self, uid: str, flaws: Sequence[Flaw]) -> Flaw | None:
         """The flaw that decides; None: all are kept. Raises BadDataError: one ends the run."""
         first = {flaw.kind: flaw for flaw in reversed(flaws)}

@@ -32,6 +32,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "doctor": Subcommand("recipe.async_pipeline.doctor", "check what a run needs, and say how to mend it"),
     "explain": Subcommand("recipe.async_pipeline.explain", "print the plan of a training command, without starting Ray"),
+    "ledger": Subcommand("recipe.async_pipeline.audit", "check that a run lost no prompt and trained none twice"),
     "patch": Subcommand(
         "recipe.async_pipeline.verl_bridge.patch_command",
         "fetch the pinned verl; apply, revert or refresh patches",

@@ -69,3 +69,7 @@ class RewardError(AsyncPipelineError, RuntimeError):
 
 class WarmupFailed(AsyncPipelineError, RuntimeError):
     """The small model did not reach the accuracy that RL needs to start from."""
+
+
+class CheckpointError(AsyncPipelineError, ValueError):
+    """A checkpoint is torn, or of another run."""

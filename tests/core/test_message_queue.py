@@ -53,15 +53,16 @@ class Bench:
 
     def finish(self, *uids: str, version: int | None = None) -> None:
         for uid in uids:
-            assert self.queue.arrive(uid) is None
-            self.queue.put(group(uid, self.versions.served if version is None else version))
+            one = group(uid, self.versions.served if version is None else version)
+            assert self.queue.arrive(one) is None
+            self.queue.put(one)
 
     def take(self, step: int) -> str | None:
         taken = self.queue.take(step)
         return None if taken is None else "".join(g.uid for g in taken)
 
 
-def group(uid: str, version: int) -> Group:
+def group(uid: str, version: int = 0) -> Group:
     return Group(
         uid=uid,
         step=1,
@@ -273,7 +274,7 @@ def test_dropped_it_gives_its_place_to_another(order: str, step: int, taken: str
     room = bench.queue.room()
     assert bench.take(step) == taken
     assert bench.recalled == ["a"]
-    assert bench.queue.arrive("a") == "drop", "also if it comes at this very moment"
+    assert bench.queue.arrive(group("a")) == "drop", "also if it comes at this very moment"
     assert bench.queue.verdict("a") is None, "said once"
     bench.serve(step)
     assert bench.queue.room() > room
@@ -298,7 +299,7 @@ def test_answered_again_it_goes_to_the_end(order: str, step: int, taken: str) ->
 
 def test_one_that_has_arrived_is_waited_for() -> None:
     bench = settle_step_2("drop", "drawn")
-    assert bench.queue.arrive("a") is None
+    assert bench.queue.arrive(group("a")) is None
     assert bench.take(1) is None, "it is on its way here"
     bench.queue.put(group("a", 0))
     assert bench.take(1) == "ab"
@@ -332,7 +333,7 @@ def test_filtered_it_gives_its_place_to_another() -> None:
     bench = Bench(max_lag=0)
     bench.serve(0)
     assert bench.admit() == ["a", "b"]
-    assert bench.queue.arrive("a") is None
+    assert bench.queue.arrive(group("a")) is None
     bench.queue.give_back("a")
     assert bench.admit() == ["c"]
     bench.finish("c", "b")
@@ -386,7 +387,7 @@ class Run:
             self.queue.watch(uid, task.cancel)
             try:
                 first = await task
-                verdict = self.queue.arrive(uid)
+                verdict = self.queue.arrive(group(uid, first))
             except asyncio.CancelledError:
                 verdict = self.queue.verdict(uid)
             if verdict is None:

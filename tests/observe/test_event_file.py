@@ -68,3 +68,29 @@ def test_the_log_of_a_whole_run(tmp_path: Path) -> None:
     assert found == [r.as_dict() for r in flow.log.records]
     assert all(isinstance(line["t"], float) and {"role", "event"} <= line.keys() for line in found)
     assert {"step", "version", "key", "state"} <= {name for line in found for name in line}
+
+
+def test_it_may_go_on_after_a_line_that_was_not_written_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    for torn in ("", '{"n": 1}\n{"n'):
+        path.write_text(torn)
+        with EventFile(path, append=True) as write:
+            write(record(2))
+        assert path.read_text() == (torn and torn + "\n") + json.dumps(record(2).as_dict()) + "\n"
+
+
+def test_what_was_synced_is_in_the_file(tmp_path: Path) -> None:
+    with EventFile(tmp_path / "ledger.jsonl") as write:
+        for number in range(500):
+            write(record(number))
+        write.sync()
+        assert len(lines(tmp_path / "ledger.jsonl")) == 500
+
+
+def test_a_disk_that_takes_no_more_is_told_of_when_it_matters() -> None:
+    file = EventFile(Path("/dev/full"))
+    file(record(1))
+    with pytest.raises(OSError, match="/dev/full is not complete: No space left"):
+        file.sync()
+    file(record(2))
+    file.close()

@@ -24,7 +24,7 @@ async def admit(machine: RoleStateMachine, *uids: str) -> None:
     while left:
         ticket = await pipeline.queue.next_ticket()
         for uid in left[: ticket.prompts]:
-            pipeline.tally.draw(uid)
+            pipeline.ledger.draw(uid, ticket.step, ticket.version)
             pipeline.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
         left = left[ticket.prompts :]
 

@@ -38,7 +38,7 @@ def test_the_first_item_is_the_starting_weights(alone: MakeRole, first_step: int
     ]
     assert trainer.calls == one_after_the_other
     assert machine.pipeline.versions.served == first_step
-    assert [p.version for p in machine.pipeline.tally.publications] == [start, first_step]
+    assert [p.version for p in machine.pipeline.publications] == [start, first_step]
 
 
 def test_only_the_first_lane_brings_the_starting_weights(alone: MakeRole) -> None:

@@ -39,7 +39,7 @@ def ready(machine: RoleStateMachine, version: int) -> None:
     """Version `version` is trained and gathered; the group of the step after it was drawn."""
     machine.pipeline.versions.advance_trained(version)
     machine.pipeline.versions.advance_gathered(version)
-    machine.pipeline.tally.draw(f"g{version + 1}")
+    machine.pipeline.ledger.draw(f"g{version + 1}", version + 1, version)
 
 
 async def train(machine: RoleStateMachine, item: StepBatch) -> None:
@@ -50,6 +50,7 @@ async def train(machine: RoleStateMachine, item: StepBatch) -> None:
 
 def test_waits_for_the_gather_of_the_step_before(alone: MakeRole) -> None:
     trainer = SimTrainer(max_lag=3)
+    trainer.first_step = 2
     machine = alone("train", trainer)
 
     async def main() -> None:
@@ -86,6 +87,7 @@ def test_emits_and_frees_the_devices_before_the_bookkeeping(alone: MakeRole) -> 
 
 def test_facts_of_a_step(alone: MakeRole) -> None:
     trainer = Books(max_lag=2)
+    trainer.first_step = 3
     machine = alone("train", trainer)
     ready(machine, 2)
     machine.pipeline.versions.advance_served(1)
@@ -105,8 +107,8 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "samples/failed": 0.0,
         "samples/regenerated": 0.0,
     }
-    tally = machine.pipeline.tally
-    assert (tally.steps, tally.lag_max, tally.trajectories_trained, tally.trained) == (1, 2, 4, {"g3": 3})
+    ledger = machine.pipeline.ledger
+    assert (ledger.step, ledger.lag_max, ledger.trajectories_trained, ledger.count("trained")) == (3, 2, 4, 1)
     trained = next(r for r in machine.pipeline.log.records if r.event == "TRAINED")
     assert trained.fields["version"] == 3
     assert trained.fields["lag/max"] == 2.0

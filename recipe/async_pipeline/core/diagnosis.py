@@ -140,11 +140,11 @@ def _channels(machines: Sequence[RoleStateMachine]) -> list[Channel[object]]:
 
 
 def _counts(flow: AsyncTrainingFlow) -> list[str]:
-    queue, versions, tally = flow.queue, flow.versions, flow.tally
-    fates = ", ".join(f"{tally.count(fate)} {fate}" for fate in ("trained", "filtered", "expired", "failed"))
+    queue, versions, ledger = flow.queue, flow.versions, flow.ledger
+    fates = ", ".join(f"{ledger.count(fate)} {fate}" for fate in ("trained", "filtered", "expired", "failed"))
     return [
         f"message queue: {queue.untrained} groups untrained, {queue.finished} of them finished, room for {queue.room()}",
         f"versions: trained {versions.trained}, gathered {versions.gathered}, served {versions.served}",
-        f"groups: {len(tally.drawn)} drawn, {fates}, {len(tally.in_flight())} without a fate",
-        f"steps trained: {tally.steps} of {flow.trainer.last_step}",
+        f"groups: {ledger.drawn} drawn, {fates}, {len(ledger.in_flight)} without a fate",
+        f"steps trained: {ledger.step} of {flow.trainer.last_step}",
     ]

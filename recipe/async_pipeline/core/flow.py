@@ -37,12 +37,13 @@ from .channel import Channel
 from .clock import Clock, LoopClock
 from .events import EventLog
 from .items import Publication, StepBatch
+from .ledger import Ledger
 from .machine import TERMINAL, StageState
 from .pools import DevicePool, PoolSet
 from .ports import PipelineTrainer
 from .role import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
-from .tally import Tally
+from .state import FlowState
 from .waits import Holders
 
 GRAPH: Mapping[str, tuple[str, ...]] = {
@@ -67,7 +68,7 @@ EDGE_CAPACITY = 2
 
 @dataclass(frozen=True, kw_only=True)
 class FlowResult:
-    """What a finished run did."""
+    """What a finished run did, with the processes that it was resumed from."""
 
     steps: int
     groups_drawn: int
@@ -84,6 +85,7 @@ class FlowResult:
     trainer_version: int
     served_version: int
     publications: tuple[Publication, ...]
+    """Of this process."""
 
 
 class AsyncTrainingFlow:
@@ -113,7 +115,11 @@ class AsyncTrainingFlow:
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()
         self.queue = trainer.message_queue(self.versions, self.max_lag)
-        self.tally = Tally()
+        self.ledger = Ledger(
+            max_lag=self.max_lag, first_step=trainer.first_step, last_step=trainer.last_step, facts=trainer.facts
+        )
+        self.queue.on_drop(lambda uid: self.ledger.give_up(uid, "expired", "it held a step up"))
+        self.publications: list[Publication] = []
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records)
         self.pools: PoolSet | None = None
@@ -124,6 +130,13 @@ class AsyncTrainingFlow:
         if trainer.first_step > 1:
             self.versions.advance_trained(trainer.first_step - 1)
             self.versions.advance_critic(trainer.first_step - 1)
+            self.versions.advance_saved(trainer.first_step - 1)
+        self.resumed = trainer.resumed
+        """What a checkpoint says of an earlier process, in whose place this one goes on; None: there was none."""
+        if self.resumed is not None:
+            self.queue.restore(self.resumed.queue)
+            self.ledger.restore(self.resumed.ledger, {group.uid for group in self.resumed.finished()})
+            self.check_books()
 
     def insert(self, role_name: str, *, after: str, before: str) -> None:
         """Put a registered role of one's own on the edge `after` -> `before`, before the run starts.
@@ -138,6 +151,7 @@ class AsyncTrainingFlow:
         Raises the first error of any role, unchanged, after all others have stopped.
         """
         self._wire()
+        self.ledger.open()
         self.log.append(
             "flow",
             "START",
@@ -148,27 +162,44 @@ class AsyncTrainingFlow:
             graph={role: list(consumers) for role, consumers in self.graph.items()},
             pools={name: self._facts_of(name) for name in self.pools or ()},
         )
-        await self._supervise()
-        self.tally.check()
+        try:
+            await self._supervise()
+            self.ledger.check(())
+        except BaseException as error:
+            self.ledger.close("failed" if isinstance(error, Exception) else "interrupted")
+            raise
+        self.ledger.close("completed")
         self.log.append("flow", "DONE", "DONE", version=self.versions.served)
         return self.result()
 
     def result(self) -> FlowResult:
         return FlowResult(
-            steps=self.tally.steps,
-            groups_drawn=len(self.tally.drawn),
-            groups_trained=self.tally.count("trained"),
-            groups_filtered=self.tally.count("filtered"),
-            groups_expired=self.tally.count("expired"),
-            groups_failed=self.tally.count("failed"),
-            groups_in_flight=len(self.tally.in_flight()),
-            regenerated=self.tally.regenerated,
-            trajectories_trained=self.tally.trajectories_trained,
-            lag_max=self.tally.lag_max,
+            steps=self.ledger.step,
+            groups_drawn=self.ledger.drawn,
+            groups_trained=self.ledger.count("trained"),
+            groups_filtered=self.ledger.count("filtered"),
+            groups_expired=self.ledger.count("expired"),
+            groups_failed=self.ledger.count("failed"),
+            groups_in_flight=len(self.ledger.in_flight),
+            regenerated=self.ledger.regenerated,
+            trajectories_trained=self.ledger.trajectories_trained,
+            lag_max=self.ledger.lag_max,
             trainer_version=self.versions.trained,
             served_version=self.versions.served,
-            publications=tuple(self.tally.publications),
+            publications=tuple(self.publications),
         )
+
+    def check_books(self) -> None:
+        """Raises ConservationError: the prompts without a fate are not those that are somewhere in the pipeline."""
+        self.ledger.check(self.queue.live)
+
+    def state(self, step: int) -> FlowState:
+        """What a checkpoint of `step` has to hold; to be called after that step was trained, before the next one is.
+
+        Raises ConservationError: the books do not balance.
+        """
+        self.check_books()
+        return FlowState(step=step, queue=self.queue.state(), ledger=self.ledger.state())
 
     def publishes(self, version: int) -> bool:
         """Are the weights of `version` for the replicas?"""

@@ -72,6 +72,8 @@ class Group:
     """Why it cannot be trained; empty: it can. Its samples are in no store then."""
     again: bool = False
     """It is to be answered again, because of that."""
+    payload: Any = None
+    """Opaque to the core: what the trainer needs to find its samples."""
 
     @property
     def first_version(self) -> int:

@@ -25,12 +25,12 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal
 
 from ..errors import ChannelClosed, ConservationError, StageProtocolError, StalenessViolation
 from .items import Group, Prompt, Ticket
 from .staleness import Versions
+from .state import EntryState, QueueState
 
 Order = Literal["drawn", "finished"]
 """Which groups a step takes: the next ones as they were drawn, or those that are finished."""
@@ -48,7 +48,9 @@ class _Entry:
     due: int
     """The step that it should be in; one more is the last that it may be in."""
     recall: Callable[[], object] | None = None
-    """Ends its generation; None once that is over."""
+    """Ends its generation; None before it begins and once it is over."""
+    answer: Group | None = None
+    """What was generated, until somebody has judged whether it is trained."""
     group: Group | None = None
 
 
@@ -79,16 +81,19 @@ class MessageQueue:
             raise ValueError(f"oldest_share must be in (0, 1], and 1 with max_lag 0, got {oldest_share}")
         self.max_lag, self.depth = max_lag, max_lag
         """`depth` may be lowered and raised again while the queue is used: it bounds what is admitted from then on."""
-        self._versions, self._batch = versions, batch
+        self._versions, self.batch = versions, batch
         self._order, self._stale = order, stale
         self._oldest = share_of(oldest_share, batch)
         self._taken_step, self._last_step = first_step - 1, last_step
+        self._taken: dict[int, tuple[Group, ...]] = {}
+        """Groups of the steps that are taken and not trained yet."""
         self._to_admit = (last_step - first_step + 1) * batch
         self._promised: dict[int, int] = {}
         """Due step to number of groups that have leave but whose prompts are not drawn yet."""
         self._entries: dict[str, _Entry] = {}
         self._verdicts: dict[str, Verdict] = {}
-        self._number = count()
+        self._number = 0
+        self._on_drop: Callable[[str], object] = lambda uid: None
         self._changed = asyncio.Event()
         self._waiting = False
         versions.subscribe(self._changed.set)
@@ -106,14 +111,14 @@ class MessageQueue:
         self._waiting = True
         try:
             while not (room := self.room()):
-                if self._taken_step == self._last_step:
+                if self._taken_step >= self._last_step:
                     raise ChannelClosed(f"the message queue: step {self._last_step} was the last")
                 self._changed.clear()
                 await self._changed.wait()
         finally:
             self._waiting = False
         version = self._versions.served
-        step = self._last_step + 1 - -(-self._to_admit // self._batch)
+        step = self._last_step + 1 - -(-self._to_admit // self.batch)
         self._to_admit -= room
         due = version + self.max_lag
         self._promised[due] = self._promised.get(due, 0) + room
@@ -124,14 +129,14 @@ class MessageQueue:
         if self._versions.served < 0:
             return 0
         due = self._versions.served + self.depth
-        limit = self._batch * (due - self._taken_step) + self._oldest
-        return max(0, min(self._to_admit, self._batch, limit - self.untrained))
+        limit = self.batch * (due - self._taken_step) + self._oldest
+        return max(0, min(self._to_admit, self.batch, limit - self.untrained))
 
     def enter(self, prompt: Prompt, version: int) -> None:
         """A prompt was drawn with the leave of a ticket, while `version` was the oldest served."""
         due = version + self.max_lag
         self._promised[due] -= 1
-        self._entries[prompt.uid] = _Entry(number=next(self._number), due=due)
+        self._entries[prompt.uid] = _Entry(number=self._next_number(), due=due)
 
     # In flight.
 
@@ -139,12 +144,17 @@ class MessageQueue:
         """A group is being generated; `recall` ends that."""
         self._entries[uid].recall = recall
 
-    def arrive(self, uid: str) -> Verdict | None:
+    def arrive(self, group: Group) -> Verdict | None:
         """A group is generated, and cannot be recalled any more; or it was: then what is to become of it."""
-        verdict = self.verdict(uid)
+        verdict = self.verdict(group.uid)
         if verdict is None:
-            self._entries[uid].recall = None
+            entry = self._entries[group.uid]
+            entry.recall, entry.answer = None, None if group.again else group
         return verdict
+
+    def on_drop(self, call: Callable[[str], object]) -> None:
+        """Have `call` called with each group that is given up because it holds a step up, at that very moment."""
+        self._on_drop = call
 
     def verdict(self, uid: str) -> Verdict | None:
         """What is to become of a group that was recalled; asked for once. None: it was not."""
@@ -163,7 +173,7 @@ class MessageQueue:
         entry = self._entries.get(group.uid)
         if entry is None or entry.group is not None:
             raise ConservationError(f"group {group.uid} came to the message queue, where it is not awaited")
-        entry.recall, entry.group = None, group
+        entry.recall, entry.answer, entry.group = None, None, group
         # Its tokens may be younger than its admission.
         entry.due = max(entry.due, group.first_version + self.max_lag)
 
@@ -175,10 +185,10 @@ class MessageQueue:
         if step != self._taken_step + 1 or step > self._last_step:
             raise ConservationError(f"step {step} cannot take groups after step {self._taken_step} of {self._last_step}")
         finished = [(uid, entry) for uid, entry in self._entries.items() if entry.group is not None]
-        if len(finished) < self._batch:
+        if len(finished) < self.batch:
             return None
         finished.sort(key=lambda pair: pair[1].number if self._order == "drawn" else (pair[1].due, pair[1].number))
-        chosen = dict(finished[: self._batch])
+        chosen = dict(finished[: self.batch])
         in_the_way = self._overtaken(chosen) if self._order == "drawn" else self._left_over(step, chosen)
         if in_the_way is None or (in_the_way and self._stale == "wait"):
             return None
@@ -188,9 +198,19 @@ class MessageQueue:
             del self._entries[uid]
         self._taken_step = step
         self._changed.set()
-        groups = [entry.group for entry in chosen.values() if entry.group is not None]
+        groups = tuple(entry.group for entry in chosen.values() if entry.group is not None)
         self._check(step, groups)
+        self._taken[step] = groups
         return groups
+
+    @property
+    def next_step(self) -> int:
+        """The one after the last that was taken."""
+        return self._taken_step + 1
+
+    def trained(self, step: int) -> None:
+        """The groups of a step that was taken are trained."""
+        self._taken.pop(step, None)
 
     @property
     def untrained(self) -> int:
@@ -198,9 +218,43 @@ class MessageQueue:
         return len(self._entries) + sum(self._promised.values())
 
     @property
+    def live(self) -> set[str]:
+        """Groups that were drawn and are neither trained nor given up."""
+        return {*self._entries, *(group.uid for groups in self._taken.values() for group in groups)}
+
+    @property
     def finished(self) -> int:
         """Groups that wait for a step."""
         return sum(entry.group is not None for entry in self._entries.values())
+
+    # Checkpoints.
+
+    def state(self) -> QueueState:
+        entries = (
+            EntryState(uid=uid, number=e.number, due=e.due, group=e.group, answer=e.answer) for uid, e in self._entries.items()
+        )
+        return QueueState(next_number=self._number, entries=tuple(entries), taken=dict(self._taken))
+
+    def restore(self, state: QueueState) -> None:
+        """Go on from a checkpoint of the step before the first, before anything else happens.
+
+        Raises ConservationError: it holds more than the steps until the last one can take.
+        """
+        taken = len(state.taken)
+        left = self._to_admit - taken * self.batch - len(state.entries)
+        if left < 0 and (state.taken or state.entries):
+            steps = taken + -(-len(state.entries) // self.batch)
+            raise ConservationError(
+                f"the checkpoint holds {len(state.entries) + taken * self.batch} groups for the steps up to "
+                f"{self._taken_step + steps}, but step {self._last_step} is the last; train at least so many"
+            )
+        self._to_admit, self._taken, self._number = left, dict(state.taken), state.next_number
+        self._taken_step += taken
+        self._entries = {e.uid: _Entry(number=e.number, due=e.due, answer=e.answer, group=e.group) for e in state.entries}
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number - 1
 
     def _overtaken(self, chosen: Iterable[str]) -> list[str] | None:
         """Those in flight that were drawn before the last one chosen; None: one of them is about to be put."""
@@ -229,7 +283,7 @@ class MessageQueue:
     def _first_excess(self, step: int, dues: Sequence[int]) -> int | None:
         """The first due step by which more groups are due than the steps until then, and R, can take."""
         for number, due in enumerate(dues, start=1):
-            if number > self._batch * (due - step) + self._oldest:
+            if number > self.batch * (due - step) + self._oldest:
                 return due
         return None
 
@@ -240,8 +294,9 @@ class MessageQueue:
         self._verdicts[uid] = "drop" if self._stale == "drop" else "resume"
         if self._stale == "drop":
             self.give_back(uid)
+            self._on_drop(uid)
         else:
-            entry.number, entry.due = next(self._number), self._versions.served + self.max_lag
+            entry.number, entry.due = self._next_number(), self._versions.served + self.max_lag
         recall()
 
     def _check(self, step: int, groups: Sequence[Group]) -> None:

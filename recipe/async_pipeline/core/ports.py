@@ -8,11 +8,12 @@ admit, when a batch is ready, when to publish) belong to the strategy; the rest 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
 from .message_queue import MessageQueue
 from .staleness import Versions
+from .state import FlowState
 
 
 class PipelineTrainer(Protocol):
@@ -24,6 +25,10 @@ class PipelineTrainer(Protocol):
     last_step: int
     wait_timeout_s: float | None
     """Deadline of each wait of a role, in seconds."""
+    facts: Mapping[str, Any]
+    """What the ledger says of the run."""
+    resumed: FlowState | None
+    """What a checkpoint of the step before the first says; None: the run begins."""
 
     def roles(self) -> Sequence[str]:
         """The roles of this run; a run without a reference policy has no `ref_logp`."""
@@ -54,10 +59,16 @@ class PipelineTrainer(Protocol):
     def reference(self, step: int) -> int | None:
         """The published version that is the reference policy of the step; None: it is what the run began with."""
 
+    def saves(self, step: int) -> bool:
+        """Is there to be a checkpoint of `step`?"""
+
     # Work.
 
     async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
         """The next prompts of the dataset, as many as the ticket says."""
+
+    async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
+        """Prompts that were in flight in the process that this one goes on for, in this order."""
 
     async def generate_group(self, prompt: Prompt) -> Group:
         """Answer one prompt n times and score the answers. Raises what the rollout raised.
@@ -87,6 +98,12 @@ class PipelineTrainer(Protocol):
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         """Log the metrics of a trained batch and free its samples."""
+
+    async def save(self, state: FlowState) -> bool:
+        """Make a checkpoint. What the trainer adds of its own that changes beside, it takes before it first waits.
+
+        False: it could not be written, and the run is to go on without.
+        """
 
     async def gather(self, version: int) -> object:
         """Copy the full weights into host memory; the training devices are free afterwards."""

@@ -110,6 +110,15 @@ class RoleStateMachine(ABC):
         if more:
             self.machine.fire(Event.RESUME, **self._item)
 
+    async def compute_again(self) -> None:
+        """Take the lease once more after the last `emit`.
+
+        Waits for: the pool. Unblocked by: whoever holds it.
+        """
+        self._lease = await self._acquire()
+        self.note("LEASE")
+        self.machine.fire(Event.RESUME, **self._item)
+
     def release(self) -> None:
         """Give the lease back before `process` returns; the rest of the item needs no device."""
         if self._lease is not None and self.pool is not None:
@@ -165,15 +174,17 @@ class RoleStateMachine(ABC):
         self._item = self.describe_item(item)
         await self.gate(item)
         self.machine.fire(Event.ITEM, **self._item)
-        if self.pool is not None:
-            self._lease = await self._wait(
-                self.pool.acquire(self.name), f"a lease on pool {self.pool.name}", self.pool.describe
-            )
+        self._lease = await self._acquire()
         self.machine.fire(Event.LEASE, **self._item)
         await self.process(item)
         self.release()
         self.machine.fire(Event.FINISH, **self._item)
         self._item = {}
+
+    async def _acquire(self) -> Lease | None:
+        if self.pool is None:
+            return None
+        return await self._wait(self.pool.acquire(self.name), f"a lease on pool {self.pool.name}", self.pool.describe)
 
     def _end(self, error: BaseException) -> None:
         self.release()

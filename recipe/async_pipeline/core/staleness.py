@@ -14,9 +14,10 @@ from typing import Literal
 
 from ..errors import StalenessViolation
 
-Kind = Literal["trained", "gathered", "served", "critic"]
+Kind = Literal["trained", "saved", "gathered", "served", "critic"]
 MADE_BY: Mapping[Kind, str] = {
     "trained": "train",
+    "saved": "train",
     "gathered": "param_update",
     "served": "param_update",
     "critic": "critic",
@@ -51,14 +52,15 @@ def check_lag(step: int, first_version: int, max_lag: int, what: str) -> int:
 class Versions:
     """The newest version that was trained, gathered and served: served <= gathered <= trained, always.
 
-    Beside them, the step that the critic has learned from; it has versions of its own, and nobody publishes those.
+    Beside them, the step that the critic has learned from; it has versions of its own, and nobody publishes those. And
+    the step whose checkpoint, if it gets one, is complete.
 
     Nothing is gathered or served (-1) until version 0 was published. Each counter only grows; it may
     skip versions, and advancing it to where it stands does nothing.
     """
 
     def __init__(self) -> None:
-        self._reached: dict[Kind, int] = {"trained": 0, "gathered": -1, "served": -1, "critic": 0}
+        self._reached: dict[Kind, int] = {"trained": 0, "saved": 0, "gathered": -1, "served": -1, "critic": 0}
         self._waiters: list[tuple[Kind, int, asyncio.Future[None]]] = []
         self._served_more: list[Callable[[], object]] = []
 
@@ -82,6 +84,10 @@ class Versions:
     def advance_critic(self, version: int) -> None:
         """The critic has learned from step `version`. Raises StalenessViolation: it had from a later one before."""
         self._advance("critic", version)
+
+    def advance_saved(self, step: int) -> None:
+        """Nothing of step `step` is to be saved any more. Raises StalenessViolation: a later one was saved before."""
+        self._advance("saved", step)
 
     def advance_gathered(self, version: int) -> None:
         """The full weights of `version` are in host memory.

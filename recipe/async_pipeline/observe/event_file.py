@@ -1,31 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the event log to `events.jsonl` from a thread, so that the event loop never touches a file."""
+"""Writes records to a file from a thread, so that the event loop never touches one: the event log, and the ledger."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import queue
 import threading
 from pathlib import Path
 from types import TracebackType
-
-from ..core.events import LogRecord
+from typing import Any, Protocol
 
 CLOSE_S = 30.0
 """What a disk gets at the end to take what is queued."""
+SYNC_S = 120.0
+"""And for a checkpoint."""
+
+
+class Record(Protocol):
+    """Of the event log or of the ledger."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What its line says."""
 
 
 class EventFile:
-    """A subscriber of the event log: one JSON object a line, in order; flushed when the queue is empty."""
+    """A subscriber: one JSON object a line, in order; flushed when the queue is empty.
 
-    def __init__(self, path: Path) -> None:
+    A file that cannot be written is not written on; `sync` raises why.
+    """
+
+    def __init__(self, path: Path, *, append: bool = False) -> None:
+        """`append`: go on after what is there, and after a line that was not written to its end."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._queue: queue.SimpleQueue[LogRecord | None] = queue.SimpleQueue()
-        self._file = path.open("w", encoding="utf-8")
-        self._thread = threading.Thread(target=self._write, name="event-file", daemon=True)
+        self._queue: queue.SimpleQueue[Record | threading.Event | None] = queue.SimpleQueue()
+        self._failure: OSError | None = None
+        torn = append and _is_torn(path)
+        self._file = path.open("a" if append else "w", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+        self._thread = threading.Thread(target=self._write, name=path.stem, daemon=True)
         self._thread.start()
 
-    def __call__(self, record: LogRecord) -> None:
+    def __call__(self, record: Record) -> None:
         self._queue.put(record)
 
     def __enter__(self) -> EventFile:
@@ -36,6 +54,15 @@ class EventFile:
     ) -> None:
         self.close()
 
+    def sync(self) -> None:
+        """Block until the disk has every record so far. Raises OSError: it does not take them."""
+        written = threading.Event()
+        self._queue.put(written)
+        if not written.wait(SYNC_S):
+            raise OSError(errno.ETIMEDOUT, f"{self._file.name} has not reached the disk within {SYNC_S:g} s")
+        if self._failure is not None:
+            raise OSError(self._failure.errno, f"{self._file.name} is not complete: {self._failure.strerror}")
+
     def close(self) -> None:
         """Write what is queued, then close the file; a disk that hangs is not waited for. Idempotent."""
         if self._thread.is_alive():
@@ -43,8 +70,34 @@ class EventFile:
             self._thread.join(CLOSE_S)
 
     def _write(self) -> None:
-        with self._file:
-            while (record := self._queue.get()) is not None:
-                self._file.write(json.dumps(record.as_dict(), default=str) + "\n")
-                if self._queue.empty():
-                    self._file.flush()
+        while (record := self._queue.get()) is not None:
+            try:
+                self._take(record)
+            except OSError as error:
+                self._failure = self._failure or error
+            if isinstance(record, threading.Event):
+                record.set()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._failure = self._failure or error
+
+    def _take(self, record: Record | threading.Event) -> None:
+        if self._failure is not None:
+            return
+        if isinstance(record, threading.Event):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            return
+        self._file.write(json.dumps(record.as_dict(), default=str) + "\n")
+        if self._queue.empty():
+            self._file.flush()
+
+
+def _is_torn(path: Path) -> bool:
+    """Does the last line lack its end?"""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

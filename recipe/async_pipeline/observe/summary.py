@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -27,6 +28,8 @@ class RunRecorder:
     step_s: list[float] = field(default_factory=list)
     kls: list[float] = field(default_factory=list)
     first_step_unix: float | None = None
+    steps_before: int = 0
+    """Of processes that this one was resumed from."""
 
     def record(self, reward: float, step_s: float, kl: float | None, now_unix: float) -> None:
         """One trained step: mean reward of its trajectories, seconds, and verl's rollout_corr/kl."""
@@ -36,6 +39,15 @@ class RunRecorder:
             self.kls.append(kl)
         if self.first_step_unix is None:
             self.first_step_unix = now_unix
+
+    def state(self) -> dict[str, Any]:
+        """What a process that goes on with the run has to know."""
+        return {"rewards": list(self.rewards), "step_s": list(self.step_s), "kls": list(self.kls)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after an earlier process."""
+        self.rewards, self.step_s, self.kls = (_floats(state[name]) for name in ("rewards", "step_s", "kls"))
+        self.steps_before = len(self.step_s)
 
     def summarize(
         self, result: FlowResult, overlap_s: float, now_unix: float, error: BaseException | None = None
@@ -71,10 +83,15 @@ class RunRecorder:
             "stall_s_median": round(median(p.stall_s for p in result.publications), 5) if loads else None,
             "tensors_proved": sum(p.tensors_proved for p in result.publications),
             "step_s_median": round(median(self.step_s[1:] or self.step_s), 4) if self.step_s else None,
-            "train_s": round(now_unix - first + self.step_s[0], 1) if first is not None else 0.0,
+            "train_s": round(now_unix - first + self.step_s[self.steps_before], 1) if first is not None else 0.0,
             "time_to_first_step_s": None if first is None else round(first - self.started_unix, 1),
             "wall_s": round(now_unix - self.started_unix, 1),
         }
+
+
+def _floats(values: Sequence[float | None]) -> list[float]:
+    """JSON has no word for what is not a number."""
+    return [math.nan if value is None else float(value) for value in values]
 
 
 def write_atomically(path: Path, value: Any) -> None:

@@ -11,6 +11,11 @@ from ..core.role import RoleStateMachine, register_role
 class CriticStateMachine(RoleStateMachine):
     """Steps are strictly ordered. What it found out goes to `train`, which finishes the step."""
 
+    async def gate(self, item: StepBatch) -> None:
+        """Waits for: the checkpoint of the step before, which both models are to be of. Unblocked by: train."""
+        if self.trainer.saves(item.step - 1):
+            await self.until("saved", item.step - 1)
+
     async def process(self, item: StepBatch) -> None:
         self.pipeline.criticised[item.step] = await self.trainer.update_critic(item)
         self.pipeline.versions.advance_critic(item.step)

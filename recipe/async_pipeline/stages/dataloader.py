@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dataloader: draws prompts as soon as the message queue has room for them."""
+"""dataloader: draws prompts as soon as the message queue has room for them; first, those that a crash interrupted."""
 
 from __future__ import annotations
 
-from ..core.items import Ticket
+from collections.abc import Sequence
+
+from ..core.items import PromptBatch, Ticket
 from ..core.role import RoleStateMachine, register_role
 
 
@@ -11,8 +13,16 @@ from ..core.role import RoleStateMachine, register_role
 class DataloaderStateMachine(RoleStateMachine):
     """Its input is admission, not a channel."""
 
-    async def receive(self) -> Ticket:
-        """Waits for: leave to draw. Unblocked by: a publication being served; a group that is given up."""
+    _resumes = True
+
+    async def receive(self) -> Ticket | tuple[str, ...]:
+        """Prompts that go out again, once; then leave to draw.
+
+        Waits for: leave to draw. Unblocked by: a publication being served; a group that is given up.
+        """
+        resumed, self._resumes = self.pipeline.resumed if self._resumes else None, False
+        if resumed is not None and (uids := resumed.in_flight()):
+            return uids
         ticket: Ticket = await self._wait(
             self.pipeline.queue.next_ticket(),
             "leave to draw prompts, i.e. for weights that are new enough to be served",
@@ -20,10 +30,29 @@ class DataloaderStateMachine(RoleStateMachine):
         )
         return ticket
 
-    async def process(self, item: Ticket) -> None:
+    async def gate(self, item: Ticket | tuple[str, ...]) -> None:
+        """Waits for: weights to answer interrupted prompts with. Unblocked by: the first publication."""
+        if not isinstance(item, Ticket):
+            await self.until("served", self.trainer.first_step - 1)
+
+    async def process(self, item: Ticket | tuple[str, ...]) -> None:
+        if not isinstance(item, Ticket):
+            await self._send_again(item)
+            return
         batch = await self.trainer.draw_prompts(item)
         for prompt in batch.prompts:
-            self.pipeline.tally.draw(prompt.uid)
+            self.pipeline.ledger.draw(prompt.uid, item.step, item.version)
             self.pipeline.queue.enter(prompt, item.version)
         self.note("DRAWN", version=item.version, keys=[prompt.uid for prompt in batch.prompts])
         await self.emit(batch)
+
+    async def _send_again(self, uids: Sequence[str]) -> None:
+        """In batches of a usual size, so that no lane holds many prompts for one that takes long."""
+        version, step = self.pipeline.versions.served, self.trainer.first_step
+        prompts = await self.trainer.restore_prompts(uids)
+        for uid in uids:
+            self.pipeline.ledger.answer_again(uid, "resumed", version)
+        size = self.pipeline.queue.batch
+        for first in range(0, len(prompts), size):
+            some = tuple(prompts[first : first + size])
+            await self.emit(PromptBatch(step=step, prompts=some, admitted_version=version), more=True)

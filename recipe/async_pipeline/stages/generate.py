@@ -53,13 +53,14 @@ class GenerateStateMachine(RoleStateMachine):
             queue.watch(uid, task.cancel)
             try:
                 group = await task
-                verdict = queue.arrive(uid)
+                verdict = queue.arrive(group)
                 if verdict is None and not group.again:
+                    self.pipeline.ledger.finish(group)
                     return group
                 await self.trainer.discard(group)
                 if verdict is None:
                     self.note("FLAWED", key=uid, why=group.flaw)
-                    self.pipeline.tally.regenerated += 1
+                    self.pipeline.ledger.answer_again(uid, "flawed", self.pipeline.versions.served)
                     continue
             except asyncio.CancelledError:
                 verdict = queue.verdict(uid)
@@ -67,6 +68,5 @@ class GenerateStateMachine(RoleStateMachine):
                     raise
             self.note("RECALLED", key=uid, fate=verdict)
             if verdict == "drop":
-                self.pipeline.tally.give_up(uid, "expired")
                 return None
-            self.pipeline.tally.regenerated += 1
+            self.pipeline.ledger.answer_again(uid, "stale", self.pipeline.versions.served)

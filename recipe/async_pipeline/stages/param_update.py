@@ -45,7 +45,8 @@ class ParamUpdateStateMachine(RoleStateMachine):
             await self.until("served", pipeline.publication_before(version))
         publication = await self.trainer.publish(version, snapshot)
         pipeline.versions.advance_served(version)
-        pipeline.tally.publications.append(publication)
+        pipeline.publications.append(publication)
+        pipeline.ledger.serve(version)
         self.note(
             "SERVED",
             version=version,

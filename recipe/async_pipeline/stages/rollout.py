@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from ..core.items import Group
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from ..core.items import Group, StepBatch
 from ..core.role import RoleStateMachine, register_role
 from ..errors import ConservationError
 
@@ -12,26 +15,53 @@ from ..errors import ConservationError
 class RolloutStateMachine(RoleStateMachine):
     """Groups may finish in any order and for several steps at once; batches leave in step order."""
 
-    _next_step: int | None = None
+    _resumed: deque[StepBatch | Group] | None = None
+    """What a checkpoint holds for this role."""
 
-    async def process(self, item: Group) -> None:
-        queue, tally = self.pipeline.queue, self.pipeline.tally
-        if self._next_step is None:
-            self._next_step = self.trainer.first_step
-        fate = self.trainer.rejects(item)
-        if fate is None:
-            queue.put(item)
+    async def receive(self) -> StepBatch | Group:
+        """First what a checkpoint holds: the steps that were taken, and groups that nobody had judged."""
+        if self._resumed is None:
+            self._resumed = deque(self._held())
+        if self._resumed:
+            return self._resumed.popleft()
+        item: Group = await super().receive()
+        return item
+
+    async def process(self, item: StepBatch | Group) -> None:
+        if isinstance(item, StepBatch):
+            await self._join(item.step, item.groups)
         else:
-            tally.give_up(item.uid, fate)
-            queue.give_back(item.uid)
-            self.note("REJECTED", key=item.uid, fate=fate, **({"why": item.flaw} if item.flaw else {}))
-            await self.trainer.discard(item)
-        while self._next_step <= self.trainer.last_step and (groups := queue.take(self._next_step)):
-            batch = await self.trainer.assemble(self._next_step, groups)
-            self._item = {"step": self._next_step}
-            self.note("ASSEMBLED", keys=[group.uid for group in groups])
-            self._next_step += 1
-            await self.emit(batch, more=True)
+            await self._judge(item)
+        queue = self.pipeline.queue
+        while (step := queue.next_step) <= self.trainer.last_step and (groups := queue.take(step)):
+            await self._join(step, groups)
+
+    def _held(self) -> Iterator[StepBatch | Group]:
+        if self.pipeline.resumed is not None:
+            state = self.pipeline.resumed.queue
+            yield from (StepBatch(step=step, groups=groups) for step, groups in sorted(state.taken.items()))
+            yield from (entry.answer for entry in state.entries if entry.answer is not None)
+
+    async def _judge(self, group: Group) -> None:
+        queue = self.pipeline.queue
+        fate = self.trainer.rejects(group)
+        if fate is None:
+            queue.put(group)
+        else:
+            self.pipeline.ledger.give_up(group.uid, fate, group.flaw)
+            queue.give_back(group.uid)
+            self.note("REJECTED", key=group.uid, fate=fate, **({"why": group.flaw} if group.flaw else {}))
+            await self.trainer.discard(group)
+
+    async def _join(self, step: int, groups: Sequence[Group]) -> None:
+        batch = await self.trainer.assemble(step, groups)
+        before = {group.uid: group for group in groups}
+        for group in batch.groups:
+            if group is not before[group.uid]:
+                self.pipeline.ledger.score(group)
+        self._item = {"step": step}
+        self.note("ASSEMBLED", keys=[group.uid for group in groups])
+        await self.emit(batch, more=True)
 
     async def drained(self) -> None:
         """Raises ConservationError: groups are left that no step took."""

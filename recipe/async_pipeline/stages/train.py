@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""train: the optimizer step, and the last check of how old its data is."""
+"""train: the optimizer step, the last check of how old its data is, and the checkpoint.
+
+A checkpoint of step s is of the moment after its bookkeeping: its weights are gathered by then, so that the replicas
+need not wait for it, and its metrics are logged, so that a run that goes on from it misses none. What the pipeline
+remembers is taken in one turn of the event loop; generation goes on meanwhile. The weights stay as they are, because the
+next step is taken by this very lane, and the critic waits for it as well.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +38,9 @@ class TrainStateMachine(RoleStateMachine):
         facts = self._check_lags(item)
         batch = await self.trainer.update(item)
         self.pipeline.versions.advance_trained(item.step)
-        tally = self.pipeline.tally
-        for group in item.groups:
-            tally.train(group.uid, item.step, len(group.trajectories))
-        tally.steps += 1
+        self.pipeline.ledger.commit(item.step, item.groups)
+        self.pipeline.queue.trained(item.step)
+        self.pipeline.check_books()
         self.note("TRAINED", version=item.step, **facts)
         self.release()
         # The next gather must not wait for our bookkeeping.
@@ -43,6 +48,16 @@ class TrainStateMachine(RoleStateMachine):
         await self._critic_of(item)
         judged = self.pipeline.criticised.pop(item.step, batch)
         await self.trainer.finish_step(batch.merged(judged), facts)
+        if self.trainer.saves(item.step):
+            await self.compute_again()
+            await self._save(item.step)
+
+    async def _save(self, step: int) -> None:
+        state = self.pipeline.state(step)
+        if await self.trainer.save(state):
+            self.pipeline.ledger.checkpointed(step, state.ledger.number)
+            self.note("SAVED", version=step)
+        self.pipeline.versions.advance_saved(step)
 
     def _check_lags(self, item: StepBatch) -> Mapping[str, float]:
         """Lag of every trajectory. Raises StalenessViolation: one is older than the bound."""
@@ -51,8 +66,7 @@ class TrainStateMachine(RoleStateMachine):
             for group in item.groups
             for t in group.trajectories
         ]
-        tally = self.pipeline.tally
-        tally.lag_max = max(tally.lag_max, *lags)
+        ledger = self.pipeline.ledger
         spans = [t.last_version - t.first_version for g in item.groups for t in g.trajectories]
         return {
             "batch/tail_s": max((t.seconds or 0.0 for g in item.groups for t in g.trajectories), default=0.0),
@@ -64,6 +78,6 @@ class TrainStateMachine(RoleStateMachine):
             "version/served_min": float(self.pipeline.versions.served),
             "queue/untrained": float(self.pipeline.queue.untrained),
             "queue/finished": float(self.pipeline.queue.finished),
-            **{f"samples/{fate}": float(tally.count(fate)) for fate in ("filtered", "expired", "failed")},
-            "samples/regenerated": float(tally.regenerated),
+            **{f"samples/{fate}": float(ledger.count(fate)) for fate in ("filtered", "expired", "failed")},
+            "samples/regenerated": float(ledger.regenerated),
         }

@@ -138,6 +138,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 "reward_info": (one.fields.get("extra_fields") or {}).get("reward_extra_info") or {},
                 "spans": (one.fields.get("extra_fields") or {}).get("version_spans"),
                 "turns": one.fields.get("num_turns"),
+                "columns": sorted(one.fields),
             }
             for one in group
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -41,6 +42,7 @@ from ..placement import (
     placement_of,
     proximal_policy,
 )
+from ..resume import check_keys, origin_of
 from ..rewards import Function
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
@@ -118,6 +120,7 @@ def checked(config: DictConfig) -> Checked | None:
     if bypass and not config.actor_rollout_ref.rollout.calculate_log_probs:
         raise ConfigError(f"{_ROLLOUT}.calculate_log_probs must be True where old log-probs are the rollout's, got False; set it")
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    check_keys(resolved)
     layout = next((path for path in (RATIOS, TASK_RATIOS) if select(raw, path) is not None), POOLS)
     placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass), layout)
     old_logp = proximal_policy(translation.config, placement, bypass=bypass)
@@ -331,12 +334,22 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
     own["old_logp"] = found.old_logp
     own["custom_roles"] = list(knobs.custom_roles)
     own["run_dir"] = str(_make_run_dir(config, knobs))
+    origin = origin_of(
+        cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)),
+        knobs,
+        found.placement,
+        importlib.metadata.version("verl"),
+        _say,
+    )
+    own["run"], own["identity"] = origin.run, dict(origin.identity)
+    own["resume_from"] = None if origin.found is None else str(origin.found.folder)
     own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
     with open_dict(config):
         for path in translation.foreign_paths:
             _remove(config, path)
         config.trainer.v1.async_pipeline = own
         config.trainer.v1.trainer_mode = knobs.strategy
+        config.trainer.default_local_dir = str(origin.root)
         config.actor_rollout_ref.hybrid_engine = False
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER
@@ -437,7 +450,6 @@ _RULES = (
     ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),
     ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
     ("skip.rollout_tq.enable", lambda v: not v, "must be False", "replaying stored rollouts is not supported yet"),
-    ("trainer.resume_mode", lambda v: v in ("auto", "disable"), "must be auto or disable", "resume is not supported yet"),
 )
 
 

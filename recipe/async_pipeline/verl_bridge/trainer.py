@@ -9,13 +9,10 @@ A strategy subclasses this and says how its message queue is set, or overrides `
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +26,6 @@ from transfer_queue import KVBatchMeta
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -40,17 +36,17 @@ from ..bad_data import BadData, Verdict
 from ..core.clock import within
 from ..core.diagnosis import diagnose
 from ..core.flow import GRAPH, AsyncTrainingFlow
-from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
+from ..core.items import Group, Prompt, Publication, StepBatch, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
 from ..core.waits import waits_of
-from ..errors import ConfigError, PatchedVerlRequired, RolloutError, WeightSyncError
+from ..errors import PatchedVerlRequired, RolloutError, WeightSyncError
 from ..knobs import AsyncPipelineConfig
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
 from ..observe.step_account import StepAccountant
 from ..observe.summary import RunRecorder, write_atomically
-from ..observe.table import MARK, StepRow, closing, header, progress
+from ..observe.table import StepRow, closing, header, progress
 from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
 from ..weight_sync.versioned_engine import LoadMode
@@ -65,14 +61,14 @@ from .late_rewards import score_late
 from .patches import find_verl_root, require_patched
 from .policy_copy import PolicyCopy
 from .ray_gauges import RayGauges
+from .resumable import PARTITION, ResumableTrainer
+from .resumable import echo as _echo
+from .resumable import say as _say
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
 from .workers import REF_COLUMN, LogProbWorker, PipelineWorker, logp_config
 
 T = TypeVar("T")
-PARTITION = "train"
-CALL_THREADS = 16
-"""Blocking calls that may be under way at once; each role has at most one, validation one more."""
 KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
 SHOWN_REPLICAS = 16
@@ -83,7 +79,7 @@ VALIDATION_POLL_S = 0.05
 """verl polls the sample store during validation, by default every 2 s."""
 
 
-class AsyncPipelineTrainer(PPOTrainer):
+class AsyncPipelineTrainer(ResumableTrainer):
     """Base of the strategies. Not registered itself."""
 
     _enable_hybrid_replicas = False
@@ -92,8 +88,6 @@ class AsyncPipelineTrainer(PPOTrainer):
     order: ClassVar[Order] = "drawn"
     """Which groups a step takes; see `core.message_queue`."""
     _flow: AsyncTrainingFlow
-    trainer_mode: str
-    """verl's name for it; several of its methods ask whether this is `sync`."""
 
     def __init__(self, config: DictConfig) -> None:
         """Raises PatchedVerlRequired: the worker's verl lacks our plugin or patches."""
@@ -101,8 +95,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
         super().__init__(config)
-        own = OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
-        assert isinstance(own, dict)
+        own = self.own
         self.started_unix = float(own.get("started_unix") or time.time())
         self._watched = bool(own.get("started_unix"))
         """Somebody shows our lines to the user, and keeps one line that replaces itself."""
@@ -112,21 +105,16 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
         self.run_dir = Path(str(self.knobs.run_dir))
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
-        self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
-        self._order: dict[str, int] = {}
         self._filter_metric = self._resolve_filter_groups_metric()
         self._meters = SampleMeters(config, self.max_lag)
         policies = self.knobs.bad_data.by_kind(self.knobs.reward_failure)
         self._bad_data = BadData(policies, self.knobs.prompt_attempts, _say)
-        self._drawn = 0
-        self._undealt: deque[Prompt] = deque()
         self._last_publication: Publication | None = None
         self._tickets: dict[int, bytes] = {}
         """Of the versions that lie in the arenas."""
         self._may_generate = asyncio.Event()
         self._may_generate.set()
-        self._copies: dict[str, PolicyCopy] = {}
-        """Forward-only models that compute with published versions, by role."""
+        self._copies = {}
         self._last_finish = 0.0
         self._logged = 0
         """The newest step whose metrics the trackers have."""
@@ -165,15 +153,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             self._copies["logp"] = self._policy_copy("logp", group)
         if self.knobs.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
+            self._load_reference()
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
-
-    def _init_dataloader(self) -> None:
-        """Whole batches, as verl's sync trainer draws them, so that both see the same prompts in one order."""
-        mode, self.trainer_mode = self.trainer_mode, "sync"
-        try:
-            super()._init_dataloader()
-        finally:
-            self.trainer_mode = mode
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -217,16 +198,6 @@ class AsyncPipelineTrainer(PPOTrainer):
         nodes: list[str] = got(asked, ASK_S, owner="the trainer", what="workers to say where they are")
         return nodes
 
-    def _load_checkpoint(self) -> None:
-        """Raises ConfigError: there is a checkpoint to resume from, which is not supported yet."""
-        self.global_steps = 0
-        tracker = Path(self.config.trainer.default_local_dir) / "latest_checkpointed_iteration.txt"
-        if self.config.trainer.resume_mode != "disable" and tracker.exists():
-            raise ConfigError(
-                f"trainer.resume_mode={self.config.trainer.resume_mode} found {tracker}, but this pipeline cannot "
-                "resume yet; set trainer.resume_mode=disable or another trainer.default_local_dir"
-            )
-
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """As verl's, for the devices of other pools as well."""
         others = [pool.devices for role in ("logp", "ref_logp", "critic") if (pool := self.placement.own_pool_of(role))]
@@ -260,8 +231,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     def _open_run(self) -> None:
         """Make the run's directory, and what writes there."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(self.run_dir / "metrics.jsonl")
+        self._open_files()
         trainer = self.config.trainer
         self.logger = Tracking(
             project_name=trainer.project_name,
@@ -275,6 +245,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._accounts = StepAccountant()
         self._gauges = RayGauges(trainer.experiment_name)
         self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
+        self._repeat_rows()
 
     async def _run(self) -> None:
         flow = self._flow = AsyncTrainingFlow(
@@ -292,13 +263,15 @@ class AsyncPipelineTrainer(PPOTrainer):
         failure: BaseException | None = None
         watchdog = Watchdog(self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.loop_stall_s, say=_say)
         waits_of().on_expiry = lambda wait: watchdog.tell(diagnose(flow, wait))
-        with EventFile(self.run_dir / "events.jsonl") as events, watchdog:
+        with EventFile(self.run_dir / "events.jsonl") as events, self._ledger as ledger, watchdog:
             flow.log.subscribe(events)
+            flow.ledger.subscribe(ledger)
             _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
             _echo(header())
             self._last_finish = time.perf_counter()
             try:
                 await flow.run()
+                await self._call(ledger.sync)
             except BaseException as error:
                 failure = error
                 raise
@@ -311,24 +284,7 @@ class AsyncPipelineTrainer(PPOTrainer):
                 for line in closing(summary):
                     _echo(line)
 
-    async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run blocking verl code in a thread. Raises WaitTimeout: it did not return; the thread is left to itself."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        called = loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
-        name = getattr(function, "__name__", type(function).__name__)
-        return await within(called, self.wait_timeout_s, owner=task.get_name(), what=f"the call {name} to return")
-
     # PipelineTrainer: facts.
-
-    @property
-    def first_step(self) -> int:
-        return 1
-
-    @property
-    def last_step(self) -> int:
-        by_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
-        return int(min(self.total_training_steps, by_epochs))
 
     def roles(self) -> Sequence[str]:
         without = set() if self.use_reference_policy else {"ref_logp"}
@@ -377,29 +333,14 @@ class AsyncPipelineTrainer(PPOTrainer):
             return None
         if self.knobs.old_logp == "trainer":
             return step - 1
-        return next(v for v in range(max(0, step - 2), -1, -1) if v == 0 or self.publishes(v))
+        oldest = self.first_step - 1
+        return next(v for v in range(max(oldest, step - 2), -1, -1) if v == oldest or self.publishes(v))
 
     def reference(self, step: int) -> int | None:
         every = self.knobs.ref_refresh_every
         return ((step - 1) // every * every or None) if every else None
 
     # PipelineTrainer: work.
-
-    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
-        """Drawn in whole batches, as verl does, and dealt out as they are admitted."""
-        while len(self._undealt) < ticket.prompts:
-            self._drawn += 1
-            batch = await self._call(self._draw, self._drawn)
-            for i, uid in enumerate(map(str, batch["uid"])):
-                self._order[uid] = len(batch) * self._drawn + i
-                self._undealt.append(Prompt(uid=uid, step=self._drawn, payload=batch[i : i + 1]))
-        prompts = tuple(self._undealt.popleft() for _ in range(ticket.prompts))
-        return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
-
-    def _draw(self, number: int) -> Any:
-        batch = self._next_train_batch()
-        tu.assign_non_tensor_data(batch, "global_steps", number)
-        return batch
 
     async def generate_group(self, prompt: Prompt) -> Group:
         await within(self._may_generate.wait(), self.wait_timeout_s, owner="generate", what="validation to end")
@@ -413,7 +354,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         except asyncio.CancelledError:
             self._meters.give_up(time.perf_counter() - started)
             if self.knobs.stale == "drop":
-                self._order.pop(prompt.uid)
+                self.prompts.forget(prompt.uid)
             raise
         seconds = time.perf_counter() - started
         trajectories = tuple(
@@ -433,7 +374,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         )
         self._meters.meet("finished", trajectories)
         verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
-        return _group(prompt, trajectories, verdict)
+        columns = [r["columns"] for r in sorted(answered.results, key=lambda r: str(r["key"]))]
+        return _group(prompt, trajectories, verdict, columns)
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
         """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
@@ -453,13 +395,13 @@ class AsyncPipelineTrainer(PPOTrainer):
         rejected = self.rejects(group)
         self._meters.meet("filtered" if rejected == "filtered" else "dropped", group.trajectories)
         if not group.again and (rejected or self.knobs.stale == "drop"):
-            self._order.pop(group.uid)
+            self.prompts.forget(group.uid)
         if group.flaw:  # the agent loop has not stored it
             return
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
-        ordered = tuple(sorted(groups, key=lambda g: self._order.pop(g.uid)))
+        ordered = tuple(sorted(groups, key=lambda g: self.prompts.forget(g.uid)))
         metrics: dict[str, Any] = {}
         meta = KVBatchMeta(
             partition_id=PARTITION,
@@ -523,14 +465,6 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.global_steps = step = batch.step
         if step >= self.config.trainer.critic_warmup:
             batch = await self._stage(batch, self._update_actor, "update_actor")
-        every = self.config.trainer.save_freq
-        if every > 0 and (step % every == 0 or step == self.last_step):
-            if self.use_critic:
-                # Both are of one step in a checkpoint.
-                await within(
-                    self._flow.versions.wait_for("critic", step), self.wait_timeout_s, owner="train", what=f"the critic of step {step}, to save it"
-                )
-            await self._call(self._save_weights)
         return batch
 
     async def _stage(self, batch: StepBatch, function: Callable[..., Any], timer: str) -> StepBatch:
@@ -553,14 +487,6 @@ class AsyncPipelineTrainer(PPOTrainer):
         data["ref_log_prob"] = response_from_nested(data.pop(REF_COLUMN), data["response_mask"])
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("ref_log_prob"))
         return batch
-
-    def _save_weights(self) -> None:
-        """verl's checkpoint without the state of its sample store, which is not how this pipeline resumes."""
-        mode, self.trainer_mode = self.trainer_mode, "sync"
-        try:
-            self._save_checkpoint()
-        finally:
-            self.trainer_mode = mode
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         now = time.perf_counter()
@@ -687,9 +613,11 @@ def _identity(prompt: Prompt) -> str:
     return xxhash.xxh3_128_hexdigest(str(prompt.payload["raw_prompt"][0]).encode())
 
 
-def _group(prompt: Prompt, trajectories: tuple[Trajectory, ...], verdict: Verdict | None) -> Group:
+def _group(
+    prompt: Prompt, trajectories: tuple[Trajectory, ...], verdict: Verdict | None, columns: Sequence[Sequence[str]] = ()
+) -> Group:
     flaw, again = verdict or ("", False)
-    return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again)
+    return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns)
 
 
 def _version(result: Mapping[str, Any], name: str) -> int:
@@ -702,13 +630,3 @@ def _version(result: Mapping[str, Any], name: str) -> int:
 def _reward(result: Mapping[str, Any]) -> float | None:
     reward = result["reward"]
     return None if reward is None else float(reward)
-
-
-def _say(text: str) -> None:
-    _echo(f"{MARK} {text}")
-
-
-def _echo(line: str) -> None:
-    # Ray forwards the standard output of this actor to the user's terminal.
-    os.write(1, f"{line}\n".encode())
-

@@ -7,10 +7,13 @@ import asyncio
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.engine.fsdp import transformer_impl
@@ -19,7 +22,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from ..core.clock import within
 from ..errors import WeightSyncError
-from ..weight_sync.arena import ArenaReader
+from ..weight_sync.arena import ArenaReader, Part
 from ..weight_sync.board import await_manifest
 from ..weight_sync.inbox import Inbox
 from ..weight_sync.manifest import Manifest, decode, decode_ticket, encode
@@ -87,12 +90,37 @@ class PipelineWorker(ActorRolloutRefWorker):
                 pulled = within(self._pull(courier, ticket, timeout_s), timeout_s, owner=self.role, what=f"the buckets of version {offered.version}")
                 manifest = thread.submit(asyncio.run, pulled).result()
             self._reader = self._reader or ArenaReader()
+        parts = self._forward_only()
+        load_parts(offered.version, self._reader.tensors(manifest), parts)
+        prove_parts(manifest, parts)
+        return offered.version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_reference(self, folder: str) -> None:
+        """Write what this rank holds of the forward-only model."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {part.name: part.values.detach().cpu().clone() for part in self._forward_only() if part.values is not None}
+        save_file(tensors, self._file_of_rank(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_reference(self, folder: str) -> None:
+        """The way back. Raises WeightSyncError: it was written by another model."""
+        saved = load_file(self._file_of_rank(folder))
+        parts = {part.name: part.values for part in self._forward_only() if part.values is not None}
+        if odd := saved.keys() ^ parts.keys():
+            raise WeightSyncError(f"{folder} and this model differ in {len(odd)} tensors, e.g. {sorted(odd)[0]}")
+        with torch.no_grad():
+            for name, values in parts.items():
+                values.detach().copy_(saved[name])
+
+    def _file_of_rank(self, folder: str) -> str:
+        return str(Path(folder) / f"rank_{self.rank}_of_{self.world_size}.safetensors")
+
+    def _forward_only(self) -> list[Part]:
         held = held_by(self.ref.engine, replicated=True)
         if held is None or held.adapter is not None:
             raise WeightSyncError("this engine cannot load published weights; it must be fsdp2, without LoRA adapters")
-        load_parts(offered.version, self._reader.tensors(manifest), held.parts)
-        prove_parts(manifest, held.parts)
-        return offered.version
+        return held.parts
 
     async def _pull(self, courier: Any, ticket: bytes, timeout_s: float) -> Manifest:
         self._inbox = self._inbox or Inbox()

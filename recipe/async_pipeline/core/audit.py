@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a ledger holds together: read record by record, as an auditor who was not there would.
+
+    conservation     every prompt that was dispatched has exactly one fate, or is in flight; none, if the run completed
+    no double use    no trajectory is in two steps
+    order            steps are committed one after the other; versions that are served only grow
+    lag              no trajectory was older than `max_lag` when its step began
+    no gap           the numbers of the records have none; what a resumed run made void is left out
+
+See `ledger` for the records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from .ledger import Fate
+
+SHOWN = 20
+"""Violations that are kept in full; more are counted."""
+Record = Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """What was found."""
+
+    status: str = "running"
+    """What the run said at its end: completed, interrupted or failed; running if it has not said anything yet."""
+    steps: int = 0
+    dispatched: int = 0
+    trained: int = 0
+    filtered: int = 0
+    expired: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    regenerated: int = 0
+    trajectories_trained: int = 0
+    lag_max: int = 0
+    max_lag: int | None = None
+    processes: int = 0
+    """That wrote the ledger: one, and one more for each time that the run was resumed."""
+    void: int = 0
+    """Records that tell of work that was done anew."""
+    violations: list[str] = field(default_factory=list)
+    num_violations: int = 0
+
+    @property
+    def ok(self) -> bool:
+        return self.num_violations == 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+class _Books:
+    """The account that an auditor keeps."""
+
+    def __init__(self) -> None:
+        self.audit = Audit()
+        self._number = 0
+        self._live: dict[str, Mapping[str, int] | None] = {}
+        """Prompts without a fate; of finished ones, the oldest version of each trajectory."""
+        self._fates: dict[str, Fate] = {}
+        self._keys: set[str] = set()
+        """Trajectories that were trained."""
+        self._versions: dict[str, int] = {}
+        self._served = -1
+        self._last_step = 0
+        self._handlers: Mapping[str, Callable[[Record], None]] = {
+            "opened": self._opened,
+            "resumed": self._resumed,
+            "dispatched": self._dispatched,
+            "again": self._again,
+            "finished": self._finished,
+            "scored": lambda record: None,
+            "trained": self._trained,
+            "served": self._serves,
+            "checkpointed": lambda record: None,
+            "closed": self._closed,
+            **dict.fromkeys(("filtered", "expired", "failed"), self._given_up),
+        }
+
+    def read(self, record: Record) -> None:
+        kind, number = str(record.get("kind")), record.get("n")
+        if not isinstance(number, int) or kind not in self._handlers:
+            self._violation(f"a record that no ledger has: {str(dict(record))[:120]}")
+            return
+        first = self._number == 0 and kind == "resumed"
+        if number != self._number + 1 and not first:
+            self._violation(f"record {number} ({kind}) follows record {self._number}: those between are missing")
+        self._number = number
+        try:
+            self._handlers[kind](record)
+        except (KeyError, TypeError, ValueError) as error:
+            self._violation(f"record {number} ({kind}) is not complete: {type(error).__name__} {error}")
+
+    def finished(self) -> Audit:
+        self.audit.in_flight = len(self._live)
+        counts = Counter(self._fates.values())
+        for fate in get_args(Fate):
+            setattr(self.audit, fate, getattr(self.audit, fate) + counts[fate])
+        return self.audit
+
+    def _violation(self, text: str) -> None:
+        self.audit.num_violations += 1
+        if len(self.audit.violations) < SHOWN:
+            self.audit.violations.append(text)
+
+    def _require_live(self, uid: str, what: str) -> bool:
+        if uid in self._live:
+            return True
+        had = f"was {self._fates[uid]} before" if uid in self._fates else "was never dispatched"
+        self._violation(f"prompt {uid} is {what}, but {had}")
+        return False
+
+    # One record each.
+
+    def _begin(self, record: Record) -> None:
+        self.audit.processes += 1
+        self.audit.status = "running"
+        self.audit.max_lag, self._last_step = int(record["max_lag"]), int(record["last_step"])
+        self._served = -1
+
+    def _opened(self, record: Record) -> None:
+        if self._number != 1:
+            self._violation(f"record {self._number} opens a ledger that was open")
+        self._begin(record)
+
+    def _resumed(self, record: Record) -> None:
+        """Also the first record of a run that goes on from a checkpoint of another ledger."""
+        if self.audit.processes == 0:
+            self._live = dict.fromkeys(record["in_flight"])
+            self.audit.steps, self.audit.dispatched = int(record["step"]), int(record["drawn"])
+            self.audit.regenerated = int(record["regenerated"])
+            for fate in get_args(Fate):
+                setattr(self.audit, fate, int(record[fate]))
+            self._finished_elsewhere = set(self._live)
+        self._begin(record)
+        if int(record["step"]) != self.audit.steps:
+            self._violation(f"the run was resumed after step {record['step']}, but step {self.audit.steps} was the last")
+        if set(record["in_flight"]) != set(self._live):
+            differing = sorted(set(record["in_flight"]) ^ set(self._live))
+            self._violation(f"{len(differing)} prompts are in flight only before or after step {record['step']} was resumed: {differing[:3]}")
+
+    _finished_elsewhere: set[str] = set()
+    """Prompts whose answers another ledger may tell of."""
+
+    def _dispatched(self, record: Record) -> None:
+        uid = str(record["uid"])
+        if uid in self._live or uid in self._fates:
+            self._violation(f"prompt {uid} was dispatched twice")
+            return
+        self._live[uid] = None
+        self.audit.dispatched += 1
+
+    def _again(self, record: Record) -> None:
+        uid = str(record["uid"])
+        if self._require_live(uid, f"answered again ({record['why']})"):
+            self._live[uid] = None
+            self._finished_elsewhere.discard(uid)
+            self.audit.regenerated += 1
+
+    def _finished(self, record: Record) -> None:
+        uid = str(record["uid"])
+        if not self._require_live(uid, "finished"):
+            return
+        if self._live[uid] is not None:
+            self._violation(f"prompt {uid} was finished twice")
+        self._live[uid] = {str(one["key"]): int(one["first"]) for one in record["trajectories"]}
+        self._finished_elsewhere.discard(uid)
+
+    def _given_up(self, record: Record) -> None:
+        uid, fate = str(record["uid"]), record["kind"]
+        if self._require_live(uid, fate):
+            del self._live[uid]
+            self._fates[uid] = fate
+
+    def _trained(self, record: Record) -> None:
+        step, uids = int(record["step"]), [str(uid) for uid in record["uids"]]
+        if step != self.audit.steps + 1:
+            self._violation(f"step {step} was committed after step {self.audit.steps}")
+        self.audit.steps = step
+        for uid in uids:
+            if self._require_live(uid, f"trained in step {step}"):
+                answers = self._live.pop(uid)
+                self._fates[uid] = "trained"
+                self._check_answers(step, uid, answers)
+        self.audit.trajectories_trained += int(record["trajectories"])
+
+    def _check_answers(self, step: int, uid: str, answers: Mapping[str, int] | None) -> None:
+        if answers is None:
+            if uid not in self._finished_elsewhere:
+                self._violation(f"prompt {uid} was trained in step {step}, but was not finished")
+            return
+        for key, first in answers.items():
+            if key in self._keys:
+                self._violation(f"trajectory {key} was trained in step {step} and before")
+            self._keys.add(key)
+            lag = step - 1 - first
+            self.audit.lag_max = max(self.audit.lag_max, lag)
+            if not 0 <= lag <= (self.audit.max_lag or 0):
+                self._violation(f"trajectory {key} has lag {lag} in step {step}; from 0 to {self.audit.max_lag} is allowed")
+
+    def _serves(self, record: Record) -> None:
+        version = int(record["version"])
+        if version <= self._served:
+            self._violation(f"version {version} was served after version {self._served}")
+        if version > self.audit.steps:
+            self._violation(f"version {version} was served before step {version} was trained")
+        self._served = version
+
+    def _closed(self, record: Record) -> None:
+        self.audit.status = str(record["status"])
+        if self.audit.status == "completed":
+            if self._live:
+                self._violation(f"the run completed with {len(self._live)} prompts in flight, e.g. {sorted(self._live)[:3]}")
+            if self.audit.steps < self._last_step:
+                self._violation(f"the run completed after step {self.audit.steps} of {self._last_step}")
+        if int(record["drawn"]) != self.audit.dispatched or int(record["in_flight"]) != len(self._live):
+            self._violation(
+                f"the run counts {record['drawn']} prompts and {record['in_flight']} in flight, its ledger "
+                f"{self.audit.dispatched} and {len(self._live)}"
+            )
+
+
+def audit(records: Iterable[Record], void: int = 0) -> Audit:
+    """Check the records that count, in order; see `valid`. `void`: how many were left out."""
+    books = _Books()
+    for record in records:
+        books.read(record)
+    found = books.finished()
+    found.void = void
+    if found.processes == 0:
+        found.violations.insert(0, "the ledger is empty")
+        found.num_violations += 1
+    return found
+
+
+def horizon(resumptions: Sequence[tuple[int, int]]) -> Callable[[int, int], bool]:
+    """Which records count: given `(place, number)` of every `resumed` record, says so of the one at a place.
+
+    A record counts unless a later process was resumed from before it.
+    """
+    limits: list[tuple[int, int]] = []
+    least = None
+    for place, number in reversed(resumptions):
+        least = number if least is None else min(least, number)
+        limits.append((place, least))
+    limits.reverse()
+
+    def counts(place: int, number: int) -> bool:
+        return all(number < limit for at, limit in limits if at > place)
+
+    return counts
+
+
+def valid(records: Sequence[Record]) -> Iterator[Record]:
+    """Those that count."""
+    resumptions = [(i, int(r["n"])) for i, r in enumerate(records) if r["kind"] == "resumed"]
+    counts = horizon(resumptions)
+    yield from (record for i, record in enumerate(records) if counts(i, int(record["n"])))

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pipeline has to remember to go on after a step in another process: no tensors, no tasks, no clock.
+
+It is taken in one turn of the event loop, after the step was trained and before the weights change again. Everything
+that was drawn is in exactly one place then:
+
+    trained, filtered, expired, failed   in the ledger's sums only
+    taken by a later step                `QueueState.taken`: that step will train just these groups
+    finished                             an entry with a group: it waits in the queue
+    answered                             an entry with an answer: nobody has judged yet whether it is trained
+    in flight                            an entry with neither: its prompt goes out again
+    not entered                          with the trainer, which deals prompts out in the order in which it drew them
+
+Leave to draw prompts is not kept: whoever goes on has to ask again, and gets it as soon as weights are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .items import Group
+from .ledger import LedgerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryState:
+    """A group in the message queue."""
+
+    uid: str
+    number: int
+    """Position in the order of draws."""
+    due: int
+    group: Group | None = None
+    """Finished, and waiting for a step."""
+    answer: Group | None = None
+    """Finished, and not judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueState:
+    """The message queue."""
+
+    next_number: int
+    entries: tuple[EntryState, ...]
+    taken: Mapping[int, tuple[Group, ...]]
+    """Groups of the steps that were taken and are not trained, by step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowState:
+    """The pipeline after `step` was trained."""
+
+    step: int
+    queue: QueueState
+    ledger: LedgerState
+
+    def finished(self) -> Iterator[Group]:
+        """Groups whose answers are there."""
+        for groups in self.queue.taken.values():
+            yield from groups
+        for entry in self.queue.entries:
+            group = entry.group or entry.answer
+            if group is not None:
+                yield group
+
+    def in_flight(self) -> tuple[str, ...]:
+        """Prompts whose answers are not there, in the order in which they are to go out again."""
+        entries = sorted(self.queue.entries, key=lambda entry: entry.number)
+        return tuple(entry.uid for entry in entries if entry.group is None and entry.answer is None)

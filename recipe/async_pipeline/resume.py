@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which checkpoint a run goes on, decided before anything is started.
+
+trainer.resume_mode      auto: the newest that can be used, or from the beginning where there is none;
+                         resume_path: the one in trainer.resume_from_path, or an error; disable: from the beginning.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from .checkpoint import Found, newest, sweep, verify
+from .errors import CheckpointError, ConfigError
+from .knobs import OWN, AsyncPipelineConfig, select
+from .placement import Placement
+
+MODES = ("auto", "disable", "resume_path")
+
+
+class Origin(NamedTuple):
+    """Where a run begins."""
+
+    run: str
+    """Its name, which it keeps however often it is resumed."""
+    identity: Mapping[str, str]
+    root: Path
+    """Where its checkpoints go."""
+    found: Found | None
+    """None: it begins from the beginning."""
+
+
+def check_keys(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError: the keys of verl that say from where contradict each other."""
+    mode, path = select(config, "trainer.resume_mode"), select(config, "trainer.resume_from_path")
+    if mode not in MODES:
+        raise ConfigError(f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default")
+    if mode == "resume_path" and not isinstance(path, str):
+        raise ConfigError(f"trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got {path!r}; set it")
+
+
+def origin_of(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str, say: Callable[[str], object]
+) -> Origin:
+    """`config`: verl's, resolved; `say` hears of each checkpoint that is refused.
+
+    Raises ConfigError, CheckpointError: the one that was asked for cannot be used.
+    """
+    root = Path(str(select(config, "trainer.default_local_dir"))).expanduser().resolve()
+    identity = identity_of(config, knobs, placement, verl)
+    found = _found(config, root, identity, say)
+    run = f"{time.time():.0f}-{uuid.uuid4().hex[:8]}" if found is None else found.manifest.run
+    sweep(root)
+    return Origin(run, identity, root, found)
+
+
+def _found(
+    config: Mapping[str, Any], root: Path, identity: Mapping[str, str], say: Callable[[str], object]
+) -> Found | None:
+    mode = select(config, "trainer.resume_mode")
+    if mode == "auto":
+        return newest(root, identity, say)
+    if mode == "disable":
+        return None
+    folder = Path(str(select(config, "trainer.resume_from_path"))).expanduser().resolve()
+    try:
+        return Found(folder, verify(folder, identity))
+    except CheckpointError as error:
+        raise CheckpointError(f"trainer.resume_from_path is refused: {error}") from None
+
+
+def identity_of(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str
+) -> Mapping[str, str]:
+    """What has to stay as it is from one process of a run to the next, by the name of its key."""
+    train, critic = placement.pool_of("train"), placement.pool_of("critic")
+    same = ("trainer.project_name", "data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.strategy")
+    return {
+        **{path: str(select(config, path)) for path in same},
+        f"{OWN}.strategy": knobs.strategy,
+        f"{OWN}.max_lag": str(knobs.max_lag),
+        f"{OWN}.oldest_share": f"{knobs.oldest_share:g}",
+        f"{OWN}.ref_refresh_every": str(knobs.ref_refresh_every),
+        "actor_rollout_ref.model.path": model_of(str(select(config, "actor_rollout_ref.model.path"))),
+        "the number of training devices": str(0 if train is None else train.devices),
+        "the number of the critic's devices": str(0 if critic is None else critic.devices),
+        "verl": verl,
+    }
+
+
+def model_of(path: str) -> str:
+    """What tells a model from others: its configuration, and names and shapes of its tensors. Else its name."""
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        return path
+    digest = xxhash.xxh3_64((folder / "config.json").read_bytes())
+    for part in _headers(folder):
+        digest.update(part)
+    return f"the model {digest.hexdigest()}"
+
+
+def _headers(folder: Path) -> Iterator[bytes]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            yield stream.read(int.from_bytes(stream.read(8), "little"))

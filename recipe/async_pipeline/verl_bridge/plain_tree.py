@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested Python values with tensors in them, as two files that run no code when they are read.
+
+`NAME.safetensors` has the tensors, `NAME.msgpack` all the rest. Anything but tensors, arrays, pictures and what msgpack
+knows is refused; pickle would take it, and would run whatever is in the file when it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from ..errors import CheckpointError
+
+_TUPLE, _TENSOR, _ARRAY, _OBJECTS, _MAPPING, _PICTURE = "~tuple", "~tensor", "~array", "~objects", "~mapping", "~picture"
+
+
+def write(path: Path, value: Any) -> None:
+    """`path`: without a suffix. Raises CheckpointError: something in it can only be pickled; nothing is written then."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain = _flatten(value, tensors)
+    save_file(tensors, path.with_suffix(".safetensors"))
+    path.with_suffix(".msgpack").write_bytes(msgspec.msgpack.encode(plain))
+
+
+def read(path: Path) -> Any:
+    tensors = load_file(path.with_suffix(".safetensors"))
+    return _unflatten(msgspec.msgpack.decode(path.with_suffix(".msgpack").read_bytes()), tensors)
+
+
+def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    for kind, flatten in _KINDS.items():
+        if isinstance(value, kind):
+            return flatten(value, tensors)
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    raise CheckpointError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written without pickle")
+
+
+def _flatten_array(value: np.ndarray[Any, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    if value.dtype.kind in "OUS":
+        return {_OBJECTS: _flatten(value.reshape(-1).tolist(), tensors), "shape": list(value.shape)}
+    return {_ARRAY: _keep(torch.from_numpy(np.ascontiguousarray(value)), tensors), "shape": list(value.shape)}
+
+
+def _flatten_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    if all(isinstance(key, str) and not key.startswith("~") for key in value):
+        return {key: _flatten(one, tensors) for key, one in value.items()}
+    return {_MAPPING: [[_flatten(key, tensors), _flatten(one, tensors)] for key, one in value.items()]}
+
+
+_KINDS: Mapping[type, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
+    torch.Tensor: lambda value, tensors: {_TENSOR: _keep(value.detach().cpu(), tensors)},
+    np.generic: lambda value, tensors: _flatten(value.item(), tensors),
+    np.ndarray: _flatten_array,
+    dict: _flatten_dict,
+    tuple: lambda value, tensors: {_TUPLE: [_flatten(one, tensors) for one in value]},
+    list: lambda value, tensors: [_flatten(one, tensors) for one in value],
+    Image.Image: lambda value, tensors: {_PICTURE: value.tobytes(), "mode": value.mode, "size": list(value.size)},
+}
+
+
+def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+    name = str(len(tensors))
+    # A copy: rows of one batch share its memory, which the format has no word for.
+    tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+    return name
+
+
+def _unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_unflatten(one, tensors) for one in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensors[plain[_TENSOR]]
+    if _TUPLE in plain:
+        return tuple(_unflatten(plain[_TUPLE], tensors))
+    if _ARRAY in plain:
+        return tensors[plain[_ARRAY]].numpy().reshape(plain["shape"])
+    if _PICTURE in plain:
+        return Image.frombytes(plain["mode"], tuple(plain["size"]), plain[_PICTURE])
+    if _OBJECTS in plain:
+        made = np.empty(len(plain[_OBJECTS]), dtype=object)
+        for index, one in enumerate(plain[_OBJECTS]):
+            made[index] = _unflatten(one, tensors)
+        return made.reshape(plain["shape"])
+    if _MAPPING in plain:
+        return {_unflatten(key, tensors): _unflatten(one, tensors) for key, one in plain[_MAPPING]}
+    return {key: _unflatten(one, tensors) for key, one in plain.items()}

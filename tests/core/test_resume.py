@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is killed at any moment, and goes on from its last checkpoint, as often as that happens.
+
+Killed means what SIGKILL means: from one record to the next nothing is written any more. What the process did
+beyond its last checkpoint is lost, and of its ledger the end may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline import AsyncTrainingFlow
+from recipe.async_pipeline.core.audit import Audit, audit, valid
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.state import FlowState
+from recipe.async_pipeline.errors import ConservationError
+from tests.core.test_flow import LAYOUTS
+from tests.sim import ALL_ROLES, WITH_CRITIC, SimCheckpoint, SimTrainer
+
+Records = list[Mapping[str, Any]]
+Make = Callable[..., SimTrainer]
+
+
+class Life:
+    """One process: from where it begins to where it is killed, or to its end."""
+
+    def __init__(self, trainer: SimTrainer, killed_at: int | None = None) -> None:
+        """`killed_at`: the record, of the ledger or of the event log, after which nothing is written."""
+        self.trainer, self._left = trainer, killed_at
+        self.ledger: Records = []
+        self.checkpoints: Sequence[SimCheckpoint] = ()
+        self.alive = True
+        self.flow = AsyncTrainingFlow(trainer)
+        self.flow.ledger.subscribe(lambda record: self.ledger.append(record.as_dict()) if self._lives() else None)
+        self.flow.log.subscribe(lambda record: self._lives())
+        run_virtual(self._main())
+
+    async def _main(self) -> None:
+        run = asyncio.create_task(self.flow.run())
+        self._killed = asyncio.Event()
+        kill = asyncio.create_task(self._killed.wait())
+        await asyncio.wait([run, kill], return_when=asyncio.FIRST_COMPLETED)
+        kill.cancel()
+        if self.alive:
+            self.checkpoints = tuple(self.trainer.checkpoints)
+            run.result()
+        run.cancel()
+        await asyncio.wait([run])
+
+    def _lives(self) -> bool:
+        if self.alive and self._left is not None:
+            if self._left == 0:
+                self.alive, self.checkpoints = False, tuple(self.trainer.checkpoints)
+                self._killed.set()
+            self._left -= 1
+        return self.alive
+
+
+def written_and_read(checkpoint: SimCheckpoint) -> SimCheckpoint:
+    flow = msgspec.json.decode(msgspec.json.encode(checkpoint.flow), type=FlowState)
+    assert flow == checkpoint.flow
+    return checkpoint._replace(flow=flow)
+
+
+def lives(make: Make, kills: Iterable[int], lost: int = 0) -> tuple[Life, Records]:
+    """Killed after so many records, each time, then left alone. Returns the last process and the ledger of all.
+
+    `lost`: records at the end of the ledger that a kill takes along, as far as no checkpoint has seen them.
+    """
+    ledger: Records = []
+    newest: SimCheckpoint | None = None
+    for kill in [*kills, None]:
+        life = Life(make(resume=newest), kill)
+        if newest is None:
+            ledger = []
+        ledger += life.ledger
+        if life.alive:
+            return life, ledger
+        if life.checkpoints:
+            newest = written_and_read(life.checkpoints[-1])
+        while newest and lost and ledger and ledger[-1]["n"] > newest.flow.ledger.number and ledger[-1]["kind"] != "resumed":
+            ledger.pop()
+            lost -= 1
+    raise AssertionError("the last one is not killed")
+
+
+def steps_of(ledger: Records) -> list[set[str]]:
+    return [set(record["uids"]) for record in valid(ledger) if record["kind"] == "trained"]
+
+
+def check(found: Audit, *, steps: int, groups: int, max_lag: int) -> None:
+    assert found.violations == []
+    assert (found.status, found.steps, found.in_flight) == ("completed", steps, 0)
+    assert found.trained == steps * groups
+    assert found.dispatched == found.trained + found.filtered + found.expired + found.failed
+    assert found.lag_max <= max_lag
+
+
+@settings(max_examples=150)
+@given(
+    max_lag=st.integers(0, 4),
+    steps=st.integers(2, 8),
+    groups=st.integers(1, 4),
+    times=st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0, 40.0]), min_size=1, max_size=12),
+    costs=st.fixed_dictionaries(
+        {
+            name: st.sampled_from([0.0, 0.5, 6.0])
+            for name in ("draw", "logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "critic", "save", "restore")
+        }
+    ),
+    order=st.sampled_from(["drawn", "finished"]),
+    stale=st.sampled_from(["wait", "resume", "drop"]),
+    share=st.sampled_from([0.5, 1.0]),
+    sync_every=st.integers(1, 5),
+    save_every=st.integers(1, 3),
+    filtered_every=st.sampled_from([2, 3, 1000]),
+    places=st.sampled_from(LAYOUTS),
+    old=st.sampled_from(["trainer", "pool", "rollout"]),
+    critic=st.booleans(),
+    kills=st.lists(st.integers(1, 600), min_size=1, max_size=4),
+    lost=st.integers(0, 9),
+)
+def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
+    max_lag: int,
+    steps: int,
+    groups: int,
+    times: list[float],
+    costs: dict[str, float],
+    order: str,
+    stale: str,
+    share: float,
+    sync_every: int,
+    save_every: int,
+    filtered_every: int,
+    places: dict[str, str],
+    old: str,
+    critic: bool,
+    kills: list[int],
+    lost: int,
+) -> None:
+    share = share if max_lag and groups > 1 else 1.0
+    sync_every = min(sync_every, max_lag + (share == 1))
+    if "logp" not in places or (old == "pool" and max_lag == 0):
+        old = "trainer"
+
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        return SimTrainer(
+            max_lag=max_lag,
+            steps=steps,
+            groups=groups,
+            costs=costs,
+            answer_s=lambda step, index: times[(step * 7 + index) % len(times)],
+            order=order,
+            stale=stale,
+            oldest_share=share,
+            sync_every=1 if "logp" in places and old == "trainer" else sync_every,
+            save_every=save_every,
+            places=places,
+            old=old,
+            roles=WITH_CRITIC if critic else ALL_ROLES,
+            filtered=lambda uid: sum(uid.encode()) % filtered_every == 0 if filtered_every < 1000 else False,
+            resume=resume,
+        )
+
+    last, ledger = lives(make, kills, lost)
+    check(audit(valid(ledger)), steps=steps, groups=groups, max_lag=max_lag)
+    assert last.flow.result().steps == steps
+    if order == "drawn" and stale == "wait":
+        _, undisturbed = lives(make, [])
+        assert steps_of(ledger) == steps_of(undisturbed)
+
+
+def killed_everywhere(**settings: Any) -> list[tuple[Life, Records]]:
+    """One run for each of its records, killed after that one."""
+
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        return SimTrainer(resume=resume, **settings)
+
+    whole = Life(make())
+    moments = len(whole.ledger) + len(whole.flow.log.records)
+    return [lives(make, [moment]) for moment in range(1, moments)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_lag": 0, "save_every": 1},
+        {"max_lag": 1, "save_every": 2, "roles": WITH_CRITIC, "places": {"critic": "critic"}, "filtered": lambda uid: uid == "p2.1"},
+        {
+            "max_lag": 3,
+            "save_every": 1,
+            "order": "finished",
+            "stale": "drop",
+            "answer_s": lambda step, index: 9.0 if index == 0 else 0.3,
+            "costs": {"assemble": 0.25, "draw": 0.25},
+        },
+        {"max_lag": 4, "save_every": 3, "sync_every": 3, "answer_s": lambda step, index: 0.1, "costs": {"logp": 2.0}},
+        {"max_lag": 4, "save_every": 1, "costs": {"assemble": 6.0}, "filtered": lambda uid: uid in ("p2.0", "p3.1")},
+    ],
+    ids=["on_policy", "one_step_off", "fully_async", "n_step_ahead", "slow_join"],
+)
+def test_killed_after_each_of_its_records(settings: dict[str, Any]) -> None:
+    for _, ledger in killed_everywhere(steps=4, groups=2, **settings):
+        check(audit(valid(ledger)), steps=4, groups=2, max_lag=settings["max_lag"])
+
+
+def test_what_was_finished_is_not_answered_again() -> None:
+    """Groups that wait for a step, those that steps have taken, and those that nobody had judged."""
+
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        return SimTrainer(
+            max_lag=4, steps=6, groups=2, save_every=2, answer_s=lambda step, index: 0.1, costs={"update": 5.0, "logp": 3.0}, resume=resume
+        )
+
+    first = Life(make())
+    checkpoint = written_and_read(first.checkpoints[0])
+    finished = {group.uid for group in checkpoint.flow.finished()}
+    assert len(finished) >= 6, "generation was far ahead"
+    second = Life(make(resume=checkpoint))
+    again = {record["uid"] for record in second.ledger if record["kind"] == "again"}
+    assert again.isdisjoint(finished)
+    assert again == set(checkpoint.flow.in_flight())
+
+
+def test_versions_go_on_where_they_were() -> None:
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        return SimTrainer(max_lag=2, steps=7, save_every=4, sync_every=3, resume=resume)
+
+    resumed = Life(make(resume=Life(make()).checkpoints[0]))
+    assert [p.version for p in resumed.flow.publications] == [4, 6, 7], "of a step that is not published otherwise"
+    assert [batch.step for batch in resumed.trainer.trained] == [5, 6, 7]
+
+
+def test_a_run_that_is_over_only_publishes() -> None:
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        return SimTrainer(max_lag=2, steps=3, save_every=3, resume=resume)
+
+    over = Life(make(resume=Life(make()).checkpoints[-1]))
+    assert over.trainer.trained == []
+    assert over.flow.result().groups_trained == 9
+    assert [p.version for p in over.flow.publications] == [3]
+
+
+def test_a_checkpoint_that_holds_more_than_is_left_to_train() -> None:
+    before = Life(SimTrainer(max_lag=4, steps=8, save_every=2, answer_s=lambda s, i: 0.1)).checkpoints[0]
+    with pytest.raises(ConservationError, match="step 3 is the last; train at least so many"):
+        AsyncTrainingFlow(SimTrainer(max_lag=4, steps=3, resume=before))
+    longer = Life(SimTrainer(max_lag=4, steps=12, resume=before))
+    assert longer.flow.result().steps == 12
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_only_as_far_as_weights_allow() -> None:
+    trainer = SimTrainer(max_lag=2, save_every=2, costs={"save": 30.0}, roles=WITH_CRITIC, places={"critic": "critic", "logp": "logp"}, old="rollout")
+    Life(trainer)
+    calls = trainer.calls
+    assert calls.index("gather:2") < calls.index("save:2"), "replicas do not wait for it"
+    for role in ("update", "critic"):
+        assert calls.index("save:2") < calls.index(f"{role}:3")

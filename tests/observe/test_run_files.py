@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a run that goes on in the directory of an earlier process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from recipe.async_pipeline.observe.run_files import is_ledger_of, rows_until, set_aside
+
+
+def test_what_is_set_aside_gets_the_next_number(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert set_aside(path) is None
+    for text in "ab":
+        path.write_text(text)
+        set_aside(path)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"events.1.jsonl": "a", "events.2.jsonl": "b"}
+
+
+def test_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    validation = [{"step": 2, "data": {"async_pipeline/validation/version": v}} for v in (1, 2)]
+    rows = [*({"step": step, "data": {"reward": step}} for step in (1, 2)), *validation, {"step": 3, "data": {"reward": 3}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "da')
+    assert rows_until(path, 2) == rows[:3], "version 2 is validated anew"
+    assert rows_until(tmp_path / "none", 2) == []
+
+
+def test_whose_ledger_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    assert not is_ledger_of(path, "r")
+    path.write_text('{"n": 1, "kind": "opened", "run": "r"}\n{"n": 2}\n')
+    assert is_ledger_of(path, "r") and not is_ledger_of(path, "s")
+    path.write_text("")
+    assert not is_ledger_of(path, "r")

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From where a run goes on is decided, and complained of, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from recipe.async_pipeline.checkpoint import begin, publish
+from recipe.async_pipeline.errors import CheckpointError, ConfigError
+from recipe.async_pipeline.knobs import OWN, AsyncPipelineConfig
+from recipe.async_pipeline.placement import placement_of
+from recipe.async_pipeline.resume import Origin, check_keys, identity_of, model_of, origin_of
+
+
+def config(root: Path, **trainer: Any) -> dict[str, Any]:
+    return {
+        "data": {"train_batch_size": 16},
+        "actor_rollout_ref": {
+            "model": {"path": "some/model"},
+            "actor": {"strategy": "fsdp2"},
+            "rollout": {"n": 8, "nnodes": 1, "n_gpus_per_node": 1, "tensor_model_parallel_size": 1},
+        },
+        "trainer": {
+            "project_name": "p", "resume_mode": "auto", "resume_from_path": None, "default_local_dir": str(root),
+            "nnodes": 1, "n_gpus_per_node": 1, **trainer,
+        },
+    }
+
+
+def origin(raw: dict[str, Any], said: list[str] | None = None, **knobs: Any) -> Origin:
+    own = AsyncPipelineConfig(**knobs)
+    placement = placement_of(raw, own.pools, ["logp"], "pools")
+    return origin_of(raw, own, placement, "0.9.1", (said if said is not None else []).append)
+
+
+def saved(root: Path, step: int, **knobs: Any) -> Path:
+    made = origin(config(root, resume_mode="disable"), **knobs)
+    part = begin(root, step)
+    (part / "x").write_text("x")
+    return publish(part, step=step, run=made.run, identity=made.identity, saved_unix=float(step))
+
+
+def test_a_new_run_gets_a_name_and_a_resumed_one_keeps_it(tmp_path: Path) -> None:
+    first = origin(config(tmp_path))
+    assert first.found is None
+    assert first.run != origin(config(tmp_path)).run
+    folder = saved(tmp_path, 4)
+    again = origin(config(tmp_path))
+    assert again.found is not None and again.found.folder == folder
+    assert again.run == again.found.manifest.run
+
+
+def test_disabled_means_from_the_beginning(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    assert origin(config(tmp_path, resume_mode="disable")).found is None
+
+
+def test_one_that_is_asked_for_by_its_path_is_used_or_an_error(tmp_path: Path) -> None:
+    older, newer = saved(tmp_path, 4), saved(tmp_path, 8)
+    asked = config(tmp_path / "elsewhere", resume_mode="resume_path", resume_from_path=str(older))
+    found = origin(asked).found
+    assert found is not None and found.folder == older
+    (older / "x").write_text("y")
+    with pytest.raises(CheckpointError, match="trainer.resume_from_path is refused: .*global_step_4 is damaged: the contents of x"):
+        origin(asked)
+    assert newer.exists(), "no other one is taken instead"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"strategy": "fully_async"}, f"{OWN}.strategy was n_step_ahead there and is fully_async here"),
+        ({"max_lag": 5}, f"{OWN}.max_lag was 3 there and is 5 here"),
+    ],
+)
+def test_a_strategy_that_changed_is_said_by_name(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    saved(tmp_path, 4, strategy="n_step_ahead", max_lag=3)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="found no checkpoint"):
+        origin(config(tmp_path), said, **{"strategy": "n_step_ahead", "max_lag": 3, **change})
+    assert reason in said[0]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    begin(tmp_path, 9)
+    origin(config(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"resume_mode": "maybe"}, "trainer.resume_mode must be one of auto, disable, resume_path, got 'maybe'"),
+        ({"resume_mode": "resume_path"}, "trainer.resume_from_path must be a folder global_step_N .* got None"),
+    ],
+)
+def test_keys_that_contradict_each_other(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_keys(config(tmp_path, **keys))
+
+
+def tensors(folder: Path, shape: tuple[int, ...]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(shape, np.float32)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_model_is_known_by_its_shape_and_not_by_its_place(tmp_path: Path) -> None:
+    one, same, other = (tensors(tmp_path / name, shape) for name, shape in (("a", (2, 3)), ("b", (2, 3)), ("c", (3, 2))))
+    assert model_of(one) == model_of(same) != model_of(other)
+
+
+def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
+    assert model_of("org/name") == "org/name"
+    raw = config(tmp_path)
+    placement = placement_of(raw, None, ["logp"], "pools")
+    assert identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")["actor_rollout_ref.model.path"] == "some/model"
