@@ -195,6 +195,8 @@ def test_own_knobs_arrive() -> None:
         "wait_timeout_s": 5,
         "publish_timeout_s": 2.5,
         "loop_stall_s": 7.5,
+        "step_down_after": 4,
+        "step_up_after": 5,
         "proof_tensors": 3,
         "depth": 2,
         "oldest_share": 0.5,

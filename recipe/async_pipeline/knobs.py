@@ -61,6 +61,10 @@ class AsyncPipelineConfig:
     """Seconds that the trainer's event loop may not turn, before stacks go to diagnosis.txt; the run goes on."""
     publish_timeout_s: float = 600.0
     """Deadline for one replica to load and prove one version."""
+    step_down_after: int = 3
+    """Publications in a row for which a replica had to be fenced, before less is done asynchronously; 0: never."""
+    step_up_after: int = 20
+    """Good publications in a row, before more is done asynchronously again."""
     proof_tensors: int = 16
     """Tensors compared with the trainer's after each load; a rotating sample covers all in turn."""
     preduce_bucket_size_mb: int = 512
@@ -120,7 +124,8 @@ class AsyncPipelineConfig:
         for name in ("wait_timeout_s", "publish_timeout_s", "loop_stall_s"):
             value = getattr(self, name)
             _require(value > 0, name, "must be > 0 seconds", value, "leave it out for the default")
-        for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb", "prompt_attempts"):
+        _require(self.step_down_after >= 0, "step_down_after", "must be >= 0", self.step_down_after, "0 never steps down")
+        for name in ("sync_every", "step_up_after", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb", "prompt_attempts"):
             value = getattr(self, name)
             _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE), ("validation", VALIDATION), ("reward_failure", REWARD_FAILURE)):

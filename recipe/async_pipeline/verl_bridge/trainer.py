@@ -39,6 +39,7 @@ from ..core.flow import GRAPH, AsyncTrainingFlow
 from ..core.items import Group, Prompt, Publication, StepBatch, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
+from ..core.step_down import Caution, Change
 from ..core.waits import waits_of
 from ..errors import PatchedVerlRequired, RolloutError, WeightSyncError
 from ..knobs import AsyncPipelineConfig
@@ -102,6 +103,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
         self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
         self.placement = Placement.from_list(own["placement"])
         self.max_lag = self.knobs.max_lag
+        self.caution = Caution(after=self.knobs.step_down_after, clean=self.knobs.step_up_after, depth=self.knobs.sync_every - 1)
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
         self.run_dir = Path(str(self.knobs.run_dir))
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
@@ -560,6 +562,9 @@ class AsyncPipelineTrainer(ResumableTrainer):
         newest = max(self._tickets, default=version)
         self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: bytes(ticket)}
         return bytes(ticket)
+
+    def stepped(self, change: Change) -> None:
+        _say(f"weight updates are {change.level.name.lower().replace('_', '-')} from here on: {change.why}")
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         assert isinstance(snapshot, bytes)
