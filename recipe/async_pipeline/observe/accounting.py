@@ -278,7 +278,8 @@ class Accountant:
         if gates:
             return gates
         if "WAITING_RESOURCE" in states:
-            return tuple(holder for holder, _ in self._holders[self._home[role]])
+            # A role without devices is here between two records of its own.
+            return tuple(holder for holder, _ in self._holders.get(self._home.get(role, ""), {}))
         if "WAITING_OUTPUT" in states:
             return self._downstream.get(role, ())
         return self._upstream.get(role, ()) if "WAITING_INPUT" in states else ()
