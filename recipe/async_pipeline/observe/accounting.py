@@ -180,6 +180,10 @@ class Accountant:
         """Device-seconds by pool and reason of which nothing will be corrected any more."""
         return {name: _sum(pool.seconds) for name, pool in self._pools.items()}
 
+    def doing(self) -> dict[str, str]:
+        """The reason of each pool's seconds from the last record on, as the roles see it."""
+        return {name: self._reason(name) if self._serving else "start_up" for name in self._pools}
+
     # What a record changes.
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
