@@ -48,6 +48,7 @@ from ..observe.overlap import OverlapMeter
 from ..observe.step_account import StepAccountant
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import StepRow, closing, header, progress
+from ..observe.trace import leave_trace
 from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
 from ..weight_sync.versioned_engine import LoadMode
@@ -76,6 +77,8 @@ SHOWN_REPLICAS = 16
 """The versions of so many replicas are metrics of their own; of more, the oldest alone."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
+TRACE_S = 60.0
+"""Seconds that the trace of the run may take; `async-pipeline report` writes it later otherwise."""
 VALIDATION_POLL_S = 0.05
 """verl polls the sample store during validation, by default every 2 s."""
 
@@ -227,19 +230,25 @@ class AsyncPipelineTrainer(ResumableTrainer):
             asyncio.run(self._run())
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
+            trace = self._threads.submit(leave_trace, self.run_dir, _say)
             wait([self._threads.submit(self.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
+            wait([trace], timeout=TRACE_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._shutdown_dump_executor()
 
     def _open_run(self) -> None:
-        """Make the run's directory, and what writes there."""
+        """Make the run's directory, and what writes there; what another process made of its end is not of this run."""
         self._open_files()
+        for left in ("summary.json", "trace.json", "report.html"):
+            (self.run_dir / left).unlink(missing_ok=True)
+        settings = OmegaConf.to_container(self.config, resolve=True)
+        write_atomically(self.run_dir / "config.json", settings, unknown=str)
         trainer = self.config.trainer
         self.logger = Tracking(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
             default_backend=trainer.logger,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=settings,
         )
         self.validation_generations_logger = ValidationGenerationsLogger(
             project_name=trainer.project_name, experiment_name=trainer.experiment_name
