@@ -49,6 +49,7 @@ from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import StepRow, closing, header, progress
 from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
+from ..redaction import redacted
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
@@ -237,7 +238,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
             default_backend=trainer.logger,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=redacted(OmegaConf.to_container(self.config, resolve=True)),
         )
         self.validation_generations_logger = ValidationGenerationsLogger(
             project_name=trainer.project_name, experiment_name=trainer.experiment_name
