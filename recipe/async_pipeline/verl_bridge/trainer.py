@@ -67,7 +67,7 @@ from .resumable import echo as _echo
 from .resumable import say as _say
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
-from .workers import REF_COLUMN, LogProbWorker, PipelineWorker, logp_config
+from .workers import REF_COLUMN, LogProbWorker, PipelineCritic, PipelineWorker, logp_config
 
 T = TypeVar("T")
 KEPT_RECORDS = 10_000
@@ -159,9 +159,9 @@ class AsyncPipelineTrainer(ResumableTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        for role in (Role.Actor, Role.RefPolicy):
+        for role, worker in ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role.Critic, PipelineCritic)):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(PipelineWorker)
+                self.role_worker_mapping[role] = ray.remote(worker)
         pools = self.resource_pool_manager
         for pool in self.placement.pools:
             if "train" in pool.roles or "generate" in pool.roles:
