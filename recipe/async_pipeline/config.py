@@ -27,6 +27,7 @@ from .knobs import (
     walk,
 )
 from .placement import wishes_of
+from .redaction import shown
 
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 
@@ -129,7 +130,7 @@ def _reject_unknown(own: Mapping[str, Any]) -> None:
     for name in own:
         if name not in own_fields():
             raise ConfigError(
-                f"{OWN}.{name} is unknown, got {own[name]!r}{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
+                f"{OWN}.{name} is unknown, got {shown(str(name), own[name])}{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
             )
 
 
@@ -157,7 +158,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
         leaf = path.rsplit(".", 1)[-1]
         places = right_places.get(leaf, ())
         if places and path not in places:
-            raise ConfigError(f"{path} is misplaced, got {value!r}; it belongs at {' or '.join(places)}")
+            raise ConfigError(f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places)}")
     # These names are common; only where verl has no such key are they certainly meant for us.
     for name in ("strategy", "run_dir", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
         for path in (name, f"trainer.{name}", f"trainer.v1.{name}", f"trainer.async_pipeline.{name}"):
@@ -180,7 +181,7 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, list(ours), n=1, cutoff=0.85)
             if close:
                 path = f"{parent}.{name}" if parent else name
-                raise ConfigError(f"{path} is unknown, got {node[name]!r}; did you mean {close[0]!r}?")
+                raise ConfigError(f"{path} is unknown, got {shown(path, node[name])}; did you mean {close[0]!r}?")
 
 
 def _check_types(own: Mapping[str, Any]) -> None:
@@ -193,6 +194,8 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "prompt_attempts": int,
         "reward_concurrency": int,
         "reward_batch": int,
+        "reward_memory_mb": int,
+        "reward_cpu_s": (int, float),
         "reward_failure": str,
         "validation": str,
         "publish_timeout_s": (int, float),

@@ -51,6 +51,7 @@ from ..observe.table import StepRow, closing, header, progress
 from ..observe.trace import leave_trace
 from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
+from ..redaction import redacted
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
@@ -68,7 +69,7 @@ from .resumable import echo as _echo
 from .resumable import say as _say
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
-from .workers import REF_COLUMN, LogProbWorker, PipelineWorker, logp_config
+from .workers import REF_COLUMN, LogProbWorker, PipelineCritic, PipelineWorker, logp_config
 
 T = TypeVar("T")
 KEPT_RECORDS = 10_000
@@ -163,9 +164,9 @@ class AsyncPipelineTrainer(ResumableTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        for role in (Role.Actor, Role.RefPolicy):
+        for role, worker in ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role.Critic, PipelineCritic)):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(PipelineWorker)
+                self.role_worker_mapping[role] = ray.remote(worker)
         pools = self.resource_pool_manager
         for pool in self.placement.pools:
             if "train" in pool.roles or "generate" in pool.roles:
@@ -241,7 +242,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
         self._open_files()
         for left in ("summary.json", "trace.json", "report.html"):
             (self.run_dir / left).unlink(missing_ok=True)
-        settings = OmegaConf.to_container(self.config, resolve=True)
+        settings = redacted(OmegaConf.to_container(self.config, resolve=True))
         write_atomically(self.run_dir / "config.json", settings, unknown=str)
         trainer = self.config.trainer
         self.logger = Tracking(
