@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole run is killed, with every process of it, and the same command goes on where it was.
+
+With answers that are seeded, nothing tells such a run from one that was left alone: neither its ledger nor its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.audit import audit_file
+from recipe.async_pipeline.checkpoint import published
+from tests.e2e.job import Event, Job, processes_of, run_job, smoke_command
+
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
+
+STEPS = 6
+TOLERANCE = 1e-5
+COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
+AFTER_S = 2.0
+"""A kill comes up to so long after the line of output that announces it."""
+
+
+def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """First whoever would clean up."""
+    process.send_signal(signal.SIGKILL)
+    while alive := processes_of(run_dir):
+        for line in alive:
+            try:
+                os.kill(int(line.partition(":")[0]), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+
+
+def killed_at(step: int, seed: int, run_dir: Path) -> Event:
+    """A moment after a step was reported: in its checkpoint, in the publication, or in the next step."""
+    delay_s = random.Random(seed).uniform(0.0, AFTER_S)
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        threading.Timer(delay_s, kill_all, (process, run_dir)).start()
+
+    return Event(f" {step}/{STEPS} ", kill)
+
+
+def command(folder: Path, strategy: str, *overrides: str) -> list[str]:
+    agents = folder / "agents.json"
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
+    return smoke_command(
+        f"async_strategy={strategy}",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.resume_mode=auto",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        f"trainer.v1.async_pipeline.run_dir={folder / 'run'}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "actor_rollout_ref.actor.optim.lr=6.0e-4",
+        *overrides,
+    )
+
+
+def ended_well(job: Job) -> dict[str, Any]:
+    assert job.status == 0, job.output[-3000:]
+    found = audit_file(job.run_dir)
+    assert found.violations == []
+    assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", STEPS, STEPS * 16, 0)
+    summary = job.summary
+    assert (summary["status"], summary["steps"], summary["groups_trained"]) == ("completed", STEPS, STEPS * 16)
+    return summary
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    saved = folder / "checkpoints" / f"global_step_{STEPS}" / "actor" / "model_world_size_1_rank_0.pt"
+    loaded = torch.load(saved, weights_only=False)
+    return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded.items()}
+
+
+def losses(job: Job) -> list[dict[str, float]]:
+    rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
+    return [{name: row[name] for name in COMPARED} for row in rows]
+
+
+def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: Path, tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for folder in (alone, killed):
+        folder.mkdir()
+    undisturbed = run_job(command(alone, "on_policy", f"trainer.save_freq={STEPS}"), alone / "run", tied_task)
+    ended_well(undisturbed)
+
+    again = command(killed, "on_policy", "trainer.save_freq=2")
+    first = run_job(again, killed / "run", tied_task, events=[killed_at(2, 1, killed / "run")])
+    second = run_job(again, killed / "run", tied_task, events=[killed_at(5, 2, killed / "run")])
+    last = run_job(again, killed / "run", tied_task)
+    assert first.status != 0 and second.status != 0
+    ended_well(last)
+    assert " resumed from " in last.output
+    assert audit_file(last.run_dir).processes >= 2
+
+    assert losses(last) == [pytest.approx(row, abs=TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)]
+    ours, theirs = weights(killed), weights(alone)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if not name.endswith("k_proj.bias"):  # its gradient is rounding noise
+            torch.testing.assert_close(tensor, theirs[name], atol=TOLERANCE, rtol=TOLERANCE, msg=name)
+
+
+def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(tied_task: Path, tmp_path: Path) -> None:
+    """Groups in flight, finished, and in batches of steps to come; some are filtered."""
+    again = command(
+        tmp_path,
+        "fully_async",
+        "trainer.v1.async_pipeline.max_lag=3",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=reward",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=2",
+    )
+    run_dir = tmp_path / "run"
+    first = run_job(again, run_dir, tied_task, events=[killed_at(4, 3, run_dir)])
+    assert first.status != 0
+    newest, before = published(tmp_path / "checkpoints")[:2]
+    with (newest / "pipeline.json").open("a") as file:
+        file.write(" ")
+    last = run_job(again, run_dir, tied_task)
+    summary = ended_well(last)
+    assert f"checkpoint refused: {newest} is damaged: pipeline.json has" in last.output
+    assert f"resumed from {before}" in last.output
+    assert summary["groups_filtered"] > 0
+    assert [row["step"] for row in last.metrics() if "actor/pg_loss" in row["data"]] == list(range(1, STEPS + 1))
+    assert len(published(tmp_path / "checkpoints")) == 2
