@@ -80,6 +80,15 @@ def test_a_run_without_metrics_still_has_its_account(folder: Path, tmp_path: Pat
     assert found.fates["filtered"] > 0
 
 
+def test_events_of_another_version_are_left_out_with_a_line_that_says_so(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
+    (tmp_path / "events.jsonl").write_text((folder / "events.jsonl").read_text().replace('"replicas"', '"copies"'))
+    found = data_of(read_run(tmp_path))
+    assert any(text.startswith("events.jsonl cannot be understood (KeyError: 'replicas')") for text in found.missing)
+    assert found.accounting is None
+    assert len(found.reward.x) == STEPS
+
+
 def test_settings_that_differ_are_told_and_names_and_places_are_not() -> None:
     a = {"trainer": {"v1": {"max_lag": 1, "run_dir": "a"}, "experiment_name": "a"}, "data": {"train_files": "a", "shuffle": True}, "lr": 1e-6}
     b = {"trainer": {"v1": {"max_lag": 3, "run_dir": "b", "depth": 2}, "experiment_name": "b"}, "data": {"train_files": "b", "shuffle": True}, "lr": 1e-6}

@@ -79,3 +79,8 @@ def test_what_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(RunFilesError, match="has neither events nor metrics of a run") as caught:
         read_run(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_was_resumed_says_whose_events_are_not_shown(folder: Path) -> None:
+    (folder / "events.1.jsonl").write_text("")
+    assert read_run(folder).missing == ("the run was resumed: the events of 1 earlier process are not shown, their metrics are",)

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ..core.events import Interval, LogRecord, busy_intervals
-from .accounting import Accountant, Accounting
+from .accounting import Accountant, Accounting, AccountingError
 from .group_counts import GroupCounts
 from .run_reader import PREFIX, RunFiles
 
@@ -90,8 +90,12 @@ class RunData:
 
 
 def data_of(files: RunFiles) -> RunData:
-    """Raises AccountingError: the event log contradicts itself."""
-    found = _from_events(files.events) if files.events else {}
+    """The run, without what its events say if they contradict themselves or are of another version."""
+    try:
+        found = _from_events(files.events) if files.events else {}
+    except (AccountingError, KeyError) as error:
+        why = f"events.jsonl cannot be understood ({type(error).__name__}: {error}): no timeline, device-seconds, queues and publications"
+        files, found = replace(files, events=(), missing=(*files.missing, why)), {}
     summary, rows = files.summary, files.steps
     step_s = [float(row.data["timing_s/step"]) for row in rows if "timing_s/step" in row.data]
     steps = int(summary.get("steps") or max((row.step for row in rows), default=0) or len(found.get("step_ends", ())))
