@@ -76,6 +76,8 @@ KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
 SHOWN_REPLICAS = 16
 """The versions of so many replicas are metrics of their own; of more, the oldest alone."""
+START_S = 1800.0
+"""Seconds that engines and models get to start at least, however short the waits of a run that has started are to be."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
 TRACE_S = 60.0
@@ -142,7 +144,8 @@ class AsyncPipelineTrainer(ResumableTrainer):
             teacher_client=None,
             reward_loop_worker_handles=self.get_reward_handles(),
         )
-        self._server_manager.ready(self.knobs.wait_timeout_s)
+        start_s = max(START_S, self.knobs.wait_timeout_s)
+        self._server_manager.ready(start_s)
         (trainer_node,) = self._nodes_of(self.actor_rollout_wg.workers[:1])
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
@@ -155,7 +158,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
         )
         if self._logp_group is not None:
-            group = result_of(self._logp_group, self.knobs.wait_timeout_s, owner="the trainer", what="the workers of logp to start")
+            group = result_of(self._logp_group, start_s, owner="the trainer", what="the workers of logp to start")
             self._copies["logp"] = self._policy_copy("logp", group)
         if self.knobs.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
