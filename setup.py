@@ -14,7 +14,9 @@ INSTALL_REQUIRES = [
     "numpy",  # views on weight arenas and summaries of metrics, without torch
     "omegaconf",  # verl hands us its configuration as a DictConfig
     "pebble",  # processes for reward functions that can be killed when their time is up
+    "pillow",  # pictures in prompts, in a checkpoint
     "psutil",  # process trees: to end a replica with all its processes, and to measure a benchmark's jobs
+    "safetensors",  # tensors in a checkpoint, which run no code when they are read
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
 BENCH_REQUIRES = ["matplotlib"]  # its picture

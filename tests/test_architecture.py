@@ -46,6 +46,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
     "core/ports.py": "core/test_flow.py",
+    "core/state.py": "core/test_resume.py",
     # Subclasses of verl's trainer: only a whole job can drive them.
     "strategies/on_policy.py": LADDER,
     "strategies/one_step_off.py": LADDER,
@@ -54,6 +55,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
+    "verl_bridge/resumable.py": "e2e/test_resume.py",
     "verl_bridge/sample_meters.py": LADDER,
     "verl_bridge/late_rewards.py": "e2e/test_pools.py",
     "verl_bridge/bench_agent.py": "e2e/test_bench.py",

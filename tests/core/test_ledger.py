@@ -86,7 +86,7 @@ def test_records_tell_everything_and_have_no_gap() -> None:
     ledger.close("failed")
     assert [record["n"] for record in records] == list(range(1, len(records) + 1))
     assert records[0] == {"n": 1, "kind": "opened", "step": 0, "max_lag": 1, "last_step": 2, "run": "r"}
-    assert records[5] == {"n": 6, "kind": "again", "uid": "a", "why": "stale", "version": 0}
+    assert records[5] == {"n": 6, "kind": "again", "uid": "a", "why": "stale", "version": 0, "kept_tokens": 0}
     assert records[6]["trajectories"][1] == {"key": "a_1", "first": 1, "last": 1, "tokens": 3, "spans": [[1, 0]], "reward": 0.5}
     assert records[7] == {"n": 8, "kind": "scored", "uid": "a", "rewards": [0.25, 0.25]}
     assert records[8] == {"n": 9, "kind": "expired", "uid": "b", "why": "it held a step up"}

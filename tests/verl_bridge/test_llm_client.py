@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -170,7 +171,8 @@ def test_what_is_no_death_comes_through(ours: ModuleType, error: Exception) -> N
 
 
 def client_of(ours: ModuleType, balancer: Balancer) -> Any:
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(name="vllm")))
+    rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
     return ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
 
 
@@ -211,3 +213,64 @@ def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytes
     asyncio.run(main())
     assert balancer.asked[0] == "a"
     assert balancer.asked[-1] == "b"
+
+
+# Answers that an earlier process has begun.
+
+
+def said(ours: ModuleType, tokens: list[int], stop: str | None) -> Any:
+    return importlib.import_module(f"{ours.__package__}.transcripts").Said([1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0")
+
+
+async def resumed(ours: ModuleType, before: list[Any], answers: list[Any], prompts: list[list[int]]) -> tuple[list[Any], Any, list[Any]]:
+    """The outputs to some prompts, the transcript after them, and what servers were asked for."""
+    transcripts = importlib.import_module(f"{ours.__package__}.transcripts")
+    asked: list[Any] = []
+
+    async def answer() -> Any:
+        return answers[len(asked) - 1]
+
+    class Server(Balancer):
+        def _handle(self, name: str) -> Any:
+            handle = super()._handle(name)
+            generate = handle.generate.remote
+            handle.generate.remote = lambda **kwargs: (asked.append((kwargs["prompt_ids"], kwargs["sampling_params"])), generate(**kwargs))[1]
+            return handle
+
+    client = client_of(ours, Server(a=answer))
+    transcript = transcripts.Transcript(before)
+    with transcripts.kept_transcript(transcript):
+        outputs = [await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7}) for i, prompt in enumerate(prompts)]
+    return outputs, transcript, asked
+
+
+def output(tokens: list[int], version: int) -> Any:
+    from verl.workers.rollout.replica import TokenOutput
+
+    fields = {"version_spans": [[version, 0]], "min_global_steps": version, "max_global_steps": version, "global_steps": version}
+    return TokenOutput(token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason="completed", extra_fields=fields)
+
+
+def test_what_was_answered_is_not_asked_for_again(ours: ModuleType) -> None:
+    (again,), transcript, asked = asyncio.run(resumed(ours, [said(ours, [5, 6], "completed")], [], [[1]]))
+    assert asked == []
+    assert (again.token_ids, again.log_probs, again.extra_fields["version_spans"]) == ([5, 6], [-0.5, -0.5], [[3, 0]])
+    assert (again.extra_fields["min_global_steps"], again.extra_fields["max_global_steps"]) == (3, 3)
+    assert [one.token_ids for one in transcript.said] == [[5, 6]], "the next checkpoint has it as well"
+
+
+def test_what_was_begun_goes_on(ours: ModuleType) -> None:
+    (whole, other), transcript, asked = asyncio.run(
+        resumed(ours, [said(ours, [5, 6], None)], [output([7], 4), output([8], 4)], [[1], [2]])
+    )
+    assert asked == [([1, 5, 6], {"seed": 7, "max_tokens": 8}), ([2], {"seed": 7})], "10 tokens are allowed"
+    assert (whole.token_ids, whole.log_probs) == ([5, 6, 7], [-0.5, -0.5, -1.0])
+    assert whole.extra_fields["version_spans"] == [[3, 0], [4, 2]]
+    assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (3, 4)
+    assert other.token_ids == [8], "another prompt has nothing to do with it"
+    assert [(list(one.prompt_ids), one.token_ids) for one in transcript.said] == [([1], [5, 6, 7]), ([2], [8])]
+
+
+def test_what_was_begun_and_may_not_be_longer_is_finished(ours: ModuleType) -> None:
+    (whole,), _, asked = asyncio.run(resumed(ours, [said(ours, list(range(10)), None)], [], [[1]]))
+    assert asked == [] and (whole.token_ids, whole.stop_reason) == (list(range(10)), "completed")

@@ -28,7 +28,7 @@ STEP_S = 1.0
 class Completion:
     token_ids: list[int]
     finish_reason: str | None = None
-    logprobs: list[dict[int, float]] | None = None
+    logprobs: list[dict[int, Any]] | None = None
     cumulative_logprob: float | None = None
     text: str = ""
 
@@ -53,6 +53,17 @@ class Request:
     params: Params
     queue: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    """Those that whoever asked can know of."""
+
+    def arrive(self, tokens: list[int], output: Any, last: bool) -> None:
+        self.arrived = [] if last else tokens
+        if output is not None:
+            self.queue.put_nowait(output)
+
+
+def likely(tokens: list[int]) -> list[dict[int, Any]]:
+    return [{token: SimpleNamespace(logprob=0.5)} for token in tokens]
 
 
 class Engine:
@@ -79,16 +90,28 @@ class Engine:
 
     def say(self, name: str, request: Request, reason: str | None) -> None:
         tokens = list(request.tokens)
-        completion = Completion(tokens, reason, [{t: 0.5} for t in tokens], 0.5 * len(tokens), "x" * len(tokens))
+        completion = Completion(tokens, reason, likely(tokens), 0.5 * len(tokens), "x" * len(tokens))
         # As vLLM: a request that was stopped before its first token has no completion.
         outputs = [completion] if tokens else []
         output = SimpleNamespace(
             outputs=outputs, finished=reason is not None, prompt_token_ids=list(request.prompt["prompt_token_ids"])
         )
-        if reason is not None or request.params.output_kind is Kind.CUMULATIVE:
-            asyncio.get_running_loop().call_later(self.late_s, request.queue.put_nowait, output)
+        told = output if reason is not None or request.params.output_kind is Kind.CUMULATIVE else None
+        asyncio.get_running_loop().call_later(self.late_s, request.arrive, tokens, told, reason is not None)
         if reason is not None:
             del self.live[name]
+
+    @property
+    def output_processor(self) -> Any:
+        return SimpleNamespace(
+            request_states={
+                name: SimpleNamespace(
+                    detokenizer=SimpleNamespace(output_token_ids=list(request.arrived)),
+                    logprobs_processor=SimpleNamespace(logprobs=likely(request.arrived)),
+                )
+                for name, request in self.live.items()
+            }
+        )
 
     async def add_request(self, request_id: str, prompt: dict[str, Any], params: Params) -> Request:
         await asyncio.sleep(self.send_s)
@@ -170,12 +193,19 @@ MOMENTS = st.floats(0, 30, allow_nan=False).map(lambda t: round(t, 2))
     in_flight=st.sampled_from(IN_FLIGHT),
     late_s=st.sampled_from([0.0, 0.3, 2.5]),
     send_s=st.sampled_from([0.0, 0.7]),
+    looks=st.lists(MOMENTS, max_size=4),
 )
 @settings(max_examples=300, deadline=None)
 def test_spans_are_what_the_tokens_say(
-    asks: list[Ask], gaps: list[tuple[float, float]], in_flight: str, late_s: float, send_s: float
+    asks: list[Ask], gaps: list[tuple[float, float]], in_flight: str, late_s: float, send_s: float, looks: list[float]
 ) -> None:
+    """Those of a whole answer, and those of what there is of it at any moment."""
     engine = Engine(late_s, send_s)
+    seen: list[dict[str, Any]] = []
+
+    async def look(versioned: VersionedEngine, at: float) -> None:
+        await asyncio.sleep(at + 0.0071)
+        seen.append(await versioned.written([f"request-{i}" for i in range(len(asks))]))
 
     async def main() -> list[tuple[Any, list[tuple[int, int]]]]:
         versioned = VersionedEngine(engine)
@@ -186,15 +216,24 @@ def test_spans_are_what_the_tokens_say(
             asyncio.create_task(answer(engine, f"request-{i}", ask.tokens, ask.after + 0.001))
             for i, ask in enumerate(asks)
         ]
+        looking = [asyncio.create_task(look(versioned, at)) for at in looks]
         for version, (gap, seconds) in enumerate(gaps, start=1):
             await asyncio.sleep(gap + 0.0137)
             await versioned.load(version, engine.loading(version, seconds), in_flight)
             assert versioned.version == version
         results = await asyncio.gather(*answers)
+        await asyncio.gather(*looking)
         clock.cancel()
         return results
 
-    for (output, spans), ask in zip(run_virtual(main()), asks, strict=True):
+    results = run_virtual(main())
+    for found in seen:
+        for name, (tokens, log_probs, spans) in found.items():
+            whole = results[int(name.rpartition("-")[2])][0].outputs[0].token_ids
+            assert tokens == whole[: len(tokens)] and tokens
+            assert log_probs == [0.5] * len(tokens)
+            assert [tuple(span) for span in spans] == spans_of(tokens)
+    for (output, spans), ask in zip(results, asks, strict=True):
         part = output.outputs[0]
         assert len(part.token_ids) == ask.tokens, "no token is lost or written twice"
         assert part.finish_reason == "length"
@@ -387,3 +426,29 @@ def test_a_prefix_is_not_shared_while_a_load_is_under_way() -> None:
     run_virtual(main())
     a, b, c = (prompt["cache_salt"] for prompt in engine.prompts)
     assert a != b and c == "v1"
+
+
+def test_what_was_written_so_far() -> None:
+    engine = Engine()
+
+    async def main() -> list[Any]:
+        versioned = VersionedEngine(engine)
+        await versioned.load(0, engine.loading(0, 0.0), "keep")
+        clock = asyncio.create_task(engine.run())
+        asked = asyncio.create_task(answer(engine, "r", 6))
+        found = []
+        for seconds in (0.5, 2.0, 0.0):
+            await asyncio.sleep(seconds)
+            found.append(await versioned.written(["r", "nobody"]))
+            await versioned.load(versioned.version + 1, engine.loading(versioned.version + 1, 0.0), "keep")  # type: ignore[operator]
+        await asyncio.sleep(1.0)
+        found.append(await versioned.written(["r"]))
+        await asked
+        clock.cancel()
+        return found
+
+    nothing, before, same, after = run_virtual(main())
+    assert nothing == {}, "no token is there"
+    assert before == {"r": ([1, 1], [0.5, 0.5], [[1, 0]])}
+    assert same == before, "the spans of versions that have written nothing are not told"
+    assert after == {"r": ([1, 1, 3], [0.5] * 3, [[1, 0], [3, 2]])}

@@ -26,6 +26,8 @@ class Prompt:
     uid: str
     step: int
     """The optimizer step that this prompt was drawn for."""
+    kept_tokens: int = 0
+    """Of its answers, that an earlier process has written and that need not be written again."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to generate."""
 

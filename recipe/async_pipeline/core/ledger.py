@@ -134,12 +134,15 @@ class Ledger:
         self._drawn += 1
         self._append("dispatched", uid=uid, step=step, version=version)
 
-    def answer_again(self, uid: str, why: Why, version: int) -> None:
-        """A prompt goes out once more, while `version` is served. Raises ConservationError: it is not in flight."""
+    def answer_again(self, uid: str, why: Why, version: int, kept_tokens: int = 0) -> None:
+        """A prompt goes out once more, while `version` is served; so many tokens of its answers need not be written anew.
+
+        Raises ConservationError: it is not in flight.
+        """
         self._require(uid, f"answered again ({why})")
         self._in_flight[uid] = False
         self.regenerated += 1
-        self._append("again", uid=uid, why=why, version=version)
+        self._append("again", uid=uid, why=why, version=version, kept_tokens=kept_tokens)
 
     def finish(self, group: Group) -> None:
         """All answers of a group are there. Raises ConservationError: it is not in flight, or was finished before."""

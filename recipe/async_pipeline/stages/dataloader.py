@@ -50,8 +50,8 @@ class DataloaderStateMachine(RoleStateMachine):
         """In batches of a usual size, so that no lane holds many prompts for one that takes long."""
         version, step = self.pipeline.versions.served, self.trainer.first_step
         prompts = await self.trainer.restore_prompts(uids)
-        for uid in uids:
-            self.pipeline.ledger.answer_again(uid, "resumed", version)
+        for prompt in prompts:
+            self.pipeline.ledger.answer_again(prompt.uid, "resumed", version, prompt.kept_tokens)
         size = self.pipeline.queue.batch
         for first in range(0, len(prompts), size):
             some = tuple(prompts[first : first + size])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +21,7 @@ from ..errors import RolloutError
 from .answer_checks import Checks, Scores, flaws_together, found_flaws
 from .factories import hydra_with_factories
 from .grouping import joinable
+from .transcripts import Said, Transcript, kept_transcript, written_so_far
 from .turns import kept_turns, merged, taken_turns
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -43,7 +45,7 @@ class Answered(NamedTuple):
     """What came of a prompt; nothing at all, if it was given up."""
 
     results: list[dict[str, Any]]
-    """`{key, tag, reward, reward_info, spans, turns}` of each trajectory that is sound."""
+    """`{key, tag, reward, reward_info, spans, turns, columns}` of each trajectory that is sound."""
     flaws: list[Flaw]
     """If a policy says that such a group is not to be trained, it is not in the sample store."""
 
@@ -63,20 +65,30 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._groups: dict[str, asyncio.Future[Answered]] = {}
         self._finished: dict[str, list[Trajectory]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
+        self._transcripts: dict[str, list[Transcript]] = {}
+        """Of prompts that are being answered, answer by answer."""
+        self._before: dict[str, Sequence[Sequence[Said]]] = {}
 
-    async def run_group(self, prompt: TensorDict) -> Answered:
-        """Answer one prompt n times.
+    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
+        """Answer one prompt n times. `before`: what an earlier process has of it, answer by answer.
 
         Raises what the agent loop, the rollout server or the reward function raised.
         """
         uid = str(prompt["uid"][0])
         self._groups[uid] = asyncio.get_running_loop().create_future()
         self._finished[uid] = []
+        self._before[uid] = before
         try:
             await self.generate_sequences(prompt)
             return await self._groups[uid]
         finally:
-            del self._groups[uid], self._finished[uid]
+            del self._groups[uid], self._finished[uid], self._before[uid]
+
+    async def transcripts(self) -> dict[str, list[list[Said]]]:
+        """What all prompts that are being answered have been told so far; see `transcripts`."""
+        open_ = [one for written in self._transcripts.values() for transcript in written for one in transcript.open.values()]
+        found = await written_so_far(open_)
+        return {uid: [transcript.with_open(found) for transcript in written] for uid, written in self._transcripts.items()}
 
     async def give_up(self, uid: str) -> None:
         """End a group that is being answered, also on the rollout servers. One that is not is left alone."""
@@ -105,6 +117,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             waiting.set_exception(error)
         finally:
             del self._answering[uid]
+            self._transcripts.pop(uid, None)
 
     async def _answer(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
@@ -115,8 +128,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         if not prompt.pop("__do_sample__", True):
             params.update(top_p=1.0, top_k=-1, temperature=0)
         flaws: list[list[Flaw]] = [[] for _ in range(n)]
+        transcripts = self._begin_transcripts(uid, n)
         sessions = [
-            asyncio.create_task(self._session(flaws[i], params, trajectory=trajectory, trace=trace, session_id=i, **prompt))
+            asyncio.create_task(self._session(flaws[i], transcripts[i], params, trajectory=trajectory, trace=trace, session_id=i, **prompt))
             for i in range(n)
         ]
         # All settle first, so that no sibling writes after the group was declared failed.
@@ -156,8 +170,16 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             why = self._scores.failed(error)
         self._scores.settle(outputs[-1], why)
 
-    async def _session(self, flaws: list[Flaw], *args: Any, **kwargs: Any) -> None:
-        with kept_turns(), found_flaws(flaws):
+    def _begin_transcripts(self, uid: str, n: int) -> list[Transcript] | list[None]:
+        """Only a run that makes checkpoints needs them."""
+        before = list(self._before.get(uid) or ())
+        if self.config.trainer.save_freq <= 0 and not before:
+            return [None] * n
+        made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
+        return made
+
+    async def _session(self, flaws: list[Flaw], transcript: Transcript | None, *args: Any, **kwargs: Any) -> None:
+        with kept_turns(), found_flaws(flaws), kept_transcript(transcript):
             await self._run_agent_loop(*args, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
@@ -227,14 +249,22 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         await super()._init_agent_loop_workers()
         self._turns = itertools.cycle(self.agent_loop_workers)
 
-    async def run_group(self, prompt: TensorDict) -> Answered:
+    async def transcripts(self) -> dict[str, list[list[Said]]]:
+        """Of all prompts that are being answered, what they have been told so far, answer by answer."""
+        asked = [worker.transcripts.remote() for worker in self.agent_loop_workers]
+        found: dict[str, list[list[Said]]] = {}
+        for one in await asyncio.gather(*asked):
+            found.update(one)
+        return found
+
+    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
         Cancelled, it returns when the group has been given up.
         """
         worker = next(self._turns)
         try:
-            result: Answered = await worker.run_group.remote(prompt)
+            result: Answered = await worker.run_group.remote(prompt, before)
         except asyncio.CancelledError:
             # A worker that is gone, or that does not answer, has no answers to give up.
             with contextlib.suppress(Exception):

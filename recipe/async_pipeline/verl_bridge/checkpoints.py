@@ -4,6 +4,7 @@
     actor/, critic/           model, optimizer, scheduler and random state of every rank: verl's own files
     pipeline.json             what the pipeline remembers (`core.state`), where prompts come from, meters
     samples.{safetensors,msgpack}     every column of the answers that are finished and not trained
+    transcripts.{safetensors,msgpack}  of the answers that are being written, what there is (`transcripts`)
     dataloader.{safetensors,msgpack}  the dataloader's state from before the oldest prompt that is not answered
     reference/                the reference policy, if it was replaced and is older than this step
     data.pt                   the dataloader's present state, for verl's own trainers
@@ -33,8 +34,10 @@ from ..errors import CheckpointError
 from . import plain_tree
 from .grouping import joinable
 from .prompt_source import PromptSourceState
+from .transcripts import Said, as_plain, from_plain
 
-STATE, SAMPLES, LOADER, REFERENCE, VERLS_LOADER = "pipeline.json", "samples", "dataloader", "reference", "data.pt"
+STATE, SAMPLES, TRANSCRIPTS, LOADER, REFERENCE = "pipeline.json", "samples", "transcripts", "dataloader", "reference"
+VERLS_LOADER = "data.pt"
 ACTOR, CRITIC = "actor", str(Role.Critic)
 KEYS_A_CALL = 256
 """Samples that are fetched from the sample store, or put there, at once."""
@@ -61,6 +64,7 @@ class Restored(NamedTuple):
     state: RunState
     loader: Any
     samples: Mapping[str, Mapping[str, Any]]
+    transcripts: dict[str, list[list[Said]]]
 
 
 class Snapshot(NamedTuple):
@@ -71,6 +75,7 @@ class Snapshot(NamedTuple):
     """Those of `state.kept`."""
     loader: Any
     present_loader: Any
+    transcripts: Mapping[str, Sequence[Sequence[Said]]]
 
 
 class Checkpoints:
@@ -104,6 +109,7 @@ class Checkpoints:
             (part / STATE).write_bytes(encode(snapshot.state))
             plain_tree.write(part / LOADER, snapshot.loader)
             torch.save(snapshot.present_loader, part / VERLS_LOADER)
+            plain_tree.write(part / TRANSCRIPTS, as_plain(snapshot.transcripts))
             plain_tree.write(part / SAMPLES, fetch(snapshot.groups, self._partition))
             # The manifest promises that the ledger reaches to where the state says.
             self._sync_ledger()
@@ -123,7 +129,8 @@ def read(folder: Path) -> Restored:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
     except msgspec.MsgspecError as error:
         raise CheckpointError(f"{folder / STATE} cannot be understood: {error}") from None
-    restored = Restored(folder, state, plain_tree.read(folder / LOADER), plain_tree.read(folder / SAMPLES))
+    loader, samples, told = (plain_tree.read(folder / name) for name in (LOADER, SAMPLES, TRANSCRIPTS))
+    restored = Restored(folder, state, loader, samples, from_plain(told))
     lost = [key for group in kept_groups(state) for key in _keys(group) if key not in restored.samples]
     if lost:
         raise CheckpointError(f"{folder} has no samples of {len(lost)} answers that it names, e.g. {lost[0]}")

@@ -17,6 +17,7 @@ from ..core.clock import within
 from ..errors import WaitTimeout
 from .bounded import ASK_S
 from .routing import Router, servers_of
+from .transcripts import Open, Transcript, continued, current_transcript
 from .turns import take_turn
 
 logger = logging.getLogger(__name__)
@@ -45,15 +46,41 @@ class PipelineLLMClient(LLMServerClient):
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
         """As verl's. Raises what the last replica died of; anything else comes through at once.
 
-        Cancelled, it has the server give the answer up.
+        What an earlier process has written of it is not asked for again. Cancelled, it has the server give the answer up.
         """
+        transcript = current_transcript()
+        output = await (self._ask(request_id, **kwargs) if transcript is None else self._go_on(transcript, request_id, **kwargs))
+        said = output.extra_fields
+        take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""))
+        return output
+
+    async def _go_on(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:
+        """Ask for what the transcript does not have yet, and keep the whole there."""
+        rollout = self.config.actor_rollout_ref.rollout
+        said, asked = transcript.recall(kwargs["prompt_ids"]), kwargs
+        if said is not None and not said.finished:
+            left = continued(kwargs["sampling_params"], said, rollout.prompt_length, rollout.response_length)
+            if left is None:
+                said = said._replace(stop_reason="completed")
+            else:
+                asked = {**kwargs, "prompt_ids": [*kwargs["prompt_ids"], *said.token_ids], "sampling_params": left}
+        transcript.open[request_id] = Open(kwargs["prompt_ids"], said, lambda: self._asked.get(request_id))
+        try:
+            if said is not None and said.finished:
+                output = said.output()
+            else:
+                output = await self._ask(request_id, **asked)
+                output = output if said is None else said.joined(output)
+        finally:
+            del transcript.open[request_id]
+        transcript.keep(kwargs["prompt_ids"], output)
+        return output
+
+    async def _ask(self, request_id: str, **kwargs: Any) -> TokenOutput:
         try:
             while True:
                 try:
-                    output = await super().generate(request_id, **kwargs)
-                    said = output.extra_fields
-                    take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""))
-                    return output
+                    return await super().generate(request_id, **kwargs)
                 except Exception as error:
                     if NONE_LEFT in str(cause_of(error)) and self._last_death is not None:
                         raise self._last_death from error

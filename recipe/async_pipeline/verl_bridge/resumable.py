@@ -11,26 +11,32 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
+from ray.exceptions import RayError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from ..bad_data import BadData
 from ..core.clock import within
 from ..core.items import Group, Prompt, PromptBatch, Ticket
 from ..core.state import FlowState
+from ..errors import WaitTimeout
 from ..observe.event_file import EventFile
 from ..observe.run_files import is_ledger_of, rows_until, set_aside
 from ..observe.summary import RunRecorder, one_line
 from ..observe.table import MARK
 from . import checkpoints
+from .agent_loop import PushAgentLoopManager
+from .bounded import ASK_S
 from .checkpoints import ACTOR, CRITIC, REFERENCE, Checkpoints, Restored, RunState, Snapshot, kept_groups
 from .policy_copy import PolicyCopy
 from .prompt_source import PromptSource
 from .sample_meters import SampleMeters
+from .transcripts import Said, tokens_in
 
 T = TypeVar("T")
 PARTITION = "train"
@@ -55,6 +61,7 @@ class ResumableTrainer(PPOTrainer):
     rejects: Callable[[Group], Any]
     reference: Callable[[int], int | None]
 
+    agent_loop_manager: PushAgentLoopManager
     resumed: FlowState | None = None
     _restored: Restored | None = None
 
@@ -62,6 +69,8 @@ class ResumableTrainer(PPOTrainer):
         super().__init__(config)
         self.own = cast("dict[str, Any]", OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True))
         """Our section of the config, with what `launch` has added."""
+        self.told: dict[str, list[list[Said]]] = {}
+        """Of prompts that were in flight in an earlier process, what their answers had been told."""
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -89,7 +98,8 @@ class ResumableTrainer(PPOTrainer):
         return PromptBatch(step=ticket.step, prompts=self.prompts.deal(ticket.prompts), admitted_version=ticket.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        return self.prompts.found(uids)
+        """With what their answers have been told. Those of which nothing is known are written from the beginning."""
+        return [replace(prompt, kept_tokens=tokens_in(self.told.get(prompt.uid, ()))) for prompt in self.prompts.found(uids)]
 
     # Where it begins, and where it ends.
 
@@ -123,6 +133,7 @@ class ResumableTrainer(PPOTrainer):
         self.prompts.restore(state.prompts, restored.loader)
         groups = kept_groups(state)
         checkpoints.put(groups, restored.samples, PARTITION)
+        self.told = restored.transcripts
         for group in groups:
             self._meters.meet("finished", group.trajectories)
         say(
@@ -174,6 +185,7 @@ class ResumableTrainer(PPOTrainer):
         Raises CheckpointError: it could not be written to any disk.
         """
         snapshot = self._snapshot(state)
+        snapshot = snapshot._replace(transcripts=await self._transcripts(state.in_flight()))
         try:
             folder = await self._call(self._checkpoints().write, snapshot)
         except Exception as error:
@@ -199,7 +211,17 @@ class ResumableTrainer(PPOTrainer):
             kl_coef=self.kl_ctrl_in_reward.value if self.config.algorithm.use_kl_in_reward else None,
             meters={"recorder": self.recorder.state(), "bad_data": self._bad_data.state()},
         )
-        return Snapshot(kept, groups, loader, self.prompts.loader_state)
+        return Snapshot(kept, groups, loader, self.prompts.loader_state, {})
+
+    async def _transcripts(self, in_flight: Sequence[str]) -> dict[str, list[list[Said]]]:
+        """What there is of them a moment later; of those that are finished by then, nothing, and they are answered anew."""
+        try:
+            found = await within(self.agent_loop_manager.transcripts(), ASK_S, owner="train", what="what was written so far")
+        except (WaitTimeout, RayError) as error:
+            say(f"answers that are being written are not kept: {one_line(error)}")
+            return {}
+        # Those that nobody has begun to answer again have what they came with.
+        return {uid: told for uid in in_flight if tokens_in(told := found.get(uid) or self.told.get(uid, []))}
 
     def _checkpoints(self) -> Checkpoints:
         trainer = self.config.trainer

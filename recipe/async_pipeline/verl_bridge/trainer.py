@@ -365,7 +365,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
             return _group(prompt, (), refused)
         started = time.perf_counter()
         try:
-            answered = await self.agent_loop_manager.run_group(prompt.payload)
+            answered = await self.agent_loop_manager.run_group(prompt.payload, self.told.pop(prompt.uid, []))
         except asyncio.CancelledError:
             self._meters.give_up(time.perf_counter() - started)
             if self.knobs.stale == "drop":

@@ -157,6 +157,10 @@ class PipelineVLLMServer(vLLMHttpServer):
         if task is not None:
             task.cancel()
 
+    async def written(self, request_ids: list[str]) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
+        """Tokens, log-probs and spans that requests have so far; those that have none, or are not here, are left out."""
+        return await self._versioned.written(request_ids)
+
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """As verl's, with the versions that wrote the answer instead of the one that is served at its end."""
         request_id = kwargs["request_id"]

@@ -61,6 +61,7 @@ Load = Callable[[], Awaitable[Loaded]]
 class Engine(Protocol):
     """The part of vLLM's `AsyncLLM` that is used."""
 
+    output_processor: Any
     generate: Callable[..., AsyncGenerator[Any, None]]
     add_request: Callable[..., Awaitable[Any]]
 
@@ -114,6 +115,16 @@ class _Answer:
         reason = self.part.finish_reason if self.part is not None else "abort"
         self.stopped_by_load = self.interrupted and output.finished and reason == "abort"
         return not self.stopped_by_load
+
+    def written(self, state: Any) -> tuple[list[int], list[float] | None]:
+        """Tokens of all attempts so far, and how likely each was. `state`: the engine's own of this attempt, if it has one."""
+        parts = [(list(part.token_ids), part.logprobs) for part in self.before]
+        if state is not None:
+            parts.append((list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs))
+        tokens = [token for ids, _ in parts for token in ids]
+        if any(found is None or len(found) < len(ids) for ids, found in parts):
+            return tokens, None
+        return tokens, [found[i][token].logprob for ids, found in parts for i, token in enumerate(ids)]
 
     def written_spans(self) -> list[Span]:
         """The spans that have tokens; of an empty answer, the version that was asked."""
@@ -239,6 +250,24 @@ class VersionedEngine:
         finally:
             del self._answers[request_id]
             record[:] = answer.written_spans()
+
+    async def written(self, request_ids: Sequence[str]) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
+        """Tokens, how likely each was, and spans of answers so far. Those without a token, or that are not here, are left out.
+
+        Waits for: a load that is under way, since only it knows where its span begins. Unblocked by: its end.
+        """
+        await self._settled.wait()
+        # The engine appends random characters to the ids that it is given.
+        states = {name.rpartition("-")[0]: state for name, state in self._engine.output_processor.request_states.items()}
+        found = {}
+        for request in request_ids:
+            answer = self._answers.get(request)
+            if answer is not None and not self._unknown:
+                tokens, log_probs = answer.written(states.get(request))
+                spans = [list(span) for span in answer.spans if span.start < len(tokens)]
+                if tokens and spans:
+                    found[request] = tokens, log_probs, spans
+        return found
 
     def _cheaper(self, params: Any) -> Any:
         """Without what nobody reads: outputs before the last one, and text. Both cost time for each token."""
