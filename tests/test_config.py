@@ -436,7 +436,8 @@ def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
 def test_a_wrong_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(own(**{name: value}))
-    shown = repr(value[0]) if name == "custom_roles" and value in (["m:C@a"], ["C@a->b"]) else repr(value)
+    inner = isinstance(value, dict) or value in (["m:C@a"], ["C@a->b"])
+    shown = repr(next(iter(value.values() if isinstance(value, dict) else value))) if inner else repr(value)
     assert_one_line(
         caught, f"{OWN}.{name}", shown, ";" if name != "strategy" else "did you mean 'on_policy'?"
     )
