@@ -33,7 +33,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_namespace_packages(include=["recipe.async_pipeline*"]),
-    package_data={"recipe.async_pipeline": ["py.typed"]},
+    package_data={
+        "recipe.async_pipeline": ["py.typed"],
+        "recipe.async_pipeline.observe": ["report.css", "report.js"],
+    },
     # The patches go where an installation without a checkout finds them (sysconfig's `data` folder).
     data_files=[
         ("share/async_pipeline/patches", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("patches/*")))

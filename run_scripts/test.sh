@@ -18,6 +18,8 @@ if [ "$#" -gt 0 ]; then
   exec "$PYTHON" -m pytest "$@"
 fi
 
+bash run_scripts/trace_processor.sh || true  # without it, and without Chromium, two tests are skipped
+
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -m "not e2e and not real_engine"

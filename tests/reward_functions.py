@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 
 def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, bonus: float = 0.0) -> Any:
-    """`hog`, `die`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything else is right or wrong."""
+    """`hog`, `die`, `burn`, `eat`, `limits`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything else is right or wrong."""
     del data_source, extra_info
     word, _, rest = solution_str.partition(" ")
     if word == "hog":
@@ -22,6 +24,15 @@ def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict
     if word == "once" and not Path(rest).exists():
         Path(rest).touch()
         time.sleep(60)
+    if word == "burn":
+        threads = [threading.Thread(target=lambda: sum(range(10**12)), daemon=True) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        threads[0].join()
+    if word == "eat":
+        bytearray(4 << 30)
+    if word == "limits":
+        return float(resource.getrlimit(resource.RLIMIT_CORE)[0])
     if word == "raise":
         raise ValueError("no such rule")
     odd = {"none": None, "nan": float("nan"), "text": "1", "dict": {"score": 0.5, "acc": 1}, "pid": float(os.getpid())}

@@ -20,7 +20,9 @@ from recipe.async_pipeline.core.items import (
 from recipe.async_pipeline.core.message_queue import MessageQueue
 from recipe.async_pipeline.core.staleness import Versions
 from recipe.async_pipeline.core.state import FlowState
+from recipe.async_pipeline.core.step_down import Caution, Change
 
+CALM = Caution()
 ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
 WITH_CRITIC = (*ALL_ROLES, "values", "critic")
 
@@ -56,10 +58,14 @@ class SimTrainer:
         old: str = "trainer",
         refresh: int = 0,
         save_every: int = 0,
+        caution: Caution = CALM,
+        failing: Callable[[int], bool] = lambda version: False,
         resume: SimCheckpoint | None = None,
         **queue: Any,
     ) -> None:
-        """`resume`: goes on from there. `places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group?"""
+        """`resume`: goes on from there. `places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica fenced for it?"""
+        self.caution, self.failing = caution, failing
+        self.changes: list[Change] = []
         self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
         self.facts: Mapping[str, Any] = {}
         self.resumed: FlowState | None = None
@@ -258,8 +264,12 @@ class SimTrainer:
         assert version > self.served, "versions only move forward"
         self.served = version
         return Publication(
-            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, busy_s=1e9, tensors_proved=1, replicas=1
+            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, busy_s=1e9, tensors_proved=1, replicas=1,
+            failure="replica 0: it died" if self.failing(version) else "",
         )
+
+    def stepped(self, change: Change) -> None:
+        self.changes.append(change)
 
     async def validate(self, version: int) -> float | None:
         await self._cost("validate", version)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.bad_data import Policies
+from recipe.async_pipeline.bad_data import POLICIES, Policies
 from recipe.async_pipeline.config import SWITCHES, Translation, is_enabled, resolve, unknown_key
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.foreign_keys import FOREIGN
@@ -195,6 +195,8 @@ def test_own_knobs_arrive() -> None:
         "wait_timeout_s": 5,
         "publish_timeout_s": 2.5,
         "loop_stall_s": 7.5,
+        "step_down_after": 4,
+        "step_up_after": 5,
         "proof_tensors": 3,
         "depth": 2,
         "oldest_share": 0.5,
@@ -215,6 +217,8 @@ def test_own_knobs_arrive() -> None:
         "reward_attempts": 3,
         "reward_concurrency": 4,
         "reward_batch": 16,
+        "reward_memory_mb": 512,
+        "reward_cpu_s": 1.5,
         "reward_failure": "drop",
         "reward_default": -1.0,
         "bad_data": {"all_masked": "keep"},
@@ -460,15 +464,18 @@ def test_select(path: str, value: Any) -> None:
 PATHS = (
     [path for key in FOREIGN for path in key.paths]
     + [f"{OWN}.{name}" for name in own_fields()]
+    + [f"{OWN}.bad_data.{kind}" for kind in POLICIES]
     + [*SWITCHES, OWN]
 )
-WORDS = sorted({part for path in PATHS for part in path.split(".")}) + ["other"]
+WORDS = sorted({part for path in PATHS for part in path.split(".")}) + ["other", "api_key", *POLICIES]
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 5),
     st.floats(),
     st.text(max_size=3),
+    st.sampled_from([10**400, -(10**400), 1e308, 2**63]),
+    st.sampled_from(["a\nb", "drop", "keep", "fail", "resume", "pause"]),
     st.sampled_from(["one-step-off", "naive", "m:C", "m:C@a->b", "n_step_ahead"]),
 )
 VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=2))

@@ -73,6 +73,24 @@ def test_no_score_is_an_error_that_says_why(guard: Make, text: str, reason: str)
     assert score(one, "46") == [1.0], "the next one is none the worse"
 
 
+def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Make) -> None:
+    one = guard("one", memory_mb=1024)
+    (error,) = score(one, "eat")
+    assert str(error).startswith("raised: one: MemoryError")
+    assert score(one, "46") == [1.0]
+
+
+def test_a_function_that_burns_is_ended_long_before_its_time_is_up(guard: Make) -> None:
+    one = guard("one", cpu_s=0.5)
+    (error,) = score(one, "burn")
+    assert str(error).startswith("died: one: ProcessExpired")
+    assert score(one, "46") == [1.0]
+
+
+def test_it_leaves_no_core_dump(guard: Make) -> None:
+    assert score(guard("one"), "limits") == [0.0]
+
+
 def test_a_function_that_hogs_is_killed(guard: Make) -> None:
     one = guard("one", timeout_s=1.5)
     (error,) = score(one, "hog")

@@ -14,7 +14,7 @@ Where what lives:
     strategies/   how far ahead: on_policy, one_step_off, n_step_ahead (subclasses of verl's trainer)
     weight_sync/  host arenas, manifests and the proof of delivery. No verl, no ray.
     verl_bridge/  acts: the only importer of verl and ray
-    observe/      the event file, the table of steps, the summary
+    observe/      the event file, where device-seconds went, the trace, the report
     toy/          a task small enough to learn on two CPU cores
 
 Importing this package loads neither torch nor verl nor ray.

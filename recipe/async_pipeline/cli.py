@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple, TextIO
 
-from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError
+from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError, RunFilesError
 
 EXIT_OK, EXIT_OURS, EXIT_USERS = 0, 1, 2
 
@@ -37,6 +37,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.verl_bridge.patch_command",
         "fetch the pinned verl; apply, revert or refresh patches",
     ),
+    "report": Subcommand("recipe.async_pipeline.observe.report", "write report.html of a run, or of two side by side"),
     "task": Subcommand("recipe.async_pipeline.toy.command", "make the small model and data of the smoke run"),
     "watch": Subcommand("recipe.async_pipeline.watch", "run a training command: show its steps, log the rest, leave nothing behind"),
 }
@@ -81,4 +82,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
     except AsyncPipelineError as error:
         echo(f"async-pipeline {args.subcommand}: {error}", file=sys.stderr)
-        return EXIT_USERS if isinstance(error, ConfigError | PatchError) else EXIT_OURS
+        return EXIT_USERS if isinstance(error, ConfigError | PatchError | RunFilesError) else EXIT_OURS

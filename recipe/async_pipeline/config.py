@@ -27,6 +27,7 @@ from .knobs import (
     walk,
 )
 from .placement import wishes_of
+from .redaction import shown
 
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 
@@ -129,7 +130,7 @@ def _reject_unknown(own: Mapping[str, Any]) -> None:
     for name in own:
         if name not in own_fields():
             raise ConfigError(
-                f"{OWN}.{name} is unknown, got {own[name]!r}{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
+                f"{OWN}.{name} is unknown, got {shown(str(name), own[name])}{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
             )
 
 
@@ -151,13 +152,13 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             leaf = path.rsplit(".", 1)[-1]
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "in_flight", "publish_timeout_s", "wait_timeout_s", "loop_stall_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating", "bad_data", "prompt_attempts")
+    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "step_down_after", "step_up_after", "in_flight", "publish_timeout_s", "wait_timeout_s", "loop_stall_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating", "bad_data", "prompt_attempts")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
         places = right_places.get(leaf, ())
         if places and path not in places:
-            raise ConfigError(f"{path} is misplaced, got {value!r}; it belongs at {' or '.join(places)}")
+            raise ConfigError(f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places)}")
     # These names are common; only where verl has no such key are they certainly meant for us.
     for name in ("strategy", "run_dir", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
         for path in (name, f"trainer.{name}", f"trainer.v1.{name}", f"trainer.async_pipeline.{name}"):
@@ -180,7 +181,7 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(name, list(ours), n=1, cutoff=0.85)
             if close:
                 path = f"{parent}.{name}" if parent else name
-                raise ConfigError(f"{path} is unknown, got {node[name]!r}; did you mean {close[0]!r}?")
+                raise ConfigError(f"{path} is unknown, got {shown(path, node[name])}; did you mean {close[0]!r}?")
 
 
 def _check_types(own: Mapping[str, Any]) -> None:
@@ -193,10 +194,14 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "prompt_attempts": int,
         "reward_concurrency": int,
         "reward_batch": int,
+        "reward_memory_mb": int,
+        "reward_cpu_s": (int, float),
         "reward_failure": str,
         "validation": str,
         "publish_timeout_s": (int, float),
         "proof_tensors": int,
+        "step_down_after": int,
+        "step_up_after": int,
         "preduce_bucket_size_mb": int,
         "consume_bucket_size_mb": int,
         "sync_every": int,

@@ -73,3 +73,7 @@ class WarmupFailed(AsyncPipelineError, RuntimeError):
 
 class CheckpointError(AsyncPipelineError, ValueError):
     """A checkpoint is torn, or of another run."""
+
+
+class RunFilesError(AsyncPipelineError, ValueError):
+    """The files of a run are not there, or cannot be understood."""

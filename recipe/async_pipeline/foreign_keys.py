@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .knobs import OWN, canonical_strategy, hint, select
+from .knobs import MOST_LAG, OWN, canonical_strategy, hint, select
 from .loss_names import LOSS_OF_VARIANT
 from .placement import RATIOS, TASK_RATIOS, TASKS, pools_of_ratios, pools_of_tasks
 
@@ -132,8 +131,8 @@ def _generate_ahead(value: Any, draft: Draft) -> str:
 
 def _generation_ratio(value: Any, draft: Draft) -> str:
     path = "async_generation_ratio"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(f"{path} must be a number >= 0, got {value!r}; 0 is on-policy, 1 is one batch ahead")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_LAG:
+        raise ConfigError(f"{path} must be a number >= 0 and at most {MOST_LAG}, got {value!r}; 0 is on-policy, 1 is one batch ahead")
     return _propose_lag(float(value), draft, path)
 
 
@@ -151,9 +150,9 @@ def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
 def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         number = isinstance(value, int) or (isinstance(value, float) and not whole)
-        if isinstance(value, bool) or not number or not least <= value < math.inf:
+        if isinstance(value, bool) or not number or not least <= value <= MOST_LAG:
             what = "a whole number" if whole else "a number"
-            raise ConfigError(f"{path} must be {what} >= {least}, got {value!r}; it belongs to fully_async")
+            raise ConfigError(f"{path} must be {what} >= {least} and at most {MOST_LAG}, got {value!r}; it belongs to fully_async")
         draft.propose(name, value, path)
         draft.propose("strategy", "fully_async", path)
         return "strategy=fully_async"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .bad_data import POLICIES, Policies
+from .bad_data import POLICIES, Policies, is_finite
 from .errors import ConfigError
 
 OWN = "trainer.v1.async_pipeline"
@@ -33,6 +32,10 @@ VALIDATION = ("parallel", "pause")
 """What generation for training does while a version is validated."""
 REWARD_FAILURE = ("fail", "drop", "score")
 """What becomes of a group with an answer that the reward function could not score."""
+MOST_LAG = 1000
+"""A lane of the pipeline is made for each version of lag, so a slip of the pen should not make millions."""
+LONGEST_S = 1e9
+"""What a timer can be set to."""
 DEFAULT_AHEAD = 3
 """max_lag of n_step_ahead and fully_async when nothing names one."""
 
@@ -61,6 +64,10 @@ class AsyncPipelineConfig:
     """Seconds that the trainer's event loop may not turn, before stacks go to diagnosis.txt; the run goes on."""
     publish_timeout_s: float = 600.0
     """Deadline for one replica to load and prove one version."""
+    step_down_after: int = 3
+    """Publications in a row for which a replica had to be fenced, before less is done asynchronously; 0: never."""
+    step_up_after: int = 20
+    """Good publications in a row, before more is done asynchronously again."""
     proof_tensors: int = 16
     """Tensors compared with the trainer's after each load; a rotating sample covers all in turn."""
     preduce_bucket_size_mb: int = 512
@@ -93,6 +100,10 @@ class AsyncPipelineConfig:
     """Calls at once in each reward worker (`reward.num_workers`); for a plain function as many processes."""
     reward_batch: int | None = None
     """Answers in one call, for a function that takes lists; None: it takes one answer."""
+    reward_memory_mb: int | None = None
+    """Address space of each of these processes; None: no limit."""
+    reward_cpu_s: float | None = None
+    """CPU time of one call, of all its threads together; None: no limit."""
     reward_failure: str = "fail"
     """An answer that could not be scored: fail (the run ends), drop (its group is not trained), score (`reward_default`)."""
     reward_default: float = 0.0
@@ -116,11 +127,12 @@ class AsyncPipelineConfig:
         return cls(**plain)
 
     def __post_init__(self) -> None:
-        _require(self.max_lag >= 0, "max_lag", "must be >= 0", self.max_lag, "use 0 for on-policy")
+        _require(0 <= self.max_lag <= MOST_LAG, "max_lag", f"must be >= 0 and at most {MOST_LAG}", self.max_lag, "use 0 for on-policy")
         for name in ("wait_timeout_s", "publish_timeout_s", "loop_stall_s"):
             value = getattr(self, name)
-            _require(value > 0, name, "must be > 0 seconds", value, "leave it out for the default")
-        for name in ("sync_every", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb", "prompt_attempts"):
+            _require(0 < value <= LONGEST_S, name, f"must be > 0 and at most {LONGEST_S:g} seconds", value, "leave it out for the default")
+        _require(self.step_down_after >= 0, "step_down_after", "must be >= 0", self.step_down_after, "0 never steps down")
+        for name in ("sync_every", "step_up_after", "proof_tensors", "preduce_bucket_size_mb", "consume_bucket_size_mb", "prompt_attempts"):
             value = getattr(self, name)
             _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE), ("validation", VALIDATION), ("reward_failure", REWARD_FAILURE)):
@@ -142,13 +154,13 @@ class AsyncPipelineConfig:
             )
 
     def _check_rewards(self) -> None:
-        for name in ("reward_timeout_s", "reward_attempts", "reward_concurrency", "reward_batch"):
+        for name in ("reward_timeout_s", "reward_cpu_s", "reward_attempts", "reward_concurrency", "reward_batch", "reward_memory_mb"):
             value = getattr(self, name)
-            least = "> 0" if name == "reward_timeout_s" else ">= 1"
-            _require(value is None or value > 0, name, f"must be {least}", value, "leave it out for the default")
-        _require(math.isfinite(self.reward_default), "reward_default", "must be a finite number", self.reward_default, "0.0 is the default")
+            least = "> 0" if name.endswith("_s") else ">= 1"
+            _require(value is None or 0 < value <= LONGEST_S, name, f"must be {least} and at most {LONGEST_S:g}", value, "leave it out for the default")
+        _require(is_finite(self.reward_default), "reward_default", "must be a finite number", self.reward_default, "0.0 is the default")
         if self.reward_timeout_s is None:
-            for name in ("reward_batch", "reward_attempts", "reward_concurrency"):
+            for name in ("reward_batch", "reward_attempts", "reward_concurrency", "reward_memory_mb", "reward_cpu_s"):
                 if getattr(self, name) != getattr(type(self), name):
                     raise ConfigError(f"{OWN}.{name} wants a limit for the calls, got {getattr(self, name)!r}; set {OWN}.reward_timeout_s")
 

@@ -19,6 +19,8 @@ from typing import Any
 from .errors import ConfigError
 from .knobs import OWN, AsyncPipelineConfig, hint, select
 
+MOST_DEVICES = 1_000_000
+"""Of a node, or nodes; more is a slip of the pen."""
 PLACED = ("train", "logp", "ref_logp", "critic", "generate")
 """Roles that compute on devices. The gather of `param_update` belongs to train, the critic's values to critic."""
 OPTIONAL = ("logp", "ref_logp", "critic")
@@ -101,9 +103,11 @@ def placement_of(
     for size_path in ("trainer.nnodes", "trainer.n_gpus_per_node", "actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"):
         value = select(config, size_path)
         least = 0 if "rollout" in size_path and pools is not None else 1
+        why = "generation needs devices of its own; say how many" if "rollout" in size_path else "training needs devices"
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            why = "generation needs devices of its own; say how many" if "rollout" in size_path else "training needs devices"
             raise ConfigError(f"{size_path} must be >= {least}, got {value!r}; {why}")
+        if value > MOST_DEVICES:
+            raise ConfigError(f"{size_path} must be at most {MOST_DEVICES}, got {value!r}; {why}")
         sizes[size_path] = value
     nodes, node, more, size = sizes.values()
     if pools is None:

@@ -2,7 +2,8 @@
 """Reward functions that may hang, hog or fail: called with a deadline, in processes that can be killed.
 
 A plain function runs in a process of its own (pebble's pool), which is killed when its time is up, so that neither an
-endless loop nor a crash of native code takes the run along. An `async def` function waits in the caller's event loop,
+endless loop nor a crash of native code takes the run along. Its memory and CPU time can be limited, too; it leaves no core
+dump. An `async def` function waits in the caller's event loop,
 for a service as a rule; its await is cancelled, but a loop in it that never awaits cannot be. A function that scores
 many answers at once gets them in micro-batches; if one fails, its answers are tried one by one.
 
@@ -18,6 +19,7 @@ import importlib.util
 import inspect
 import math
 import multiprocessing
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -30,8 +32,8 @@ from typing import Any
 from .errors import ConfigError, RewardError
 
 PACKAGE, FILE = "pkg://", "file://"
-PR_SET_PDEATHSIG = 1
-"""Linux's prctl: the signal that a process gets when its parent ends."""
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+"""Linux's prctl: the signal that a process gets when its parent ends; what it runs gains no rights by setuid."""
 START_S = 60.0
 """What a process of the pool may take to begin, which is to load the function's file."""
 BATCH_WAIT_S = 0.02
@@ -68,6 +70,10 @@ class Limits:
     """Calls at once; for a plain function as many processes, started as they are needed."""
     batch: int | None = None
     """Answers in one call, for a function that takes lists (`LISTS`); None: it takes one."""
+    memory_mb: int | None = None
+    """Address space of a process; None: as much as the machine has."""
+    cpu_s: float | None = None
+    """CPU time of a call, of all its threads; None: as much as they use until the time is up."""
 
 
 class RewardGuard:
@@ -161,9 +167,12 @@ class RewardGuard:
 
             # What the function's file imports counts for nobody's time.
             self._pool = ProcessPool(
-                self._limits.concurrency, initializer=_begin, initargs=where, context=multiprocessing.get_context("spawn")
+                self._limits.concurrency,
+                initializer=_begin,
+                initargs=(*where, self._limits.memory_mb),
+                context=multiprocessing.get_context("spawn"),
             )
-        called = self._pool.schedule(_call_here, args=(*where, arguments), timeout=self._limits.timeout_s)
+        called = self._pool.schedule(_call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s)
         # pebble's clock runs from the moment at which a process has begun.
         return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
 
@@ -192,15 +201,25 @@ def _one_of(found: Any, index: int, count: int) -> Any:
     return found[index]
 
 
-def _begin(path: str, name: str) -> None:
-    """In a new process of the pool: end with the one that made it, and load the function."""
+def _begin(path: str, name: str, memory_mb: int | None) -> None:
+    """In a new process of the pool: end with the one that made it, gain no rights, and load the function."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # What it holds in memory is the answers and scores of a run.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _load(path, name)
+    if memory_mb is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
 
 
-def _call_here(path: str, name: str, arguments: dict[str, Any]) -> Any:
-    """In a process of the pool."""
+def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | None) -> Any:
+    """In a process of the pool. Past its CPU time the kernel ends it."""
+    if cpu_s is not None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        soft = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
+        resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
     return _load(path, name)(**arguments)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`async-pipeline watch -- COMMAND`: runs a training command, shows what matters, leaves nothing behind.
 
-Lines that start with our mark reach the terminal; everything goes to `run.log` in the run directory.
+Lines that start with our mark reach the terminal; everything goes to `run.log` in the run directory, without what
+looks like a secret.
 On Ctrl-C, on failure and at the end, every process that the command started is gone when this returns:
 orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
 """
@@ -27,6 +28,7 @@ from typing import IO, TextIO
 from .config import unknown_key
 from .observe.run_files import set_aside
 from .observe.table import MARK, TRANSIENT
+from .redaction import LineRedactor
 from .weight_sync.segment_names import sweep_orphans
 
 STOP_S = 20.0
@@ -69,6 +71,7 @@ class Screen:
         self._out = out
         self._started = started
         self._verbose = verbose
+        self._redactor = LineRedactor(os.environ)
         self._early: list[str] = []
         self._log: TextIO | None = None
         self._filed = 0
@@ -81,7 +84,7 @@ class Screen:
 
     def line(self, raw: str) -> None:
         """One line of the command's output."""
-        text = _COLOUR.sub("", raw.rstrip("\n"))
+        text = self._redactor.line(_COLOUR.sub("", raw.rstrip("\n")))
         if TRANSIENT in text:
             self._show(text[text.find(TRANSIENT) + len(TRANSIENT) + 1 :])
             return

@@ -17,6 +17,7 @@ from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.machine import TERMINAL, StageState
 from recipe.async_pipeline.core.role import ROLES
+from recipe.async_pipeline.core.step_down import Caution
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
 from tests.sim import ALL_ROLES, WITH_CRITIC, SimTrainer
 
@@ -73,6 +74,34 @@ def test_batches_ahead_are_bounded_by_the_lag() -> None:
     trainer = SimTrainer(max_lag=2, costs={"update": 50.0})
     run_flow(trainer)
     assert trainer.in_flight_max <= 3 * trainer.groups
+
+
+def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None:
+    """Versions 4 to 7 fail: blocking after two, on-policy after four, and back in two clean stretches of three."""
+    trainer = SimTrainer(
+        max_lag=2, steps=24, costs={"publish": 2.0}, caution=Caution(after=2, clean=3), failing=lambda version: 4 <= version <= 7
+    )
+    flow, result = run_flow(trainer)
+    assert [change.level.name for change in trainer.changes] == ["BLOCKING", "ON_POLICY", "BLOCKING", "ASYNCHRONOUS"]
+    assert "a row failed; the last, because replica 0: it died" in trainer.changes[0].why
+    stepped = [(r.fields["version"], r.fields["level"]) for r in flow.log.records if r.event == "STEPPED"]
+    assert stepped == [(5, "BLOCKING"), (7, "ON_POLICY"), (10, "BLOCKING"), (13, "ASYNCHRONOUS")]
+    assert result.lag_max == 2
+    # What was ahead when it stepped down is still trained; then each batch is of the weights before it, until it steps up.
+    lags = {batch.step: batch.step - 1 - batch.first_version for batch in trainer.trained}
+    assert [lags[step] for step in range(10, 12)] == [0, 0]
+    assert max(lags[step] for step in range(16, 25)) == 2
+    # Blocking: step 9 begins when version 8 is served; asynchronously a step begins when the one before is gathered.
+    served = {r.fields["version"]: r.t for r in flow.log.records if r.event == "SERVED"}
+    begun = {r.fields["step"]: r.t for r in flow.log.records if r.role == "train" and r.event == "LEASE"}
+    assert begun[9] >= served[8]
+    assert begun[20] < served[19]
+
+
+def test_a_run_that_never_steps_down_says_nothing() -> None:
+    trainer = SimTrainer(max_lag=2, caution=Caution(after=0), failing=lambda version: True)
+    run_flow(trainer)
+    assert trainer.changes == []
 
 
 def test_a_flow_that_is_not_asynchronous_is_on_policy_whatever_the_strategy_says() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from itertools import groupby
@@ -106,6 +107,28 @@ def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(t
     check_ended(job, "EngineDeadError")
     replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
     assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
+
+
+@pytest.mark.nightly
+def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def stop(process: subprocess.Popen[str]) -> None:
+        for line in processes_of(run_dir):
+            if "WorkerDict" in line:
+                os.kill(int(line.partition(":")[0]), signal.SIGSTOP)
+
+    job = run_job(
+        [*long_run(tmp_path), "trainer.v1.async_pipeline.wait_timeout_s=40"], run_dir, tied_task, events=[Event(" 3/1000", stop)]
+    )
+    assert job.status not in (0, None)
+    assert "a deadline has passed: " in job.output
+    assert "WaitTimeout: " in job.summary["error"]
+    assert processes_of(run_dir) == []
+    diagnosis = (run_dir / "diagnosis.txt").read_text()
+    assert re.search(r"waits since \d+\.\d s \(of at most 40 s\) for the call \w+ to return", diagnosis)
+    for part in ("who waits for whom:", "roles:", "pools:", "channels:", "message queue: ", "last 30 events:"):
+        assert part in diagnosis
 
 
 @pytest.mark.nightly

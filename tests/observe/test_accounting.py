@@ -114,6 +114,13 @@ def test_a_full_channel_is_a_lease_that_nobody_computes_with() -> None:
     assert found.pools["logp"].shares()["wait_reward"] > 0.5
 
 
+def test_the_clock_may_tick_between_any_two_records() -> None:
+    """On a real clock also between ITEM and LEASE of a role that needs no device."""
+    records = run_log(SimTrainer(max_lag=1, steps=4))
+    ticking = [replace(record, t=record.t + 1e-4 * number) for number, record in enumerate(records)]
+    assert {step.critical for step in account(ticking).steps} == {step.critical for step in account(records).steps}
+
+
 def test_shares_of_work_since_the_first_version() -> None:
     found = account(run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0))
     busy = 4.0 + 6.5

@@ -187,3 +187,8 @@ def test_other_errors(error: BaseException, shown: str) -> None:
 
 def test_a_line_has_an_end() -> None:
     assert len(one_line(ValueError("x" * 9000))) == 500
+
+
+def test_what_json_has_no_word_for_can_be_turned_into_text(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "config.json", {"at": Path("a")}, unknown=str)
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {"at": "a"}

@@ -33,6 +33,8 @@ def manager(load: Load) -> Iterator[Make]:
             "reward_attempts": 1,
             "reward_concurrency": 1,
             "reward_batch": None,
+            "reward_memory_mb": None,
+            "reward_cpu_s": None,
             "reward_failure": on_failure,
             "reward_default": -1.0,
             "reward_manager": {"source": "register", "name": "naive"},

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
-from recipe.async_pipeline.knobs import OWN
+from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
+from recipe.async_pipeline.knobs import OWN, own_fields
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge.patches import find_verl_root
 from tests.conftest import Load
@@ -37,6 +40,12 @@ MISTAKES: list[tuple[str, Any]] = [
     ("data.train_batch_size", 0),
     ("actor_rollout_ref.actor.ppo_mini_batch_size", 0),
     (f"{ROLLOUT}.max_num_seqs", None),
+    (f"{ROLLOUT}.tensor_model_parallel_size", None),
+    ("critic.ppo_mini_batch_size", 0),
+    ("trainer.critic_warmup", "x"),
+    ("actor_rollout_ref.model.lora_rank", float("nan")),
+    ("actor_rollout_ref.model.lora.rank", -1),
+    ("ray_kwargs.ray_init.num_gpus", 1.5),
     ("reward.num_workers", 0),
     ("trainer.total_training_steps", -3),
     ("trainer.use_v1", False),
@@ -526,3 +535,42 @@ def test_our_trainers_get_the_store_early(launch: ModuleType, store: dict[str, l
 def test_a_stock_trainer_starts_its_own_store(launch: ModuleType, store: dict[str, list[Any]]) -> None:
     launch.start_sample_store(with_mode("sync"))
     assert store == {"init": [], "exit": []}
+
+
+# Anything at all.
+
+READ = [
+    *(path for path, _ in MISTAKES),
+    *(f"{OWN}.{name}" for name in own_fields()),
+    *(f"{ROLLOUT}.{name}" for name in ("tensor_model_parallel_size", "nnodes", "n_gpus_per_node", "load_format", "calculate_log_probs", "dtype")),
+    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "critic_warmup", "logger", "project_name", "experiment_name")),
+    *(f"critic.{name}" for name in ("strategy", "ppo_mini_batch_size", "enable")),
+    *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora.rank", "lora.merge")),
+    *(f"actor_rollout_ref.actor.{name}" for name in ("use_kl_loss", "policy_loss", "policy_loss.loss_mode")),
+    *(f"algorithm.{name}" for name in ("adv_estimator", "filter_groups.enable", "use_kl_in_reward", "rollout_correction.bypass_mode")),
+    *(f"reward.{name}" for name in ("custom_reward_function.path", "custom_reward_function.name", "reward_manager")),
+    *(f"ray_kwargs.ray_init.{name}" for name in ("num_gpus", "num_cpus")),
+    "async_strategy",
+    "trainer.use_nodes_ratios",
+]
+"""What is looked at before Ray starts."""
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.floats(-2, 8),
+    st.sampled_from([10**30, float("nan"), float("inf"), "", "x", "gae", "fsdp", "a/b", "pkg://os", "m:C", "${nowhere}", [], [1], {}, {"a": 1}]),
+)
+
+
+@settings(max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(READ), ODD, min_size=1, max_size=3))
+def test_any_values_are_taken_or_refused_in_one_line(launch: ModuleType, smoke: Smoke, changes: dict[str, Any]) -> None:
+    try:
+        config = smoke(changes)
+    except (OmegaConfBaseException, ValueError):  # not even a config
+        assume(False)
+    try:
+        launch.checked(config)
+    except AsyncPipelineError as error:
+        assert "\n" not in str(error)

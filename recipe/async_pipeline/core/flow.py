@@ -44,6 +44,7 @@ from .ports import PipelineTrainer
 from .role import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
 from .state import FlowState
+from .step_down import Change, Level, StepDown
 from .waits import Holders
 
 GRAPH: Mapping[str, tuple[str, ...]] = {
@@ -120,6 +121,9 @@ class AsyncTrainingFlow:
         )
         self.queue.on_drop(lambda uid: self.ledger.give_up(uid, "expired", "it held a step up"))
         self.publications: list[Publication] = []
+        self.step_down = StepDown(trainer.caution)
+        self._depth = self.queue.depth
+        """Batches ahead, unless the run has stepped down."""
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records)
         self.pools: PoolSet | None = None
@@ -200,6 +204,16 @@ class AsyncTrainingFlow:
         """
         self.check_books()
         return FlowState(step=step, queue=self.queue.state(), ledger=self.ledger.state())
+
+    def published(self, publication: Publication) -> Change | None:
+        """A publication is over; says whether less, or more, is done asynchronously from now on."""
+        self.publications.append(publication)
+        change = self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
+        if change is not None:
+            cautious = min(self._depth, self.trainer.caution.depth)
+            self.queue.depth = cautious if change.level is Level.ON_POLICY else self._depth
+            self.queue.depth_changed()
+        return change
 
     def publishes(self, version: int) -> bool:
         """Are the weights of `version` for the replicas?"""

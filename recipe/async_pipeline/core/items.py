@@ -138,3 +138,5 @@ class Publication:
     replicas: int
     tokens_read_again: int = 0
     """By engines whose requests were stopped for the load."""
+    failure: str = ""
+    """Why replicas were fenced for it; empty: all that served took it."""

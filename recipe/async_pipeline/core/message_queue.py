@@ -124,6 +124,10 @@ class MessageQueue:
         self._promised[due] = self._promised.get(due, 0) + room
         return Ticket(step=step, prompts=room, version=version)
 
+    def depth_changed(self) -> None:
+        """There may be room now where there was none."""
+        self._changed.set()
+
     def room(self) -> int:
         """Prompts that may be drawn now, at most a batch."""
         if self._versions.served < 0:

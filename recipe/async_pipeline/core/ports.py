@@ -14,6 +14,7 @@ from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
 from .message_queue import MessageQueue
 from .staleness import Versions
 from .state import FlowState
+from .step_down import Caution, Change
 
 
 class PipelineTrainer(Protocol):
@@ -27,6 +28,8 @@ class PipelineTrainer(Protocol):
     """Deadline of each wait of a role, in seconds."""
     facts: Mapping[str, Any]
     """What the ledger says of the run."""
+    caution: Caution
+    """When weight updates are to be done with less asynchrony."""
     resumed: FlowState | None
     """What a checkpoint of the step before the first says; None: the run begins."""
 
@@ -110,6 +113,9 @@ class PipelineTrainer(Protocol):
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         """Hand a snapshot to every replica; returns when all serve it and have proved it."""
+
+    def stepped(self, change: Change) -> None:
+        """Less, or more, is done asynchronously from now on; for the user to know."""
 
     async def validate(self, version: int) -> float | None:
         """Validate a version that was just served, if that is due; it stays served meanwhile. Returns the seconds."""

@@ -180,6 +180,10 @@ class Accountant:
         """Device-seconds by pool and reason of which nothing will be corrected any more."""
         return {name: _sum(pool.seconds) for name, pool in self._pools.items()}
 
+    def doing(self) -> dict[str, str]:
+        """The reason of each pool's seconds from the last record on, as the roles see it."""
+        return {name: self._reason(name) if self._serving else "start_up" for name in self._pools}
+
     # What a record changes.
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
@@ -278,7 +282,8 @@ class Accountant:
         if gates:
             return gates
         if "WAITING_RESOURCE" in states:
-            return tuple(holder for holder, _ in self._holders[self._home[role]])
+            # A role without devices is here between two records of its own.
+            return tuple(holder for holder, _ in self._holders.get(self._home.get(role, ""), {}))
         if "WAITING_OUTPUT" in states:
             return self._downstream.get(role, ())
         return self._upstream.get(role, ()) if "WAITING_INPUT" in states else ()

@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -94,10 +94,13 @@ def _floats(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else float(value) for value in values]
 
 
-def write_atomically(path: Path, value: Any) -> None:
-    """JSON to a file that is either the old one or the new one, whole."""
+def write_atomically(path: Path, value: Any, *, unknown: Callable[[Any], Any] | None = None) -> None:
+    """JSON to a file that is either the old one or the new one, whole.
+
+    `unknown` turns what JSON has no word for into something that it has. Raises TypeError: nothing does.
+    """
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(value, indent=2, default=unknown) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 

@@ -45,7 +45,10 @@ class ParamUpdateStateMachine(RoleStateMachine):
             await self.until("served", pipeline.publication_before(version))
         publication = await self.trainer.publish(version, snapshot)
         pipeline.versions.advance_served(version)
-        pipeline.publications.append(publication)
+        change = pipeline.published(publication)
+        if change is not None:
+            self.note("STEPPED", version=version, level=change.level.name, why=change.why)
+            self.trainer.stepped(change)
         pipeline.ledger.serve(version)
         self.note(
             "SERVED",

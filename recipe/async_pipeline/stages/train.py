@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from ..core.items import StepBatch
 from ..core.role import RoleStateMachine, register_role
 from ..core.staleness import check_lag
+from ..core.step_down import Level
 
 
 @register_role("train")
@@ -25,7 +26,8 @@ class TrainStateMachine(RoleStateMachine):
 
         Unblocked by: param_update's gather; critic.
         """
-        await self.until("gathered", self.pipeline.publication_before(item.step))
+        before = self.pipeline.publication_before(item.step)
+        await self.until("served" if self.pipeline.step_down.level >= Level.BLOCKING else "gathered", before)
         if self.trainer.pool_of("critic") == self.trainer.pool_of("train"):
             await self._critic_of(item)
 

@@ -32,6 +32,8 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
                 attempts=own.reward_attempts,
                 concurrency=own.reward_concurrency,
                 batch=own.reward_batch,
+                memory_mb=own.reward_memory_mb,
+                cpu_s=own.reward_cpu_s,
             ),
         )
         self._on_failure, self._default = own.reward_failure, float(own.reward_default)

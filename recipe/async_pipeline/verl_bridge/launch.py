@@ -306,7 +306,7 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
 
 def _adapter_rank(config: DictConfig) -> int:
     model = config.actor_rollout_ref.model
-    return int(OmegaConf.select(model, "lora.rank") or model.get("lora_rank", 0))
+    return int(OmegaConf.select(model, "lora.rank") or model.get("lora_rank") or 0)
 
 
 def _check_adapters(config: DictConfig) -> None:
@@ -404,7 +404,15 @@ def _say(text: str) -> None:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return _whole(value) and value > 0
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole_or_none(value: Any) -> bool:
+    return value is None or (_whole(value) and value >= 0)
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -428,6 +436,12 @@ _RULES = (
     ("data.train_batch_size", _positive, "must be >= 1", "prompts of one optimizer step"),
     ("actor_rollout_ref.actor.ppo_mini_batch_size", _positive, "must be >= 1", "prompts of one optimizer update"),
     (f"{_ROLLOUT}.max_num_seqs", _positive, "must be >= 1", "answers that a replica works on at the same time"),
+    (f"{_ROLLOUT}.tensor_model_parallel_size", _whole, "must be a whole number", "devices of one replica"),
+    ("critic.ppo_mini_batch_size", _positive, "must be >= 1", "prompts of one update of the critic"),
+    ("trainer.critic_warmup", _whole_or_none, "must be >= 0", "steps that the critic learns alone"),
+    ("actor_rollout_ref.model.lora_rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
+    ("actor_rollout_ref.model.lora.rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
+    ("ray_kwargs.ray_init.num_gpus", _whole_or_none, "must be >= 0", "devices that Ray is told of"),
     ("reward.num_workers", _positive, "must be >= 1", "somebody has to score"),
     ("trainer.total_training_steps", lambda v: v is None or _positive(v), "must be >= 1", "leave it out to train by epochs"),
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),

@@ -174,7 +174,9 @@ class RolloutPool:
         Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left.
         """
         gathered = decode_ticket(ticket)
+        fenced = set(self._distribution.fenced)
         reports = await self._distribution.publish(gathered.version, ticket)
+        failures = [f"{name}: {why}" for name, why in self._distribution.fenced.items() if name not in fenced]
         return Publication(
             version=gathered.version,
             num_bytes=gathered.num_bytes,
@@ -186,6 +188,7 @@ class RolloutPool:
             tensors_proved=sum(r.tensors_proved for r in reports),
             replicas=len(reports),
             tokens_read_again=sum(r.tokens_read_again for r in reports),
+            failure="; ".join(failures),
         )
 
     async def close(self) -> None:

@@ -39,6 +39,7 @@ from ..core.flow import GRAPH, AsyncTrainingFlow
 from ..core.items import Group, Prompt, Publication, StepBatch, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
+from ..core.step_down import Caution, Change
 from ..core.waits import waits_of
 from ..errors import PatchedVerlRequired, RolloutError, WeightSyncError
 from ..knobs import AsyncPipelineConfig
@@ -47,8 +48,10 @@ from ..observe.overlap import OverlapMeter
 from ..observe.step_account import StepAccountant
 from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import StepRow, closing, header, progress
+from ..observe.trace import leave_trace
 from ..observe.watchdog import Watchdog
 from ..placement import Placement, Pool
+from ..redaction import redacted
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
@@ -66,15 +69,19 @@ from .resumable import echo as _echo
 from .resumable import say as _say
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
-from .workers import REF_COLUMN, LogProbWorker, PipelineWorker, logp_config
+from .workers import REF_COLUMN, LogProbWorker, PipelineCritic, PipelineWorker, logp_config
 
 T = TypeVar("T")
 KEPT_RECORDS = 10_000
 """Events kept in memory; `events.jsonl` has them all."""
 SHOWN_REPLICAS = 16
 """The versions of so many replicas are metrics of their own; of more, the oldest alone."""
+START_S = 1800.0
+"""Seconds that engines and models get to start at least, however short the waits of a run that has started are to be."""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
+TRACE_S = 60.0
+"""Seconds that the trace of the run may take; `async-pipeline report` writes it later otherwise."""
 VALIDATION_POLL_S = 0.05
 """verl polls the sample store during validation, by default every 2 s."""
 
@@ -102,6 +109,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
         self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
         self.placement = Placement.from_list(own["placement"])
         self.max_lag = self.knobs.max_lag
+        self.caution = Caution(after=self.knobs.step_down_after, clean=self.knobs.step_up_after, depth=self.knobs.sync_every - 1)
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
         self.run_dir = Path(str(self.knobs.run_dir))
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
@@ -136,7 +144,8 @@ class AsyncPipelineTrainer(ResumableTrainer):
             teacher_client=None,
             reward_loop_worker_handles=self.get_reward_handles(),
         )
-        self._server_manager.ready(self.knobs.wait_timeout_s)
+        start_s = max(START_S, self.knobs.wait_timeout_s)
+        self._server_manager.ready(start_s)
         (trainer_node,) = self._nodes_of(self.actor_rollout_wg.workers[:1])
         rollout = self.config.actor_rollout_ref.rollout
         self.rollout_pool = RolloutPool(
@@ -149,7 +158,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
         )
         if self._logp_group is not None:
-            group = result_of(self._logp_group, self.knobs.wait_timeout_s, owner="the trainer", what="the workers of logp to start")
+            group = result_of(self._logp_group, start_s, owner="the trainer", what="the workers of logp to start")
             self._copies["logp"] = self._policy_copy("logp", group)
         if self.knobs.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
@@ -158,9 +167,9 @@ class AsyncPipelineTrainer(ResumableTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        for role in (Role.Actor, Role.RefPolicy):
+        for role, worker in ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role.Critic, PipelineCritic)):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(PipelineWorker)
+                self.role_worker_mapping[role] = ray.remote(worker)
         pools = self.resource_pool_manager
         for pool in self.placement.pools:
             if "train" in pool.roles or "generate" in pool.roles:
@@ -225,19 +234,25 @@ class AsyncPipelineTrainer(ResumableTrainer):
             asyncio.run(self._run())
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
+            trace = self._threads.submit(leave_trace, self.run_dir, _say)
             wait([self._threads.submit(self.actor_rollout_wg.close_arenas)], timeout=CLOSE_S)
+            wait([trace], timeout=TRACE_S)
             self._threads.shutdown(wait=False, cancel_futures=True)
         self._shutdown_dump_executor()
 
     def _open_run(self) -> None:
-        """Make the run's directory, and what writes there."""
+        """Make the run's directory, and what writes there; what another process made of its end is not of this run."""
         self._open_files()
+        for left in ("summary.json", "trace.json", "report.html"):
+            (self.run_dir / left).unlink(missing_ok=True)
+        settings = redacted(OmegaConf.to_container(self.config, resolve=True))
+        write_atomically(self.run_dir / "config.json", settings, unknown=str)
         trainer = self.config.trainer
         self.logger = Tracking(
             project_name=trainer.project_name,
             experiment_name=trainer.experiment_name,
             default_backend=trainer.logger,
-            config=OmegaConf.to_container(self.config, resolve=True),
+            config=settings,
         )
         self.validation_generations_logger = ValidationGenerationsLogger(
             project_name=trainer.project_name, experiment_name=trainer.experiment_name
@@ -560,6 +575,9 @@ class AsyncPipelineTrainer(ResumableTrainer):
         newest = max(self._tickets, default=version)
         self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: bytes(ticket)}
         return bytes(ticket)
+
+    def stepped(self, change: Change) -> None:
+        _say(f"weight updates are {change.level.name.lower().replace('_', '-')} from here on: {change.why}")
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         assert isinstance(snapshot, bytes)

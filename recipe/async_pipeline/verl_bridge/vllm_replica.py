@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ class PipelineVLLMServer(vLLMHttpServer):
 
     global_steps: int | None
     """The version that is served; verl's own name for it."""
+    _server_address: str
     _versioned: VersionedEngine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,7 +67,16 @@ class PipelineVLLMServer(vLLMHttpServer):
             engine_kwargs.setdefault("distributed_executor_backend", IN_PROCESS if is_cpu() else "uni")
 
     async def run_server(self, args: Any) -> None:
+        """As verl's, but out of reach for other machines: its HTTP server asks nobody who they are.
+
+        Requests of this pipeline come through Ray. On several nodes the replica keeps its node's address as its name.
+        """
+        # Nor for other users of this one: the engine's sockets lie in a directory that all can enter.
+        os.umask(0o077)
+        node, self._server_address = self._server_address, loopback_of(self._server_address)
         await super().run_server(args)
+        if sum(one["Alive"] for one in await asyncio.to_thread(ray.nodes)) > 1:
+            self._server_address = node
         self._versioned = VersionedEngine(self.engine)
 
     async def load_version(
@@ -168,6 +179,11 @@ class PipelineVLLMServer(vLLMHttpServer):
         output.extra_fields["replica"] = f"replica {self.replica_rank}"
         output.extra_fields["version_spans"] = [list(span) for span in spans]
         return output
+
+
+def loopback_of(address: str) -> str:
+    """The loopback address of the same family."""
+    return "::1" if ":" in address else "127.0.0.1"
 
 
 class PipelineVLLMReplica(vLLMReplica):

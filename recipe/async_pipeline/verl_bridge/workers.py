@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.workers.engine.fsdp import transformer_impl
-from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from ..core.clock import within
@@ -31,6 +31,7 @@ from .courier import pull_through
 from .cpu_platform import is_cpu
 from .loss_registry import ppo_loss_with_scores
 from .parts import TrainingRanks, held_by
+from .safe_loading import weights_only
 
 REF_COLUMN = "ref_log_probs_full"
 """verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix them."""
@@ -128,6 +129,12 @@ class PipelineWorker(ActorRolloutRefWorker):
         return await self._inbox.receive(described, pull_through(courier, encode(described)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """As verl's. Raises CheckpointError: there is more in it than tensors and plain values."""
+        with weights_only(Path(local_path)):
+            super().load_checkpoint(local_path, *more, **others)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_arenas(self) -> None:
         """Unlink the shared memory of this rank."""
         self.checkpoint_engine.close()
@@ -142,6 +149,16 @@ class PipelineWorker(ActorRolloutRefWorker):
         if "log_probs" in output.keys():
             output[REF_COLUMN] = output.pop("log_probs")
         return output
+
+
+class PipelineCritic(TrainingWorker):
+    """verl's critic, which loads no more than it needs."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """As verl's. Raises CheckpointError: there is more in it than tensors and plain values."""
+        with weights_only(Path(local_path)):
+            super().load_checkpoint(local_path, *more, **others)
 
 
 class LogProbWorker(PipelineWorker):

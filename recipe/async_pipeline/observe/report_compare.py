@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two runs side by side: what was set differently, and what that did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean, median
+from typing import Literal
+
+from .advice import advise
+from .charts import Line, Text, figure, legend, line_chart, share_bar
+from .report_data import RunData, Series, changed_settings
+from .report_page import RUN_COLOURS, advice_list, fates, freshness, learning, ordered, page, section
+from .wording import amount, colour_of, percent, reason_in_words, seconds
+
+MAX_SETTINGS = 60
+
+
+def compare_page(a: RunData, b: RunData) -> str:
+    """The page of `async-pipeline report A B`."""
+    runs = (a, b)
+    sections = [
+        _header(runs),
+        section("figures", "What became of it", _figures(a, b)),
+        section("settings", "What was set differently", _settings(a, b)),
+        section("devices", "Where the device-seconds went", _devices(runs)),
+        section("steps", "Step time", _steps(runs)),
+        section("learning", "Learning", learning(runs)),
+        section("freshness", "How old the samples were", freshness(runs)),
+        section("advice", "What to change in each", _advice(runs)),
+        section("samples", "What became of the groups", f'<div class="grid">{"".join(fates(run, f"{letter}: ") for letter, run in zip("AB", runs, strict=True))}</div>'),
+    ]
+    return page(f"{a.name} against {b.name}", "\n".join(filter(None, sections)))
+
+
+def _header(runs: Sequence[RunData]) -> str:
+    rows = "".join(
+        f'<li><i class="swatch {RUN_COLOURS[n]}"></i><strong>{"AB"[n]}</strong>: {escape(run.name)}, {escape(run.strategy)}, {run.steps} steps, {escape(run.status)}</li>'
+        for n, run in enumerate(runs)
+    )
+    missing = [f"{'AB'[n]}: {text}" for n, run in enumerate(runs) for text in run.missing]
+    listed = "".join(f"<li>{escape(text)}</li>" for text in missing)
+    partial = f'<div class="banner"><strong>This comparison is partial.</strong><ul>{listed}</ul></div>' if missing else ""
+    return f'<header><p class="kicker">async_pipeline</p><h1>A against B</h1><ul class="facts">{rows}</ul>{partial}</header>'
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figure:
+    """One number of both runs."""
+
+    name: str
+    a: float | None
+    b: float | None
+    text: Text
+    better: int = 0
+    """1 if more is better, -1 if less is, 0 if neither."""
+    differs: Literal["by", "points", "versions"] = "by"
+    """A share of a, or a difference: of shares, or of versions."""
+
+    @property
+    def change(self) -> str:
+        assert self.a is not None and self.b is not None
+        if self.differs == "points":
+            return f"{100 * (self.b - self.a):+.0f} points"
+        if self.differs == "versions":
+            return f"{self.b - self.a:+.2f}"
+        return f"{self.b / self.a - 1:+.0%}" if self.a else ""
+
+    @property
+    def verdict(self) -> str:
+        assert self.a is not None and self.b is not None
+        sign = (self.b > self.a) - (self.b < self.a)
+        return "" if not self.better or not sign else "better" if sign == self.better else "worse"
+
+
+def _known(a: RunData, b: RunData) -> list[_Figure]:
+    found = [
+        _Figure(name="Step time, median", a=_median(a.step_s[1:]), b=_median(b.step_s[1:]), text=seconds, better=-1),
+        _Figure(name="Answers trained a second", a=a.samples_per_s, b=b.samples_per_s, text=amount, better=1),
+        _Figure(name="Overlap efficiency", a=_of(a, "overlap_efficiency"), b=_of(b, "overlap_efficiency"), text=percent, better=1, differs="points"),
+        _Figure(name="Devices idle", a=_of(a, "bubble_ratio"), b=_of(b, "bubble_ratio"), text=percent, better=-1, differs="points"),
+        _Figure(name="Lag, mean, versions", a=_mean(a.lag_mean), b=_mean(b.lag_mean), text=amount, better=-1, differs="versions"),
+        _Figure(name="Reward, last fifth", a=_last(a.reward), b=_last(b.reward), text=amount, better=1),
+        _Figure(name="Length of answers, last fifth, tokens", a=_last(a.length_mean), b=_last(b.length_mean), text=amount),
+        _Figure(name="Wall time", a=a.wall_s or None, b=b.wall_s or None, text=seconds),
+    ]
+    return [one for one in found if one.a is not None and one.b is not None]
+
+
+def _figures(a: RunData, b: RunData) -> str:
+    rows = ""
+    for one in _known(a, b):
+        assert one.a is not None and one.b is not None
+        kind = f' class="{one.verdict}"' if one.verdict else ""
+        rows += f'<tr><th scope="row">{one.name}</th><td>{one.text(one.a)}</td><td>{one.text(one.b)}</td><td{kind}>{one.change} {one.verdict}</td></tr>'
+    head = '<thead><tr><th scope="col">figure</th><th scope="col">A</th><th scope="col">B</th><th scope="col">B against A</th></tr></thead>'
+    return figure("Figures", f"<table>{head}<tbody>{rows}</tbody></table>", note="One run each: differences of a few per cent are chance.", wide=True) if rows else ""
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _mean(series: Series) -> float | None:
+    return fmean(series.y) if series else None
+
+
+def _last(series: Series) -> float | None:
+    return fmean(series.y[-max(1, len(series.y) // 5) :]) if series else None
+
+
+def _of(run: RunData, what: str) -> float | None:
+    return float(getattr(run.accounting, what)) if run.accounting is not None and run.accounting.steady_s else None
+
+
+def _settings(a: RunData, b: RunData) -> str:
+    if not a.config or not b.config:
+        return "<p>Not known: config.json is not there in both.</p>"
+    changed = changed_settings(a.config, b.config)
+    if not changed:
+        return "<p>Nothing but names and places.</p>"
+    rows = "".join(
+        f'<tr><th scope="row"><code>{escape(key)}</code></th><td>{escape(x)}</td><td>{escape(y)}</td></tr>' for key, x, y in changed[:MAX_SETTINGS]
+    )
+    more = f"{len(changed) - MAX_SETTINGS} more are not shown." if len(changed) > MAX_SETTINGS else ""
+    head = '<thead><tr><th scope="col">setting</th><th scope="col">A</th><th scope="col">B</th></tr></thead>'
+    return figure(f"{len(changed)} settings", f'<table class="settings">{head}<tbody>{rows}</tbody></table>', note=more, wide=True)
+
+
+def _devices(runs: Sequence[RunData]) -> str:
+    html, used = "", {}
+    pools = list(dict.fromkeys(name for run in runs if run.accounting for name in run.accounting.pools))
+    for pool in pools:
+        bars = ""
+        for n, run in enumerate(runs):
+            account = run.accounting.pools.get(pool) if run.accounting else None
+            if account is None:
+                bars += f"<p>{'AB'[n]}: has no such pool</p>"
+                continue
+            steady = {reason: s for reason, s in account.seconds.items() if reason != "start_up"}
+            parts = ordered(steady, sum(steady.values()))
+            used.update({reason: colour_of(reason) for reason, _, _ in parts})
+            cells = [(colour_of(r), share, f"{'AB'[n]}: {reason_in_words(r)}: {percent(share)}, {seconds(s)} of devices") for r, s, share in parts]
+            bars += f'<p class="bar-name">{"AB"[n]}: {account.devices} device{"s" if account.devices != 1 else ""}</p>{share_bar(cells, f"pool {pool} of {run.name}")}'
+        html += figure(f"Pool {pool}", bars)
+    if not used:
+        return ""
+    keys = legend([(colour, reason_in_words(reason)) for reason, colour in used.items()])
+    return f'<p class="lead">Since the first version was served. Solid is work; stripes are waiting.</p><div class="grid">{html}</div>{keys}'
+
+
+def _steps(runs: Sequence[RunData]) -> str:
+    lines = [
+        Line(
+            label=f"{'AB'[n]}: {run.name}",
+            series=Series(x=[float(i) for i in range(2, len(run.step_s) + 1)], y=run.step_s[1:]),
+            colour=RUN_COLOURS[n],
+            dashed=n == 1,
+        )
+        for n, run in enumerate(runs)
+    ]
+    return line_chart("Seconds of each step", lines, x_label="step", text=seconds, low=0.0)
+
+
+def _advice(runs: Sequence[RunData]) -> str:
+    return "".join(f'<h3 class="of-run">{"AB"[n]}: {escape(run.name)}</h3>{advice_list(advise(run), run)}' for n, run in enumerate(runs))

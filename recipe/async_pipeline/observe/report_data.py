@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report shows of a run, computed from its files and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..core.events import Interval, LogRecord, busy_intervals
+from .accounting import Accountant, Accounting, AccountingError
+from .group_counts import GroupCounts
+from .run_reader import PREFIX, RunFiles
+
+Span = tuple[float, float, str]
+"""Start and end in seconds of the log's time, and what was done in between."""
+FATES = ("trained", "filtered", "expired", "failed", "in_flight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A number a step, or at moments."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+
+    def __bool__(self) -> bool:
+        return len(self.x) > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """One publication, in seconds."""
+
+    version: int
+    t: float
+    gather_s: float
+    transfer_s: float
+    load_s: float
+    stall_s: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """A run as numbers. What its files do not say is empty."""
+
+    name: str
+    path: Path
+    status: str
+    strategy: str
+    max_lag: int | None
+    steps: int
+    wall_s: float
+    step_s: Sequence[float]
+    samples_per_s: float | None
+    """Trained answers a second, over the steps but the first."""
+    accounting: Accounting | None = None
+    roles: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
+    """When each role computed."""
+    home: Mapping[str, str] = field(default_factory=dict)
+    """Role to pool."""
+    pools: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    """What each pool did, as the roles saw it."""
+    step_ends: Mapping[int, float] = field(default_factory=dict)
+    lag_share: Mapping[int, float] = field(default_factory=dict)
+    """Lag in versions to the share of trained answers that had it."""
+    lag_mean: Series = field(default_factory=lambda: Series(x=(), y=()))
+    lag_max: Series = field(default_factory=lambda: Series(x=(), y=()))
+    queues: Mapping[str, Series] = field(default_factory=dict)
+    """Groups by place, over seconds."""
+    publications: Sequence[Published] = ()
+    reward: Series = field(default_factory=lambda: Series(x=(), y=()))
+    validation: Mapping[str, Series] = field(default_factory=dict)
+    length_mean: Series = field(default_factory=lambda: Series(x=(), y=()))
+    length_max: Series = field(default_factory=lambda: Series(x=(), y=()))
+    fates: Mapping[str, int] = field(default_factory=dict)
+    regenerated: int = 0
+    tail_s: Sequence[float] = ()
+    """Seconds of the longest answer of each step."""
+    answer_s: Sequence[float] = ()
+    """Seconds of a mean answer of each step, where the run said so."""
+    ess: float | None = None
+    """Mean effective sample size of the importance weights, as a share of the samples."""
+    error: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+
+
+def data_of(files: RunFiles) -> RunData:
+    """The run, without what its events say if they contradict themselves or are of another version."""
+    try:
+        found = _from_events(files.events) if files.events else {}
+    except (AccountingError, KeyError) as error:
+        why = f"events.jsonl cannot be understood ({type(error).__name__}: {error}): no timeline, device-seconds, queues and publications"
+        files, found = replace(files, events=(), missing=(*files.missing, why)), {}
+    summary, rows = files.summary, files.steps
+    step_s = [float(row.data["timing_s/step"]) for row in rows if "timing_s/step" in row.data]
+    steps = int(summary.get("steps") or max((row.step for row in rows), default=0) or len(found.get("step_ends", ())))
+    samples = float(summary.get("samples_trained") or 0)
+    later = sum(step_s[1:])
+    return RunData(
+        name="/".join(files.path.resolve().parts[-2:]),
+        path=files.path,
+        status=str(summary.get("status") or "unfinished"),
+        strategy=str(summary.get("strategy") or "?"),
+        max_lag=_first(summary.get("max_lag"), found.pop("max_lag", None)),
+        steps=steps,
+        wall_s=float(summary.get("wall_s") or (found["accounting"].wall_s if found else 0.0)),
+        step_s=step_s,
+        samples_per_s=samples * (len(step_s) - 1) / len(step_s) / later if later and samples else None,
+        lag_share=_lag_share(rows),
+        lag_mean=_series(rows, f"{PREFIX}lag/mean"),
+        lag_max=_series(rows, f"{PREFIX}lag/max"),
+        reward=_series(rows, "critic/score/mean"),
+        validation=_validation(files),
+        length_mean=_series(rows, "response_length/mean"),
+        length_max=_series(rows, "response_length/max"),
+        fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES} if summary else found.pop("counted", {}),
+        regenerated=int(summary.get("groups_regenerated") or 0),
+        answer_s=_series(rows, f"{PREFIX}bias/seconds/trained_mean").y,
+        ess=_mean(_series(rows, f"{PREFIX}off_policy/ess/all").y),
+        error=str(summary.get("error") or ""),
+        config=files.config,
+        missing=files.missing,
+        **{key: value for key, value in found.items() if key != "counted"},
+    )
+
+
+def _first(*values: Any) -> int | None:
+    return next((int(value) for value in values if value is not None), None)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _series(rows: Sequence[Any], name: str) -> Series:
+    known = [(row.step, row.data[name]) for row in rows if isinstance(row.data.get(name), int | float)]
+    return Series(x=[float(step) for step, _ in known], y=[float(value) for _, value in known])
+
+
+def _validation(files: RunFiles) -> Mapping[str, Series]:
+    names = sorted({name for row in files.validations for name in row.data if name.startswith("val-core/")})
+    return {name: found for name in names if (found := _series(files.validations, name))}
+
+
+def _lag_share(rows: Sequence[Any]) -> Mapping[int, float]:
+    prefix = f"{PREFIX}lag/trajectory_share/"
+    total: dict[int, float] = {}
+    counted = 0
+    for row in rows:
+        shares = {name: value for name, value in row.data.items() if name.startswith(prefix)}
+        counted += bool(shares)
+        for name, share in shares.items():
+            lag = int(name.removeprefix(prefix))
+            total[lag] = total.get(lag, 0.0) + float(share)
+    return {lag: total[lag] / counted for lag in sorted(total)}
+
+
+def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
+    start = next(record for record in records if record.role == "flow")
+    accountant, groups = Accountant(), GroupCounts()
+    pools: dict[str, list[Span]] = {}
+    queues: dict[str, list[tuple[float, float]]] = {}
+    now = 0.0
+    for record in records:
+        if record.t > now:
+            for pool, reason in accountant.doing().items():
+                _extend(pools.setdefault(pool, []), now, record.t, reason)
+            now = record.t
+        accountant(record)
+        if groups(record):
+            for place, count in groups.counts.items():
+                queues.setdefault(place, []).append((record.t, float(count)))
+    trained = [record for record in records if record.event == "TRAINED"]
+    last = trained[-1].fields if trained else {}
+    return {
+        "accounting": accountant.account(),
+        "max_lag": start.fields.get("max_lag"),
+        "pools": pools,
+        "roles": {role: spans for role in start.fields["graph"] if (spans := busy_intervals(records, role))},
+        "home": {role: pool for pool, facts in start.fields["pools"].items() for role in facts["roles"]},
+        "step_ends": {int(record.fields["step"]): record.t for record in trained},
+        "tail_s": [float(record.fields["batch/tail_s"]) for record in trained if "batch/tail_s" in record.fields],
+        "queues": {place: Series(x=[t for t, _ in points], y=[n for _, n in points]) for place, points in queues.items()},
+        "publications": [_published(record) for record in records if record.event == "SERVED"],
+        "counted": {fate: int(last.get(f"samples/{fate}", 0)) for fate in ("filtered", "expired", "failed")},
+    }
+
+
+def _published(record: LogRecord) -> Published:
+    known = {name: float(record.fields.get(name, 0.0)) for name in ("gather_s", "transfer_s", "load_s", "stall_s")}
+    return Published(version=int(record.fields["version"]), t=record.t, num_bytes=float(record.fields.get("bytes", 0)), **known)
+
+
+def _extend(spans: list[Span], start: float, end: float, what: str) -> None:
+    if spans and spans[-1][2] == what and spans[-1][1] == start:
+        start = spans.pop()[0]
+    spans.append((start, end, what))
+
+
+def changed_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
+    """Key, value in a, value in b, of every setting that differs; names of runs and places of files are left out."""
+    left, right = _flat(a), _flat(b)
+    keys = [key for key in [*left, *(key for key in right if key not in left)] if not _says_where(key)]
+    return [(key, left.get(key, "not set"), right.get(key, "not set")) for key in keys if left.get(key) != right.get(key)]
+
+
+_WHERE = ("_dir", "_path", "path", "experiment_name", "project_name", "started_unix", "_file", "files", "port", "placement")
+
+
+def _says_where(key: str) -> bool:
+    """Is this setting about where things are, not about what is done?"""
+    return any(part.endswith(_WHERE) for part in key.split("."))
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()}
+    return {prefix: str(value)}

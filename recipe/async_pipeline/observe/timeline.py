@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a report: what each pool and each role did, over the whole run and close up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from ..core.events import Interval
+from .accounting import is_work
+from .charts import figure, stack, strip, ticks
+from .report_data import RunData, Span
+from .wording import colour_of, reason_in_words, role_colour
+
+CLOSE_UP_STEPS = 4
+MAX_SPANS = 40_000
+"""More are not put into the page, which then cannot be zoomed; the trace has them all."""
+FINEST = 20_000
+"""Gaps of a role's work shorter than this fraction of the run are closed, to keep the page small."""
+
+Row = tuple[str, str, Sequence[Span]]
+"""Kind (`pool`, `role` of the pool above, or role of `no device`), label, spans."""
+
+
+def timeline(run: RunData) -> str:
+    """The whole run and a few steps of its middle. Empty: the run has no events."""
+    if not run.pools or run.accounting is None:
+        return ""
+    end = max(b for spans in run.pools.values() for _, b, _ in spans)
+    rows = _rows(run, end)
+    first, last = _close_up(run, end)
+    whole = figure(
+        "The whole run",
+        f'<div class="lanes" id="overview">{_drawn(rows, 0.0, end)}</div>',
+        wide=True,
+        says="Share of time that each role computed: " + "; ".join(f"{role} {_total(s) / end:.0%}" for role, s in run.roles.items()),
+        note="Rows of pools: solid is work, pale is waiting, in the colour of the role that is waited for. "
+        "Rows of roles: solid while the role computes. Drag over it to look closer.",
+    )
+    steps = [step for step, at in run.step_ends.items() if first < at <= last]
+    close = figure(
+        "Close up",
+        f'<div class="tools" hidden><button type="button" data-go="left">earlier</button><button type="button" data-go="right">later</button>'
+        f'<button type="button" data-go="in">closer</button><button type="button" data-go="out">wider</button>'
+        f'<button type="button" data-go="all">whole run</button></div>'
+        f'<div class="lanes" id="closeup" tabindex="0" role="group" aria-label="Close up of the timeline: arrow keys move, plus and minus zoom"'
+        f"{_data(rows, end, first, last)}>{_drawn(rows, first, last)}</div>",
+        wide=True,
+        note=f"Steps {steps[0]} to {steps[-1]}, from {first:.1f} s to {last:.1f} s." if steps else "",
+    )
+    return whole + close
+
+
+def _total(spans: Sequence[Interval]) -> float:
+    return sum(b - a for a, b in spans)
+
+
+def _close_up(run: RunData, end: float) -> tuple[float, float]:
+    """A few steps of the middle of the run."""
+    ends = list(run.step_ends.values())
+    if len(ends) <= CLOSE_UP_STEPS:
+        return 0.0, end
+    first = (len(ends) - CLOSE_UP_STEPS) // 2
+    return (ends[first - 1] if first else 0.0), ends[first + CLOSE_UP_STEPS - 1]
+
+
+def _rows(run: RunData, end: float) -> list[Row]:
+    assert run.accounting is not None
+    rows: list[Row] = []
+    homeless = [role for role in run.roles if role not in run.home]
+    for pool, account in run.accounting.pools.items():
+        rows.append(("pool", f"{pool}: {account.devices} device{'s' if account.devices != 1 else ''}", run.pools.get(pool, ())))
+        rows += [_role(run.roles, role, end) for role in account.roles if role in run.roles]
+    return [*rows, *(_role(run.roles, role, end, "no device") for role in homeless)]
+
+
+def _role(roles: Mapping[str, Sequence[Interval]], role: str, end: float, kind: str = "role") -> Row:
+    merged: list[Span] = []
+    for a, b in roles[role]:
+        if merged and a - merged[-1][1] < end / FINEST:
+            a = merged.pop()[0]
+        merged.append((a, b, role))
+    return kind, role, merged
+
+
+def _drawn(rows: Sequence[Row], start: float, end: float) -> str:
+    html, homeless = "", next((label for kind, label, _ in rows if kind == "no device"), None)
+    for kind, label, spans in rows:
+        picture = (
+            stack(spans, colour_of, start, end, is_work) if kind == "pool" else strip([(a, b) for a, b, _ in spans], role_colour(label), start, end)
+        )
+        if label == homeless:
+            html += '<div class="lane pool"><span class="lane-name">no device</span></div>'
+        html += f'<div class="lane {"pool" if kind == "pool" else "role"}"><span class="lane-name">{escape(label)}</span><div class="lane-area">{picture}</div></div>'
+    across = [t for t in ticks(start, end, 5) if start <= t <= end]
+    marks = "".join(f'<span style="left:{(t - start) / ((end - start) or 1):.2%}">{t:,.6g}</span>' for t in across)
+    return f'{html}<div class="lane axis"><span class="lane-name"></span><div class="lane-area downs">{marks}</div></div><div class="x-label">seconds since the pipeline began</div>'
+
+
+def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
+    """What the page's script draws from, as an attribute; none if it is too much."""
+    if sum(len(spans) for _, _, spans in rows) > MAX_SPANS:
+        return ""
+    names = sorted({what for kind, _, spans in rows if kind == "pool" for _, _, what in spans}, key=lambda what: (not is_work(what), what))
+    kinds = [{"name": reason_in_words(what), "colour": colour_of(what)} for what in names]
+    drawn = []
+    for kind, label, spans in rows:
+        if kind == "pool":
+            drawn.append({"pool": True, "spans": [[round(a, 3), round(b, 3), names.index(what)] for a, b, what in spans]})
+        else:
+            drawn.append({"pool": False, "name": label, "colour": role_colour(label), "spans": [[round(a, 3), round(b, 3)] for a, b, _ in spans]})
+    data = {"end": round(end, 3), "from": round(first, 3), "to": round(last, 3), "kinds": kinds, "rows": drawn}
+    return f' data-timeline="{escape(json.dumps(data, separators=(",", ":")), quote=True)}"'

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`trace.json`: the event log in Chrome's trace event format, which ui.perfetto.dev opens.
+
+A process is a pool of devices; its threads are who holds the lease, and each lane of each role that computes there.
+Roles without devices share a process, and so do the counters and the marks of the whole run. A slice is what a lane
+did: it ran, or waited for what the slice is called after. An arrow follows a group from the draw of its prompt to
+its optimizer step, through every slice that had it.
+
+The format: "Trace Event Format" of the Chromium project; phases X, M, C, i and s, t, f are used. Times are
+microseconds since the log was opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.events import LogRecord
+from ..core.machine import TERMINAL
+from ..errors import AsyncPipelineError, RunFilesError
+from .accounting import read_events
+from .group_counts import GroupCounts
+
+TraceEvent = dict[str, Any]
+SHORTEST_US = 0.01
+"""Work that took no time at all is given this long, so that an arrow can start and end in it."""
+MAX_FLOWS = 5000
+"""Groups that are followed; of more, every second, third, ... one."""
+RUN_PID, HOST_PID = 1, 2
+"""Processes of the trace that are no pool: the run as a whole, and roles that need no device."""
+LEASE_TID = 1
+"""In a pool's process, who holds it."""
+MARKS_TID = 1
+"""In the run's process, what happened."""
+
+_TERMINAL = {state.name for state in TERMINAL}
+_BATCH_ROLES = ("logp", "ref_logp", "values", "reward", "critic")
+"""What they work on is a whole batch, known by its step."""
+_MARKS = {"GATHERED": "version {version} gathered", "SERVED": "version {version} served", "RECALLED": "group recalled: {fate}", "FLAWED": "group answered again", "SAVED": "checkpoint of step {version}"}
+
+
+class _Track:
+    """A thread of the trace: slices one after the other, and the arrows that pass through each."""
+
+    def __init__(self, pid: int, tid: int) -> None:
+        self.where = {"pid": pid, "tid": tid}
+        self.events: list[TraceEvent] = []
+        self.name: str | None = None
+        self._cat = ""
+        self._args: Mapping[str, Any] = {}
+        self._since = self._end = 0.0
+        self._lasted = 0.0
+        """Of what goes on, what it has lasted already."""
+        self._points: list[tuple[float, str]] = []
+
+    def show(self, t_us: float, name: str | None, cat: str = "", **args: Any) -> list[tuple[float, str]]:
+        """From now on the track shows `name`, or nothing; returns where arrows passed through what ended."""
+        passed = self._close(t_us)
+        self.name, self._cat, self._args = name, cat, args
+        self._since = max(t_us, self._end)
+        if self.events and self._goes_on(self.events[-1]):
+            last = self.events.pop()
+            self._since, self._lasted = last["ts"], last["dur"]
+        return passed
+
+    def _goes_on(self, last: TraceEvent) -> bool:
+        """Is this what went on before, with an interruption of no length?"""
+        same = last["name"] == self.name and last.get("args", {}) == self._args
+        return same and self._cat == "run" and self._end == self._since
+
+    def touch(self, t_us: float, group: str) -> None:
+        """An arrow passes through the present slice."""
+        self._points.append((t_us, group))
+
+    def _close(self, t_us: float) -> list[tuple[float, str]]:
+        points, self._points = self._points, []
+        if self.name is None:
+            return []
+        start, end = self._since, max(self._since + self._lasted, t_us)
+        self._lasted = 0.0
+        if end == start:
+            if not points:
+                return []
+            end += SHORTEST_US
+        self._end = end
+        shown = {"ph": "X", "name": self.name, "cat": self._cat, "ts": round(start, 3), "dur": round(end - start, 3), **self.where}
+        self.events.append(shown | ({"args": dict(self._args)} if self._args else {}))
+        # An arrow that touches a slice exactly at its edge may miss it.
+        return [(min(max(at, start + SHORTEST_US / 2), end - SHORTEST_US / 2), group) for at, group in points]
+
+
+class TraceBuilder:
+    """A subscriber of the event log; `events` are what it comes to."""
+
+    def __init__(self) -> None:
+        self._events: list[TraceEvent] = []
+        self._pids: dict[str, int] = {}
+        self._home: dict[str, str] = {}
+        self._upstream: dict[str, tuple[str, ...]] = {}
+        self._downstream: Mapping[str, Sequence[str]] = {}
+        self._tracks: dict[tuple[str, int], _Track] = {}
+        self._leases: dict[str, _Track] = {}
+        self._held: dict[str, dict[tuple[str, int], None]] = {}
+        self._gated: dict[tuple[str, int], str] = {}
+        self._batches: dict[int, Sequence[str]] = {}
+        self._counts = GroupCounts()
+        self._versions = {"TRAINED": 0, "GATHERED": 0, "SERVED": 0}
+        self._passages: dict[str, list[tuple[float, dict[str, int]]]] = defaultdict(list)
+        """Of each group, where its arrow goes through."""
+        self._trained: set[str] = set()
+        self._t_us = 0.0
+
+    def __call__(self, record: LogRecord) -> None:
+        self._t_us = round(record.t * 1e6, 3)
+        if record.role == "flow":
+            if record.event == "START":
+                self._begin(record.fields)
+            return
+        if record.state is not None:
+            self._move(record)
+        self._note(record)
+        if self._counts(record):
+            self._count("groups", self._counts.counts)
+
+    def events(self) -> list[TraceEvent]:
+        """The whole trace, in the order of time. What still went on lasts until the last record."""
+        for track in [*self._tracks.values(), *self._leases.values()]:
+            self._pass(track, track.show(self._t_us, None))
+        slices = [event for track in [*self._tracks.values(), *self._leases.values()] for event in track.events]
+        timed = sorted([*slices, *(e for e in self._events if e["ph"] != "M")], key=lambda e: float(e["ts"]))
+        flows = sorted(self._flows(), key=lambda e: float(e["ts"]))
+        return [*(e for e in self._events if e["ph"] == "M"), *timed, *flows]
+
+    # The shape of the run.
+
+    def _begin(self, facts: Mapping[str, Any]) -> None:
+        """Raises RunFilesError: the log is of a version that did not write down what there is."""
+        if "graph" not in facts or "pools" not in facts:
+            raise RunFilesError("the event log does not say which roles and pools there were; it is of an older version")
+        self._downstream = facts["graph"]
+        self._upstream = {role: tuple(a for a, bs in self._downstream.items() if role in bs) for role in self._downstream}
+        self._upstream["dataloader"] = ("param_update",)
+        self._name(RUN_PID, "run")
+        self._name_thread(RUN_PID, MARKS_TID, "publications, checkpoints, recalls")
+        self._name_thread(RUN_PID, MARKS_TID + 1, "validation")
+        self._name(HOST_PID, "no device")
+        for number, (name, pool) in enumerate(facts["pools"].items(), start=HOST_PID + 1):
+            self._pids[name] = number
+            self._home.update(dict.fromkeys(pool["roles"], name))
+            self._name(number, f"pool {name}: {pool['devices']} device{'s' if pool['devices'] != 1 else ''}")
+            self._name_thread(number, LEASE_TID, "lease")
+            self._leases[name], self._held[name] = _Track(number, LEASE_TID), {}
+
+    def _name(self, pid: int, name: str) -> None:
+        for kind, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": pid})):
+            self._events.append({"ph": "M", "name": kind, "pid": pid, "tid": 0, "args": args})
+
+    def _name_thread(self, pid: int, tid: int, name: str) -> None:
+        for kind, args in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": tid})):
+            self._events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args})
+
+    def _track(self, role: str, lane: int) -> _Track:
+        if (role, lane) not in self._tracks:
+            pid = self._pids.get(self._home.get(role, ""), HOST_PID)
+            place = list(self._downstream).index(role) if role in self._downstream else len(self._downstream)
+            tid = LEASE_TID + 1 + 1000 * place + lane
+            self._name_thread(pid, tid, role if not lane else f"{role} [{lane}]")
+            self._tracks[role, lane] = _Track(pid, tid)
+        return self._tracks[role, lane]
+
+    # What the lanes do.
+
+    def _move(self, record: LogRecord) -> None:
+        lane = (record.role, int(record.fields.get("lane", 0)))
+        track = self._track(*lane)
+        if record.event == "GATED":
+            self._gated[lane] = f"{record.fields['on']} (version {record.fields['version']})"
+        elif record.event == "ITEM" or record.state in _TERMINAL:
+            self._gated.pop(lane, None)
+        self._lease(record, lane)
+        if record.event == "OUTPUT" and "key" in record.fields:
+            track.touch(self._t_us, str(record.fields["key"]))
+        name, cat = self._shown(record, lane)
+        step = record.fields.get("step")
+        if name != track.name:
+            self._pass(track, track.show(self._t_us, name, cat, **({} if step is None or cat != "run" else {"step": step})))
+        if record.event == "LEASE" and record.role in _BATCH_ROLES and step is not None:
+            for group in self._batches.get(int(step), ()):
+                track.touch(self._t_us, group)
+
+    def _shown(self, record: LogRecord, lane: tuple[str, int]) -> tuple[str | None, str]:
+        role = record.role
+        if record.state == "RUNNING":
+            return role, "run"
+        if record.state == "WAITING_INPUT":
+            awaited = self._gated.get(lane) or " or ".join(self._upstream.get(role, ()))
+            return f"waits for {awaited}" if awaited else None, "wait"
+        if record.state == "WAITING_RESOURCE":
+            holders = {name for name, _ in self._held.get(self._home.get(role, ""), {})}
+            return f"waits for devices: {', '.join(sorted(holders)) or 'their turn'}", "wait"
+        if record.state == "WAITING_OUTPUT":
+            return f"hands on to {', '.join(self._downstream.get(role, ())) or 'nobody'}", "wait"
+        return None, ""
+
+    def _lease(self, record: LogRecord, lane: tuple[str, int]) -> None:
+        pool = self._home.get(record.role)
+        if pool is None or record.event not in ("LEASE", "RELEASE"):
+            return
+        held = self._held[pool]
+        if record.event == "LEASE":
+            held[lane] = None
+        else:
+            held.pop(lane, None)
+        roles = [role for role, _ in held]
+        names = [f"{role} x {n}" if (n := roles.count(role)) > 1 else role for role in dict.fromkeys(roles)]
+        self._leases[pool].show(self._t_us, ", ".join(names) or None, "lease")
+
+    # Facts: counters, marks, arrows.
+
+    def _note(self, record: LogRecord) -> None:
+        event, fields = record.event, record.fields
+        lane = (record.role, int(fields.get("lane", 0)))
+        if event == "DRAWN":
+            self._touch(lane, fields["keys"])
+        elif event == "ASSEMBLED":
+            self._batches[int(fields["step"])] = fields["keys"]
+            self._touch(lane, fields["keys"])
+        elif event == "TRAINED":
+            groups = self._batches.pop(int(fields["step"]), ())
+            self._touch(lane, groups)
+            self._trained.update(groups)
+            self._count("lag", {"mean": fields.get("lag/mean", 0.0), "max": fields.get("lag/max", 0.0)})
+        if event in self._versions:
+            self._versions[event] = int(fields["version"])
+            self._count("version", {kind.lower(): version for kind, version in self._versions.items()})
+        if event in _MARKS:
+            shown = {"ph": "i", "name": _MARKS[event].format_map(fields), "cat": event.lower(), "s": "p", "ts": self._t_us}
+            self._events.append({**shown, "pid": RUN_PID, "tid": MARKS_TID, "args": dict(fields)})
+        elif event == "VALIDATED":
+            took_us = float(fields["seconds"]) * 1e6
+            began = {"ph": "X", "name": f"validation of version {fields['version']}", "cat": "validated", "dur": took_us}
+            self._events.append({**began, "ts": self._t_us - took_us, "pid": RUN_PID, "tid": MARKS_TID + 1})
+
+    def _count(self, name: str, values: Mapping[str, Any]) -> None:
+        self._events.append({"ph": "C", "name": name, "ts": self._t_us, "pid": RUN_PID, "args": dict(values)})
+
+    def _touch(self, lane: tuple[str, int], groups: Iterable[str]) -> None:
+        track = self._track(*lane)
+        for group in groups:
+            track.touch(self._t_us, group)
+
+    def _pass(self, track: _Track, points: Iterable[tuple[float, str]]) -> None:
+        for at, group in points:
+            self._passages[group].append((at, track.where))
+
+    def _flows(self) -> Iterable[TraceEvent]:
+        """An arrow through each group that was trained, in the order in which it came by."""
+        followed = [group for group in self._passages if group in self._trained]
+        for number, group in enumerate(followed[:: 1 + len(followed) // MAX_FLOWS], start=1):
+            passages = sorted(self._passages[group], key=lambda passage: passage[0])
+            for place, (at, where) in enumerate(passages):
+                phase = "s" if place == 0 else "f" if place == len(passages) - 1 else "t"
+                yield {"ph": phase, "id": number, "name": "group", "cat": "group", "bp": "e", "ts": round(at, 3), **where, "args": {"group": group}}
+
+
+def trace_events(records: Iterable[LogRecord]) -> list[TraceEvent]:
+    """The whole log as a trace."""
+    builder = TraceBuilder()
+    for record in records:
+        builder(record)
+    return builder.events()
+
+
+def write_trace(run_dir: Path) -> Path:
+    """`events.jsonl` of a run -> its `trace.json`. Raises RunFilesError, OSError: the log cannot be read or understood."""
+    events = trace_events(read_events(run_dir / "events.jsonl"))
+    path = run_dir / "trace.json"
+    part = path.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in events))
+        file.write("\n]}\n")
+    os.replace(part, path)
+    return path
+
+
+def leave_trace(run_dir: Path, say: Callable[[str], object]) -> None:
+    """Write the trace of a run that is over; what goes wrong with it is said, and no failure of the run."""
+    try:
+        write_trace(run_dir)
+    except (OSError, ValueError, AsyncPipelineError) as error:
+        say(f"no trace.json: {error}")

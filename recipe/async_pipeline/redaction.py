@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps secrets out of what a run writes: configs for trackers, `run.log`, and messages about keys.
+
+A key that looks like one of a secret (`api_key`, `hf_token`, `password`) has its text replaced; so has, in lines of
+output, the value of every environment variable with such a name. What does not look like a secret is not found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+_NAMES = r"(?:(?:api|access|secret|private|ssh|encryption)[_-]?keys?|secrets?|passwords?|passwd|credentials?|authorization|bearer)"
+_TOKEN = r"(?:(?:[a-z0-9]+[_-])*(?:auth|access|api|bearer|hf|hub|refresh|session|wandb|github|slack|http|security)[_-]?)?token"
+_KEY = re.compile(rf"(?:.*[_.-])?(?:{_NAMES}|{_TOKEN})", re.IGNORECASE)
+_OF_A_TOKENIZER = re.compile(r"(?:.*[_.-])?(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|stop|special|per|think)_token", re.IGNORECASE)
+_PAIR = re.compile(
+    r"""(?<![\w.-])(?P<key>[\w.-]{1,100})(?P<between>["']?\s{0,9}[:=]\s{0,9})(?:(?P<quote>["'])(?P<quoted>.{0,2000}?)(?P=quote)|(?P<bare>[^\s"',}\])]+))"""
+)
+_HARMLESS = re.compile(r"(?:none|null|true|false|[\d.]*|\*+)", re.IGNORECASE)
+LEAST_LENGTH = 8
+"""Of a value of the environment that is looked for; a shorter one would hide innocent words."""
+
+
+def looks_secret(key: str) -> bool:
+    """Is this the name of something that nobody else may know?"""
+    return _KEY.fullmatch(key) is not None and _OF_A_TOKENIZER.fullmatch(key) is None
+
+
+def shown(key: str, value: Any) -> str:
+    """A value as it may stand in a message."""
+    return repr(redacted({key.rpartition(".")[2]: value})[key.rpartition(".")[2]])
+
+
+def redacted(value: Any) -> Any:
+    """A copy of nested mappings and lists, without the texts under keys that look like secrets."""
+    if isinstance(value, Mapping):
+        return {key: _hidden(inner) if isinstance(key, str) and looks_secret(key) else redacted(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(inner) for inner in value]
+    return value
+
+
+class LineRedactor:
+    """For lines of text that others have written."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """`environment`: variables whose values must not be seen, if their names look like secrets."""
+        values = {value for name, value in environment.items() if looks_secret(name) and len(value) >= LEAST_LENGTH}
+        # The longest first: one may be part of another.
+        self._values = re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)")
+
+    def line(self, text: str) -> str:
+        """The line, with secrets replaced."""
+        return _PAIR.sub(_replaced, self._values.sub(HIDDEN, text))
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _hidden(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(inner) for inner in value]
+    return value if value is None or isinstance(value, bool) or value == "" else HIDDEN
+
+
+def _replaced(found: re.Match[str]) -> str:
+    value = found["quoted"] if found["quote"] else found["bare"]
+    if not looks_secret(found["key"]) or _HARMLESS.fullmatch(value):
+        return found[0]
+    quote = found["quote"] or ""
+    return f"{found['key']}{found['between']}{quote}{HIDDEN}{quote}"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every page of ours must be: well-formed, on its own, and readable without seeing it."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+SELF_CLOSING = {"rect", "path"}
+
+
+class Page(HTMLParser):
+    """Checks as it reads; `tags` are all that it met, `texts` what is to be read outside of scripts and styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"{tag} has an attribute twice: {names}"
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in SELF_CLOSING, f"<{tag}/> is not closed in HTML"
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> does not close what is open"
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and self.open and self.open[-1] not in ("script", "style"):
+            self.texts.append(data.strip())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def check(html: str) -> Page:
+    """The page, read."""
+    assert html.startswith("<!doctype html>")
+    page = Page(html)
+    for tag, attrs in page.tags:
+        assert not {"src", "href", "srcset", "action"} & attrs.keys(), f"<{tag}> refers to something outside"
+        numbers = [str(value) for name, value in attrs.items() if name in ("x", "y", "width", "height", "d", "style")]
+        assert not any(re.search(r"nan|inf|None", value) for value in numbers), (tag, numbers)
+    assert not re.search(r"https?://|url\(|@import", html), "nothing is fetched"
+    assert [attrs.get("lang") for attrs in page.all("html")] == ["en"]
+    assert len(page.all("h1")) == 1
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids)), "ids are unique"
+    for attrs in page.all("section"):
+        assert attrs.get("aria-labelledby") in ids
+    for attrs in page.all("svg"):
+        assert attrs.get("aria-hidden") == "true", "each figure says in words what its picture shows"
+    assert html.count("<figure") == html.count("<figcaption>")
+    return page

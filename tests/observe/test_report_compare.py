@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two runs side by side: settings that differ, figures with the right sign, and nothing invented for a partial run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.observe.report_compare import compare_page
+from recipe.async_pipeline.observe.report_data import RunData, data_of
+from recipe.async_pipeline.observe.run_reader import read_run
+from tests.observe.pages import check
+from tests.observe.run_folder import RecordedTrainer, write_run
+
+
+def run_in(folder: Path, **kwargs: object) -> RunData:
+    lag = kwargs.get("max_lag", 0)
+    config = {"trainer": {"v1": {"async_pipeline": {"max_lag": lag, "run_dir": str(folder)}}}}
+    return data_of(read_run(write_run(folder, RecordedTrainer(steps=10, **kwargs), config=config)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunData, RunData]:
+    folder = tmp_path_factory.mktemp("runs")
+    return run_in(folder / "slow", max_lag=0), run_in(folder / "fast", max_lag=2, order="finished", places={"ref_logp": "ref"})
+
+
+def test_the_comparison_is_whole_and_on_its_own(runs: tuple[RunData, RunData]) -> None:
+    page = check(compare_page(*runs))
+    assert [attrs["id"] for attrs in page.all("section")] == ["figures", "settings", "devices", "steps", "learning", "freshness", "advice", "samples"]
+    at = page.texts.index("trainer.v1.async_pipeline.max_lag")
+    assert page.texts[at + 1 : at + 3] == ["0", "2"]
+    assert "trainer.v1.async_pipeline.run_dir" not in page.texts
+    assert "A: has no such pool" in page.texts
+
+
+def test_a_change_is_good_or_bad_by_what_it_is_of(runs: tuple[RunData, RunData]) -> None:
+    a, b = runs
+    assert a.samples_per_s is not None and b.samples_per_s is not None
+    texts = check(compare_page(a, b)).texts
+
+    def change(name: str) -> str:
+        return texts[texts.index(name) + 3]
+
+    assert change("Answers trained a second") == f"{b.samples_per_s / a.samples_per_s - 1:+.0%} better"
+    assert change("Step time, median").startswith("-")
+    assert change("Step time, median").endswith("better")
+    assert change("Devices idle").endswith("points better")
+    assert change("Lag, mean, versions").startswith("+")
+    assert change("Lag, mean, versions").endswith(" worse")
+    assert change("Wall time").endswith("%"), "neither good nor bad"
+
+
+def test_a_partial_run_is_compared_as_far_as_it_goes(runs: tuple[RunData, RunData]) -> None:
+    a, b = runs
+    partial = replace(b, accounting=None, pools={}, config={}, missing=("events.jsonl is not there: no timeline",))
+    page = check(compare_page(a, partial))
+    assert "B: events.jsonl is not there: no timeline" in page.texts
+    assert "Not known: config.json is not there in both." in page.texts
+    assert "Overlap efficiency" not in page.texts
+
+
+def test_a_run_compared_with_itself_differs_in_nothing(runs: tuple[RunData, RunData]) -> None:
+    texts = check(compare_page(runs[0], runs[0])).texts
+    assert "Nothing but names and places." in texts
+    assert not any(text.endswith((" better", " worse")) for text in texts)

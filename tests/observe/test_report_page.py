@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run: whole, on its own, with the right numbers, and partial where files are missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.observe.report_data import RunData, data_of
+from recipe.async_pipeline.observe.report_page import advice_list, figures_of, run_page, step_chart
+from recipe.async_pipeline.observe.run_reader import read_run
+from tests.observe.pages import check
+from tests.observe.run_folder import RecordedTrainer, write_run
+
+SECTIONS = ["advice", "timeline", "devices", "steps", "learning", "freshness", "queues", "weights", "samples"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    trainer = RecordedTrainer(max_lag=1, steps=12, places={"ref_logp": "ref"}, costs={"validate": 0.5, "draw": 0.1}, filtered=lambda uid: uid.endswith(".2"))
+    path = write_run(tmp_path_factory.mktemp("runs") / "run", trainer)
+    rows = (path / "metrics.jsonl").read_text()
+    row = {"step": 6, "data": {"async_pipeline/validation/version": 6, "val-core/toy/reward/mean@1": 0.4}}
+    (path / "metrics.jsonl").write_text(rows + json.dumps(row) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> RunData:
+    return data_of(read_run(folder))
+
+
+def test_the_page_is_whole_and_on_its_own(run: RunData) -> None:
+    page = check(run_page(run))
+    assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
+    assert "validation: toy/reward/mean@1" in page.texts
+    assert run.accounting is not None
+    shown = [float(text.replace(",", "")) for text in page.texts if "." in text and text.replace(",", "").replace(".", "").isdigit()]
+    for pool in run.accounting.pools.values():
+        largest = max(pool.seconds.values())
+        assert any(value == pytest.approx(largest, abs=0.06) for value in shown), "device-seconds are in the table"
+
+
+def test_tiles_have_units_and_the_numbers_of_the_run(run: RunData) -> None:
+    figures = figures_of(run)
+    assert list(figures) == ["Step time", "Throughput", "Overlap efficiency", "Devices idle", "Lag", "Reward"]
+    assert run.accounting is not None
+    assert figures["Devices idle"][0] == f"{run.accounting.bubble_ratio:.0%}"
+    assert figures["Step time"][0].endswith(" s")
+    assert "at most 1 of 1 allowed" in figures["Lag"][1]
+
+
+def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
+    page = check(run_page(data_of(read_run(tmp_path))))
+    assert [attrs["id"] for attrs in page.all("section")] == ["advice", "learning", "freshness"]
+    assert "This report is partial." in page.texts
+    assert any(text.startswith("events.jsonl is not there") for text in page.texts)
+
+
+def test_a_run_of_events_alone_is_shown(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text((folder / "events.jsonl").read_text())
+    page = check(run_page(data_of(read_run(tmp_path))))
+    assert {"timeline", "devices", "steps", "queues", "weights"} <= {attrs["id"] for attrs in page.all("section")}
+
+
+def test_a_failure_is_told_first_and_escaped(run: RunData) -> None:
+    page = check(run_page(replace(run, status="failed", error="RolloutError: <b>no answers</b>")))
+    assert "RolloutError: <b>no answers</b>" in page.texts
+
+
+def test_runs_of_few_steps_and_none_get_no_advice(run: RunData) -> None:
+    assert "Advice needs 5 steps; this run has 0." in advice_list([], replace(run, accounting=_without_steps(run)))
+    assert "Without events" in advice_list([], replace(run, accounting=None))
+    assert "Nothing stands out" in advice_list([], run)
+
+
+def _without_steps(run: RunData) -> object:
+    assert run.accounting is not None
+    return replace(run.accounting, steps=())
+
+
+def test_a_crash_in_the_middle_is_shown_to_its_end(folder: Path, tmp_path: Path) -> None:
+    lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
+    for upto in (1, 12, len(lines) // 3, len(lines) - 3):
+        (tmp_path / "events.jsonl").write_text("".join(lines[:upto]))
+        check(run_page(data_of(read_run(tmp_path))))
+
+
+def test_a_long_first_step_does_not_dwarf_the_others(run: RunData) -> None:
+    assert run.accounting is not None
+    steps = list(run.accounting.steps)
+    steps[0] = replace(steps[0], seconds={"generate": 900.0, "train": 1.0})
+    slow = replace(run, accounting=replace(run.accounting, steps=steps))
+    assert "The first step is left out: it took 15 min, of which 15 min for generate." in step_chart(slow)
+    assert "left out" not in step_chart(replace(run, accounting=replace(run.accounting, steps=[replace(s, seconds={"train": 1.0}) for s in steps])))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secrets do not get into what a run writes, and what is none stays readable."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.redaction import HIDDEN, LineRedactor, looks_secret, redacted, shown
+
+SECRETS = ["api_key", "OPENAI_API_KEY", "hf_token", "HF_TOKEN", "token", "auth_token", "password", "db.password", "client_secret", "aws_secret_access_key", "credentials", "Authorization", "HUGGING_FACE_HUB_TOKEN", "http_token"]
+NONE = ["pad_token", "eos_token", "tokenizer", "num_tokens", "max_token_len_per_gpu", "token2text", "key", "prompt_key", "monkey", "keys", "max_tokens", "secretary", "reward_fn_key", "stop_token", "batch_num_tokens", "tokens"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SECRETS)
+def test_names_of_secrets(key: str) -> None:
+    assert looks_secret(key)
+    assert redacted({"a": [{key: "hunter22"}]}) == {"a": [{key: HIDDEN}]}
+    assert shown(f"trainer.{key}", "hunter22") == f"'{HIDDEN}'"
+    line = LineRedactor({}).line
+    for text in (f"'{key}': 'hunter22'", f'"{key}": "hunter22"', f"+x.{key}=hunter22", f"{key}: hunter22,"):
+        assert "hunter22" not in line(f"before {text} after")
+        assert line(f"before {text} after").endswith(" after")
+
+
+@pytest.mark.parametrize("key", NONE)
+def test_names_of_other_things(key: str) -> None:
+    assert not looks_secret(key)
+    assert redacted({key: "hunter22"}) == {key: "hunter22"}
+    assert LineRedactor({}).line(f"'{key}': 'hunter22'") == f"'{key}': 'hunter22'"
+
+
+@pytest.mark.parametrize("value", [None, "", True, False])
+def test_that_there_is_none_may_be_seen(value: object) -> None:
+    assert redacted({"api_key": value}) == {"api_key": value}
+
+
+def test_a_section_of_secrets_is_hidden_as_a_whole() -> None:
+    assert redacted({"credentials": {"user": "me", "parts": ["x", 3]}}) == {"credentials": {"user": HIDDEN, "parts": [HIDDEN, HIDDEN]}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "step 3/60  reward 0.5", "'api_key': None", "token: 12", "{'a': 1, 'b': [2, 3]}", "api_key=null", "File \"x.py\", line 3: token"],
+)
+def test_lines_without_a_secret_stay(text: str) -> None:
+    assert LineRedactor({"PATH": "/usr/bin"}).line(text) == text
+
+
+def test_values_of_the_environment_are_found_wherever_they_stand() -> None:
+    line = LineRedactor({"WANDB_API_KEY": "0123456789abcdef", "MY_PASSWORD": "short", "HOME_DIR": "visible-all"}).line
+    assert line("login with 0123456789abcdef: ok") == f"login with {HIDDEN}: ok"
+    assert line("short visible-all") == "short visible-all", "one is too short to tell from words, one is no secret"
+
+
+def test_one_secret_may_begin_with_another() -> None:
+    assert LineRedactor({"A_TOKEN": "abcdefgh", "B_TOKEN": "abcdefgh-ij"}).line("abcdefgh-ij") == HIDDEN
+
+
+@given(st.text(max_size=60))
+def test_any_line_can_be_read(text: str) -> None:
+    line = LineRedactor({"API_KEY": "0123456789"}).line
+    assert line(line(text)) == line(text)
+    assert "0123456789" not in line(text + "0123456789")
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=10)
+
+
+@given(JSON)
+def test_any_config_keeps_its_shape(value: object) -> None:
+    assert redacted(redacted(value)) == redacted(value)
+    assert isinstance(redacted(value), type(value))
