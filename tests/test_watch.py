@@ -122,6 +122,14 @@ def test_the_log_holds_everything_also_what_came_before_it(out: io.StringIO, tmp
     assert screen.log_path == tmp_path / "run.log"
 
 
+def test_the_log_of_an_earlier_process_stays(out: io.StringIO, tmp_path: Path) -> None:
+    for _ in range(2):
+        screen = screen_of(out)
+        screen.line(f"{MARK} run directory {tmp_path}\n")
+        screen.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.log", "run.log"]
+
+
 def test_a_second_run_directory_changes_nothing(out: io.StringIO, tmp_path: Path) -> None:
     screen = screen_of(out)
     for name in ("a", "b"):

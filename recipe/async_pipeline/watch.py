@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from .config import unknown_key
+from .observe.run_files import set_aside
 from .observe.table import MARK, TRANSIENT
 from .redaction import LineRedactor
 from .weight_sync.segment_names import sweep_orphans
@@ -144,6 +145,7 @@ class Screen:
         if self._log is None:
             path = run_dir / "run.log"
             try:
+                set_aside(path)
                 self._log = path.open("w", encoding="utf-8")
                 self._log.writelines(f"{line}\n" for line in self._early)
                 self.log_path = path

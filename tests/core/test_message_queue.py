@@ -465,3 +465,46 @@ def test_the_bound_is_used_to_the_full(max_lag: int, order: str) -> None:
 def test_admission_one_step_too_early_would_be_caught(max_lag: int) -> None:
     with pytest.raises(StalenessViolation, match=f"lag {max_lag + 1} exceeds max_lag {max_lag}"):
         run_virtual(Run(max_lag + 1, max_lag, 1, 8, [1]).run(8))
+
+
+# Checkpoints.
+
+
+def test_a_queue_goes_on_from_its_state() -> None:
+    """Taken, finished, answered, in flight; leave that was not used is asked for again."""
+    before = Bench(max_lag=2, last_step=9, order="finished")
+    before.serve(0)
+    before.admit()
+    before.finish(*"abcde")
+    assert before.take(1) == "ab"
+    before.queue.trained(1)
+    before.serve(1)
+    ticket = run_virtual(before.queue.next_ticket())
+    assert ticket.prompts == 2
+    before.queue.enter(Prompt(uid="g", step=ticket.step), ticket.version)
+    assert before.take(2) == "cd"
+    assert before.queue.arrive(group("f")) is None
+    state = before.queue.state()
+    assert {e.uid: (e.number, e.due, e.group is not None, e.answer is not None) for e in state.entries} == {
+        "e": (4, 2, True, False), "f": (5, 2, False, True), "g": (6, 3, False, False),
+    }
+
+    after = Bench(max_lag=2, first_step=2, last_step=9, order="finished")
+    after.queue.restore(state)
+    assert after.queue.state() == state
+    assert (after.queue.next_step, after.queue.live) == (3, set("cdefg"))
+    assert after.queue.room() == 0, "nothing is served yet"
+    after.serve(1)
+    assert after.queue.room() == 1, "as many as had leave and were not drawn"
+    after.queue.put(group("f"))
+    assert after.take(3) == "ef"
+
+
+def test_a_queue_of_a_shorter_run_does_not_take_what_it_cannot_train() -> None:
+    before = Bench(max_lag=2, last_step=9)
+    before.serve(0)
+    before.admit()
+    state = before.queue.state()
+    with pytest.raises(ConservationError, match="holds 6 groups for the steps up to 3, but step 2 is the last"):
+        Bench(max_lag=2, last_step=2).queue.restore(state)
+    Bench(max_lag=2, last_step=3).queue.restore(state)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
@@ -77,3 +79,18 @@ def test_what_could_only_be_pickled_is_refused(tree: Any, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="a pathlib.PosixPath cannot be written without pickle"):
         tree.write(tmp_path / "x", {"a": [tmp_path]})
     assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(["x.msgpack", "x.safetensors"]), data=st.binary(max_size=40), at=st.integers(0, 200), whole=st.booleans())
+def test_whatever_stands_in_the_files_only_our_error_comes_out(tree: Any, tmp_path: Path, name: str, data: bytes, at: int, whole: bool) -> None:
+    import numpy as np
+
+    tree.write(tmp_path / "x", {"a": [np.arange(3), (1, {2: "b"}), np.array(["c"], dtype=object)]})
+    file = tmp_path / name
+    written = file.read_bytes()
+    file.write_bytes(data if whole else written[:at] + data + written[at + len(data) :])
+    try:
+        tree.read(tmp_path / "x")
+    except CheckpointError as error:
+        assert "cannot be read" in str(error)

@@ -3,6 +3,7 @@
 
     ledger.jsonl     goes on in the same file, from a record that says from where
     events.jsonl     of each process its own: those before are `events.1.jsonl`, `events.2.jsonl`, ...
+    run.log          likewise; it is `watch` that writes it, also for a run that begins anew in the same directory
     metrics.jsonl    goes on after the checkpoint's step; as it was, it stays beside it as `metrics.1.jsonl`, ...
 """
 

@@ -55,10 +55,10 @@ class TrainStateMachine(RoleStateMachine):
             await self._save(item.step)
 
     async def _save(self, step: int) -> None:
-        state = self.pipeline.state(step)
+        state, started = self.pipeline.state(step), self.pipeline.clock.now()
         if await self.trainer.save(state):
             self.pipeline.ledger.checkpointed(step, state.ledger.number)
-            self.note("SAVED", version=step)
+            self.note("SAVED", version=step, seconds=round(self.pipeline.clock.now() - started, 6))
         self.pipeline.versions.advance_saved(step)
 
     def _check_lags(self, item: StepBatch) -> Mapping[str, float]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
@@ -31,8 +32,12 @@ def write(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    tensors = load_file(path.with_suffix(".safetensors"))
-    return _unflatten(msgspec.msgpack.decode(path.with_suffix(".msgpack").read_bytes()), tensors)
+    """Raises CheckpointError: the two files are not what `write` writes."""
+    try:
+        tensors = load_file(path.with_suffix(".safetensors"))
+        return _unflatten(msgspec.msgpack.decode(path.with_suffix(".msgpack").read_bytes()), tensors)
+    except (OSError, SafetensorError, msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from error
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -31,12 +31,11 @@ from ..observe.summary import RunRecorder, one_line
 from ..observe.table import MARK
 from . import checkpoints
 from .agent_loop import PushAgentLoopManager
-from .bounded import ASK_S
 from .checkpoints import ACTOR, CRITIC, REFERENCE, Checkpoints, Restored, RunState, Snapshot, kept_groups
 from .policy_copy import PolicyCopy
 from .prompt_source import PromptSource
 from .sample_meters import SampleMeters
-from .transcripts import Said, tokens_in
+from .transcripts import WRITTEN_S, Said, tokens_in
 
 T = TypeVar("T")
 PARTITION = "train"
@@ -216,7 +215,7 @@ class ResumableTrainer(PPOTrainer):
     async def _transcripts(self, in_flight: Sequence[str]) -> dict[str, list[list[Said]]]:
         """What there is of them a moment later; of those that are finished by then, nothing, and they are answered anew."""
         try:
-            found = await within(self.agent_loop_manager.transcripts(), ASK_S, owner="train", what="what was written so far")
+            found = await within(self.agent_loop_manager.transcripts(), 2 * WRITTEN_S, owner="train", what="what was written so far")
         except (WaitTimeout, RayError) as error:
             say(f"answers that are being written are not kept: {one_line(error)}")
             return {}

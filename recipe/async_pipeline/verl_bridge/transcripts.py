@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 from verl.workers.rollout.replica import TokenOutput
 
 from ..core.clock import within
-from .bounded import ASK_S
+
+WRITTEN_S = 5.0
+"""What a server gets to say what it has written. Nothing depends on it but work that is done twice."""
 
 
 class Said(NamedTuple):
@@ -133,7 +135,7 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
         place = one.where()
         if place is not None and place[1]:
             names.setdefault(place[0], []).append(place[1])
-    asked = [within(server.written.remote(some), ASK_S, owner="an agent loop", what="a server to say what it has written") for server, some in names.items()]
+    asked = [within(server.written.remote(some), WRITTEN_S, owner="an agent loop", what="a server to say what it has written") for server, some in names.items()]
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return {name: Written(*one) for answer in answers if isinstance(answer, dict) for name, one in answer.items()}
 
