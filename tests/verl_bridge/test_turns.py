@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import asyncio
 
-from recipe.async_pipeline.verl_bridge.turns import (
+from recipe.async_pipeline.verl_bridge.turns import COSTS, Turn, cost_columns, costs_of, kept_turns, merged, take_turn, taken_turns
     COSTS,
     Turn,
-    columns,
     costs_of,
     kept_turns,
     merged,
