@@ -20,7 +20,7 @@ INSTALL_REQUIRES = [
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
 BENCH_REQUIRES = ["matplotlib"]  # its picture
-DEV_REQUIRES = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff"]
+DEV_REQUIRES = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "simpy"]
 
 setup(
     name="async_pipeline",

@@ -37,7 +37,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.verl_bridge.patch_command",
         "fetch the pinned verl; apply, revert or refresh patches",
     ),
+    "plan": Subcommand("recipe.async_pipeline.sim.plan_command", "search devices, pools, strategy and lag for a profile; may say: do not"),
+    "profile": Subcommand("recipe.async_pipeline.sim.profile_command", "extract a profile from a run, for simulate and plan"),
     "report": Subcommand("recipe.async_pipeline.observe.report", "write report.html of a run, or of two side by side"),
+    "simulate": Subcommand("recipe.async_pipeline.sim.simulate_command", "run the pipeline in virtual time on any number of devices"),
     "task": Subcommand("recipe.async_pipeline.toy.command", "make the small model and data of the smoke run"),
     "watch": Subcommand("recipe.async_pipeline.watch", "run a training command: show its steps, log the rest, leave nothing behind"),
 }

@@ -52,6 +52,52 @@ def test_timers_fire_in_order_of_time_then_of_creation() -> None:
     assert run_virtual(main()) == [("early", 2), ("late", 7), ("late too", 7)]
 
 
+def test_what_is_attached_goes_on_before_each_jump_and_sets_timers_where_a_task_is_concerned() -> None:
+    async def main() -> list[tuple[str, float]]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        seen: list[tuple[str, float]] = []
+        events = [(1.0, None), (2.0, loop.create_future()), (3.0, None), (9.0, None)]
+
+        def go_on(until: float) -> None:
+            while events and events[0][0] <= until:
+                at, concerned = events.pop(0)
+                seen.append(("event", at))
+                if concerned is not None:
+                    loop.call_at(at, concerned.set_result, None)
+                    return
+
+        waited = events[1][1]
+        assert waited is not None
+        loop.attach(go_on)
+        await waited
+        seen.append(("task", now()))
+        await asyncio.sleep(4.0)
+        seen.append(("task", now()))
+        return seen
+
+    assert run_virtual(main()) == [("event", 1.0), ("event", 2.0), ("task", 2.0), ("event", 3.0), ("task", 6.0)]
+
+
+def test_what_is_attached_may_end_a_wait_without_a_timer() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        future: asyncio.Future[None] = loop.create_future()
+        untils: list[float] = []
+
+        def go_on(until: float) -> None:
+            untils.append(until)
+            if not future.done():
+                loop.call_at(5.0, future.set_result, None)
+
+        loop.attach(go_on)
+        await future
+        return untils[0]
+
+    assert run_virtual(main()) == float("inf")
+
+
 def test_time_stands_still_while_anything_is_ready() -> None:
     async def main() -> tuple[float, float]:
         timer = asyncio.create_task(asyncio.sleep(1))

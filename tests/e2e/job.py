@@ -135,7 +135,7 @@ def check_events(job: Job, *optional: str) -> None:
         assert event["t"] >= last_t
         last_t = event["t"]
         assert event["role"] and event["event"]
-        if event["role"] != "flow":
+        if event["role"] != "flow" and "state" in event:
             seen.add(event["role"])
             last_state[event["role"], event.get("lane", 0)] = event["state"]
     assert seen == (GRAPH.keys() - set(OPTIONAL)) | set(optional)

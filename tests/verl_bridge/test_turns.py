@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import asyncio
 
-from recipe.async_pipeline.verl_bridge.turns import Turn, kept_turns, merged, take_turn, taken_turns
+from recipe.async_pipeline.verl_bridge.turns import (
+    COSTS,
+    Turn,
+    cost_columns,
+    costs_of,
+    kept_turns,
+    merged,
+    take_turn,
+    taken_turns,
+)
 
 
 def test_positions_count_from_the_end_of_the_prompt() -> None:
@@ -35,3 +44,18 @@ def test_outside_and_without_spans_nothing_is_kept() -> None:
         take_turn(3, None)
         take_turn(3, [])
     assert turns == []
+
+
+def test_costs_are_added_up_over_turns() -> None:
+    # A prompt of 5; 4 tokens, a tool's 3, 2 tokens.
+    turns = [Turn(5, [[7, 0]], tokens=4, seconds=0.5), Turn(12, [[7, 0]], tokens=2, seconds=0.25)]
+    assert costs_of(turns, 2.0) == {
+        "turns": 2, "prompt_tokens": 5, "tokens": 6, "observation_tokens": 3, "generate_s": 0.75, "environment_s": 1.25,
+    }
+
+
+def test_costs_of_a_group_are_columns_with_all_figures() -> None:
+    found = cost_columns([costs_of([], 1.0) | {"score_s": 0.1234567}, {}])
+    assert tuple(found) == COSTS
+    assert found["score_s"] == [0.123457, 0.0]
+    assert found["environment_s"] == [1.0, 0.0]

@@ -57,6 +57,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     It sees timers and callbacks only: no files, sockets, subprocesses or threads. When nothing is
     ready and no timer is set nothing can ever happen again, and `run_*` raises WaitTimeout with the
     names of the tasks that wait.
+
+    A model with millions of events of its own, few of which concern a task, need not set a timer for each: see `attach`.
     """
 
     _scheduled: list[asyncio.TimerHandle]  # asyncio's own heap; its head is live whenever it selects
@@ -66,6 +68,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(_NeverWaits(self._jump))
         self._now = 0.0
         self._clock_resolution = FINEST_RESOLUTION_S
+        self._attached: list[Callable[[float], object]] = []
+
+    def attach(self, go_on: Callable[[float], object]) -> None:
+        """Have `go_on(until)` called before each jump: until then nothing else happens, infinity if no timer is set.
+
+        It lets what it models go on, to `until` at most, and where that concerns a task sets a timer for it and stops.
+        """
+        self._attached.append(go_on)
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -76,6 +86,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         raise NotImplementedError("virtual time has no threads; await a fake of this call instead")
 
     def _jump(self) -> None:
+        for go_on in self._attached:
+            go_on(self._scheduled[0].when() if self._scheduled else math.inf)
         if not self._scheduled:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
             names = ", ".join(waiting) or "none"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
@@ -22,12 +23,14 @@ from .answer_checks import Checks, Scores, flaws_together, found_flaws
 from .factories import hydra_with_factories
 from .grouping import joinable
 from .transcripts import Said, Transcript, kept_transcript, written_so_far
-from .turns import kept_turns, merged, taken_turns
+from .turns import costs_of, kept_turns, merged, taken_turns
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
 _VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
 """verl scores an answer without being told what it is for."""
+_BEGUN: ContextVar[float] = ContextVar("when the answer that this task writes was begun")
+_COST: ContextVar[dict[str, float]] = ContextVar("what it has cost so far")
 GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the answers of a group."""
 
@@ -39,13 +42,15 @@ class Trajectory(NamedTuple):
     fields: dict[str, Any]
     tag: dict[str, Any]
     partition_id: str
+    cost: dict[str, float]
+    """What it took; see `turns.costs_of`."""
 
 
 class Answered(NamedTuple):
     """What came of a prompt; nothing at all, if it was given up."""
 
     results: list[dict[str, Any]]
-    """`{key, tag, reward, reward_info, spans, turns, columns}` of each trajectory that is sound."""
+    """`{key, tag, reward, reward_info, spans, turns, columns, cost}` of each trajectory that is sound."""
     flaws: list[Flaw]
     """If a policy says that such a group is not to be trained, it is not in the sample store."""
 
@@ -153,6 +158,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 "spans": (one.fields.get("extra_fields") or {}).get("version_spans"),
                 "turns": one.fields.get("num_turns"),
                 "columns": sorted(one.fields),
+                "cost": one.cost,
             }
             for one in group
         ]
@@ -179,6 +185,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         return made
 
     async def _session(self, flaws: list[Flaw], transcript: Transcript | None, *args: Any, **kwargs: Any) -> None:
+        _BEGUN.set(time.perf_counter())
+        _COST.set({})
         with kept_turns(), found_flaws(flaws), kept_transcript(transcript):
             await self._run_agent_loop(*args, **kwargs)
 
@@ -197,11 +205,16 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
         if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
             return
+        ended, cost = time.perf_counter(), _COST.get(None)
+        if cost is not None:
+            cost.update(costs_of(turns, ended - _BEGUN.get()))
         token = _VALIDATING.set(validate)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
         finally:
             _VALIDATING.reset(token)
+        if cost is not None:
+            cost["score_s"] = time.perf_counter() - ended
 
     async def _store_trajectories(
         self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
@@ -212,7 +225,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             await super()._store_trajectories(keys, fields, tags, partition_id)
         else:
             group += [
-                Trajectory(key, values, tag, partition_id)
+                Trajectory(key, values, tag, partition_id, _COST.get())
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
 

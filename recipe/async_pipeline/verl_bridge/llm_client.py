@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from typing import Any
 
 import ray
@@ -48,10 +49,11 @@ class PipelineLLMClient(LLMServerClient):
 
         What an earlier process has written of it is not asked for again. Cancelled, it has the server give the answer up.
         """
-        transcript = current_transcript()
+        transcript, started = current_transcript(), time.perf_counter()
         output = await (self._ask(request_id, **kwargs) if transcript is None else self._go_on(transcript, request_id, **kwargs))
         said = output.extra_fields
-        take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""))
+        seconds = time.perf_counter() - started
+        take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""), len(output.token_ids), seconds)
         return output
 
     async def _go_on(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:

@@ -69,6 +69,7 @@ from .resumable import echo as _echo
 from .resumable import say as _say
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
+from .turns import cost_columns
 from .workers import REF_COLUMN, LogProbWorker, PipelineCritic, PipelineWorker, logp_config
 
 T = TypeVar("T")
@@ -259,8 +260,23 @@ class AsyncPipelineTrainer(ResumableTrainer):
         )
         self._accounts = StepAccountant()
         self._gauges = RayGauges(trainer.experiment_name)
+        write_atomically(self.run_dir / "settings.json", self._settings())
         self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
         self._repeat_rows()
+
+    def _settings(self) -> dict[str, Any]:
+        """What the run was told, as far as its speed depends on it; a profile is made of it and of the event log."""
+        rollout = self.config.actor_rollout_ref.rollout
+        knobs = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
+        return {
+            **{name: getattr(self.knobs, name) for name in knobs},
+            "placement": self.placement.as_list(),
+            "groups": self.config.data.train_batch_size,
+            "answers": rollout.n,
+            "devices_per_replica": rollout.tensor_model_parallel_size,
+            "devices_per_node": max(max(pool.per_node) for pool in self.placement.pools),
+            "slots": rollout.max_num_seqs,
+        }
 
     async def _run(self) -> None:
         flow = self._flow = AsyncTrainingFlow(
@@ -372,6 +388,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
                 self.prompts.forget(prompt.uid)
             raise
         seconds = time.perf_counter() - started
+        self._flow.log.append("generate", "ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **cost_columns([r["cost"] for r in answered.results]))
         trajectories = tuple(
             Trajectory(
                 key=r["key"],

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real run's step time beside the one that is predicted for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from statistics import fmean
+from typing import Any
+
+from ..cli import echo
+from ..errors import ConfigError
+from .extraction import extract
+from .profile import Profile, load
+from .run_log import RunLog, read_run
+from .simulation import simulate, window
+from .trainer import Setting
+
+SEEDS = 5
+
+
+def compare(args: argparse.Namespace) -> int:
+    """`simulate --against RUN`: with the profile of the run itself, or of another one (`--profile`)."""
+    for option in ("devices", "strategy", "max_lag", "depth", "pools"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--{option.replace('_', '-')} is what the run of --against says, got {getattr(args, option)!r}; leave it out")
+    run = read_run(args.against)
+    facts = side_by_side(run, extract(run) if args.profile is None else load(args.profile), seed=args.seed)
+    if args.as_json:
+        echo(json.dumps(facts, indent=2))
+    else:
+        echo(
+            f"{facts['strategy']}, max_lag {facts['max_lag']}: predicted {facts['predicted_step_s']:.3f} s a step, "
+            f"measured {facts['measured_step_s']:.3f} s, error {facts['error']:+.1%} "
+            f"(lag {facts['predicted_lag']:.2f} and {facts['measured_lag']:.2f})"
+        )
+    return 0
+
+
+def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, Any]:
+    """Both step times, over the same window of steps. Raises ConfigError: the run has too few steps."""
+    knobs, ends = run.knobs, run.step_ends_s
+    first, last = window(len(ends), knobs.max_lag)
+    measured = (ends[last - 1] - ends[first - 1]) / (last - first)
+    outcomes = [
+        simulate(
+            Setting(
+                profile=profile,
+                placement=run.placement,
+                knobs=knobs,
+                groups=int(run.settings["groups"]),
+                steps=len(ends),
+                seed=seed + i,
+            )
+        )
+        for i in range(SEEDS)
+    ]
+    predicted = fmean(o.step_s for o in outcomes)
+    return {
+        "run": run.directory.name,
+        "strategy": knobs.strategy,
+        "max_lag": knobs.max_lag,
+        "profile": profile.note,
+        "predicted_step_s": round(predicted, 6),
+        "measured_step_s": round(measured, 6),
+        "error": round(predicted / measured - 1, 4),
+        "predicted_lag": round(fmean(o.lag_mean for o in outcomes), 4),
+        "measured_lag": round(run.lag_mean, 4),
+    }

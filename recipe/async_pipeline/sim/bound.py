@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best step time that any schedule of the same work on the same pools could reach.
+
+    pool       the devices of a pool do their own work of a step, one stage after another
+    generate   engines write the tokens of a step, at the rate of the most answers that can be in flight
+    loop       a batch that is admitted when version v is served is trained by step v + max_lag + 1; until then its
+               slowest answer comes back, and its tokens are written; then come the optimizer step and the way of the weights
+    littles    batches in flight = rate x time in flight, on average (Little's law)
+
+The rate of an engine with c answers, c / step_s(c), is replaced by the smallest concave function above it, so that no
+way to spread answers over replicas and time does better than spreading them evenly (Jensen). Work is that of the very
+answers that a simulation with the same seed draws, so that luck is on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from .draws import CHUNK, Draws, alone_s
+from .profile import Decode, Profile
+from .trainer import Setting
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+_HALVINGS = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWork:
+    """What the answers of a step ask for, on average over the steps."""
+
+    written_tokens: float
+    """By engines."""
+    read_s: float
+    """Seconds of an engine, for prompts and observations."""
+    trained_tokens: float
+    tail_s: float
+    """From the first request to the last score of a batch, if no engine had anything else to do."""
+    tail_tokens: float
+    """That the model writes in the answer that is the last."""
+    group_s: float
+    """As `tail_s`, for a group on average."""
+
+
+@lru_cache(maxsize=64)
+def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork:
+    """Of the first `batches` x `groups` prompts."""
+    import numpy as np
+
+    draws = Draws(profile, seed)
+    number = groups * batches
+    chunks = [draws.chunk(at) for at in range(-(-number // CHUNK))]
+    alone = [alone_s(profile, chunk) for chunk in chunks]
+    group_s = np.concatenate([seconds.max(axis=1) for seconds in alone])[:number]
+    last = np.concatenate([chunk.tokens[np.arange(CHUNK), seconds.argmax(axis=1)] for chunk, seconds in zip(chunks, alone, strict=True)])[:number]
+    of_batch = group_s.reshape(batches, groups)
+    written = np.concatenate([chunk.tokens.sum(axis=1) for chunk in chunks])[:number].sum() / batches
+    prompts = np.concatenate([chunk.prompt_tokens.sum(axis=1) for chunk in chunks])[:number].sum() / batches
+    observed = np.concatenate([(chunk.turns - 1).sum(axis=1) for chunk in chunks])[:number].sum() / batches
+    observed *= profile.answers.observation_tokens
+    return BatchWork(
+        written_tokens=float(written),
+        read_s=float((prompts + observed) * profile.decode.prefill_token_s),
+        trained_tokens=float(written + prompts + observed),
+        tail_s=float(of_batch.max(axis=1).mean()),
+        tail_tokens=float(last.reshape(batches, groups)[np.arange(batches), of_batch.argmax(axis=1)].mean()),
+        group_s=float(group_s.mean()),
+    )
+
+
+@lru_cache(maxsize=16)
+def concave_rate(decode: Decode) -> tuple[Floats, Floats]:
+    """Corners of the smallest concave function above the tokens a second of an engine, by the number of its answers."""
+    import numpy as np
+
+    corners: list[tuple[float, float]] = [(0.0, 0.0)]
+    for c in range(1, decode.slots + 1):
+        point = (float(c), max(c / decode.step_s(c), corners[-1][1]))
+        while len(corners) > 1 and _turns_up(corners[-2], corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    return np.array([c for c, _ in corners]), np.array([rate for _, rate in corners])
+
+
+def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[1] - a[1]) * (c[0] - a[0]) <= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stall_s: float) -> float:
+    """Seconds in which the replicas can write the tokens of a step, each standing still for `stall_s` of them."""
+    import numpy as np
+
+    corners, rates = concave_rate(setting.profile.decode)
+    replicas, n = setting.replicas, setting.profile.batch.answers
+    open_answers = batches_in_flight * setting.groups * n / replicas
+    still_s = work.read_s / replicas + stall_s
+
+    def written(seconds: float) -> float:
+        """Answers are open also while their replica stands still, so they may be the more while it does not."""
+        decoding = seconds - still_s
+        return float(replicas * decoding * np.interp(open_answers * seconds / decoding, corners, rates)) if decoding > 0 else 0.0
+
+    low, high = still_s, still_s + work.written_tokens / replicas / float(rates[1] / corners[1]) + 1e-9
+    while written(high) < work.written_tokens:
+        high *= 2
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if written(middle) < work.written_tokens else (low, middle)
+    return high
+
+
+def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str, float]:
+    """Seconds a step that each constraint takes; no schedule is faster than the largest.
+
+    Groups that fail are not counted: their work comes on top.
+    """
+    profile, knobs = setting.profile, setting.knobs
+    work = work or work_of(profile, setting.groups, setting.steps, setting.seed)
+    stages, sync = profile.stages, profile.sync
+    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+    stall_s = 0.0 if setting.shared else sync.stall_s / knobs.sync_every
+
+    terms = {pool: seconds for pool, seconds in _pools(setting, work).items() if seconds}
+    generating = generate_s(setting, work, depth + 1, stall_s)
+    if setting.shared:
+        alone = generate_s(setting, work, 1, 0.0)
+        terms = {"devices": sum(terms.values()) + max(work.tail_s, alone) + sync.switch_s}
+        generating = alone
+    else:
+        terms["generate"] = generating
+    after_s = stages.update.seconds(work.trained_tokens, setting.devices_of("train")) + weights_s(setting)
+    terms["loop"] = (max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + after_s) / (knobs.max_lag + 1)
+    terms["littles"] = (work.group_s + after_s) / (depth + 1)
+    return terms
+
+
+def weights_s(setting: Setting) -> float:
+    """From the end of a step until all replicas serve its weights."""
+    sync, lanes = setting.profile.sync, -(-setting.replicas // setting.loads_at_once)
+    return setting.profile.stages.gather.seconds(0, setting.devices_of("train")) + lanes * (sync.transfer_s + sync.load_s)
+
+
+def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:
+    """Seconds a step of each role that computes, but generation; the gather and the critic's values aside."""
+    stages = setting.profile.stages
+    of_role = {
+        "train": stages.update,
+        "logp": None if setting.old_logp == "rollout" else stages.logp,
+        "ref_logp": stages.ref_logp,
+        "critic": stages.critic,
+        "values": stages.values,
+    }
+    return {
+        role: 0.0 if stage is None else stage.seconds(work.trained_tokens, setting.devices_of(role))
+        for role, stage in of_role.items()
+    }
+
+
+def _pools(setting: Setting, work: BatchWork) -> dict[str, float]:
+    """Seconds of each pool's stages, but generation."""
+    placement, every = setting.placement, setting.knobs.sync_every
+    seconds = dict.fromkeys((pool.name for pool in placement.pools), 0.0)
+    for role, taken in _stage_seconds(setting, work).items():
+        pool = placement.pool_of("critic" if role == "values" else role)
+        if pool is not None:
+            seconds[pool.name] += taken
+    train, own = placement.pool_of("train"), placement.own_pool_of("logp")
+    assert train is not None, "every placement has one"
+    seconds[train.name] += setting.profile.stages.gather.seconds(0, train.devices) / every
+    if own is not None and setting.old_logp != "rollout":
+        seconds[own.name] += setting.profile.sync.pull_s / every
+    return seconds
+
+
+def bound_s(setting: Setting) -> float:
+    return max(bound_terms(setting).values())
+
+
+def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
+    """A guess at the step time, above the bound: the slowest answer is written beside others, and stages follow one another.
+
+    By Little's law as many answers are open as it takes to write the tokens of a step in a step; the more, the slower
+    each. So a longer step has faster answers, and the guess is the step time at which both agree.
+    """
+    work = work or work_of(setting.profile, setting.groups, setting.steps, setting.seed)
+    knobs, stages = setting.knobs, setting.profile.stages
+    bound = max(bound_terms(setting, work).values())
+    if setting.shared:
+        return bound
+    seconds = _stage_seconds(setting, work)
+    after_s = seconds["train"] + seconds["logp"] + (seconds["ref_logp"] if setting.placement.own_pool_of("ref_logp") is None else 0.0)
+    after_s += stages.advantage.seconds(0, 0) + stages.assemble.seconds(0, 0) + weights_s(setting)
+    alone = setting.profile.decode.step_s(1)
+
+    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+
+    def needed(step_s: float) -> float:
+        slower_s = _step_at(setting, work.written_tokens / setting.replicas / step_s) - alone
+        tail_s = work.tail_s + slower_s * work.tail_tokens
+        # A group that is finished waits for its step, half a step on average.
+        group_s = work.group_s + slower_s * work.tail_tokens * work.group_s / work.tail_s + step_s / 2
+        return max((tail_s + after_s) / (knobs.max_lag + 1), (group_s + after_s) / (depth + 1))
+
+    low, high = bound, max(bound, needed(bound))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if needed(middle) > middle else (low, middle)
+    return high
+
+
+def _step_at(setting: Setting, rate: float) -> float:
+    """Seconds of an engine's step when it writes so many tokens a second, with as few answers as that takes."""
+    decode = setting.profile.decode
+    low, high = 1, decode.slots
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle / decode.step_s(middle) < rate else (low, middle)
+    return decode.step_s(low)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers to each prompt, drawn from a seed and the prompt's number alone.
+
+Whatever layout or strategy is simulated, prompt k has the same answers, so that two simulations differ by their
+schedules and not by their luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from .distribution import Distribution, from_normal, is_constant, largest
+from .profile import Profile
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Bools = NDArray[np.bool_]
+
+CHUNK = 256
+"""Prompts that are drawn together; a part of what the seed means."""
+
+
+class AnswerCost(NamedTuple):
+    """What one answer asks of an engine and of the world."""
+
+    prompt_tokens: float
+    turn_tokens: tuple[int, ...]
+    """That the model writes in each turn."""
+    tool_s: tuple[float, ...]
+    """After each turn but the last, the way of the request included."""
+    reward_s: float
+    """After the last, likewise."""
+    tokens: int
+    """To be trained on: prompt, turns and observations."""
+
+
+class GroupCost(NamedTuple):
+    """All answers to one prompt."""
+
+    answers: tuple[AnswerCost, ...]
+    fails: bool
+    """Cannot be scored."""
+
+
+class Chunk(NamedTuple):
+    """Arrays of groups x answers, but `tool_s`, which has a third axis of turns, and `fails`, which has groups only."""
+
+    tokens: Floats
+    prompt_tokens: Floats
+    turns: Floats
+    tool_s: Floats
+    reward_s: Floats
+    fails: Bools
+
+
+class Draws:
+    """The groups of a profile, by number from 0."""
+
+    def __init__(self, profile: Profile, seed: int) -> None:
+        self.profile, self._seed = profile, seed
+        self._chunk = lru_cache(maxsize=2)(self._draw)
+        self._ready: dict[int, list[GroupCost]] = {}
+
+    def group(self, number: int) -> GroupCost:
+        """The costs of one prompt's answers. Cheapest when asked for in order."""
+        at, index = divmod(number, CHUNK)
+        if at not in self._ready:
+            self._ready = {at: list(self._as_costs(self.chunk(at)))}
+        return self._ready[at][index]
+
+    def chunk(self, at: int) -> Chunk:
+        """The groups from `at` x CHUNK on, as arrays."""
+        return self._chunk(at)
+
+    def _draw(self, at: int) -> Chunk:
+        import numpy as np
+
+        answers, n = self.profile.answers, self.profile.batch.answers
+        random = np.random.default_rng([self._seed, at])
+        shape = (CHUNK, n)
+        share = answers.prompt_share
+        z = np.sqrt(share) * random.standard_normal((CHUNK, 1)) + np.sqrt(1 - share) * random.standard_normal(shape)
+        turns = np.maximum(1, np.rint(from_normal(answers.turns, random.standard_normal(shape))))
+        waits = max(0, round(largest(answers.turns)) - 1)
+        return Chunk(
+            tokens=np.maximum(turns, np.rint(from_normal(answers.tokens, z))),
+            prompt_tokens=np.broadcast_to(np.rint(from_normal(answers.prompt_tokens, random.standard_normal((CHUNK, 1)))), shape),
+            turns=turns,
+            tool_s=_waits(answers.tool_s, random, (CHUNK, n, waits)) + answers.request_s,
+            reward_s=_waits(answers.reward_s, random, shape) + answers.request_s,
+            fails=random.random(CHUNK) < self.profile.failures.group,
+        )
+
+    def _as_costs(self, chunk: Chunk) -> Iterator[GroupCost]:
+        observed = self.profile.answers.observation_tokens
+        columns = (chunk.tokens, chunk.prompt_tokens, chunk.turns, chunk.tool_s, chunk.reward_s)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for of_group, fails in zip(rows, chunk.fails.tolist(), strict=True):
+            answers = [_answer(observed, *of_one) for of_one in zip(*of_group, strict=True)]
+            yield GroupCost(tuple(answers), fails)
+
+
+def _waits(of: Distribution, random: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    import numpy as np
+
+    return from_normal(of, np.zeros(shape) if is_constant(of) else random.standard_normal(shape))
+
+
+def _answer(observed: float, tokens: float, prompt: float, turns: float, tools: list[float], reward: float) -> AnswerCost:
+    """Tokens are dealt out evenly to the turns, what is left over to the last."""
+    written, count = int(tokens), int(turns)
+    each = written // count
+    return AnswerCost(
+        prompt_tokens=prompt,
+        turn_tokens=(*(each,) * (count - 1), written - each * (count - 1)),
+        tool_s=tuple(tools[: count - 1]),
+        reward_s=reward,
+        tokens=int(prompt + written + observed * (count - 1)),
+    )
+
+
+def alone_s(profile: Profile, chunk: Chunk) -> Floats:
+    """Seconds from the request for each answer to its score, were nothing else asked of its replica."""
+    import numpy as np
+
+    decode = profile.decode
+    read = chunk.prompt_tokens + (chunk.turns - 1) * profile.answers.observation_tokens
+    counted = np.arange(1, chunk.tool_s.shape[2] + 1) < chunk.turns[:, :, None]
+    waited = (chunk.tool_s * counted).sum(axis=2) + chunk.reward_s
+    total: Floats = read * decode.prefill_token_s + chunk.tokens * decode.step_s(1) + waited
+    return total

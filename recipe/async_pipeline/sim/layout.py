@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices and batches of a simulation, by the rules of real runs (`placement`): whole nodes, batches that divide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ConfigError
+from ..knobs import DEFAULT_AHEAD, STRATEGY_LAG, AsyncPipelineConfig, canonical_strategy
+from ..placement import Placement, Pool, check_divides, place, wishes_of
+from .profile import Profile
+from .trainer import Setting
+
+BATCH_SLACK = 0.05
+"""A batch that grows with the cluster may be so much larger or smaller, to be dealt out evenly."""
+SHAPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "together": (("train", "logp", "ref_logp", "critic"),),
+    "reference apart": (("train", "logp", "critic"), ("ref_logp",)),
+    "log-probs apart": (("train", "critic"), ("logp", "ref_logp")),
+    "four pools": (("train", "critic"), ("logp",), ("ref_logp",)),
+    "critic apart": (("train", "logp", "ref_logp"), ("critic",)),
+    "critic and reference apart": (("train", "logp"), ("critic",), ("ref_logp",)),
+}
+"""Who shares devices, generation aside. What a run does not have is left out; shapes that are then alike are one."""
+
+
+def pools_of(sizes: Mapping[tuple[str, ...], int], generate: int) -> dict[str, dict[str, Any]]:
+    """The knob `pools`: roles of each pool and its devices."""
+    pools = {roles[0]: {"roles": list(roles), "devices": devices} for roles, devices in sizes.items()}
+    return pools | {"generate": {"roles": ["generate"], "devices": generate}}
+
+
+def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pools") -> Placement:
+    """As for a real run. Raises ConfigError: these pools cannot be."""
+    placement = place(wishes_of(pools, path), roles=profile.roles(), devices=devices, node=profile.devices_per_node, path=path)
+    generate = placement.pool_of("generate")
+    assert generate is not None, "wishes_of wants one"
+    if generate.devices % profile.devices_per_replica:
+        below = generate.devices // profile.devices_per_replica * profile.devices_per_replica
+        raise ConfigError(
+            f"{path}: generate must be whole replicas of {profile.devices_per_replica} devices, got {generate.devices}; "
+            f"nearest are {below} and {below + profile.devices_per_replica}"
+        )
+    return placement
+
+
+def shared_placement(profile: Profile, devices: int) -> Placement:
+    """All devices train and generate, in turn: the synchronous layout. What is left of the last replica trains only."""
+    return Placement((Pool("all", profile.roles(), (devices,)),))
+
+
+def groups_of(profile: Profile, placement: Placement) -> int:
+    """Groups of a step, such that samples can be dealt out to every pool that computes on them.
+
+    Raises ConfigError: the profile's number, or one within `BATCH_SLACK` of it if it grows with the cluster, cannot.
+    """
+    wanted, n = profile.batch.on(placement.devices), profile.batch.answers
+    others = [pool for pool in placement.pools if "generate" not in pool.roles]
+    if profile.batch.groups is None:
+        unit = math.lcm(*(pool.devices // math.gcd(pool.devices, n) for pool in others))
+        fitting = max(1, round(wanted / unit)) * unit
+        if abs(fitting - wanted) <= max(BATCH_SLACK * wanted, 0.5):
+            return fitting
+    for pool in others:
+        check_divides(pool, wanted * n, "batch.groups x batch.answers of the profile")
+    return wanted
+
+
+def knobs_of(
+    strategy: str, max_lag: int | None = None, depth: int | None = None, *, stale: str = "wait", sync_every: int = 1
+) -> AsyncPipelineConfig:
+    """Raises ConfigError: no such strategy, or one that contradicts the rest."""
+    name = canonical_strategy(strategy, "--strategy")
+    if name not in STRATEGY_LAG:
+        raise ConfigError(f"--strategy must be one of {', '.join(STRATEGY_LAG)}, got {strategy!r}; one of your own cannot be simulated")
+    implied = STRATEGY_LAG[name]
+    if max_lag is None:
+        max_lag = DEFAULT_AHEAD if implied is None else implied
+    return AsyncPipelineConfig(strategy=name, max_lag=max_lag, depth=depth, stale=stale, sync_every=sync_every)
+
+
+def smaller(setting: Setting) -> Setting | None:
+    """The same layout on a quarter of the devices, or on as few as it takes with whole nodes and replicas; None: there is none."""
+    for factor in (4, 3, 2):
+        pools = setting.placement.pools
+        if any(pool.devices % factor for pool in pools):
+            continue
+        sizes = {pool.roles: pool.devices // factor for pool in pools if "generate" not in pool.roles}
+        try:
+            placement = placement_of(setting.profile, pools_of(sizes, setting.devices_of("generate") // factor), setting.placement.devices // factor)
+            return replace(setting, placement=placement, groups=groups_of(setting.profile, placement))
+        except ConfigError:
+            continue
+    return None
+
+
+def shapes(profile: Profile) -> Mapping[str, tuple[tuple[str, ...], ...]]:
+    """Those of `SHAPES` that differ for the roles of this profile."""
+    there = set(profile.roles())
+    found: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for name, groups in SHAPES.items():
+        kept = tuple(kept for group in groups if (kept := tuple(role for role in group if role in there)))
+        if kept not in found.values():
+            found[name] = kept
+    return found

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real run left behind, as far as its speed is told by it: `events.jsonl` and `settings.json`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..core.events import LogRecord
+from ..errors import ConfigError
+from ..knobs import AsyncPipelineConfig
+from ..observe.accounting import read_events
+from ..placement import Placement
+
+SETTINGS = "settings.json"
+ENDS = {
+    "draw": ("dataloader", "OUTPUT"),
+    "logp": ("logp", "RELEASE"),
+    "ref_logp": ("ref_logp", "RELEASE"),
+    "values": ("values", "RELEASE"),
+    "advantage": ("reward", "OUTPUT"),
+    "critic": ("critic", "RELEASE"),
+    "update": ("train", "TRAINED"),
+    "gather": ("param_update", "GATHERED"),
+}
+"""Stage to the role that does it, and the event at which it is over; it begins with the role's lease."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """A run's settings and events."""
+
+    directory: Path
+    settings: Mapping[str, Any]
+    records: Sequence[LogRecord]
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.from_list(self.settings["placement"])
+
+    @property
+    def knobs(self) -> AsyncPipelineConfig:
+        names = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
+        return AsyncPipelineConfig(**{name: self.settings[name] for name in names})
+
+    @cached_property
+    def step_ends_s(self) -> list[float]:
+        """When each optimizer step ended."""
+        return [record.t for record in self.records if record.event == "TRAINED"]
+
+    @cached_property
+    def lag_mean(self) -> float:
+        lags = [float(record.fields["lag/mean"]) for record in self.records if record.event == "TRAINED"]
+        return sum(lags) / len(lags)
+
+    @cached_property
+    def groups(self) -> Sequence[LogRecord]:
+        """ANSWERED, a record for each group: columns of its answers' costs."""
+        return [record for record in self.records if record.event == "ANSWERED"]
+
+    @cached_property
+    def tokens(self) -> Mapping[int, float]:
+        """That each step trained on, prompts and observations included."""
+        of_group = {r.fields["key"]: _total(r.fields) for r in self.groups}
+        batches = {r.fields["step"]: r.fields["keys"] for r in self.records if r.event == "ASSEMBLED"}
+        return {step: sum(of_group[key] for key in keys) for step, keys in batches.items()}
+
+    def stage(self, name: str) -> Mapping[int, float]:
+        """Seconds that a stage of `ENDS`, `assemble` or `finish` took, by step. Empty: there was none."""
+        return dict(self._stages.get(name, {}))
+
+    @cached_property
+    def _stages(self) -> Mapping[str, Mapping[int, float]]:
+        found: dict[str, dict[int, float]] = defaultdict(dict)
+        for name, step, seconds in self._durations():
+            found[name].setdefault(step, seconds)
+        return found
+
+    def _durations(self) -> Iterator[tuple[str, int, float]]:
+        begun: dict[tuple[str, int], float] = {}
+        ends = {end: name for name, end in ENDS.items()}
+        for record in self.records:
+            lane, step = (record.role, int(record.fields.get("lane", 0))), record.fields.get("step")
+            if record.event in ("LEASE", "RESUME"):
+                begun[lane] = record.t
+            if lane not in begun or step is None:
+                continue
+            if (record.role, record.event) in ends:
+                yield ends[record.role, record.event], int(step), record.t - begun[lane]
+            elif record.event == "ASSEMBLED":
+                yield "assemble", int(step), record.t - begun[lane]
+            if (record.role, record.event) == ("train", "OUTPUT"):
+                begun[lane] = record.t
+            elif (record.role, record.event) == ("train", "FINISH"):
+                yield "finish", int(step), record.t - begun[lane]
+
+
+def read_run(directory: Path) -> RunLog:
+    """Raises ConfigError: this is no run's directory, or one of an older version."""
+    settings, events = directory / SETTINGS, directory / "events.jsonl"
+    for path in (events, settings):
+        if not path.is_file():
+            raise ConfigError(f"{directory} has no {path.name}; give the directory of a run, e.g. outputs/smoke/latest")
+    try:
+        run = RunLog(directory, json.loads(settings.read_text(encoding="utf-8")), read_events(events))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{directory}: its files are not those of a run: {error}") from None
+    if not run.groups or not run.step_ends_s:
+        raise ConfigError(f"{events} tells of no finished group and step; give a run that trained")
+    return run
+
+
+def _total(columns: Mapping[str, Any]) -> float:
+    """Tokens of a group."""
+    return float(sum(sum(columns[name]) for name in ("prompt_tokens", "tokens", "observation_tokens")))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated run: `AsyncTrainingFlow` as it is, on a loop of virtual time, and what came of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+
+from ..core.clock import run_virtual
+from ..core.events import LogRecord
+from ..core.flow import AsyncTrainingFlow
+from ..errors import ConfigError
+from ..observe.accounting import Accountant, Accounting
+from .trainer import Setting, SimulatedTrainer
+
+LEAST_STEPS = 4
+"""Steps that are averaged, at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a simulated run comes down to; times are virtual, but `wall_s`."""
+
+    setting: Setting
+    step_s: float
+    """Mean over the steps of the window."""
+    step_ends_s: tuple[float, ...]
+    """Of all steps."""
+    lag_mean: float
+    """Of the trajectories of the window."""
+    lag_max: int
+    """Of the whole run."""
+    accounting: Accounting
+    """Of the whole run."""
+    events: int
+    """Records of the log, and what happened to the engines."""
+    wall_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.setting.groups * self.setting.profile.batch.answers / self.step_s
+
+    @property
+    def samples_per_device_s(self) -> float:
+        return self.samples_per_s / self.setting.placement.devices
+
+    @property
+    def idle(self) -> Mapping[str, Mapping[str, float]]:
+        """By pool, the share of its device-seconds of each reason that is no work."""
+        working = ("compute_", "sync", "validation")
+        return {
+            name: {reason: share for reason, share in pool.shares().items() if not reason.startswith(working)}
+            for name, pool in self.accounting.pools.items()
+        }
+
+
+def window(steps: int, max_lag: int) -> tuple[int, int]:
+    """Steps are averaged after the first of these and until the second: neither while the pipeline fills nor while it drains.
+
+    Raises ConfigError: too few are left.
+    """
+    first, last = 2 * (max_lag + 1), steps - (max_lag + 1)
+    if last - first < LEAST_STEPS:
+        raise ConfigError(f"--steps must be at least {first + max_lag + 1 + LEAST_STEPS} with max_lag {max_lag}, got {steps}; raise it")
+    return first, last
+
+
+def simulate(setting: Setting) -> Outcome:
+    """Run it. Raises ConfigError: too few steps for the lag. What the flow raises comes through."""
+    first, last = window(setting.steps, setting.knobs.max_lag)
+    trainer = SimulatedTrainer(setting)
+    flow = AsyncTrainingFlow(trainer, keep_records=1)
+    accountant, steps = Accountant(), _Steps()
+    flow.log.subscribe(accountant)
+    flow.log.subscribe(steps)
+    started = time.perf_counter()
+    with _collecting_seldom():
+        run_virtual(flow.run())
+    return Outcome(
+        setting=setting,
+        step_s=(steps.ends_s[last - 1] - steps.ends_s[first - 1]) / (last - first),
+        step_ends_s=tuple(steps.ends_s),
+        lag_mean=fmean(steps.lags[first:last]),
+        lag_max=flow.ledger.lag_max,
+        accounting=accountant.account(),
+        events=steps.records + trainer.events,
+        wall_s=time.perf_counter() - started,
+    )
+
+
+class _Steps:
+    """A subscriber of the event log: when each step ended, and the lag of its trajectories."""
+
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+        self.lags: list[float] = []
+        self.records = 0
+
+    def __call__(self, record: LogRecord) -> None:
+        self.records += 1
+        if record.event == "TRAINED":
+            self.ends_s.append(record.t)
+            self.lags.append(float(record.fields["lag/mean"]))
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Python looks for cycles each time some hundred objects are made; here millions are, and none in cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

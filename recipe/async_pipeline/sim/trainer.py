@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer whose work costs virtual time: what `AsyncTrainingFlow` drives instead of verl.
+
+It decides as `verl_bridge.trainer` does (admission, publications, whose log-probs are the old ones), from the same knobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Literal
+
+from ..core.flow import GRAPH
+from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
+from ..core.message_queue import MessageQueue
+from ..core.staleness import Versions
+from ..core.state import FlowState
+from ..core.step_down import Caution, Change
+from ..knobs import AsyncPipelineConfig
+from ..placement import Placement, proximal_policy
+from .draws import Draws, GroupCost
+from .profile import Profile, Stage
+from .replicas import Replica, ReplicaPool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is simulated."""
+
+    profile: Profile
+    placement: Placement
+    """Of the roles of `profile.roles()`. If `generate` is on the training devices they take turns, as in a synchronous trainer."""
+    knobs: AsyncPipelineConfig
+    groups: int
+    """Of a step."""
+    steps: int
+    seed: int = 1
+
+    @property
+    def shared(self) -> bool:
+        """Do training and generation share their devices?"""
+        return self.placement.own_pool_of("generate") is None
+
+    @property
+    def replicas(self) -> int:
+        return self.devices_of("generate") // self.profile.devices_per_replica
+
+    @property
+    def loads_at_once(self) -> int:
+        """All, where no replica has anything to answer meanwhile."""
+        return self.replicas if self.shared else self.profile.sync.loads_at_once
+
+    @property
+    def old_logp(self) -> str:
+        """One of `knobs.OLD_LOGP`."""
+        return proximal_policy(self.knobs, self.placement, bypass=False)
+
+    def devices_of(self, role: str) -> int:
+        """0: it needs none."""
+        pool = self.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
+        return 0 if pool is None else pool.devices
+
+
+class SimulatedTrainer:
+    """A `core.ports.PipelineTrainer`."""
+
+    first_step = 1
+    resumed: FlowState | None = None
+    caution = Caution()
+    facts: Mapping[str, Any] = {}
+    wait_timeout_s: float | None = None
+    """None: a simulation that hangs ends by itself, since no timer is left."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.profile = setting, setting.profile
+        self.max_lag, self.last_step = setting.knobs.max_lag, setting.steps
+        self._old_logp = setting.old_logp
+        self._draws = Draws(setting.profile, setting.seed)
+        self._numbers = count()
+        self._random = random.Random(setting.seed)
+        self._pool: ReplicaPool | None = None
+        self._weights = asyncio.Lock()
+        self._newest = -1
+        self._held: dict[str, int] = {}
+        """Versions that forward-only models on other devices hold, by role."""
+        self._failures: set[asyncio.Task[None]] = set()
+
+    @property
+    def pool(self) -> ReplicaPool:
+        """The engines, which are there from the first publication on."""
+        if self._pool is None:
+            profile = self.profile
+            self._pool = ReplicaPool(self.setting.replicas, profile.decode, profile.answers.observation_tokens)
+            mtbf = profile.failures.replica_mtbf_s
+            for replica in self._pool.replicas if mtbf else ():
+                task = asyncio.create_task(self._fail_now_and_then(replica, mtbf or 0.0), name=f"failures:{replica.index}")
+                self._failures.add(task)
+        return self._pool
+
+    @property
+    def events(self) -> int:
+        return self._pool.events if self._pool is not None else 0
+
+    # Facts and decisions.
+
+    def roles(self) -> Sequence[str]:
+        there = {"ref_logp": self.profile.stages.ref_logp, "values": self.profile.stages.values, "critic": self.profile.stages.critic}
+        return [role for role in GRAPH if role not in there or there[role] is not None]
+
+    def pools(self) -> Mapping[str, int]:
+        return {pool.name: pool.devices for pool in self.setting.placement.pools}
+
+    def pool_of(self, role: str) -> str | None:
+        pool = self.setting.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
+        return None if pool is None else pool.name
+
+    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
+        knobs = self.setting.knobs
+        queue = MessageQueue(
+            versions,
+            batch=self.setting.groups,
+            max_lag=max_lag,
+            last_step=self.last_step,
+            oldest_share=knobs.oldest_share if max_lag else 1.0,
+            order="finished" if knobs.strategy == "fully_async" else "drawn",
+            stale=knobs.stale,  # type: ignore[arg-type]  # the knobs checked it
+        )
+        if knobs.depth is not None:
+            queue.depth = min(knobs.depth, max_lag)
+        return queue
+
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        return "failed" if group.flaw else None
+
+    def publishes(self, version: int) -> bool:
+        return version % self.setting.knobs.sync_every == 0 or version == self.last_step or self._validates(version)
+
+    def old_policy(self, step: int) -> int | None:
+        if self._old_logp == "rollout":
+            return None
+        if self._old_logp == "trainer":
+            return step - 1
+        return next(v for v in range(max(0, step - 2), -1, -1) if v == 0 or self.publishes(v))
+
+    def reference(self, step: int) -> int | None:
+        return None
+
+    def saves(self, step: int) -> bool:
+        return False
+
+    def _validates(self, version: int) -> bool:
+        validation = self.profile.validation
+        return validation is not None and version > 0 and version % validation.every == 0
+
+    # Work.
+
+    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+        await self._stage(self.profile.stages.draw)
+        prompts = []
+        for _ in range(ticket.prompts):
+            number = next(self._numbers)
+            prompts.append(Prompt(uid=str(number), step=ticket.step, payload=self._draws.group(number)))
+        return PromptBatch(step=ticket.step, prompts=tuple(prompts), admitted_version=ticket.version)
+
+    async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
+        """A simulation begins at the beginning."""
+        raise NotImplementedError
+
+    async def save(self, state: FlowState) -> bool:
+        """What a checkpoint costs is not simulated."""
+        raise NotImplementedError
+
+    def stepped(self, change: Change) -> None:
+        """No update of weights fails here, so that nothing is done with less asynchrony."""
+
+    async def generate_group(self, prompt: Prompt) -> Group:
+        costs: GroupCost = prompt.payload
+        served = await self.pool.answer(costs.answers)
+        trajectories = tuple(
+            Trajectory(
+                key=f"{prompt.uid}_{i}",
+                first_version=versions.first_version,
+                last_version=versions.last_version,
+                num_tokens=cost.tokens,
+            )
+            for i, (cost, versions) in enumerate(zip(costs.answers, served, strict=True))
+        )
+        flaw = "it fails, as the profile says of some" if costs.fails else ""
+        return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw)
+
+    async def discard(self, group: Group) -> None:
+        """There is nothing to free."""
+
+    async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
+        await self._stage(self.profile.stages.assemble)
+        tokens = sum(t.num_tokens for group in groups for t in group.trajectories)
+        return StepBatch(step=step, groups=tuple(groups), payload=tokens)
+
+    async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
+        if self._old_logp == "rollout":
+            return batch
+        version = self.old_policy(batch.step)
+        if self.setting.placement.own_pool_of("logp") is not None and version != self._held.get("logp"):
+            await asyncio.sleep(self.profile.sync.pull_s)
+            self._held["logp"] = version or 0
+        return await self._on(batch, "logp", self.profile.stages.logp)
+
+    async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
+        return await self._on(batch, "ref_logp", self.profile.stages.ref_logp)
+
+    async def compute_values(self, batch: StepBatch) -> StepBatch:
+        return await self._on(batch, "values", self.profile.stages.values)
+
+    async def compute_advantages(self, batch: StepBatch) -> StepBatch:
+        return await self._on(batch, "reward", self.profile.stages.advantage)
+
+    async def update(self, batch: StepBatch) -> StepBatch:
+        if self.setting.shared:
+            await asyncio.sleep(self.profile.sync.switch_s)
+        return await self._on(batch, "train", self.profile.stages.update)
+
+    async def update_critic(self, batch: StepBatch) -> StepBatch:
+        return await self._on(batch, "critic", self.profile.stages.critic)
+
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+        await self._stage(self.profile.stages.finish, float(batch.payload))
+
+    async def gather(self, version: int) -> object:
+        await self._stage(self.profile.stages.gather, 0.0, self.setting.devices_of("train"))
+        return version
+
+    async def publish(self, version: int, snapshot: object) -> Publication:
+        """Replica after replica, `loads_at_once` at a time; those that are down get it when they are back."""
+        async with self._weights:
+            self._newest = version
+            waiting = iter([replica for replica in self.pool.replicas if replica.is_up])
+
+            async def lane() -> float:
+                return sum([await self._load(replica, version) for replica in waiting])
+
+            lanes = min(self.setting.loads_at_once, self.setting.replicas)
+            open_s = sum(await asyncio.gather(*(lane() for _ in range(lanes))))
+        return self._publication(version, open_s)
+
+    async def validate(self, version: int) -> float | None:
+        validation = self.profile.validation
+        if validation is None or not self._validates(version):
+            return None
+        async with self._weights:
+            await asyncio.sleep(validation.seconds)
+        return validation.seconds
+
+    async def _load(self, replica: Replica, version: int) -> float:
+        """Seconds in which the replica had requests open since its last load."""
+        sync = self.profile.sync
+        await asyncio.sleep(sync.transfer_s + sync.load_s - sync.stall_s)
+        if sync.stall_s:
+            self.pool.stall(replica, sync.stall_s)
+            await asyncio.sleep(sync.stall_s)
+        if replica.is_up:
+            replica.version = version
+        return self.pool.take_open_s(replica)
+
+    def _publication(self, version: int, open_s: float) -> Publication:
+        sync, replicas = self.profile.sync, self.setting.replicas
+        facts: dict[str, Any] = {
+            "transfer_s": sync.transfer_s * replicas,
+            "load_s": sync.load_s * replicas,
+            "stall_s": sync.stall_s * replicas,
+            "busy_s": open_s,
+            "replicas": replicas,
+        }
+        gather_s = self.profile.stages.gather.seconds(0.0, self.setting.devices_of("train"))
+        return Publication(version=version, num_bytes=0, gather_s=gather_s, tensors_proved=0, **facts)
+
+    async def _on(self, batch: StepBatch, role: str, stage: Stage | None) -> StepBatch:
+        assert stage is not None, f"the run has no {role}"
+        seconds = await self._stage(stage, float(batch.payload), self.setting.devices_of(role))
+        return replace(batch, timing_s={**batch.timing_s, role: seconds})
+
+    async def _stage(self, stage: Stage, tokens: float = 0.0, devices: int = 0) -> float:
+        seconds = stage.seconds(tokens, devices)
+        if stage.cv and seconds:
+            sigma = math.sqrt(math.log1p(stage.cv**2))
+            seconds *= self._random.lognormvariate(-sigma * sigma / 2, sigma)
+        if seconds:
+            await asyncio.sleep(seconds)
+        return seconds
+
+    async def _fail_now_and_then(self, replica: Replica, mtbf_s: float) -> None:
+        while True:
+            await asyncio.sleep(self._random.expovariate(1 / mtbf_s))
+            self.pool.fail(replica)
+            await asyncio.sleep(self.profile.failures.restart_s)
+            async with self._weights:
+                self.pool.revive(replica, self._newest)

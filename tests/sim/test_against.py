@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted and measured side by side, on a run that was simulated itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline import cli
+from recipe.async_pipeline.sim.distribution import Lognormal
+from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Stage, Stages, Sync, dump
+
+from .runs import leave_behind
+from .workloads import profile, setting
+
+KNOWN = profile(
+    batch=Batch(groups=8, answers=4),
+    answers=Answers(tokens=Lognormal(median=60, sigma=0.8, cap=400), prompt_tokens=10.0, reward_s=0.2),
+    decode=Decode(token_s=(0.02,), slots=512),
+    stages=Stages(update=Stage(fixed_s=2.0), logp=Stage(fixed_s=0.3)),
+    sync=Sync(transfer_s=0.05, load_s=0.1),
+)
+
+
+@pytest.mark.parametrize(("strategy", "lag"), [("on_policy", 0), ("one_step_off", 1), ("n_step_ahead", 3)])
+def test_a_run_is_predicted_from_itself(strategy: str, lag: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_behind(setting(KNOWN, strategy, max_lag=lag, generate=3, steps=30), tmp_path)
+    assert cli.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert abs(facts["error"]) < 0.1
+    assert facts["predicted_lag"] == pytest.approx(facts["measured_lag"], abs=0.3)
+
+
+def test_a_profile_of_another_run_may_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_behind(setting(KNOWN, "one_step_off", generate=3, steps=30), tmp_path)
+    (tmp_path / "other.yaml").write_text(dump(profile(stages=Stages(update=Stage(fixed_s=50.0)))))
+    assert cli.main(["simulate", "--against", str(tmp_path), "--profile", str(tmp_path / "other.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("one_step_off, max_lag 1: predicted 50.")
+
+
+def test_what_the_run_says_cannot_be_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--against", str(tmp_path), "--devices", "4"]) == cli.EXIT_USERS
+    assert "--devices is what the run of --against says, got 4; leave it out" in capsys.readouterr().err

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same seed and number give the same answers, whoever asks in whatever order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from recipe.async_pipeline.sim.distribution import Histogram, Lognormal
+from recipe.async_pipeline.sim.draws import CHUNK, Draws, alone_s
+from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Failures
+
+from .workloads import profile
+
+
+def test_a_group_depends_on_its_number_alone() -> None:
+    of = profile(answers=Answers(tokens=Lognormal(median=50, sigma=1, cap=500)))
+    forwards, backwards = Draws(of, 1), Draws(of, 1)
+    numbers = [0, 3, CHUNK, 2 * CHUNK + 1]
+    assert [forwards.group(n) for n in numbers] == [backwards.group(n) for n in reversed(numbers)][::-1]
+    assert Draws(of, 2).group(0) != forwards.group(0)
+
+
+def test_turns_share_the_tokens_and_tools_come_between() -> None:
+    of = profile(answers=Answers(tokens=11.0, turns=3.0, tool_s=0.5, observation_tokens=4.0, prompt_tokens=7.0, request_s=0.1, reward_s=0.2))
+    (answer, _) = Draws(of, 1).group(0).answers
+    assert answer.turn_tokens == (3, 3, 5)
+    assert answer.tool_s == pytest.approx((0.6, 0.6))
+    assert answer.reward_s == pytest.approx(0.3)
+    assert answer.tokens == 7 + 11 + 2 * 4
+
+
+def test_answers_to_one_prompt_are_alike_as_far_as_the_profile_says() -> None:
+    def correlation(share: float) -> float:
+        of = profile(batch=Batch(groups=1, answers=2), answers=Answers(tokens=Lognormal(median=1e6, sigma=1, cap=1e12), prompt_share=share))
+        tokens = np.concatenate([np.log(Draws(of, 1).chunk(at).tokens) for at in range(20)])
+        return float(np.corrcoef(tokens.T)[0, 1])
+
+    for share in (0.0, 0.5, 1.0):
+        assert correlation(share) == pytest.approx(share, abs=0.05)
+
+
+def test_so_many_groups_fail() -> None:
+    draws = Draws(profile(failures=Failures(group=0.25)), 1)
+    assert np.mean([draws.group(n).fails for n in range(4 * CHUNK)]) == pytest.approx(0.25, abs=0.05)
+
+
+def test_alone_an_answer_takes_the_sum_of_its_parts() -> None:
+    of = profile(
+        answers=Answers(tokens=10.0, prompt_tokens=5.0, turns=Histogram(values=(1, 3), weights=(1, 1)), tool_s=0.5, observation_tokens=2.0, reward_s=0.25),
+        decode=Decode(token_s=(0.1,), prefill_token_s=0.01),
+    )
+    chunk = Draws(of, 1).chunk(0)
+    expected = 1.0 + 0.05 + 0.25 + (chunk.turns - 1) * (0.5 + 2 * 0.01)
+    assert alone_s(of, chunk) == pytest.approx(expected)

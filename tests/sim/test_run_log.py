@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's directory says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.sim.profile import Stage, Stages
+from recipe.async_pipeline.sim.run_log import read_run
+from recipe.async_pipeline.sim.simulation import simulate
+
+from .runs import leave_behind
+from .workloads import profile, setting
+
+COSTS = {
+    "draw": 0.01, "assemble": 0.02, "logp": 0.3, "ref_logp": 0.2, "values": 0.25, "advantage": 0.04, "update": 0.5, "critic": 0.35, "gather": 0.15,
+    "finish": 0.06,
+}
+
+
+def test_each_stage_took_what_it_cost(tmp_path: Path) -> None:
+    of = profile(stages=Stages(**{name: Stage(fixed_s=seconds) for name, seconds in COSTS.items()}))
+    leave_behind(setting(of, "one_step_off", steps=8), tmp_path)
+    run = read_run(tmp_path)
+    for name, seconds in COSTS.items():
+        by_step = run.stage(name)
+        assert list(by_step.values()) == pytest.approx([seconds] * len(by_step), abs=2e-6), name
+        assert len(by_step) >= 8, name
+
+
+def test_steps_knobs_and_tokens_are_those_of_the_run(tmp_path: Path) -> None:
+    there = setting(profile(), "n_step_ahead", max_lag=2, steps=16)
+    leave_behind(there, tmp_path)
+    run = read_run(tmp_path)
+    assert run.step_ends_s == pytest.approx(simulate(there).step_ends_s, abs=2e-6)
+    assert (run.knobs, run.placement) == (there.knobs, there.placement)
+    assert set(run.tokens.values()) == {4 * 2 * 10}
+    assert run.lag_mean > 1
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no events.jsonl; give the directory of a run"):
+        read_run(tmp_path)
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"has no settings.json"):
+        read_run(tmp_path)
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tells of no finished group and step"):
+        read_run(tmp_path)

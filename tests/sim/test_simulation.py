@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator against what can be worked out by hand, against its bounds, and against a model written independently."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import msgspec
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.placement import Placement, Pool
+from recipe.async_pipeline.sim.bound import bound_s
+from recipe.async_pipeline.sim.distribution import Lognormal
+from recipe.async_pipeline.sim.profile import (
+    Answers,
+    Batch,
+    Decode,
+    Failures,
+    Profile,
+    Stage,
+    Stages,
+    Sync,
+    Validation,
+)
+from recipe.async_pipeline.sim.search import synchronous
+from recipe.async_pipeline.sim.simulation import LEAST_STEPS, simulate, window
+
+from .independent import Pipeline
+from .workloads import profile, random_profile, setting
+
+WRITTEN_S = 1.0  # of each answer of `profile()`
+SYNC = Sync(transfer_s=0.05, load_s=0.1, stall_s=0.0)
+SERVING_S = 2 * (0.05 + 0.1)  # two replicas, one after the other
+
+
+def staged(**stages: Any) -> Profile:
+    return profile(stages=Stages(**{"update": Stage(fixed_s=0.5), **stages}), sync=SYNC)
+
+
+# Worked out by hand: deterministic costs, exact.
+
+
+def test_on_policy_is_the_sum_of_its_parts() -> None:
+    costs = {"draw": 0.01, "assemble": 0.02, "logp": 0.3, "ref_logp": 0.2, "advantage": 0.04, "gather": 0.15}
+    serial = sum(costs.values()) + WRITTEN_S + 0.5 + SERVING_S
+    of = staged(**{name: Stage(fixed_s=seconds) for name, seconds in costs.items()})
+    assert simulate(setting(of)).step_s == pytest.approx(serial, rel=1e-9)
+
+
+def test_one_step_off_takes_as_long_as_the_slower_half() -> None:
+    of = staged(logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1))
+    # Prompt to weights to the prompt after next: 1.0 + 0.7 + 0.1 + 0.3, for two steps; training itself takes 0.8.
+    assert simulate(setting(of, "one_step_off")).step_s == pytest.approx(2.1 / 2, rel=1e-9)
+
+
+def test_deep_pipelines_are_limited_by_the_training_devices() -> None:
+    of = staged(logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1))
+    assert simulate(setting(of, "n_step_ahead", max_lag=3, steps=24)).step_s == pytest.approx(0.8, rel=1e-9)
+
+
+def test_a_pool_of_its_own_overlaps() -> None:
+    of = profile(stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.1), ref_logp=Stage(fixed_s=0.5)))
+    together = setting(of, "n_step_ahead", max_lag=4, steps=30)
+    pools = (Pool("train", ("train", "logp"), (1,)), Pool("ref", ("ref_logp",), (1,)), Pool("generate", ("generate",), (2,)))
+    apart = replace(together, placement=Placement(pools))
+    assert simulate(together).step_s == pytest.approx(1.2, rel=1e-9)
+    assert simulate(apart).step_s == pytest.approx(0.7, rel=1e-9)
+
+
+def test_engines_are_the_limit_if_they_are_slowest() -> None:
+    # 8 answers of 10 tokens on one replica with two slots: 4 rounds of 1 s.
+    of = profile(decode=Decode(token_s=(0.1,), slots=2))
+    assert simulate(setting(of, "n_step_ahead", max_lag=3, generate=1, steps=24)).step_s == pytest.approx(4.0, rel=1e-9)
+
+
+def test_more_answers_at_once_are_slower() -> None:
+    of = profile(decode=Decode(concurrency=(1, 8), token_s=(0.1, 0.45), slots=64))
+    # Alone on policy: 8 answers on one engine, 0.45 s a token; on two, 4 each, 0.25 s.
+    assert simulate(setting(of, generate=1)).step_s == pytest.approx(4.5 + 0.5, rel=1e-9)
+    assert simulate(setting(of, generate=2)).step_s == pytest.approx(2.5 + 0.5, rel=1e-9)
+
+
+def test_reading_prompts_and_loading_weights_hold_engines_up() -> None:
+    of = profile(
+        answers=Answers(tokens=10.0, prompt_tokens=5.0),
+        decode=Decode(token_s=(0.1,), prefill_token_s=0.01, slots=64),
+        sync=Sync(load_s=0.2, stall_s=0.2),
+    )
+    # Four answers a replica are read one after another, then written together.
+    assert simulate(setting(of)).step_s == pytest.approx(4 * 5 * 0.01 + 1.0 + 0.5 + 2 * 0.2, rel=1e-9)
+
+
+def test_turns_tools_and_scores_take_their_time() -> None:
+    of = profile(answers=Answers(tokens=10.0, turns=3.0, tool_s=0.7, reward_s=0.3, request_s=0.01))
+    assert simulate(setting(of)).step_s == pytest.approx(1.0 + 2 * 0.7 + 0.3 + 3 * 0.01 + 0.5, rel=1e-9)
+
+
+def test_the_synchronous_layout_has_all_devices_for_both_phases() -> None:
+    of = profile(
+        decode=Decode(concurrency=(1, 8), token_s=(0.1, 0.45), slots=64), stages=Stages(update=Stage(device_s=4.0)), sync=Sync(load_s=0.1, switch_s=0.05)
+    )
+    sync = simulate(synchronous(setting(of, generate=1)))
+    # Two replicas with 4 answers each; two devices that train; both loads at once; room for one another.
+    assert sync.step_s == pytest.approx(2.5 + 2.0 + 0.1 + 0.05, rel=1e-9)
+    assert sync.lag_max == 0
+
+
+def test_a_critic_learns_beside_the_policy_where_it_has_devices() -> None:
+    of = profile(stages=Stages(update=Stage(fixed_s=0.5), values=Stage(fixed_s=0.1), critic=Stage(fixed_s=0.6)))
+    pools = (Pool("train", ("train", "logp"), (1,)), Pool("critic", ("critic",), (1,)), Pool("generate", ("generate",), (2,)))
+    together = setting(of, "n_step_ahead", max_lag=4, steps=30)
+    assert simulate(together).step_s == pytest.approx(1.2, rel=1e-9)
+    assert simulate(replace(together, placement=Placement(pools))).step_s == pytest.approx(0.7, rel=1e-9)
+
+
+# Against bounds.
+
+
+@pytest.mark.parametrize("strategy", ["on_policy", "one_step_off", "n_step_ahead", "fully_async"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_simulation_beats_its_bound(strategy: str, seed: int) -> None:
+    run = setting(random_profile(seed), strategy, generate=2 + seed % 3, steps=40, seed=seed)
+    outcome = simulate(run)
+    # Over a window the work may be less than over the whole run, which the bound is of.
+    assert outcome.step_s >= bound_s(run) * 0.97
+    assert outcome.lag_max <= run.knobs.max_lag
+
+
+def test_a_long_tail_is_hidden_by_enough_lag() -> None:
+    of = profile(
+        batch=Batch(groups=16, answers=4),
+        answers=Answers(tokens=Lognormal(median=50, sigma=1.0, cap=800)),
+        stages=Stages(update=Stage(fixed_s=20.0)),
+    )
+    slow, fast = (simulate(setting(of, "fully_async", max_lag=lag, generate=8, steps=60)) for lag in (1, 8))
+    assert fast.step_s == pytest.approx(20.0, rel=0.02)
+    assert slow.step_s > 1.5 * fast.step_s
+
+
+# Against an independent model.
+
+
+@pytest.mark.parametrize(("strategy", "lag"), [("on_policy", 0), ("one_step_off", 1), ("n_step_ahead", 3)])
+def test_agrees_with_a_model_that_steps_engines_token_by_token(strategy: str, lag: int) -> None:
+    errors = []
+    for seed in range(12):
+        run = setting(random_profile(seed), strategy, max_lag=lag, generate=1 + seed % 4, steps=24, seed=seed)
+        first, last = window(run.steps, lag)
+        ends = Pipeline(run).run()
+        independent = (ends[last - 1] - ends[first - 1]) / (last - first)
+        errors.append(abs(simulate(run).step_s / independent - 1))
+    # An answer that joins an engine waits for the step that is under way there, and not here.
+    assert median(errors) <= 0.005
+    assert max(errors) <= 0.03
+
+
+# What else a simulation says.
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    run = setting(random_profile(3), "fully_async", generate=3, steps=24)
+    assert simulate(run).step_ends_s == simulate(run).step_ends_s
+
+
+def test_groups_that_fail_are_drawn_again() -> None:
+    of = profile(failures=Failures(group=0.3), sync=SYNC)
+    assert simulate(setting(of, "n_step_ahead", steps=24)).step_s > simulate(setting(profile(sync=SYNC), "n_step_ahead", steps=24)).step_s
+
+
+def test_replicas_that_die_cost_time_and_no_answer() -> None:
+    of = profile(answers=Answers(tokens=100.0), decode=Decode(token_s=(0.1,), slots=2))
+    dying = msgspec.structs.replace(of, failures=Failures(replica_mtbf_s=60.0, restart_s=20.0))
+    well, ill = (simulate(setting(p, "n_step_ahead", generate=3, steps=30)) for p in (of, dying))
+    assert ill.step_s > 1.1 * well.step_s
+
+
+def test_what_is_validated_holds_the_next_version_up() -> None:
+    of = msgspec.structs.replace(profile(sync=SYNC), validation=Validation(every=1, seconds=3.0))
+    assert simulate(setting(of, "one_step_off")).step_s > 2 * simulate(setting(profile(sync=SYNC), "one_step_off")).step_s
+
+
+def test_stale_groups_may_be_given_up() -> None:
+    of = profile(answers=Answers(tokens=Lognormal(median=20, sigma=1.5, cap=600)))
+    waiting, dropping = (simulate(setting(of, "fully_async", max_lag=1, generate=4, steps=40, stale=stale)) for stale in ("wait", "drop"))
+    assert dropping.step_s < waiting.step_s
+    assert dropping.lag_max <= 1
+
+
+def test_device_seconds_add_up_and_idle_is_no_work() -> None:
+    outcome = simulate(setting(random_profile(2), "one_step_off", steps=24))
+    for name, pool in outcome.accounting.pools.items():
+        assert sum(pool.shares().values()) == pytest.approx(1.0)
+        assert not any(reason.startswith("compute") for reason in outcome.idle[name])
+
+
+def test_too_few_steps_are_refused() -> None:
+    first, last = window(30, 3)
+    assert last - first >= LEAST_STEPS
+    with pytest.raises(ConfigError, match="--steps must be at least 16 with max_lag 3, got 10"):
+        window(10, 3)

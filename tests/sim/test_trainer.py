@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the simulated trainer decides is what the real one decides from the same knobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.flow import AsyncTrainingFlow
+from recipe.async_pipeline.core.staleness import Versions
+from recipe.async_pipeline.placement import Placement, Pool
+from recipe.async_pipeline.sim.profile import Stage, Stages, Sync, Validation
+from recipe.async_pipeline.sim.trainer import Setting, SimulatedTrainer
+
+from .workloads import profile, setting
+
+
+def apart(of: Setting) -> Setting:
+    pools = (Pool("train", ("train",), (1,)), Pool("logp", ("logp",), (1,)), Pool("generate", ("generate",), (2,)))
+    return replace(of, placement=Placement(pools))
+
+
+def trainer(of: Setting | None = None) -> SimulatedTrainer:
+    return SimulatedTrainer(of or setting(profile(), "n_step_ahead", max_lag=2))
+
+
+def test_roles_are_those_that_the_profile_has() -> None:
+    assert "ref_logp" not in trainer().roles()
+    critic = profile(stages=Stages(update=Stage(), values=Stage(), critic=Stage(), ref_logp=Stage()))
+    assert {"ref_logp", "values", "critic"} <= set(trainer(setting(critic)).roles())
+
+
+def test_the_gather_is_on_the_training_devices_and_rollout_has_its_own() -> None:
+    one = trainer()
+    assert one.pool_of("param_update") == one.pool_of("logp") == "train"
+    assert one.pool_of("generate") == "generate"
+    assert one.pool_of("reward") is None
+    assert one.pools() == {"train": 1, "generate": 2}
+
+
+@pytest.mark.parametrize(("strategy", "order"), [("n_step_ahead", "drawn"), ("fully_async", "finished")])
+def test_the_queue_is_set_as_the_strategy_says(strategy: str, order: str) -> None:
+    queue = trainer(setting(profile(), strategy, max_lag=3, depth=2)).message_queue(Versions(), 3)
+    assert (queue.depth, queue.max_lag) == (2, 3)
+    assert queue._order == order
+
+
+def test_publications_are_as_often_as_the_knob_says_and_when_validated() -> None:
+    of = msgspec.structs.replace(profile(), validation=Validation(every=5, seconds=1.0))
+    one = trainer(setting(of, "n_step_ahead", max_lag=3, sync_every=2, steps=16))
+    assert [v for v in range(1, 17) if one.publishes(v)] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16]
+
+
+def test_old_log_probs_are_of_the_trainer_or_of_a_copy_a_step_older() -> None:
+    ahead = setting(profile(), "n_step_ahead", max_lag=2)
+    assert [trainer(ahead).old_policy(step) for step in (1, 2, 5)] == [0, 1, 4]
+    assert [trainer(apart(ahead)).old_policy(step) for step in (1, 2, 5)] == [0, 0, 3]
+    rollout = replace(ahead, knobs=replace(ahead.knobs, old_logp="rollout"))
+    assert trainer(rollout).old_policy(3) is None
+
+
+def test_a_copy_of_the_policy_is_pulled_once_a_version() -> None:
+    of = profile(stages=Stages(update=Stage(fixed_s=0.1), logp=Stage(fixed_s=0.5)), sync=Sync(pull_s=4.0))
+    flow = AsyncTrainingFlow(SimulatedTrainer(apart(setting(of, "n_step_ahead", max_lag=2))))
+    run_virtual(flow.run())
+    computed = {r.fields["step"]: r.t for r in flow.log.records if r.event == "OLD_POLICY"}
+    assert computed[10] - computed[9] == pytest.approx(4.5)
+
+
+def test_a_publication_adds_up_what_its_replicas_took() -> None:
+    of = profile(sync=Sync(transfer_s=0.5, load_s=0.25, stall_s=0.125))
+    flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, steps=3)))
+    first, *later = run_virtual(flow.run()).publications
+    assert (first.transfer_s, first.load_s, first.stall_s, first.replicas) == (1.0, 0.5, 0.25, 2)
+    # The second replica begins to load when the first one serves, both after a second of writing.
+    assert later[0].busy_s == pytest.approx(2 * 1.0)
+
+
+def test_several_replicas_may_load_at_once() -> None:
+    def served(at_once: int) -> float:
+        of = profile(sync=Sync(load_s=1.0, loads_at_once=at_once))
+        flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, generate=5, steps=1)))
+        run_virtual(flow.run())
+        return next(r.t for r in flow.log.records if r.event == "SERVED")
+
+    assert [served(n) for n in (1, 2, 9)] == pytest.approx([5.0, 3.0, 1.0])
+
+
+def test_stages_spread_as_the_profile_says() -> None:
+    of = profile(stages=Stages(update=Stage(fixed_s=1.0, cv=0.2)))
+    flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, steps=200)))
+    took: list[Any] = []
+    flow.log.subscribe(lambda r: took.append(r.t) if r.role == "train" and r.event in ("LEASE", "TRAINED") else None)
+    run_virtual(flow.run())
+    seconds = [end - begin for begin, end in zip(took[::2], took[1::2], strict=True)]
+    mean = sum(seconds) / len(seconds)
+    assert mean == pytest.approx(1.0, rel=0.05)
+    assert (sum((s - mean) ** 2 for s in seconds) / len(seconds)) ** 0.5 == pytest.approx(0.2, rel=0.2)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles and settings for tests: simple enough to be worked out by hand, or random."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from recipe.async_pipeline.placement import Placement, Pool
+from recipe.async_pipeline.sim.distribution import Lognormal
+from recipe.async_pipeline.sim.layout import knobs_of
+from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Profile, Stage, Stages, Sync
+from recipe.async_pipeline.sim.trainer import Setting
+
+
+def profile(**changes: Any) -> Profile:
+    """Four prompts x 2 answers of 10 tokens; a token takes 0.1 s however many answers there are, training 0.5 s."""
+    facts: dict[str, Any] = {
+        "origin": "assumed",
+        "note": "for tests",
+        "batch": Batch(groups=4, answers=2),
+        "answers": Answers(tokens=10.0),
+        "decode": Decode(token_s=(0.1,), slots=64),
+        "stages": Stages(update=Stage(fixed_s=0.5)),
+        "devices_per_node": 1024,
+    }
+    return Profile(**facts | changes)
+
+
+def two_pools(profile: Profile, train: int, generate: int) -> Placement:
+    roles = tuple(role for role in profile.roles() if role != "generate")
+    return Placement((Pool("train", roles, (train,)), Pool("generate", ("generate",), (generate,))))
+
+
+def setting(of: Profile, strategy: str = "on_policy", *, train: int = 1, generate: int = 2, steps: int = 16, seed: int = 1, **knobs: Any) -> Setting:
+    groups = of.batch.on(train + generate)
+    return Setting(
+        profile=of, placement=two_pools(of, train, generate), knobs=knobs_of(strategy, **knobs), groups=groups, steps=steps, seed=seed
+    )
+
+
+def random_profile(seed: int) -> Profile:
+    """No reference policy, whose place in the queue for the training devices would be one more thing to model twice."""
+    chance = random.Random(seed)
+    median = chance.uniform(20, 200)
+    load_s = chance.uniform(0.0, 1.0)
+    return profile(
+        batch=Batch(groups=chance.randint(4, 12), answers=chance.choice([1, 2, 4])),
+        answers=Answers(
+            tokens=Lognormal(median=median, sigma=chance.uniform(0.2, 1.0), cap=8 * median),
+            prompt_share=chance.random(),
+            prompt_tokens=chance.uniform(0, 100),
+            turns=float(chance.choice([1, 1, 3])),
+            observation_tokens=chance.uniform(0, 20),
+            tool_s=Lognormal(median=0.5, sigma=0.5, cap=4.0),
+            reward_s=chance.uniform(0.0, 2.0),
+        ),
+        decode=Decode(
+            concurrency=(1, 8), token_s=(0.02, 0.02 + chance.uniform(0.0, 0.03)), prefill_token_s=chance.uniform(0, 1e-3), slots=chance.choice([4, 64])
+        ),
+        stages=Stages(
+            update=Stage(fixed_s=chance.uniform(0.5, 6.0), token_s=chance.uniform(0, 1e-3)),
+            logp=Stage(fixed_s=chance.uniform(0.1, 2.0)),
+            advantage=Stage(fixed_s=chance.uniform(0.0, 0.2)),
+            gather=Stage(fixed_s=chance.uniform(0.0, 0.5)),
+        ),
+        sync=Sync(transfer_s=chance.uniform(0, 0.5), load_s=load_s, stall_s=load_s * chance.random()),
+    )
