@@ -9,6 +9,11 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, nothing left on disk, no clock: a busy machine must not fail a test.
+settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
+settings.load_profile("schedules")
 
 Load = Callable[[str], ModuleType]
 
