@@ -538,7 +538,7 @@ def test_remembering_what_holds_a_step_up_changes_nothing(
         for choice, filtered, serves in choices:
             if open_:
                 uid = open_.pop(choice % len(open_))
-                verdict = bench.queue.arrive(uid)
+                verdict = bench.queue.arrive(group(uid))
                 if verdict == "resume":
                     bench.queue.watch(uid, lambda uid=uid, bench=bench: bench.recalled.append(uid))
                     open_.append(uid)
