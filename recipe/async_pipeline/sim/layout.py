@@ -16,8 +16,8 @@ from .trainer import Setting
 
 BATCH_SLACK = 0.05
 """A batch that grows with the cluster may be so much larger or smaller, to be dealt out evenly."""
-NEAREST = 5
-"""Sizes of the rollout's pool that are tried for a smaller cluster."""
+ALIKE = 0.25
+"""A smaller cluster's split is alike if the smaller of its two halves is off by no more than this share."""
 SHAPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "together": (("train", "logp", "ref_logp", "critic"),),
     "reference apart": (("train", "logp", "critic"), ("ref_logp",)),
@@ -92,8 +92,9 @@ def smaller(setting: Setting) -> Setting | None:
         devices = setting.placement.devices // factor
         unit = math.lcm(profile.devices_per_replica, 1 if devices <= profile.devices_per_node else profile.devices_per_node)
         wanted = setting.devices_of("generate") / factor
-        sizes = sorted(range(unit, devices, unit), key=lambda size: abs(size - wanted))
-        for generate in sizes[:NEAREST]:
+        off = ALIKE * min(wanted, devices - wanted)
+        sizes = sorted((abs(size - wanted), size) for size in range(unit, devices, unit) if abs(size - wanted) <= off)
+        for _, generate in sizes:
             found = _split_alike([pool for pool in pools if "generate" not in pool.roles], devices - generate)
             if found is None:
                 continue
