@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from .trainer import Setting
 
 BATCH_SLACK = 0.05
 """A batch that grows with the cluster may be so much larger or smaller, to be dealt out evenly."""
+ALIKE = 0.25
+"""A smaller cluster's split is alike if the smaller of its two halves is off by no more than this share."""
 SHAPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "together": (("train", "logp", "ref_logp", "critic"),),
     "reference apart": (("train", "logp", "critic"), ("ref_logp",)),
@@ -83,18 +85,34 @@ def knobs_of(
 
 
 def smaller(setting: Setting) -> Setting | None:
-    """The same layout on a quarter of the devices, or on as few as it takes with whole nodes and replicas; None: there is none."""
+    """The same shape on a quarter of the devices (or a third, or a half), split as nearly alike as whole nodes, whole
+    replicas and batches that divide allow; None: there is none."""
+    profile, pools = setting.profile, setting.placement.pools
     for factor in (4, 3, 2):
-        pools = setting.placement.pools
-        if any(pool.devices % factor for pool in pools):
-            continue
-        sizes = {pool.roles: pool.devices // factor for pool in pools if "generate" not in pool.roles}
-        try:
-            placement = placement_of(setting.profile, pools_of(sizes, setting.devices_of("generate") // factor), setting.placement.devices // factor)
-            return replace(setting, placement=placement, groups=groups_of(setting.profile, placement))
-        except ConfigError:
-            continue
+        devices = setting.placement.devices // factor
+        unit = math.lcm(profile.devices_per_replica, 1 if devices <= profile.devices_per_node else profile.devices_per_node)
+        wanted = setting.devices_of("generate") / factor
+        off = ALIKE * min(wanted, devices - wanted)
+        sizes = sorted((abs(size - wanted), size) for size in range(unit, devices, unit) if abs(size - wanted) <= off)
+        for _, generate in sizes:
+            found = _split_alike([pool for pool in pools if "generate" not in pool.roles], devices - generate)
+            if found is None:
+                continue
+            try:
+                placement = placement_of(profile, pools_of(found, generate), devices)
+                return replace(setting, placement=placement, groups=groups_of(profile, placement))
+            except ConfigError:
+                continue
     return None
+
+
+def _split_alike(pools: Sequence[Pool], devices: int) -> dict[tuple[str, ...], int] | None:
+    """So many devices in the proportions of these pools, the first one with what is left; None: one would get none."""
+    first, *others = pools
+    total = sum(pool.devices for pool in pools)
+    sizes = {pool.roles: max(1, round(pool.devices / total * devices)) for pool in others}
+    left = devices - sum(sizes.values())
+    return {first.roles: left, **sizes} if left > 0 else None
 
 
 def shapes(profile: Profile) -> Mapping[str, tuple[tuple[str, ...], ...]]:
