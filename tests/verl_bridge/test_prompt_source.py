@@ -86,7 +86,7 @@ def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> 
     assert [p.uid for p in found] == in_flight
     assert says(found) == says(left[1:])
     assert [p.step for p in found] == [p.step for p in left[1:]]
-    assert [after.forget(uid) for uid in (*finished, *in_flight)] == [before.forget(uid) for uid in (*finished, *in_flight)]
+    assert [after.place(uid) for uid in (*finished, *in_flight)] == [before.place(uid) for uid in (*finished, *in_flight)]
     for number in (1, 5, 2, 8):
         ours, theirs = deal(after, number), deal(before, number)
         assert says(ours) == says(theirs)

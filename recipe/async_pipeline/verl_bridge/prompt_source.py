@@ -97,9 +97,13 @@ class PromptSource:
     def deal(self, prompts: int) -> tuple[Prompt, ...]:
         return tuple(self._undealt.popleft() for _ in range(prompts))
 
-    def forget(self, uid: str) -> Place:
-        """A prompt is in a batch of a step, or will not be trained. Returns its place."""
-        return self._places.pop(uid)
+    def place(self, uid: str) -> Place:
+        """Where a prompt that is not forgotten comes from; in the order of the dataset."""
+        return self._places[uid]
+
+    def forget(self, uid: str) -> None:
+        """A prompt was trained, or will not be."""
+        del self._places[uid]
 
     # Checkpoints.
 

@@ -433,7 +433,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
-        ordered = tuple(sorted(groups, key=lambda g: self.prompts.forget(g.uid)))
+        ordered = tuple(sorted(groups, key=lambda g: self.prompts.place(g.uid)))
         metrics: dict[str, Any] = {}
         meta = KVBatchMeta(
             partition_id=PARTITION,
@@ -527,6 +527,8 @@ class AsyncPipelineTrainer(ResumableTrainer):
         if warning is not None:
             _say(warning)
         found |= self._accounts.take()
+        for group in batch.groups:
+            self.prompts.forget(group.uid)
         await self._call(self._finish, batch, {**facts, **found}, step_s, self._accounts.critical_role())
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:
