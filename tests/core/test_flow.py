@@ -98,6 +98,24 @@ def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None
     assert begun[20] < served[19]
 
 
+def test_a_step_that_waits_for_a_group_that_is_overdue_goes_on_when_it_comes() -> None:
+    """A third of a step may have the full lag, every other group is filtered, and one answer in four takes longer."""
+    times = [0.0, 0.0, 0.0, 0.1]
+    stages = ("draw", "logp", "ref_logp", "update", "gather", "publish", "finish", "assemble")
+    trainer = SimTrainer(
+        max_lag=1,
+        steps=5,
+        costs=dict.fromkeys(stages, 0.0),
+        answer_s=lambda step, index: times[(step * 7 + index) % 4],
+        order="finished",
+        oldest_share=0.5,
+        filtered=lambda uid: sum(uid.encode()) % 2 == 0,
+        save_every=1,
+    )
+    trainer.costs.update(save=0.0)
+    assert run_flow(trainer)[1].steps == 5
+
+
 def test_a_run_that_never_steps_down_says_nothing() -> None:
     trainer = SimTrainer(max_lag=2, caution=Caution(after=0), failing=lambda version: True)
     run_flow(trainer)

@@ -508,3 +508,49 @@ def test_a_queue_of_a_shorter_run_does_not_take_what_it_cannot_train() -> None:
     with pytest.raises(ConservationError, match="holds 6 groups for the steps up to 3, but step 2 is the last"):
         Bench(max_lag=2, last_step=2).queue.restore(state)
     Bench(max_lag=2, last_step=3).queue.restore(state)
+
+
+class Forgetful(MessageQueue):
+    """Looks at all groups whenever a step is asked for."""
+
+    def take(self, step: int) -> Sequence[Group] | None:
+        self._held_up = None
+        return super().take(step)
+
+
+@given(
+    st.integers(0, 3),
+    st.sampled_from(["drawn", "finished"]),
+    st.sampled_from(["wait", "resume", "drop"]),
+    st.sampled_from([0.5, 1.0]),
+    st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=120),
+)
+def test_remembering_what_holds_a_step_up_changes_nothing(
+    max_lag: int, order: str, stale: str, share: float, choices: list[tuple[int, bool, bool]]
+) -> None:
+    """Groups finish, are filtered and are served in any order; both queues say the same all along."""
+    benches = [Bench(max_lag=max_lag, last_step=8, order=order, stale=stale, oldest_share=share if max_lag else 1.0) for _ in range(2)]
+    benches[1].queue.__class__ = Forgetful
+    told: list[list[Any]] = [[], []]
+    for bench, said in zip(benches, told, strict=True):
+        bench.serve(0)
+        open_, step = bench.admit(), 1
+        for choice, filtered, serves in choices:
+            if open_:
+                uid = open_.pop(choice % len(open_))
+                verdict = bench.queue.arrive(group(uid))
+                if verdict == "resume":
+                    bench.queue.watch(uid, lambda uid=uid, bench=bench: bench.recalled.append(uid))
+                    open_.append(uid)
+                elif verdict is None and filtered and choice % 5 == 0:
+                    bench.queue.give_back(uid)
+                elif verdict is None:
+                    bench.queue.put(group(uid, bench.versions.served))
+            taken = bench.take(step) if step <= 8 else None
+            said.append(taken)
+            step += taken is not None
+            if serves and bench.versions.served < step - 1:
+                bench.serve(step - 1)
+            open_ += bench.admit()
+    assert told[0] == told[1]
+    assert benches[0].recalled == benches[1].recalled

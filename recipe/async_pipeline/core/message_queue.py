@@ -59,6 +59,16 @@ def share_of(share: float, batch: int) -> int:
     return math.floor(share * batch + 1e-9)
 
 
+@dataclass
+class _HeldUp:
+    """Why the last step that was asked for had to wait: as long as this holds it has to wait still."""
+
+    by: str | None
+    """A group that must be finished; None: `more` of those that are due by `due`, whichever."""
+    due: int = 0
+    more: int = 1
+
+
 class MessageQueue:
     """Bounded: no more than batch x (1 + max_lag) groups are ever in it."""
 
@@ -95,6 +105,7 @@ class MessageQueue:
         self._number = 0
         self._on_drop: Callable[[str], object] = lambda uid: None
         self._finished = 0
+        self._held_up: _HeldUp | None = None
         self._changed = asyncio.Event()
         self._waiting = False
         versions.subscribe(self._changed.set)
@@ -168,6 +179,7 @@ class MessageQueue:
     def give_back(self, uid: str) -> None:
         """A group will not be trained, because it was filtered; another prompt may be drawn for it."""
         del self._entries[uid]
+        self._held_up = None
         self._to_admit += 1
         self._changed.set()
 
@@ -180,6 +192,7 @@ class MessageQueue:
             raise ConservationError(f"group {group.uid} came to the message queue, where it is not awaited")
         entry.recall, entry.answer, entry.group = None, None, group
         self._finished += 1
+        self._note_arrival(group.uid, entry.due)
         # Its tokens may be younger than its admission.
         entry.due = max(entry.due, group.first_version + self.max_lag)
 
@@ -190,13 +203,14 @@ class MessageQueue:
         """
         if step != self._taken_step + 1 or step > self._last_step:
             raise ConservationError(f"step {step} cannot take groups after step {self._taken_step} of {self._last_step}")
-        if self._finished < self.batch:
+        if self._finished < self.batch or self._held_up is not None:
             return None
         finished = [(uid, entry) for uid, entry in self._entries.items() if entry.group is not None]
         finished.sort(key=lambda pair: pair[1].number if self._order == "drawn" else (pair[1].due, pair[1].number))
         chosen = dict(finished[: self.batch])
         in_the_way = self._overtaken(chosen) if self._order == "drawn" else self._left_over(step, chosen)
         if in_the_way is None or (in_the_way and self._stale == "wait"):
+            self._held_up = self._what_holds_up(step, chosen) if self._stale == "wait" else None
             return None
         for uid in in_the_way:
             self._recall(uid)
@@ -233,6 +247,29 @@ class MessageQueue:
     def finished(self) -> int:
         """Groups that wait for a step."""
         return self._finished
+
+    def _what_holds_up(self, step: int, chosen: Iterable[str]) -> _HeldUp:
+        """Of a step that waits: what it waits for, so that what else is finished need not be looked at."""
+        if self._order == "drawn":
+            first = min((e.number, uid) for uid, e in self._entries.items() if e.group is None)
+            return _HeldUp(by=first[1])
+        without = set(chosen)
+        dues = sorted(e.due for uid, e in self._entries.items() if uid not in without)
+        dues = sorted([*dues, *(due for due, n in self._promised.items() for _ in range(n))])
+        due = self._first_excess(step, dues)
+        assert due is not None, "nothing is in the way of this step"
+        # Those that are due before this step have to be in it, all of them.
+        allowed = max(0, self.batch * (due - step) + self._oldest)
+        return _HeldUp(by=None, due=due, more=sum(d <= due for d in dues) - allowed)
+
+    def _note_arrival(self, uid: str, due: int) -> None:
+        held_up = self._held_up
+        if held_up is None:
+            return
+        if held_up.by is None:
+            held_up.more -= due <= held_up.due
+        if uid == held_up.by or held_up.more <= 0:
+            self._held_up = None
 
     # Checkpoints.
 
