@@ -58,7 +58,6 @@ MISTAKES: list[tuple[str, Any]] = [
     ("trainer.val_only", True),
     ("distillation.enabled", True),
     ("skip.rollout_tq.enable", True),
-    ("trainer.resume_mode", "resume_path"),
 ]
 Smoke = Callable[..., DictConfig]
 
