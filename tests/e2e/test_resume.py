@@ -139,3 +139,30 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
     assert summary["groups_filtered"] > 0
     assert [row["step"] for row in last.metrics() if "actor/pg_loss" in row["data"]] == list(range(1, STEPS + 1))
     assert len(published(tmp_path / "checkpoints")) == 2
+
+
+def test_answers_that_were_being_written_go_on_from_their_tokens(tied_task: Path, tmp_path: Path) -> None:
+    again = command(
+        tmp_path,
+        "n_step_ahead",
+        "trainer.v1.async_pipeline.max_lag=3",
+        "trainer.save_freq=1",
+        "data.max_response_length=48",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        # Most wait for others, so that many are half written at any moment.
+        "actor_rollout_ref.rollout.max_num_seqs=32",
+    )
+    run_dir = tmp_path / "run"
+    first = run_job(again, run_dir, tied_task, events=[killed_at(2, 4, run_dir)])
+    assert first.status != 0
+    last = run_job(again, run_dir, tied_task)
+    ended_well(last)
+    records = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines() if line.endswith("}")]
+    resumed = next(i for i, record in enumerate(records) if record["kind"] == "resumed")
+    step = records[resumed]["step"]
+    kept = {record["uid"]: record["kept_tokens"] for record in records[resumed:] if record["kind"] == "again"}
+    assert sum(kept.values()) > 0
+    finished = [record for record in records[resumed:] if record["kind"] == "finished" and kept.get(record["uid"])]
+    spans = [one["spans"] for record in finished for one in record["trajectories"]]
+    assert any(first < step <= spans_of[-1][0] for spans_of in spans for first, _ in spans_of), "begun before, finished after"
+    assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), "none is shorter or longer"

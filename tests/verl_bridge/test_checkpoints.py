@@ -80,7 +80,8 @@ def with_columns(group: Group) -> Group:
     import dataclasses
 
     answers = tuple(dataclasses.replace(one, payload={"status": "success", "response_len": np.int64(3)}) for one in group.trajectories)
-    return dataclasses.replace(group, trajectories=answers, payload=[sorted(sample(1))] * len(answers))
+    alike = sum(group.uid.encode()) % 2
+    return dataclasses.replace(group, trajectories=answers, payload=[sorted(sample(1))] * (1 if alike else len(answers)))
 
 
 def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] = lambda group: False) -> Any:

@@ -173,10 +173,11 @@ def _require_all_ranks(folder: Path) -> None:
 
 
 def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
-    """Of each answer the columns that the rollout wrote, by its key. `Group.payload` names them, answer by answer."""
+    """Of each answer the columns that the rollout wrote, by its key. `Group.payload` names them, of each answer or of all."""
     alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for group in groups:
-        for one, names in zip(group.trajectories, group.payload, strict=True):
+        columns = list(group.payload) * (len(group.trajectories) if len(group.payload) == 1 else 1)
+        for one, names in zip(group.trajectories, columns, strict=True):
             alike[tuple(names)].append(one.key)
     found: dict[str, dict[str, Any]] = {}
     for names, keys in alike.items():

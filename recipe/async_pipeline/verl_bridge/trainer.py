@@ -407,7 +407,8 @@ class AsyncPipelineTrainer(ResumableTrainer):
         self._meters.meet("finished", trajectories)
         verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
         columns = [r["columns"] for r in sorted(answered.results, key=lambda r: str(r["key"]))]
-        return _group(prompt, trajectories, verdict, columns)
+        alike = all(one == columns[0] for one in columns)
+        return _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
 
     def _filter_by(self, result: Mapping[str, Any]) -> float | None:
         """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
