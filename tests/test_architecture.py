@@ -65,6 +65,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench_sync_job.py": "e2e/test_bench.py",
     "verl_bridge/bench_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench_probe.py": "e2e/test_bench.py",
+    "verl_bridge/log_prob_trainer.py": "e2e/test_pools.py",
+    "verl_bridge/reward_workers.py": "e2e/test_failures.py",
     "verl_bridge/vllm_replica.py": WHOLE_JOB,
     "verl_bridge/vllm_worker.py": WHOLE_JOB,
     "verl_bridge/workers.py": WHOLE_JOB,

@@ -41,6 +41,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "profile": Subcommand("recipe.async_pipeline.sim.profile_command", "extract a profile from a run, for simulate and plan"),
     "report": Subcommand("recipe.async_pipeline.observe.report", "write report.html of a run, or of two side by side"),
     "simulate": Subcommand("recipe.async_pipeline.sim.simulate_command", "run the pipeline in virtual time on any number of devices"),
+    "soak": Subcommand("recipe.async_pipeline.soak.command", "run the small task on the real stack under injected faults, and check that nothing is lost"),
     "task": Subcommand("recipe.async_pipeline.toy.command", "make the small model and data of the smoke run"),
     "watch": Subcommand("recipe.async_pipeline.watch", "run a training command: show its steps, log the rest, leave nothing behind"),
 }

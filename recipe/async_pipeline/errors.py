@@ -51,6 +51,10 @@ class WeightSyncError(AsyncPipelineError, RuntimeError):
     """A weight version could not be gathered, transferred or loaded."""
 
 
+class CorruptionError(WeightSyncError):
+    """Weights on their way are not what the trainer gathered: a checksum differs."""
+
+
 class ProofError(WeightSyncError):
     """The weights that a replica serves are not the weights that the trainer published."""
 

@@ -390,6 +390,15 @@ def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
     assert flow.log.records[-1].event == "FAILED"
 
 
+def test_nobody_left_to_serve_ends_the_run_as_it_is() -> None:
+    trainer = SimTrainer(max_lag=2, falls_at=5.5)
+    flow = AsyncTrainingFlow(trainer)
+    with pytest.raises(ConnectionError, match="nobody serves any more"):
+        run_virtual(flow.run())
+    assert {m.state for m in flow.machines} == {StageState.STOPPED}
+    assert flow.log.records[-1].fields["why"] == "watch: ConnectionError: nobody serves any more"
+
+
 def test_a_run_that_is_cancelled_stops_every_role() -> None:
     flow = AsyncTrainingFlow(SimTrainer(steps=1000))
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.flow import GRAPH, OPTIONAL
 from recipe.async_pipeline.core.machine import StageState
+from recipe.async_pipeline.soak.processes import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 540.0
@@ -126,15 +128,11 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
 
 
 def check_events(job: Job, *optional: str) -> None:
-    """Each role wrote events, in order, and ended well. `optional`: those of `core.flow.OPTIONAL` that the run has."""
+    """No event breaks a rule, and each role ended well. `optional`: those of `core.flow.OPTIONAL` that the run has."""
+    assert audit_events(job.events()).violations == []
     seen: set[str] = set()
     last_state: dict[tuple[str, int], str] = {}
-    last_t = 0.0
     for event in job.events():
-        assert isinstance(event["t"], float)
-        assert event["t"] >= last_t
-        last_t = event["t"]
-        assert event["role"] and event["event"]
         if event["role"] != "flow" and "state" in event:
             seen.add(event["role"])
             last_state[event["role"], event.get("lane", 0)] = event["state"]
@@ -144,19 +142,7 @@ def check_events(job: Job, *optional: str) -> None:
 
 def processes_of(run_dir: Path) -> list[str]:
     """Pids and command lines of the processes of a job that are alive."""
-    wanted = f"{MARK}={run_dir}".encode()
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if state != "Z" and wanted in environment:
-                found.append(f"{entry.name}: {text[:120]}")
-    return found
+    return [f"{found.pid}: {found.command[:120]}" for found in processes_with(MARK, str(run_dir))]
 
 
 def kill_process_named(part: str, run_dir: Path) -> None:

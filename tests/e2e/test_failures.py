@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.audit import audit_file
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from tests.e2e.job import ROOT, Event, Job, kill_process_named, processes_of, run_job, smoke_command
 
@@ -69,7 +70,7 @@ def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(tied_tas
 
 
 @pytest.mark.nightly
-def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(tied_task: Path, tmp_path: Path) -> None:
+def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
     def signal_one(sent: signal.Signals) -> None:
@@ -86,6 +87,14 @@ def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(t
     def kill_all(process: subprocess.Popen[str]) -> None:
         kill_process_named("EngineCore", run_dir)
 
+    def kill_servers(process: subprocess.Popen[str]) -> None:
+        kill_process_named("vLLMHttpServer", run_dir)
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)
+
+    back = "serves again, version "
+
     job = run_job(
         [
             *long_run(tmp_path),
@@ -97,16 +106,22 @@ def test_a_replica_that_dies_or_hangs_comes_back_and_the_last_one_ends_the_run(t
         tied_task,
         events=[
             Event(" 4/1000", kill_one),
-            Event("serves again, version ", stop_one),
-            Event("serves again, version ", kill_all),
+            Event(back, stop_one),
+            Event(back, kill_all),
+            Event(back),
+            Event(back, kill_servers),
+            Event(back),
+            Event(back, interrupt),
         ],
     )
-    # Once more at the end, if the two were not found dead at once.
-    assert job.output.count("is fenced and starts anew; 1 go on. ") in (2, 3)
-    assert "waited 20 s for its engine to load version " in job.output
-    check_ended(job, "EngineDeadError")
-    replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
+    check_ended(job, "interrupted")
+    assert audit_file(run_dir).violations == []
+    events = list(job.events())
+    replicas = [event["replicas"] for event in events if event["event"] == "SERVED"]
     assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
+    fenced = [event for event in events if event["event"] == "FENCED"]
+    assert len(fenced) == len([event for event in events if event["event"] == "REJOINED"]) == 6
+    assert "EngineDeadError" in job.output and "ActorDiedError" in job.output
 
 
 @pytest.mark.nightly

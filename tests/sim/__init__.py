@@ -61,10 +61,11 @@ class SimTrainer:
         caution: Caution = CALM,
         failing: Callable[[int], bool] = lambda version: False,
         resume: SimCheckpoint | None = None,
+        falls_at: float | None = None,
         **queue: Any,
     ) -> None:
-        """`resume`: goes on from there. `places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica fenced for it?"""
-        self.caution, self.failing = caution, failing
+        """`resume`: goes on from there. `falls_at`: when the last replica is gone for good. `places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica fenced for it?"""
+        self.caution, self.failing, self.falls_at = caution, failing, falls_at
         self.changes: list[Change] = []
         self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
         self.facts: Mapping[str, Any] = {}
@@ -270,6 +271,11 @@ class SimTrainer:
 
     def stepped(self, change: Change) -> None:
         self.changes.append(change)
+
+    async def watch(self) -> None:
+        if self.falls_at is not None:
+            await asyncio.sleep(self.falls_at)
+            raise ConnectionError("nobody serves any more")
 
     async def validate(self, version: int) -> float | None:
         await self._cost("validate", version)

@@ -102,12 +102,20 @@ def failing(error: Exception) -> Callable[[], Awaitable[Any]]:
     return answer
 
 
+WAIT_S = 0.2
+
+
+def client_of(ours: ModuleType, balancer: Balancer) -> Any:
+    rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
+    v1 = SimpleNamespace(async_pipeline=SimpleNamespace(wait_timeout_s=WAIT_S))
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(v1=v1))
+    return ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
+
+
 def generate(ours: ModuleType, balancer: Balancer, times: int = 1) -> Any:
     """The answer to the last of some requests, one after the other."""
 
-    rollout = SimpleNamespace(name="vllm")
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    client = ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
+    client = client_of(ours, balancer)
 
     async def main() -> Any:
         try:
@@ -125,6 +133,7 @@ def generate(ours: ModuleType, balancer: Balancer, times: int = 1) -> Any:
 @pytest.fixture(autouse=True, params=[False, True], ids=["verl decides", "the client decides"])
 def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ours: ModuleType) -> None:
     monkeypatch.setattr(Balancer, "by_default", request.param)
+    monkeypatch.setattr(ours, "REFRESH_S", 0.01)
     # Among equals, the first.
     monkeypatch.setattr(ours, "Router", lambda: Router(choose=lambda names: names[0]))
 
@@ -156,6 +165,35 @@ def test_whoever_comes_too_late_learns_what_the_last_one_died_of(ours: ModuleTyp
     assert balancer.asked == ["a"]
 
 
+@pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
+def test_where_nobody_is_left_a_request_waits_for_whoever_comes_back(ours: ModuleType, death: Exception) -> None:
+    balancer = Balancer()
+
+    async def dies() -> Any:
+        asyncio.get_running_loop().call_later(WAIT_S / 4, balancer.servers.update, {"b": well})
+        raise death
+
+    balancer.servers["a"] = dies
+    assert generate(ours, balancer).token_ids == [1]
+    assert balancer.asked == ["a", "b"]
+
+
+def test_a_request_that_everybody_dies_of_is_not_asked_again(ours: ModuleType) -> None:
+    balancer = Balancer()
+
+    def next_one() -> Callable[[], Awaitable[Any]]:
+        async def dies() -> Any:
+            balancer.servers[f"s{len(balancer.asked)}"] = next_one()
+            raise ActorDiedError
+
+        return dies
+
+    balancer.servers["s0"] = next_one()
+    with pytest.raises(ActorDiedError):
+        generate(ours, balancer)
+    assert len(balancer.asked) == ours.DEATHS
+
+
 def test_a_pool_that_was_never_there_is_said_to_be_empty(ours: ModuleType) -> None:
     with pytest.raises(RuntimeError) as caught:
         generate(ours, Balancer())
@@ -168,12 +206,6 @@ def test_what_is_no_death_comes_through(ours: ModuleType, error: Exception) -> N
     with pytest.raises(type(error)):
         generate(ours, balancer)
     assert balancer.asked == ["a"]
-
-
-def client_of(ours: ModuleType, balancer: Balancer) -> Any:
-    rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    return ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
 
 
 def test_a_request_that_is_cancelled_is_given_up_by_its_replica(ours: ModuleType) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -42,11 +42,16 @@ class Server:
     """A server's handle: answers after two seconds, keeps a log with everybody else."""
 
     courier: str | None = None
+    dead: ClassVar[set[str]] = set()
 
     def __init__(self, name: str, log: list[str], error: Exception | None = None, node: str = "a") -> None:
         self.name, self.log, self.error, self.node = name, log, error, node
-        self.load_version = Method(self._load)
+        self.load_version, self.check = Method(self._load), Method(self._check)
         self.__ray_call__ = SimpleNamespace(remote=lambda function: self.node)
+
+    async def _check(self) -> None:
+        if self.name in self.dead:
+            raise RayTaskError("check", "a traceback", ValueError("the engine is dead")).as_instanceof_cause()
 
     async def _load(self, *arguments: Any) -> LoadReport:
         assert arguments == (TICKET, self.courier, 64, 10.0, LoadMode("abort", "device"))
@@ -93,7 +98,7 @@ def balancer() -> Balancer:
 def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(ours, "got", lambda refs, timeout_s, **said: list(refs))
 
-    def make(*replicas: Replica) -> Any:
+    def make(*replicas: Replica, **more: Any) -> Any:
         balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}
         manager = SimpleNamespace(get_replicas=lambda: list(replicas), global_load_balancer=balancer)
         return ours.RolloutPool(
@@ -104,6 +109,7 @@ def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) 
             load_timeout_s=10.0,
             restart_timeout_s=10.0,
             how=LoadMode("abort", "device"),
+            **more,
         )
 
     return make
@@ -152,6 +158,29 @@ def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
 
     run_virtual(main())
     assert log[-2:] == ["bad, restarted begins", "bad, restarted serves"]
+
+
+def test_an_engine_that_dies_between_publications_is_replaced(
+    pool: Callable[..., Any], balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[tuple[str, str, int | None]] = []
+    monkeypatch.setattr(Server, "dead", set())
+
+    async def main() -> None:
+        made = pool(Replica(0, Server("a", [])), note=lambda *what: notes.append(what))
+        watch = asyncio.create_task(made.watch())
+        await made.publish(TICKET)
+        await asyncio.sleep(10)
+        assert notes == []
+        Server.dead.add("a")
+        await asyncio.sleep(10)
+        assert list(balancer.servers) == ["address 0, restarted"]
+        assert made.versions == {"replica 0": 5}
+        watch.cancel()
+        await made.close()
+
+    run_virtual(main())
+    assert notes == [("FENCED", "replica 0", None), ("REJOINED", "replica 0", 5)]
 
 
 def test_what_the_only_replica_raises_comes_through(pool: Callable[..., Any]) -> None:

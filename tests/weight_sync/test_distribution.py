@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import ProofError, WaitTimeout, WeightSyncError
-from recipe.async_pipeline.weight_sync.distribution import ATTEMPTS, Distribution, LoadReport
+from recipe.async_pipeline.weight_sync.distribution import (
+    ATTEMPTS,
+    BACK_OFF_S,
+    CHECK_EVERY_S,
+    LONGEST_BACK_OFF_S,
+    Distribution,
+    LoadReport,
+)
 
 LOAD_TIMEOUT_S, RESTART_TIMEOUT_S, GRACE_S = 10.0, 50.0, 1.0
 LOAD_S, RESTART_S = 2.0, 20.0
@@ -30,6 +37,7 @@ class Replica:
     loads: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
     version: int | None = None
+    checks: list[str] = field(default_factory=list)
     working: bool = True
     failed: bool = False
 
@@ -58,6 +66,10 @@ class Replica:
         assert self.version is not None
         self.working = True
 
+    async def check(self) -> None:
+        assert self.working
+        await self._follow(self.checks, 0.0)
+
     async def _follow(self, script: list[str], seconds: float) -> None:
         step = script.pop(0) if script else "ok"
         await asyncio.sleep(FOREVER_S if step == "hang" else seconds)
@@ -65,9 +77,9 @@ class Replica:
             raise ProofError(f"{self.name}: other values")
 
 
-def distribute(*replicas: Replica, say: Callable[[str], None] = lambda line: None) -> Distribution:
+def distribute(*replicas: Replica, say: Callable[[str], None] = lambda line: None, **more: Any) -> Distribution:
     return Distribution(
-        replicas, say, load_timeout_s=LOAD_TIMEOUT_S, restart_timeout_s=RESTART_TIMEOUT_S, grace_s=GRACE_S
+        replicas, say, load_timeout_s=LOAD_TIMEOUT_S, restart_timeout_s=RESTART_TIMEOUT_S, grace_s=GRACE_S, **more
     )
 
 
@@ -133,7 +145,9 @@ def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: st
     assert said[1] == "bad serves again, version 2"
 
 
-def test_the_last_one_that_fails_ends_it() -> None:
+def test_at_the_first_publication_the_last_one_that_fails_ends_it() -> None:
+    """Nothing has ever worked, so starting anew is no remedy."""
+
     async def scenario() -> None:
         distribution = distribute(Replica("a", loads=["raise"]), Replica("b", loads=["hang"]))
         with pytest.raises(WaitTimeout, match="waited 11 s for b to load version 0; b does not answer"):
@@ -143,6 +157,97 @@ def test_the_last_one_that_fails_ends_it() -> None:
         await distribution.close()
 
     run(scenario)
+
+
+def test_where_nobody_is_left_a_publication_waits_for_the_first_to_return() -> None:
+    notes: list[tuple[str, str, int | None]] = []
+    a, b = Replica("a", loads=["ok", "raise"], restarts=["raise"]), Replica("b", loads=["ok", "raise"])
+
+    async def scenario() -> None:
+        distribution = distribute(a, b, note=lambda *what: notes.append(what))
+        loop = asyncio.get_running_loop()
+        await publish(distribution, 0)
+        started = loop.time()
+        assert len(await publish(distribution, 1)) == 1
+        assert loop.time() - started == 3 * LOAD_S + RESTART_S, "b's; a needs a second attempt"
+        assert distribution.versions == {"b": 1}
+        assert len(await publish(distribution, 2)) == 1
+        await asyncio.sleep(2 * RESTART_S)
+        assert distribution.versions == {"a": 2, "b": 2}
+
+    run(scenario)
+    assert notes == [
+        ("FENCED", "a", None), ("FENCED", "b", None), ("ABSENT", "a", None), ("REJOINED", "b", 1), ("REJOINED", "a", 2)
+    ]
+
+
+def test_where_nobody_comes_back_a_publication_raises_what_the_last_one_died_of() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a", loads=["ok", "raise"], restarts=["raise"] * ATTEMPTS))
+        await publish(distribution, 0)
+        with pytest.raises(ProofError, match="a: other values"):
+            await publish(distribution, 1)
+
+    run(scenario)
+
+
+def watched(distribution: Distribution) -> asyncio.Task[None]:
+    return asyncio.create_task(distribution.watch())
+
+
+@pytest.mark.parametrize(("what", "seconds"), [("raise", 0.0), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
+def test_one_that_stops_working_between_publications_is_fenced_and_comes_back(what: str, seconds: float) -> None:
+    said: list[str] = []
+    replica = Replica("a", checks=["ok", what])
+
+    async def scenario() -> None:
+        distribution = distribute(replica, say=said.append)
+        watch = watched(distribution)
+        await asyncio.sleep(10 * CHECK_EVERY_S)
+        assert len(replica.checks) == 2, "nobody is asked before the first publication"
+        await publish(distribution, 0)
+        await asyncio.sleep(2 * CHECK_EVERY_S + seconds + 0.1)
+        assert list(distribution.fenced) == ["a"]
+        await asyncio.sleep(RESTART_S + LOAD_S)
+        assert distribution.versions == {"a": 0}, "the newest version once more"
+        assert not watch.done()
+        watch.cancel()
+
+    run(scenario)
+    assert said[0].startswith("a is fenced and starts anew; 0 go on. ")
+
+
+def test_whoever_watches_learns_that_nobody_comes_back() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a", checks=["raise"], restarts=["raise"] * ATTEMPTS))
+        watch = watched(distribution)
+        await publish(distribution, 0)
+        with pytest.raises(ProofError, match="a: other values"):
+            await watch
+
+    run(scenario)
+
+
+def test_one_that_falls_again_and_again_is_started_anew_more_and_more_seldom() -> None:
+    falls: list[float] = []
+
+    async def scenario() -> None:
+        def note(event: str, name: str, version: int | None) -> None:
+            if event == "FENCED":
+                falls.append(asyncio.get_running_loop().time())
+
+        distribution = distribute(Replica("a", checks=["raise"] * 12), note=note)
+        watch = watched(distribution)
+        await publish(distribution, 0)
+        await asyncio.sleep(2000)
+        watch.cancel()
+
+    run(scenario)
+    gaps = [b - a for a, b in zip(falls, falls[1:], strict=False)]
+    least = RESTART_S + LOAD_S
+    assert gaps[0] - least <= CHECK_EVERY_S, "the first time, at once"
+    assert BACK_OFF_S <= gaps[1] - least <= BACK_OFF_S + CHECK_EVERY_S
+    assert max(gaps) - least == pytest.approx(LONGEST_BACK_OFF_S, abs=CHECK_EVERY_S)
 
 
 def test_one_that_does_not_come_back_is_given_up_after_some_attempts() -> None:
@@ -217,32 +322,36 @@ RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
 
 
 @given(
-    scripts=st.lists(st.tuples(STEPS, RESTARTS), min_size=1, max_size=3),
+    scripts=st.lists(st.tuples(STEPS, RESTARTS, STEPS), min_size=1, max_size=3),
     gaps=st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
-    scripts: list[tuple[list[str], list[str]]], gaps: list[float]
+    scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float]
 ) -> None:
-    replicas = [Replica(f"r{i}", loads=list(a), restarts=list(b)) for i, (a, b) in enumerate(scripts)]
-    rock = Replica("rock")
+    replicas = [Replica(f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c)) for i, (a, b, c) in enumerate(scripts)]
 
     async def scenario() -> None:
-        distribution = distribute(*replicas, rock)
-        for version, gap in enumerate(gaps):
-            await publish(distribution, version)
-            assert rock in distribution.serving
-            for replica in (*replicas, rock):
-                assert (replica in distribution.serving) == replica.working == (replica.name not in distribution.fenced)
-                if replica.working:
-                    assert replica.version == version
-            await asyncio.sleep(gap)
-        await asyncio.sleep(1000)
+        distribution = distribute(*replicas)
+        watch = watched(distribution)
+        try:
+            for version, gap in enumerate(gaps):
+                assert await publish(distribution, version)
+                for replica in replicas:
+                    assert (replica in distribution.serving) == replica.working == (replica.name not in distribution.fenced)
+                    if replica.working:
+                        assert replica.version == version
+                await asyncio.sleep(gap)
+            await asyncio.sleep(1500)
+        except (ProofError, WaitTimeout):
+            assert all(not replica.working for replica in replicas), "nobody is left"
+            return
         for replica in replicas:
             if not replica.working:
                 assert replica.name in distribution.fenced, "its fate is recorded"
             else:
                 assert replica.version == len(gaps) - 1
+        watch.cancel()
         await distribution.close()
 
     run(scenario)

@@ -267,16 +267,26 @@ class AsyncTrainingFlow:
 
     async def _supervise(self) -> None:
         tasks = [asyncio.create_task(m.run(), name=m.name) for m in self.machines]
+        watch = asyncio.create_task(self._watch(tasks), name="watch")
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            for task in tasks:
+            for task in (*tasks, watch):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, watch, return_exceptions=True)
         if self.failures:
             role, error = self.failures[0]
             self.log.append("flow", "FAILED", "FAILED", why=f"{role}: {type(error).__name__}: {error}"[:500])
             raise error
+
+
+    async def _watch(self, roles: Iterable[asyncio.Task[None]]) -> None:
+        try:
+            await self.trainer.watch()
+        except Exception as error:  # noqa: BLE001  it is raised when all roles have stopped
+            self.failures.append(("watch", error))
+            for role in roles:
+                role.cancel()
 
 
 def _role(name: str) -> type[RoleStateMachine]:

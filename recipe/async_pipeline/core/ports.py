@@ -117,6 +117,9 @@ class PipelineTrainer(Protocol):
     def stepped(self, change: Change) -> None:
         """Less, or more, is done asynchronously from now on; for the user to know."""
 
+    async def watch(self) -> None:
+        """Look after whatever serves, beside the roles and for as long as they run. Raises what is to end the run."""
+
     async def validate(self, version: int) -> float | None:
         """Validate a version that was just served, if that is due; it stays served meanwhile. Returns the seconds."""
 

@@ -246,6 +246,9 @@ class SimulatedTrainer:
             open_s = sum(await asyncio.gather(*(lane() for _ in range(lanes))))
         return self._publication(version, open_s)
 
+    async def watch(self) -> None:
+        """Replicas that fail are back by themselves, see `_fail_now_and_then`."""
+
     async def validate(self, version: int) -> float | None:
         validation = self.profile.validation
         if validation is None or not self._validates(version):

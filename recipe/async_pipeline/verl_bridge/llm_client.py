@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to rollout replicas; one whose replica died while it was answered goes to another."""
+"""Sends requests to rollout replicas; one whose replica died while it was answered goes to another, or to the first that comes back."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ REFRESH_S = 1.0
 """How long a client goes on with the replicas that it knows before it asks again, beside its requests."""
 NONE_LEFT = "No available servers"
 """What verl's balancer says then; the reason is what the last of them died of."""
+DEATHS = 5
+"""A request during which so many replicas have died, one after another, is not asked again: it may be what they die of."""
 ENGINE_DEAD = "EngineDeadError"
 """vLLM's; by name, since importing vLLM for it would cost each agent loop worker seconds."""
 
@@ -45,7 +47,10 @@ class PipelineLLMClient(LLMServerClient):
         self._asking: asyncio.Task[None] | None = None
 
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
-        """As verl's. Raises what the last replica died of; anything else comes through at once.
+        """As verl's. Where no replica is left, it waits for one to come back.
+
+        Raises what the last replica died of: none came back in time, or as many as `DEATHS` died of, or beside, this
+        request. Anything else comes through at once.
 
         What an earlier process has written of it is not asked for again. Cancelled, it has the server give the answer up.
         """
@@ -79,19 +84,21 @@ class PipelineLLMClient(LLMServerClient):
         return output
 
     async def _ask(self, request_id: str, **kwargs: Any) -> TokenOutput:
+        deaths = 0
         try:
             while True:
                 try:
                     return await super().generate(request_id, **kwargs)
                 except Exception as error:
-                    if NONE_LEFT in str(cause_of(error)) and self._last_death is not None:
+                    if is_death(error):
+                        self._last_death, deaths = error, deaths + 1
+                        dead = self._server_of[request_id]
+                        logger.warning("request %s: %s is dead, asking another replica", request_id, dead)
+                        await self._take_out(dead)
+                    elif NONE_LEFT not in str(cause_of(error)) or self._last_death is None:
+                        raise
+                    if deaths == DEATHS or not await self._somebody_serves():
                         raise self._last_death from error
-                    if not is_death(error):
-                        raise
-                    self._last_death = error
-                    if not await self._others_than(self._server_of[request_id]):
-                        raise
-                    logger.warning("request %s: %s is dead, asking another replica", request_id, self._server_of[request_id])
         except asyncio.CancelledError:
             if request_id in self._asked:
                 server, name = self._asked[request_id]
@@ -144,15 +151,27 @@ class PipelineLLMClient(LLMServerClient):
         self._asked[request_id] = (self._asked[request_id][0], name)
         return name
 
-    async def _others_than(self, dead: str) -> list[str]:
-        """Take a dead server out of the rotation; returns those that are left."""
+    async def _take_out(self, dead: str) -> None:
+        """Take a dead server out of the rotation."""
         if self._router is not None:
             self._router.remove(dead)
         removed = self._load_balancer.remove_servers.remote([dead])
         await within(removed, ASK_S, owner="an agent loop", what=f"the balancer to give {dead} no more work")
-        asked = self._load_balancer.get_all_servers.remote()
-        left: list[str] = await within(asked, ASK_S, owner="an agent loop", what="the balancer to name those that are left")
-        return left
+
+    async def _somebody_serves(self) -> bool:
+        """Wait for a replica, if there is none; False: none came back in time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + float(self.config.trainer.v1.async_pipeline.wait_timeout_s)
+        while True:
+            asked = self._load_balancer.get_all_servers.remote()
+            if await within(asked, ASK_S, owner="an agent loop", what="the balancer to name those that are left"):
+                if self._router is not None and not self._router.servers:
+                    await self._refresh()
+                return True
+            if loop.time() >= deadline:
+                return False
+            # The balancer can be asked, but does not call.
+            await asyncio.sleep(REFRESH_S)
 
 
 def is_death(error: Exception) -> bool:

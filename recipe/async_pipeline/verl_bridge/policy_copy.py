@@ -19,7 +19,7 @@ class PolicyCopy:
         self.group = group
         self.version: int | None = None
         """None: what the run began with."""
-        self._role, self._courier = role, courier
+        self.role, self._courier = role, courier
 
     def load(self, version: int, ticket: bytes, timeout_s: float) -> None:
         """Have all its ranks hold a version, proved. Blocks.
@@ -29,5 +29,5 @@ class PolicyCopy:
         self.version = None
         found = set(self.group.load_version(ticket, self._courier, timeout_s))
         if found != {version}:
-            raise WeightSyncError(f"{self._role} was to load version {version}, and its ranks hold {sorted(found)}")
+            raise WeightSyncError(f"{self.role} was to load version {version}, and its ranks hold {sorted(found)}")
         self.version = version

@@ -103,6 +103,13 @@ class ReplicaConsumer:
         replica = self._replica
         await self._balancer.add_servers.remote({replica._server_address: replica._server_handle})
 
+    async def check(self) -> None:
+        try:
+            for answer in [server.check.remote() for server in self._replica.servers]:
+                await answer
+        except RayTaskError as error:
+            raise cause_of(error) from error
+
 
 class RolloutPool:
     """The standalone replicas of a run. Loads are rolling: only one replica at a time is busy with one."""
@@ -117,8 +124,9 @@ class RolloutPool:
         load_timeout_s: float,
         restart_timeout_s: float,
         how: LoadMode,
+        note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`trainer_node`: the Ray node that the arenas are on. Blocks on Ray calls."""
+        """`trainer_node`: the Ray node that the arenas are on. `say`, `note`: see `Distribution`. Blocks on Ray calls."""
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
         self._manager = manager
@@ -139,6 +147,7 @@ class RolloutPool:
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
+            note=note,
         )
 
     @staticmethod
@@ -171,7 +180,8 @@ class RolloutPool:
     async def publish(self, ticket: bytes) -> Publication:
         """Have every replica check, load and prove a version; returns when all that work serve it.
 
-        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left.
+        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left, and none
+        comes back.
         """
         gathered = decode_ticket(ticket)
         fenced = set(self._distribution.fenced)
@@ -190,6 +200,10 @@ class RolloutPool:
             tokens_read_again=sum(r.tokens_read_again for r in reports),
             failure="; ".join(failures),
         )
+
+    async def watch(self) -> None:
+        """Fence replicas that stop working between publications. Never returns; raises as `publish`."""
+        await self._distribution.watch()
 
     async def close(self) -> None:
         """Stop waiting for replicas that are on their way back."""

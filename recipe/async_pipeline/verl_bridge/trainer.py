@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, TypeVar
 
 import ray
@@ -23,13 +22,11 @@ import transfer_queue as tq
 import xxhash
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.device import get_device_name
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from verl.workers.rollout.llm_server import LLMServerClient
-from verl.workers.utils.padding import response_from_nested
 
 from .. import plugin
 from ..bad_data import BadData, Verdict
@@ -41,7 +38,7 @@ from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
 from ..core.step_down import Caution, Change
 from ..core.waits import waits_of
-from ..errors import PatchedVerlRequired, RolloutError, WeightSyncError
+from ..errors import PatchedVerlRequired, RolloutError
 from ..knobs import AsyncPipelineConfig
 from ..observe.event_file import EventFile
 from ..observe.overlap import OverlapMeter
@@ -50,27 +47,28 @@ from ..observe.summary import RunRecorder, write_atomically
 from ..observe.table import StepRow, closing, header, progress
 from ..observe.trace import leave_trace
 from ..observe.watchdog import Watchdog
-from ..placement import Placement, Pool
+from ..placement import Placement
 from ..redaction import redacted
 from ..weight_sync.versioned_engine import LoadMode
 from . import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .agent_loop import PushAgentLoopManager
-from .bounded import ASK_S, got, result_of
+from .bounded import result_of
 from .custom_roles import insert_custom_roles
-from .device_holder import node_id
 from .insight_states import InsightStates
 from .insight_states import chosen as insight_chosen
 from .late_rewards import score_late
+from .log_prob_trainer import LogProbTrainer, own_copy, verls_name
+from .own_groups import start_group
 from .patches import find_verl_root, require_patched
-from .policy_copy import PolicyCopy
 from .ray_gauges import RayGauges
-from .resumable import PARTITION, ResumableTrainer
+from .resumable import PARTITION
 from .resumable import echo as _echo
 from .resumable import say as _say
+from .reward_workers import use_ours as use_our_reward_workers
 from .rollout_pool import PipelineServerManager, RolloutPool
 from .sample_meters import SampleMeters
 from .turns import cost_columns
-from .workers import REF_COLUMN, LogProbWorker, PipelineCritic, PipelineWorker, logp_config
+from .workers import PipelineCritic, PipelineWorker
 
 T = TypeVar("T")
 KEPT_RECORDS = 10_000
@@ -87,7 +85,7 @@ VALIDATION_POLL_S = 0.05
 """verl polls the sample store during validation, by default every 2 s."""
 
 
-class AsyncPipelineTrainer(ResumableTrainer):
+class AsyncPipelineTrainer(LogProbTrainer):
     """Base of the strategies. Not registered itself."""
 
     _enable_hybrid_replicas = False
@@ -102,6 +100,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
         if not plugin.is_loaded():
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
+        use_our_reward_workers()
         super().__init__(config)
         own = self.own
         self.started_unix = float(own.get("started_unix") or time.time())
@@ -119,8 +118,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
         policies = self.knobs.bad_data.by_kind(self.knobs.reward_failure)
         self._bad_data = BadData(policies, self.knobs.prompt_attempts, _say)
         self._last_publication: Publication | None = None
-        self._tickets: dict[int, bytes] = {}
-        """Of the versions that lie in the arenas."""
+        self._tickets = {}
         self._may_generate = asyncio.Event()
         self._may_generate.set()
         self._copies = {}
@@ -157,6 +155,7 @@ class AsyncPipelineTrainer(ResumableTrainer):
             load_timeout_s=self.knobs.publish_timeout_s,
             restart_timeout_s=self.knobs.wait_timeout_s,
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
+            note=self._note_replica,
         )
         if self._logp_group is not None:
             group = result_of(self._logp_group, start_s, owner="the trainer", what="the workers of logp to start")
@@ -175,10 +174,10 @@ class AsyncPipelineTrainer(ResumableTrainer):
         for pool in self.placement.pools:
             if "train" in pool.roles or "generate" in pool.roles:
                 continue
-            pools.resource_pool_spec[_verls(pool)] = list(pool.per_node)
+            pools.resource_pool_spec[verls_name(pool)] = list(pool.per_node)
             for role, verls in (("ref_logp", Role.RefPolicy), ("critic", Role.Critic)):
                 if role in pool.roles:
-                    pools.mapping[verls] = _verls(pool)
+                    pools.mapping[verls] = verls_name(pool)
         create = pools.create_resource_pool
 
         def reserve() -> None:
@@ -188,25 +187,10 @@ class AsyncPipelineTrainer(ResumableTrainer):
                 pool.get_placement_groups(device_name=get_device_name())
             own = self.placement.own_pool_of("logp")
             if own is not None:
-                self._logp_group = self._threads.submit(self._start_logp_group, pools.resource_pool_dict[_verls(own)])
+                self._logp_group = self._threads.submit(start_group, "logp", pools.resource_pool_dict[verls_name(own)], self.config)
             self._server_manager = PipelineServerManager.started(self.config)
 
         pools.create_resource_pool = reserve
-
-    def _start_logp_group(self, pool: Any) -> RayWorkerGroup:
-        made = RayClassWithInitArgs(ray.remote(LogProbWorker), config=logp_config(self.config.actor_rollout_ref), role="ref")
-        group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=self.config.trainer.device)
-        group.init_model()
-        return group
-
-    def _policy_copy(self, role: str, group: Any) -> PolicyCopy:
-        return PolicyCopy(role, group, self.rollout_pool.courier_for(self._nodes_of(group.workers)))
-
-    @staticmethod
-    def _nodes_of(workers: Sequence[Any]) -> list[str]:
-        asked = [worker.__ray_call__.remote(node_id) for worker in workers]
-        nodes: list[str] = got(asked, ASK_S, owner="the trainer", what="workers to say where they are")
-        return nodes
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """As verl's, for the devices of other pools as well."""
@@ -453,37 +437,11 @@ class AsyncPipelineTrainer(ResumableTrainer):
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
         """The groups with the rewards that they get only now."""
         workers = self.reward_loop_manager.reward_loop_workers
-        results = iter(await self._call(score_late, workers, _copy(meta), self.knobs))
+        results = iter(await self._call(score_late, workers, own_copy(meta), self.knobs))
         return tuple(
             replace(group, trajectories=tuple(replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories))
             for group in groups
         )
-
-    async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
-        policy = self._copies.get("logp")
-        if policy is None:
-            return await self._stage(batch, self._compute_old_log_prob, "old_log_prob")
-        pulled = await self._pull(policy, self.old_policy(batch.step))
-
-        def compute(batch: KVBatchMeta, metrics: dict[str, Any]) -> Any:
-            # verl's own code, which asks its trainer for no more than this.
-            view = SimpleNamespace(config=self.config, actor_rollout_wg=policy.group)
-            return PPOTrainer._compute_old_log_prob(view, batch, metrics=metrics)
-
-        return (await self._stage(batch, compute, "old_log_prob")).with_results(old_log_prob_load=pulled)
-
-    async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
-        policy = self._copies.get("ref_logp")
-        pulled = 0.0 if policy is None else await self._pull(policy, self.reference(batch.step))
-        return (await self._stage(batch, self._compute_ref_log_prob, "ref")).with_results(ref_load=pulled)
-
-    async def _pull(self, policy: PolicyCopy, version: int | None) -> float:
-        """Have a copy hold a version; returns the seconds that it took."""
-        if version is None or version == policy.version:
-            return 0.0
-        started = time.perf_counter()
-        await self._call(policy.load, version, self._tickets[version], self.knobs.publish_timeout_s)
-        return time.perf_counter() - started
 
     async def compute_values(self, batch: StepBatch) -> StepBatch:
         return await self._stage(batch, self._compute_values, "values")
@@ -498,27 +456,6 @@ class AsyncPipelineTrainer(ResumableTrainer):
         self.global_steps = step = batch.step
         if step >= self.config.trainer.critic_warmup:
             batch = await self._stage(batch, self._update_actor, "update_actor")
-        return batch
-
-    async def _stage(self, batch: StepBatch, function: Callable[..., Any], timer: str) -> StepBatch:
-        metrics: dict[str, Any] = {}
-        started = time.perf_counter()
-        await self._call(function, _copy(batch.payload), metrics=metrics)
-        return batch.with_results(metrics=metrics, **{timer: time.perf_counter() - started})
-
-    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        """As verl's, from a column that old log-probs of another batch cannot overwrite."""
-        batch.extra_info.update(
-            calculate_entropy=False,
-            compute_loss=False,
-            temperature=self.config.actor_rollout_ref.rollout.temperature,
-        )
-        self.ref_policy_wg.compute_ref_log_prob(batch)
-        data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=[REF_COLUMN, "response_mask"]
-        )
-        data["ref_log_prob"] = response_from_nested(data.pop(REF_COLUMN), data["response_mask"])
-        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("ref_log_prob"))
         return batch
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
@@ -546,11 +483,11 @@ class AsyncPipelineTrainer(ResumableTrainer):
                 metrics[f"async_pipeline/version/{role}"] = version
         metrics.update({f"async_pipeline/{k}": v for k, v in self._meters.distances(batch).items()})
         self._compute_metrics(
-            _copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
+            own_copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
         )
         if self.config.trainer.get("rollout_data_dir"):
             self.global_steps = batch.step
-            self._log_rollout_data(_copy(batch.payload), timing, self.config.trainer.rollout_data_dir)
+            self._log_rollout_data(own_copy(batch.payload), timing, self.config.trainer.rollout_data_dir)
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
         self._report(batch, facts, metrics, step_s, critical)
         self._gauges.show(metrics)
@@ -587,15 +524,6 @@ class AsyncPipelineTrainer(ResumableTrainer):
         names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "stall_s", "tensors_proved", "tokens_read_again")
         return {f"async_pipeline/param_update/{name}": float(getattr(last, name)) for name in names}
 
-    async def gather(self, version: int) -> bytes:
-        tickets = await self._call(self.actor_rollout_wg.gather_weights, version)
-        ticket = next((t for t in tickets if t is not None), None)
-        if ticket is None:
-            raise WeightSyncError(f"no training rank returned a ticket of version {version}")
-        newest = max(self._tickets, default=version)
-        self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: bytes(ticket)}
-        return bytes(ticket)
-
     def stepped(self, change: Change) -> None:
         _say(f"weight updates are {change.level.name.lower().replace('_', '-')} from here on: {change.why}")
 
@@ -603,6 +531,13 @@ class AsyncPipelineTrainer(ResumableTrainer):
         assert isinstance(snapshot, bytes)
         self._last_publication = await self.rollout_pool.publish(snapshot)
         return self._last_publication
+
+    async def watch(self) -> None:
+        await self.rollout_pool.watch()
+
+    def _note_replica(self, event: str, name: str, version: int | None) -> None:
+        fields: dict[str, Any] = {} if version is None else {"version": version}
+        self._flow.log.append("param_update", event, replica=name, **fields)
 
     async def validate(self, version: int) -> float | None:
         """Validate a version that was just served, if it is due. Replicas keep it until this is done."""
@@ -629,21 +564,6 @@ class AsyncPipelineTrainer(ResumableTrainer):
         if version == 0:
             return bool(trainer.get("val_before_train", True))
         return trainer.test_freq > 0 and (version % trainer.test_freq == 0 or version == self.last_step)
-
-
-def _verls(pool: Pool) -> str:
-    """A pool's name for verl, which has some of its own."""
-    return f"pipeline_{pool.name}"
-
-
-def _copy(meta: KVBatchMeta) -> KVBatchMeta:
-    """verl's stages write into `extra_info` and reorder in place; each gets its own."""
-    return KVBatchMeta(
-        partition_id=meta.partition_id,
-        keys=list(meta.keys),
-        tags=[dict(tag) for tag in meta.tags],
-        extra_info=dict(meta.extra_info or {}),
-    )
 
 
 def _identity(prompt: Prompt) -> str:

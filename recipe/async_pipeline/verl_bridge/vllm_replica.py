@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -19,7 +20,7 @@ from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from ..core.clock import within
-from ..errors import WeightSyncError
+from ..errors import CorruptionError, WeightSyncError
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.board import await_manifest
 from ..weight_sync.distribution import LoadReport
@@ -38,6 +39,8 @@ SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
 MARGIN_S = 10.0
 """The engine's own deadline fires first, because its message knows more; and both before the trainer's."""
+READS, READ_AGAIN_S = 4, 1.0
+"""How often a bucket with another checksum is read, and the seconds in between."""
 STAGE_POLL_S = 0.02
 """How often the engine is asked whether its spare copy is complete."""
 EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
@@ -133,7 +136,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         """Have a version in memory of this host, checked."""
         if courier is None:
             manifest = await asyncio.to_thread(await_manifest, offered, timeout_s)
-            await asyncio.to_thread(self._reader.verify, manifest)
+            await checked(partial(self._reader.verify, manifest))
             return manifest
         described = decode(await courier.announced.remote(encode(offered), timeout_s))
         return await self._inbox.receive(described, pull_through(courier, encode(described)))
@@ -145,6 +148,11 @@ class PipelineVLLMServer(vLLMHttpServer):
         # The copy is in another process, which can be asked but does not call.
         while set(await self.engine.collective_rpc("staged_version", timeout_s)) != {version}:  # noqa: ASYNC110
             await asyncio.sleep(STAGE_POLL_S)
+
+    async def check(self) -> None:
+        """Return if the engine turns its loop. Raises EngineDeadError: its process has ended."""
+        await self.engine.check_health()
+        await self.engine.engine_core.call_utility_async("is_scheduler_paused")
 
     def processes(self) -> list[tuple[int, float]]:
         """Id and start time of this process and of all below it: what must end before another one starts here."""
@@ -179,6 +187,22 @@ class PipelineVLLMServer(vLLMHttpServer):
         output.extra_fields["replica"] = f"replica {self.replica_rank}"
         output.extra_fields["version_spans"] = [list(span) for span in spans]
         return output
+
+
+async def checked(verify: Callable[[], None]) -> None:
+    """Check buckets in a thread. What is corrupt is read again a little later: the engine still serves what it served.
+
+    Raises CorruptionError: it stays so.
+    """
+    for attempt in range(1, READS + 1):
+        try:
+            await asyncio.to_thread(verify)
+        except CorruptionError:
+            if attempt == READS:
+                raise
+            await asyncio.sleep(READ_AGAIN_S)
+        else:
+            return
 
 
 def loopback_of(address: str) -> str:

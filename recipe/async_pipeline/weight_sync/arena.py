@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from ..errors import WeightSyncError
+from ..errors import CorruptionError, WeightSyncError
 from .board import Board
 from .delivery import draw_sample, sampled_names
 from .dual_buffer import DualBuffer
@@ -287,10 +287,10 @@ class ArenaReader:
         self._segments: dict[str, Segment] = {}
 
     def verify(self, manifest: Manifest) -> None:
-        """Raises WeightSyncError: a bucket does not have the checksum that the trainer computed."""
+        """Raises CorruptionError: a bucket does not have the checksum that the trainer computed."""
         for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
             if segment.checksum(bucket.nbytes) != bucket.xxh3:
-                raise WeightSyncError(f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)")
+                raise CorruptionError(f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)")
 
     def bucket(self, manifest: Manifest, sequence: int) -> torch.Tensor:
         """The bytes of one bucket, an alias of the arena."""

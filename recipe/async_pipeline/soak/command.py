@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline soak`: hurt a real run again and again, and check that nothing was lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..bench.arms import hydra_overrides
+from ..cli import echo
+from ..errors import ConfigError
+from ..toy.build import ToySpec, ensure_toy
+from .faults import FAULTS, control_of
+from .job import SoakJob
+from .nemesis import report, soak
+from .small_disk import small_disk
+
+LEAST_MINUTES = 1.0
+SAVE_EVERY = 10
+PUBLISH_S, REWARD_S = 20, 5
+"""Short deadlines, so that what hangs is found soon."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`soak --minutes M --seed S --faults LIST [--json] [--logs FOLDER]`."""
+    kinds = "\n".join(f"  {name:15} {fault.text}" for name, fault in FAULTS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"faults:\n{kinds}\n\nexit status: 0 nothing was violated, 1 something was, 2 your mistake"
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="from the first version that is served (default 10)")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the order of faults, and of whom they hit (default 1)")
+    parser.add_argument("--faults", default="all", metavar="LIST", help="kinds of faults, with commas between them (default all)")
+    parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the run is to be, a folder that is empty or not there; kept")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ConfigError: an option is wrong."""
+    kinds = kinds_of(args.faults)
+    if not args.minutes >= LEAST_MINUTES:
+        raise ConfigError(f"--minutes must be at least {LEAST_MINUTES:g}, got {args.minutes:g}")
+    if args.logs is not None and args.logs.exists() and any(args.logs.iterdir()):
+        raise ConfigError(f"--logs {args.logs} is not empty; name another folder")
+    say = partial(echo, file=sys.stderr)
+    folder = args.logs.resolve() if args.logs is not None else Path(tempfile.mkdtemp(prefix="async-pipeline-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = folder / "disk"
+    with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
+        task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=say)
+        job = SoakJob(folder, overrides(folder), task.dir, args.seed)
+        outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
+    found = report(outcome, job.run_dir)
+    for line in [json.dumps(found, indent=2)] if args.json else in_words(found):
+        echo(line)
+    if args.logs is None and not found["violations"]:
+        shutil.rmtree(folder)
+    else:
+        say(f"logs are in {folder}")
+    return 1 if found["violations"] else 0
+
+
+def kinds_of(text: str) -> Sequence[str]:
+    """Raises ConfigError: a fault is not known."""
+    kinds = tuple(FAULTS) if text == "all" else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = [kind for kind in kinds if kind not in FAULTS]
+    if unknown:
+        raise ConfigError(f"--faults: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all")
+    return kinds
+
+
+def overrides(folder: Path) -> list[str]:
+    """Two replicas, answers that may be two versions old, checkpoints on the disk that may be small."""
+    own = "trainer.v1.async_pipeline"
+    values: dict[str, Any] = {
+        "async_strategy": "fully_async",
+        f"{own}.max_lag": 2,
+        f"{own}.run_dir": str(folder / "run"),
+        f"{own}.publish_timeout_s": PUBLISH_S,
+        f"{own}.reward_timeout_s": REWARD_S,
+        f"{own}.reward_failure": "drop",
+        "reward.custom_reward_function.path": str(Path(__file__).with_name("judge.py")),
+        "reward.custom_reward_function.name": "score",
+        "reward.custom_reward_function.reward_kwargs": {"control": str(control_of(folder))},
+        "actor_rollout_ref.rollout.n_gpus_per_node": 2,
+        "ray_kwargs.ray_init.num_gpus": 3,
+        # Never the cluster of somebody else on this machine.
+        "ray_kwargs.ray_init.address": "local",
+        "trainer.total_training_steps": 1_000_000,
+        "trainer.total_epochs": 1_000_000,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        "trainer.resume_mode": "auto",
+        "trainer.save_freq": SAVE_EVERY,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.default_local_dir": str(folder / "disk" / "checkpoints"),
+    }
+    return hydra_overrides(values)
+
+
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """Lines for a person."""
+    counts = ", ".join(f"{name} {count}" for name, count in found["faults_injected"].items())
+    fates = found["samples"]
+    lines = [
+        f"faults       {sum(found['faults_injected'].values())} ({counts}); recovered from {found['recovered']}",
+        f"steps        {found['steps']}, by {found['processes']} processes",
+        f"prompts      {fates['dispatched']} dispatched = " + " + ".join(f"{count} {name}" for name, count in fates.items() if name != "dispatched"),
+    ]
+    if found["recovery_s"]:
+        lines.append(f"recovery     median {found['recovery_s']['median']} s, at most {found['recovery_s']['max']} s")
+    if found["goodput_ratio"] is not None:
+        lines.append(f"goodput      {found['goodput_ratio']:.2f} of the undisturbed run's")
+    return [*lines, *([f"VIOLATION    {text}" for text in found["violations"]] or ["ok           nothing was lost, nothing was trained twice, nothing hung"])]

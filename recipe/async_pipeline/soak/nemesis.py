@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which fault comes next, and what a run made of all of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..audit import audit_file
+from ..core.audit import Audit
+from ..core.event_audit import audit_events
+from ..observe.summary import one_line
+from .faults import FAULTS, strike
+from .job import START_S, SoakFailed, SoakJob
+
+QUIET_SHARE, LEAST_QUIET_S = 0.15, 20.0
+"""Part of the time, before the first fault, in which the run shows how fast it is."""
+GAP_S = (2.0, 6.0)
+"""Between a recovery and the next fault."""
+RECOVERY_S = 120.0
+"""A run that has not recovered by then has hung, which is a violation."""
+
+
+@dataclass
+class Struck:
+    """One fault, and what became of it."""
+
+    kind: str
+    at_s: float
+    """Since the first version was served."""
+    recovery_s: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What happened in a soak."""
+
+    struck: list[Struck] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    quiet_steps: int = 0
+    quiet_s: float = 0.0
+    steps: int = 0
+    """After the quiet time."""
+    seconds: float = 0.0
+
+
+def deck(seed: int, kinds: Sequence[str]) -> Iterator[str]:
+    """Every kind once in random order, then again; the kill of the whole run never twice in a row."""
+    source, before = random.Random(seed), ""
+    while True:
+        cards = list(kinds)
+        source.shuffle(cards)
+        if len(cards) > 1 and cards[0] == before:
+            cards.append(cards.pop(0))
+        yield from cards
+        before = cards[-1]
+
+
+def soak(job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Callable[[str], None]) -> Outcome:
+    """Start a run, let it be for a while, then hurt it again and again until the time is up.
+
+    The time begins when the first version is served. A run that ends by itself, or does not recover, is a violation.
+    """
+    outcome, source = Outcome(), random.Random(seed)
+    job.start()
+    try:
+        job.wait_for("the first version served", lambda records: any(r["event"] == "SERVED" for r in records), START_S, since=0)
+        begun = time.monotonic()
+        job.wait_for("two steps", lambda records: sum(r["event"] == "SERVED" for r in records) > 2, RECOVERY_S, since=0)
+        quiet, before = time.monotonic(), job.newest_version()
+        _sleep(job, max(LEAST_QUIET_S, QUIET_SHARE * seconds))
+        first = job.newest_version()
+        outcome.quiet_s, outcome.quiet_steps = time.monotonic() - quiet, first - before
+        say(f"undisturbed: {outcome.quiet_steps} steps in {outcome.quiet_s:.0f} s")
+        hurt = time.monotonic()
+        for kind in deck(seed, kinds):
+            _sleep(job, source.uniform(*GAP_S))
+            if time.monotonic() - begun > seconds:
+                break
+            one = Struck(kind, time.monotonic() - begun)
+            outcome.struck.append(one)
+            say(f"{one.at_s:6.0f} s  version {job.newest_version()}  {kind}: {FAULTS[kind].text}")
+            one.recovery_s = strike(job, FAULTS[kind], RECOVERY_S)
+            say(f"{time.monotonic() - begun:6.0f} s  version {job.newest_version()}  recovered after {one.recovery_s:.1f} s")
+        outcome.seconds, outcome.steps = time.monotonic() - hurt, job.newest_version() - first
+        job.interrupt()
+    except (SoakFailed, TimeoutError) as error:
+        last = f" after {outcome.struck[-1].kind}" if outcome.struck else ""
+        outcome.hangs.append(f"the run did not recover{last}: {one_line(error)}")
+        job.kill()
+    return outcome
+
+
+def _sleep(job: SoakJob, seconds: float) -> None:
+    """Raises SoakFailed: the run ended meanwhile."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, 0.5))
+        job.check_alive()
+
+
+def report(outcome: Outcome, run_dir: Path) -> dict[str, Any]:
+    """What `soak --json` prints."""
+    ledger = audit_file(run_dir)
+    recovered = [one.recovery_s for one in outcome.struck if one.recovery_s is not None]
+    return {
+        "faults_injected": dict(sorted(Counter(one.kind for one in outcome.struck).items())),
+        "recovered": len(recovered),
+        "steps": ledger.steps,
+        "samples": samples(ledger),
+        "violations": [*outcome.hangs, *ledger.violations, *violations_of(run_dir)],
+        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)} if recovered else None,
+        "goodput_ratio": goodput_ratio(outcome),
+        "recovery_s_by_fault": by_kind(outcome.struck),
+        "processes": ledger.processes,
+    }
+
+
+def samples(ledger: Audit) -> dict[str, int]:
+    """Prompts, by their fate."""
+    return {
+        "dispatched": ledger.dispatched,
+        "trained": ledger.trained,
+        "filtered": ledger.filtered,
+        "expired": ledger.expired,
+        "failed": ledger.failed,
+        "in_flight": ledger.in_flight,
+    }
+
+
+def violations_of(run_dir: Path) -> list[str]:
+    """Of the event logs of all processes that wrote into a run directory."""
+    return [f"{path.name}: {text}" for path in sorted(run_dir.glob("events*.jsonl")) for text in audit_events(_records(path)).violations]
+
+
+def _records(path: Path) -> Iterable[dict[str, Any]]:
+    """The lines that were written to their end: the last one may not be, in a process that was killed."""
+    with path.open("rb") as lines:
+        for line in lines:
+            if line.endswith(b"\n"):
+                yield json.loads(line)
+
+
+def goodput_ratio(outcome: Outcome) -> float | None:
+    """Steps that stay, per second, with faults to without."""
+    if not outcome.quiet_steps or not outcome.seconds:
+        return None
+    return round(outcome.steps / outcome.seconds / (outcome.quiet_steps / outcome.quiet_s), 3)
+
+
+def by_kind(struck: Iterable[Struck]) -> dict[str, list[float]]:
+    """Seconds until the run had recovered, for each fault that it recovered from."""
+    found: dict[str, list[float]] = {}
+    for one in struck:
+        if one.recovery_s is not None:
+            found.setdefault(one.kind, []).append(round(one.recovery_s, 2))
+    return dict(sorted(found.items()))

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's reward workers, outliving their processes."""
+
+from __future__ import annotations
+
+import ray
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.trainer.ppo.v1 import trainer_base
+
+RESTARTS = 10
+"""Of one worker in a run. Ray starts the process again, and asks it again for what it had not answered."""
+
+
+class PipelineRewardLoopManager(RewardLoopManager):  # type: ignore[misc]
+    """verl's. A worker whose process ends is started again."""
+
+    def _init_reward_loop_workers(self) -> None:
+        self.reward_loop_workers_class = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS)(RewardLoopWorker)
+        super()._init_reward_loop_workers()
+
+
+def use_ours() -> None:
+    """verl's trainer makes its manager by this name, and offers nothing else to choose it by."""
+    trainer_base.RewardLoopManager = PipelineRewardLoopManager

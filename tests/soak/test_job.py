@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events are read while they are written."""
+
+from __future__ import annotations
+
+from tests.soak import Run, record
+
+
+def test_events_are_read_as_far_as_they_are_whole(job: Run) -> None:
+    assert job.read() == []
+    job.write(record("GATHERED", version=1), end="")
+    assert job.read() == []
+    job.write(end="\n")
+    assert [r["event"] for r in job.read()] == ["GATHERED"]
+    job.write(record("SERVED", version=1, replicas=2), record("SERVED", version=2, replicas=2))
+    assert job.newest_version() == 2
+
+
+def test_the_file_of_the_process_before_is_not_read(job: Run) -> None:
+    job.write(record("SERVED", version=7, replicas=2))
+    job._old_events = job._events.stat().st_ino
+    assert job.newest_version() == -1
+    job._events.rename(job.run_dir / "events.1.jsonl")
+    job.write(record("SERVED", version=5, replicas=2))
+    assert job.newest_version() == 5
