@@ -45,6 +45,7 @@ def test_tied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(tie
     check_load(probe(tied_task, "load"))
 
 
+@pytest.mark.nightly
 def test_untied_embeddings_are_served_as_published_and_a_skipped_one_is_caught(untied_task: Path) -> None:
     check_load(probe(untied_task, "load"))
 
@@ -67,6 +68,7 @@ def test_lora_adapters_are_served_as_published_and_a_wrong_one_is_caught(tied_ta
     assert "is served with other values than were published" in report["disorder"]["message"]
 
 
+@pytest.mark.nightly
 def test_experts_are_served_as_published(tmp_path: Path) -> None:
     report = run("engine_probe.py", tmp_path / "moe", "experts", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert [loaded["ok"]["tensors_proved"] for loaded in report["loads"]] == [report["published"]] * 3, report

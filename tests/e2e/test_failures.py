@@ -36,6 +36,7 @@ def long_run(tmp_path: Path) -> list[str]:
     )
 
 
+@pytest.mark.nightly
 def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
     job = run_job(
         [

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from recipe.async_pipeline.bad_data import KINDS
+from tests.e2e.conftest import TwoNodes
 from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
@@ -112,22 +111,9 @@ def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path:
     assert "bad data, drop as bad_data.empty_answer says: group " in job.output
 
 
-@pytest.fixture
-def two_nodes(untied_task: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a cluster of two nodes on this machine, with two devices and one."""
-    # What the configuration refers to has to be known where its nodes are started.
-    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(untied_task))
-    monkeypatch.setenv("ASYNC_PIPELINE_RUN", "run")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 64, "num_gpus": 2, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=64, num_gpus=1)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-
-
+@pytest.mark.nightly
 def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
-    untied_task: Path, tmp_path: Path, two_nodes: str
+    untied_task: Path, tmp_path: Path, two_nodes: TwoNodes
 ) -> None:
     """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their way.
 
@@ -145,10 +131,7 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
             "trainer.n_gpus_per_node=2",
             "trainer.val_before_train=true",
             "trainer.test_freq=4",
-            f"++ray_kwargs.ray_init.address={two_nodes}",
-            "ray_kwargs.ray_init.num_gpus=null",
-            "ray_kwargs.ray_init.num_cpus=null",
-            "~ray_kwargs.ray_init.include_dashboard",
+            *two_nodes(untied_task, 2, 1).overrides,
             f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
         ),
         tmp_path / "run",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import TwoNodes
 from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
@@ -53,7 +54,7 @@ def moments(job: Job) -> Iterator[tuple[float, set[str], set[str]]]:
         yield event["t"] - last, {role for (role, _), state in running.items() if state == "RUNNING"}, {role for role, _ in leases}
         last = event["t"]
         lane = (event["role"], event.get("lane", 0))
-        running[lane] = event.get("state", "")
+        running[lane] = event.get("state", running.get(lane, ""))
         if event["event"] == "LEASE":
             leases.add(lane)
         elif event["event"] in ("RELEASE", "FINISH", "STOP", "FAIL"):
@@ -68,9 +69,13 @@ def check_pools(job: Job, apart: Mapping[str, str]) -> None:
             assert len(holders & here) <= 1, (pool, holders)
 
 
-def test_on_pools_of_their_own_all_compute_at_once(tied_task: Path, tmp_path: Path) -> None:
+def test_on_pools_of_their_own_all_compute_at_once(tied_task: Path, tmp_path: Path, two_nodes: TwoNodes) -> None:
+    """The replica is on another node, so its weights are sent; the three pools of the first node read them in place."""
     steps = 10
-    job = run_layout("apart", "n_step_ahead", steps, tied_task, tmp_path, "trainer.v1.async_pipeline.ref_refresh_every=4")
+    nodes = two_nodes(tied_task, 3, 1)
+    job = run_layout(
+        "apart", "n_step_ahead", steps, tied_task, tmp_path, "trainer.v1.async_pipeline.ref_refresh_every=4", *nodes.overrides
+    )
     check_clean_end(job, "n_step_ahead", 3, steps)
     check_events(job, "ref_logp")
     check_pools(job, LAYOUTS["apart"][2])
