@@ -69,15 +69,16 @@ def written_and_read(checkpoint: SimCheckpoint) -> SimCheckpoint:
     return checkpoint._replace(flow=flow)
 
 
-def lives(make: Make, kills: Iterable[int], lost: int = 0) -> tuple[Life, Records]:
+def lives(make: Make, kills: Iterable[int], lost: int = 0, seen: Callable[[Life], None] = lambda life: None) -> tuple[Life, Records]:
     """Killed after so many records, each time, then left alone. Returns the last process and the ledger of all.
 
-    `lost`: records at the end of the ledger that a kill takes along, as far as no checkpoint has seen them.
+    `seen`: gets every process when it has ended. `lost`: records at the end of the ledger that a kill takes along, as far as no checkpoint has seen them.
     """
     ledger: Records = []
     newest: SimCheckpoint | None = None
     for kill in [*kills, None]:
         life = Life(make(resume=newest), kill)
+        seen(life)
         if newest is None:
             ledger = []
         ledger += life.ledger

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nemesis in virtual time: the real pipeline, the real distribution of weights, and everything else goes wrong.
+
+What the soak does to processes is done to their stand-ins: replicas die, hang and corrupt loads, the judge is slow, raises
+and hangs, the disk is full, the whole run is killed. Hundreds of runs a minute, each from a seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any, Literal
+
+import pytest
+
+from recipe.async_pipeline.core.audit import audit, valid
+from recipe.async_pipeline.core.event_audit import audit_events
+from recipe.async_pipeline.core.items import Group, Prompt, Publication
+from recipe.async_pipeline.core.state import FlowState
+from recipe.async_pipeline.core.step_down import Caution
+from recipe.async_pipeline.weight_sync.distribution import Distribution, LoadReport
+from tests.core.test_resume import Life, check, lives
+from tests.sim import SimCheckpoint, SimTrainer
+
+LOAD_S, RESTART_S, DEADLINE_S = 0.2, 30.0, 20.0
+FOREVER_S = 1e6
+
+
+class Replica:
+    """Works, until the dice say otherwise."""
+
+    def __init__(self, name: str, dice: random.Random, bad: float) -> None:
+        self.name, self.up = name, asyncio.Event()
+        self.version = -1
+        self.up.set()
+        self._dice, self._bad = dice, bad
+        self._loaded = False
+
+    async def load(self, ticket: bytes) -> LoadReport:
+        version = int(ticket)
+        assert version > self.version, "versions only move forward"
+        await self._work(LOAD_S, "its weights are corrupt")
+        self.version, self._loaded = version, True
+        return LoadReport(0.1, LOAD_S, LOAD_S, 0.0, 1.0, 1, 0)
+
+    async def check(self) -> None:
+        await self._work(0.0, "its engine is dead")
+
+    async def leave(self) -> None:
+        self.up.clear()
+
+    async def restart(self) -> None:
+        self.version = -1
+        await self._work(RESTART_S, "it does not start")
+
+    async def join(self) -> None:
+        self.up.set()
+
+    async def _work(self, seconds: float, why: str) -> None:
+        # The very first load is not hurt: a run that never worked is not restarted.
+        dice = self._dice.random() if self._loaded else 1.0
+        await asyncio.sleep(FOREVER_S if dice < self._bad / 2 else seconds)
+        if dice < self._bad:
+            raise ConnectionError(f"{self.name}: {why}")
+
+
+class Hurt(SimTrainer):
+    """A run of which everything that may fail does, now and then."""
+
+    def __init__(self, dice: random.Random, **settings: Any) -> None:
+        super().__init__(caution=Caution(after=2, clean=3), **settings)
+        self.dice = dice
+        bad = dice.choice([0.0, 0.02, 0.1])
+        self.replicas = [Replica(f"replica {i}", dice, bad) for i in range(dice.choice([1, 2, 3]))]
+        self.distribution = Distribution(
+            self.replicas, lambda line: None, load_timeout_s=DEADLINE_S, restart_timeout_s=2 * RESTART_S, grace_s=1.0
+        )
+
+    async def generate_group(self, prompt: Prompt) -> Group:
+        if self.dice.random() < 0.05:
+            await asyncio.sleep(50.0)
+        group = await super().generate_group(prompt)
+        while not any(replica.up.is_set() for replica in self.replicas):
+            await asyncio.wait([asyncio.create_task(replica.up.wait()) for replica in self.replicas], return_when=asyncio.FIRST_COMPLETED)
+        if self.dice.random() < 0.1:
+            return Group(uid=prompt.uid, step=prompt.step, trajectories=group.trajectories, flaw="no_score", again=self.dice.random() < 0.7)
+        return group
+
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        return "failed" if group.flaw else super().rejects(group)
+
+    async def save(self, state: FlowState) -> bool:
+        full = self.dice.random() < 0.3 and state.step < self.last_step
+        return False if full else await super().save(state)
+
+    async def publish(self, version: int, snapshot: object) -> Publication:
+        fenced = set(self.distribution.fenced)
+        reports = await self.distribution.publish(version, str(version).encode())
+        assert reports
+        failed = [f"{name}: {why}" for name, why in self.distribution.fenced.items() if name not in fenced]
+        self.served = version
+        return Publication(
+            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, busy_s=1e9, tensors_proved=1,
+            replicas=len(reports), failure="; ".join(failed),
+        )
+
+    async def watch(self) -> None:
+        await self.distribution.watch()
+
+
+def hurt(seed: int) -> None:
+    dice = random.Random(seed)
+    max_lag = dice.randint(0, 3)
+    settings: dict[str, Any] = {
+        "max_lag": max_lag,
+        "steps": dice.randint(2, 8),
+        "groups": dice.randint(1, 4),
+        "save_every": dice.randint(1, 3),
+        "order": dice.choice(["drawn", "finished"]),
+        "stale": dice.choice(["wait", "resume", "drop"]),
+        "filtered": (lambda uid: sum(uid.encode()) % 5 == 0) if dice.random() < 0.3 else (lambda uid: False),
+    }
+
+    made: list[Hurt] = []
+
+    def make(resume: SimCheckpoint | None = None) -> SimTrainer:
+        made.append(Hurt(dice, resume=resume, **settings))
+        return made[-1]
+
+    def look(life: Life) -> None:
+        log = [{"t": r.t, "role": r.role, "event": r.event, "state": r.state, **r.fields} for r in life.flow.log.records]
+        assert audit_events(log).violations == [], seed
+
+    kills = [dice.randint(1, 400) for _ in range(dice.randint(0, 3))]
+    try:
+        last, ledger = lives(make, kills, lost=dice.randint(0, 9), seen=look)
+    except (ConnectionError, TimeoutError) as error:
+        # Three attempts of each replica have failed: that ends a run, and says so.
+        assert not made[-1].distribution.serving, f"seed {seed}: {error}"
+        assert "replica " in str(error), f"seed {seed}: {error}"
+        return
+    check(audit(valid(ledger)), steps=settings["steps"], groups=settings["groups"], max_lag=max_lag)
+    assert last.flow.result().steps == settings["steps"]
+
+
+def test_nothing_is_lost_whatever_goes_wrong() -> None:
+    for seed in range(100):
+        hurt(seed)
+
+
+@pytest.mark.nightly
+def test_nothing_is_lost_whatever_goes_wrong_over_thousands_of_seeds() -> None:
+    for seed in range(100, 5000):
+        hurt(seed)
+
+
+def test_most_runs_survive() -> None:
+    """Else the tests above would prove little."""
+
+    def survives(seed: int) -> bool:
+        dice = random.Random(seed)
+        trainer = Hurt(dice, max_lag=1, steps=4)
+        life = Life(trainer)
+        return life.flow.result().steps == 4
+
+    assert sum(map(survives, range(20))) >= 15
