@@ -17,7 +17,7 @@ VENV="$ROOT/.venv"
 LOCK="$ROOT/run_scripts/cpu.lock.txt"
 STAMPS="$ROOT/.cache/setup"
 LOG="$STAMPS/setup.log"
-STEPS=5
+STEPS=6
 cd "$ROOT"
 mkdir -p "$STAMPS"
 
@@ -164,6 +164,12 @@ install_editable() {
   pip install --no-deps --no-build-isolation -e "$VERL_TREE" -e "$ROOT"
 }
 
+# A run has a dozen processes, and each of them would spend half of its start on compiling torch, vLLM and verl anew where
+# Python may not write byte code (PYTHONDONTWRITEBYTECODE). A few files of the stack are templates and do not compile.
+compile_all() {
+  "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VERL_TREE/verl" recipe || true
+}
+
 VERL_TREE="$ROOT/.cache/verl/verl-$(sed -n 's/^version: //p' patches/PIN)"
 "$VENV/bin/python" -c "" 2>/dev/null || rm -f "$STAMPS/make_venv"
 [ -d "$VERL_TREE" ] || rm -f "$STAMPS/fetch_verl" "$STAMPS/install_editable"
@@ -174,3 +180,4 @@ step 3 "verl source, hash checked" "$(hash_of patches/PIN) ${VERL_DIR:-}" fetch_
 # No stamp: whether the tree is patched is a matter of its files, and takes a fraction of a second to see.
 step 4 "verl patches" "$$" apply_patches
 step 5 "verl and async_pipeline, editable" "$ROOT $(hash_of setup.py)" install_editable
+step 6 "byte code" "$VENV $(hash_of "$LOCK" patches/*)" compile_all

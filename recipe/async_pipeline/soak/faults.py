@@ -25,6 +25,7 @@ STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
 """A stalled engine gets one slice in so many, for so long."""
 MISJUDGED_S = 8.0
 CORRUPT_S = 1.5
+NEAR = 1 << 16
 FULL_S = 8.0
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
 NEXT_VERSION_S = 60.0
@@ -89,15 +90,14 @@ def _buckets(job: SoakJob) -> list[str]:
 
 
 def _flip(name: str, where: float) -> tuple[str, int, int] | None:
-    """Name, place and the byte as it was. None: the segment is gone, or its second half is empty."""
+    """Name, place and the byte as it was; near the beginning, where tensors are. None: nothing is there."""
     fd = open_own(name)
     try:
-        size = os.fstat(fd).st_size
-        text = os.pread(fd, size, 0)
+        text = os.pread(fd, NEAR, 0)
         used = [i for i, byte in enumerate(text) if byte]
         if not used:
             return None
-        place = used[int(where * len(used) / 2)]
+        place = used[int(where * len(used))]
         os.pwrite(fd, bytes([text[place] ^ 1]), place)
         return name, place, text[place]
     finally:
