@@ -15,7 +15,7 @@ from recipe.async_pipeline.bad_data import POLICIES, Policies
 from recipe.async_pipeline.config import SWITCHES, Translation, is_enabled, resolve, unknown_key
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.foreign_keys import FOREIGN
-from recipe.async_pipeline.knobs import OWN, AsyncPipelineConfig, canonical_strategy, own_fields, select
+from recipe.async_pipeline.knobs import OWN, AsyncPipelineConfig, canonical_strategy, loads_at_once, own_fields, select
 from recipe.async_pipeline.loss_names import LOSS_OF_VARIANT
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -206,6 +206,7 @@ def test_own_knobs_arrive() -> None:
         "in_flight": "drain",
         "stage": "device",
         "reuse_prefixes": True,
+        "loads_at_once": 2,
         "preduce_bucket_size_mb": 4,
         "consume_bucket_size_mb": 2,
         "pools": {"a": {"roles": ["train"], "share": 0.5}, "b": {"roles": ["generate"], "share": 0.5}},
@@ -420,6 +421,8 @@ def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
         ("stage", "gpu"),
         ("reuse_prefixes", "yes"),
         ("reuse_prefixes", 1),
+        ("loads_at_once", 0),
+        ("loads_at_once", "all"),
         ("proof_tensors", 0),
         ("proof_tensors", 1.0),
         ("preduce_bucket_size_mb", -5),
@@ -539,3 +542,10 @@ def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None
     raw = {section: {name: 3}} if section else {name: 3}
     with pytest.raises(ConfigError, match="is misplaced, got 3; it belongs at trainer.v1.async_pipeline"):
         resolve(raw)
+
+
+@pytest.mark.parametrize(
+    ("asked", "replicas", "at_once"), [(None, 1, 1), (None, 7, 1), (None, 16, 2), (None, 512, 64), (3, 16, 3), (9, 4, 4)]
+)
+def test_an_eighth_of_the_replicas_load_at_once_unless_said_otherwise(asked: int | None, replicas: int, at_once: int) -> None:
+    assert loads_at_once(asked, replicas) == at_once

@@ -152,7 +152,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             leaf = path.rsplit(".", 1)[-1]
             right_places[leaf] = (*right_places.get(leaf, ()), path)
     right_places["async_pipeline"] = (*SWITCHES, OWN)
-    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "step_down_after", "step_up_after", "in_flight", "publish_timeout_s", "wait_timeout_s", "loop_stall_s", "custom_roles", "reuse_prefixes", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating", "bad_data", "prompt_attempts")
+    unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "step_down_after", "step_up_after", "in_flight", "publish_timeout_s", "wait_timeout_s", "loop_stall_s", "custom_roles", "reuse_prefixes", "loads_at_once", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating", "bad_data", "prompt_attempts")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
@@ -205,6 +205,7 @@ def _check_types(own: Mapping[str, Any]) -> None:
         "preduce_bucket_size_mb": int,
         "consume_bucket_size_mb": int,
         "sync_every": int,
+        "loads_at_once": int,
         "ref_refresh_every": int,
         "old_logp": str,
         "depth": int,

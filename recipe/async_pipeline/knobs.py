@@ -32,6 +32,8 @@ VALIDATION = ("parallel", "pause")
 """What generation for training does while a version is validated."""
 REWARD_FAILURE = ("fail", "drop", "score")
 """What becomes of a group with an answer that the reward function could not score."""
+LOADING_SHARE = 8
+"""One replica in so many may load while the others answer."""
 MOST_LAG = 1000
 """A lane of the pipeline is made for each version of lag, so a slip of the pen should not make millions."""
 LONGEST_S = 1e9
@@ -80,6 +82,8 @@ class AsyncPipelineConfig:
     """device: copy a version to the replica's devices first, beside generation; costs the weights' memory there."""
     reuse_prefixes: bool = False
     """New requests may hit prefixes that earlier versions cached, so their answers mix versions unseen."""
+    loads_at_once: int | None = None
+    """Replicas that load a version at the same time, while the others answer; default an eighth of them, at least one."""
     pools: Mapping[str, Any] | None = None
     """Which roles compute on which devices, `{name: {roles: [...], devices: 2}}` or `share: 0.25`; see `placement`."""
     old_logp: str | None = None
@@ -138,6 +142,8 @@ class AsyncPipelineConfig:
         for name, choices in (("in_flight", IN_FLIGHT), ("stage", STAGES), ("stale", STALE), ("validation", VALIDATION), ("reward_failure", REWARD_FAILURE)):
             value = getattr(self, name)
             _require(value in choices, name, f"must be one of {', '.join(choices)}", value, f"{choices[0]} is the default")
+        if self.loads_at_once is not None:
+            _require(self.loads_at_once >= 1, "loads_at_once", "must be >= 1", self.loads_at_once, "leave it out for an eighth of the replicas")
         self._check_rewards()
         if self.old_logp is not None:
             _require(self.old_logp in OLD_LOGP, "old_logp", f"must be one of {', '.join(OLD_LOGP)}", self.old_logp, "leave it out for the default")
@@ -182,6 +188,11 @@ class AsyncPipelineConfig:
             self.sync_every,
             f"set max_lag (and depth) to {self.sync_every - (share == 1)} or more",
         )
+
+
+def loads_at_once(asked: int | None, replicas: int) -> int:
+    """How many replicas load a version at the same time, while the others answer. None: an eighth, at least one."""
+    return min(replicas, max(1, replicas // LOADING_SHARE) if asked is None else asked)
 
 
 def plain_defaults() -> dict[str, Any]:

@@ -118,6 +118,23 @@ def test_consumers_load_one_after_another() -> None:
     assert log == ["a loads 0", "a serves 0", "b loads 0", "b serves 0"], "never all at once"
 
 
+@pytest.mark.parametrize(("at_once", "seconds"), [(1, 5 * LOAD_S), (2, 3 * LOAD_S), (5, LOAD_S), (9, LOAD_S)])
+def test_so_many_load_at_the_same_time(at_once: int, seconds: float) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        replicas = [Replica(str(i), log) for i in range(5)]
+        assert len(await publish(distribute(*replicas, at_once=at_once), 0)) == 5
+        assert asyncio.get_running_loop().time() == seconds
+
+    run(scenario)
+    loading, most = 0, 0
+    for line in log:
+        loading += 1 if " loads " in line else -1
+        most = max(most, loading)
+    assert most == min(at_once, 5)
+
+
 @pytest.mark.parametrize(("what", "seconds"), [("raise", LOAD_S), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
 def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: str, seconds: float) -> None:
     log: list[str] = []
@@ -324,15 +341,16 @@ RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
 @given(
     scripts=st.lists(st.tuples(STEPS, RESTARTS, STEPS), min_size=1, max_size=3),
     gaps=st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=12),
+    at_once=st.integers(1, 3),
 )
 @settings(max_examples=60)
 def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
-    scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float]
+    scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float], at_once: int
 ) -> None:
     replicas = [Replica(f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c)) for i, (a, b, c) in enumerate(scripts)]
 
     async def scenario() -> None:
-        distribution = distribute(*replicas)
+        distribution = distribute(*replicas, at_once=at_once)
         watch = watched(distribution)
         try:
             for version, gap in enumerate(gaps):

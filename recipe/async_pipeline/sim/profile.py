@@ -169,8 +169,8 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """From there until it is served."""
     stall_s: float = 0.0
     """The part of `load_s` in which the replica stands still."""
-    loads_at_once: int = 1
-    """Replicas that are brought a version at the same time. The pipeline serves one after another."""
+    loads_at_once: int | None = None
+    """Replicas that are brought a version at the same time; None: as the pipeline does by default, see `knobs.loads_at_once`."""
     pull_s: float = 0.0
     """The same for a pool of forward-only models (log-probs), once a version."""
     switch_s: float = 0.0
@@ -180,7 +180,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         for name in ("transfer_s", "load_s", "stall_s", "pull_s", "switch_s"):
             _require(getattr(self, name) >= 0, f"sync.{name}", "must be >= 0", getattr(self, name))
         _require(self.stall_s <= self.load_s, "sync.stall_s", f"must be at most load_s, {self.load_s:g}", self.stall_s)
-        _require(self.loads_at_once >= 1, "sync.loads_at_once", "must be >= 1", self.loads_at_once)
+        _require(self.loads_at_once is None or self.loads_at_once >= 1, "sync.loads_at_once", "must be >= 1", self.loads_at_once)
 
 
 class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -20,7 +20,7 @@ from ..core.message_queue import MessageQueue
 from ..core.staleness import Versions
 from ..core.state import FlowState
 from ..core.step_down import Caution, Change
-from ..knobs import AsyncPipelineConfig
+from ..knobs import AsyncPipelineConfig, loads_at_once
 from ..placement import Placement, proximal_policy
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
@@ -52,7 +52,7 @@ class Setting:
     @property
     def loads_at_once(self) -> int:
         """All, where no replica has anything to answer meanwhile."""
-        return self.replicas if self.shared else self.profile.sync.loads_at_once
+        return self.replicas if self.shared else loads_at_once(self.profile.sync.loads_at_once, self.replicas)
 
     @property
     def old_logp(self) -> str:
@@ -242,8 +242,7 @@ class SimulatedTrainer:
             async def lane() -> float:
                 return sum([await self._load(replica, version) for replica in waiting])
 
-            lanes = min(self.setting.loads_at_once, self.setting.replicas)
-            open_s = sum(await asyncio.gather(*(lane() for _ in range(lanes))))
+            open_s = sum(await asyncio.gather(*(lane() for _ in range(self.setting.loads_at_once))))
         return self._publication(version, open_s)
 
     async def watch(self) -> None:

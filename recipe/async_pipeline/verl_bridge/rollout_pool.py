@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout replicas of a run: started on devices of their own, loaded one after another."""
+"""The rollout replicas of a run: started on devices of their own, loaded some at a time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 
 from ..core.items import Publication
 from ..errors import WeightSyncError
+from ..knobs import loads_at_once
 from ..weight_sync.distribution import Distribution, LoadReport
 from ..weight_sync.manifest import decode_ticket
 from ..weight_sync.versioned_engine import LoadMode
@@ -112,7 +113,7 @@ class ReplicaConsumer:
 
 
 class RolloutPool:
-    """The standalone replicas of a run. Loads are rolling: only one replica at a time is busy with one."""
+    """The standalone replicas of a run. Loads are rolling: only some replicas at a time are busy with one."""
 
     def __init__(
         self,
@@ -124,9 +125,10 @@ class RolloutPool:
         load_timeout_s: float,
         restart_timeout_s: float,
         how: LoadMode,
+        at_once: int | None = None,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`trainer_node`: the Ray node that the arenas are on. `say`, `note`: see `Distribution`. Blocks on Ray calls."""
+        """`trainer_node`: the Ray node that the arenas are on. `at_once`: see `knobs.loads_at_once`. `say`, `note`: see `Distribution`. Blocks on Ray calls."""
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
         self._manager = manager
@@ -147,6 +149,7 @@ class RolloutPool:
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
+            at_once=loads_at_once(at_once, len(manager.get_replicas())),
             note=note,
         )
 

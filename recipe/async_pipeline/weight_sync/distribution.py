@@ -81,9 +81,11 @@ class Distribution:
         restart_timeout_s: float,
         grace_s: float = GRACE_S,
         wait_timeout_s: float | None = None,
+        at_once: int = 1,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`wait_timeout_s`: for the weights, while somebody else has them. `say` gets one line for the user, whenever a
+        """`wait_timeout_s`: for the weights, while somebody else has them. `at_once`: so many consumers load at the
+        same time, and the others work meanwhile. `say` gets one line for the user, whenever a
         consumer leaves, fails to come back or comes back; `note` the event, FENCED, ABSENT or REJOINED, the consumer's
         name and the version that it serves.
         """
@@ -98,6 +100,7 @@ class Distribution:
         self._load_timeout_s = load_timeout_s + grace_s
         self._restart_timeout_s = restart_timeout_s
         self._wait_timeout_s = wait_timeout_s
+        self._at_once = at_once
         self._say, self._note = say, note
         self._newest: tuple[int, bytes] | None = None
         self._begun = False
@@ -114,20 +117,28 @@ class Distribution:
         WaitTimeout naming who did not answer: it is the first version of all, or none can come back. WeightSyncError:
         the version is not newer than the last.
         """
-        reports = []
+        reports: list[LoadReport] = []
+        failed: list[tuple[Consumer, Exception]] = []
         async with self.weights("param_update"):
             if self._newest is not None and version <= self._newest[0]:
                 raise WeightSyncError(f"v{version} offered after v{self._newest[0]}; versions only move forward")
             self._newest = (version, ticket)
-            for consumer in list(self.serving):
-                if consumer not in self.serving:  # fenced meanwhile
-                    continue
-                try:
-                    reports.append(await self._load(consumer, version, ticket))
-                except Exception as error:
-                    if not (self._begun or reports) and self.serving == [consumer]:
-                        raise
-                    await self._fence(consumer, error)
+            turns = iter(list(self.serving))
+
+            async def lane() -> None:
+                for consumer in turns:
+                    if consumer not in self.serving:  # fenced meanwhile
+                        continue
+                    try:
+                        reports.append(await self._load(consumer, version, ticket))
+                    except Exception as error:  # noqa: BLE001  whatever it is, the others go on
+                        failed.append((consumer, error))
+
+            await asyncio.gather(*(lane() for _ in range(self._at_once)))
+            if failed and not reports and not self._begun:
+                raise failed[-1][1]
+            for consumer, error in failed:
+                await self._fence(consumer, error)
         reports = reports or [await self._first_back()]
         self._begun = True
         return reports
