@@ -15,7 +15,14 @@ from recipe.async_pipeline.bad_data import POLICIES, Policies
 from recipe.async_pipeline.config import SWITCHES, Translation, is_enabled, resolve, unknown_key
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.foreign_keys import FOREIGN
-from recipe.async_pipeline.knobs import OWN, AsyncPipelineConfig, canonical_strategy, loads_at_once, own_fields, select
+from recipe.async_pipeline.knobs import (
+    OWN,
+    AsyncPipelineConfig,
+    canonical_strategy,
+    loads_at_once,
+    own_fields,
+    select,
+)
 from recipe.async_pipeline.loss_names import LOSS_OF_VARIANT
 
 ROLLOUT = "actor_rollout_ref.rollout"
