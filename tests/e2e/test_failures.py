@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.audit import audit_file
+from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from tests.e2e.job import ROOT, Event, Job, kill_process_named, processes_of, run_job, smoke_command
 
@@ -123,6 +124,51 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
     fenced = [event for event in events if event["event"] == "FENCED"]
     assert len(fenced) == len([event for event in events if event["event"] == "REJOINED"]) == 6
     assert "EngineDeadError" in job.output and "ActorDiedError" in job.output
+
+
+@pytest.mark.nightly
+def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def kill_logp(process: subprocess.Popen[str]) -> None:
+        kill_process_named("LogProbWorker", run_dir)
+
+    def kill_reference(process: subprocess.Popen[str]) -> None:
+        """verl gives it the name of the training worker, which is the one that has the arenas."""
+        workers = [int(line.partition(":")[0]) for line in processes_of(run_dir) if "WorkerDict" in line]
+        (reference,) = [pid for pid in workers if PREFIX not in Path(f"/proc/{pid}/maps").read_text()]
+        os.kill(reference, signal.SIGKILL)
+
+    def kill_reward(process: subprocess.Popen[str]) -> None:
+        kill_process_named("RewardLoopWorker", run_dir)
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)
+
+    job = run_job(
+        [
+            *long_run(tmp_path),
+            "async_strategy=n_step_ahead",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",
+            "trainer.n_gpus_per_node=3",
+            "ray_kwargs.ray_init.num_gpus=4",
+        ],
+        run_dir,
+        tied_task,
+        events=[
+            Event(" 3/1000", kill_logp),
+            Event("the workers of logp compute again", kill_reference),
+            Event("the workers of ref_logp compute again", kill_reward),
+            *[Event("/1000 ") for _ in range(8)],
+            Event("/1000 ", interrupt),
+        ],
+    )
+    check_ended(job, "interrupted")
+    assert audit_file(run_dir).violations == []
+    assert audit_events(job.events()).violations == []
+    again = [(event["event"], event["replica"]) for event in job.events() if event["event"] in ("FENCED", "REJOINED")]
+    assert again == [("FENCED", "logp"), ("REJOINED", "logp"), ("FENCED", "ref_logp"), ("REJOINED", "ref_logp")]
 
 
 @pytest.mark.nightly
