@@ -126,16 +126,6 @@ def test_a_reward_model_scores_on_devices_of_its_own(tied_task: Path, tmp_path: 
             "reward.custom_reward_function.name=judged",
             f"{model}.enable=true",
             f"{model}.enable_resource_pool=true",
-            f"{model}.nnodes=1",
-            f"{model}.n_gpus_per_node=1",
-            f"{model}.model_path={tied_task / 'model'}",
-            *(
-                f"{model}.rollout.{setting}"
-                for setting in (
-                    "name=vllm", "dtype=float32", "tensor_model_parallel_size=1", "enforce_eager=true", "free_cache_engine=false",
-                    "max_model_len=64", "prompt_length=32", "response_length=32", "max_num_seqs=64", "max_num_batched_tokens=2048",
-                )
-            ),
             "ray_kwargs.ray_init.num_gpus=3",
             "trainer.total_training_steps=4",
             "trainer.test_freq=4",

@@ -105,7 +105,7 @@ def data_of(files: RunFiles) -> RunData:
         name="/".join(files.path.resolve().parts[-2:]),
         path=files.path,
         status=str(summary.get("status") or "unfinished"),
-        strategy=str(summary.get("strategy") or "?"),
+        strategy=str(summary.get("strategy") or _configured_strategy(files.config) or "?"),
         max_lag=_first(summary.get("max_lag"), found.pop("max_lag", None)),
         steps=steps,
         wall_s=float(summary.get("wall_s") or (found["accounting"].wall_s if found else 0.0)),
@@ -127,6 +127,13 @@ def data_of(files: RunFiles) -> RunData:
         missing=files.missing,
         **{key: value for key, value in found.items() if key != "counted"},
     )
+
+
+def _configured_strategy(config: Mapping[str, Any]) -> object:
+    """What a run was told that has not said what it did."""
+    for key in ("trainer", "v1", "async_pipeline"):
+        config = config.get(key) or {}
+    return config.get("strategy")
 
 
 def _first(*values: Any) -> int | None:
