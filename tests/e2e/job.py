@@ -146,8 +146,8 @@ def processes_of(run_dir: Path) -> list[str]:
 
 
 def kill_process_named(part: str, run_dir: Path) -> None:
-    """SIGKILL every process of a job whose command line holds `part`."""
-    for line in processes_of(run_dir):
-        pid, _, text = line.partition(": ")
-        if part in text:
-            os.kill(int(pid), signal.SIGKILL)
+    """SIGKILL every process of a job whose command line holds `part`; there is one."""
+    found = [line for line in processes_of(run_dir) if part in line.partition(": ")[2]]
+    assert found, f"no process of the job is called {part}"
+    for line in found:
+        os.kill(int(line.partition(": ")[0]), signal.SIGKILL)

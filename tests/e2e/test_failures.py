@@ -90,7 +90,7 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
         kill_process_named("EngineCore", run_dir)
 
     def kill_servers(process: subprocess.Popen[str]) -> None:
-        kill_process_named("vLLMHttpServer", run_dir)
+        kill_process_named("PipelineVLLMServer", run_dir)
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)

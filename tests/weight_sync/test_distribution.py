@@ -321,6 +321,22 @@ def test_weights_that_nobody_gives_back_are_not_waited_for_for_ever() -> None:
     run(scenario)
 
 
+def test_of_an_error_the_user_gets_the_first_line() -> None:
+    class Wordy(Replica):
+        async def check(self) -> None:
+            raise ConnectionError("the engine died\nin many words", "the engine died")
+
+    async def scenario() -> None:
+        distribution = distribute(Wordy("a"))
+        watch = watched(distribution)
+        await publish(distribution, 0)
+        await asyncio.sleep(CHECK_EVERY_S + 0.1)
+        assert distribution.fenced == {"a": "ConnectionError: the engine died"}
+        watch.cancel()
+
+    run(scenario)
+
+
 def test_a_balancer_that_does_not_answer_ends_it() -> None:
     class Deaf(Replica):
         async def leave(self) -> None:

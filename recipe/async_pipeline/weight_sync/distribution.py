@@ -218,7 +218,7 @@ class Distribution:
 
     def _failed(self, consumer: Consumer, event: str, error: Exception) -> None:
         self._last_error = error
-        self.fenced[consumer.name] = f"{type(error).__name__}: {error}"
+        self.fenced[consumer.name] = _in_words(error)
         self._note(event, consumer.name, None)
 
     async def _return(self, consumer: Consumer) -> LoadReport | None:
@@ -272,6 +272,12 @@ class Distribution:
     def _check_somebody_is_left(self) -> None:
         if not self.serving and not self._returning and self._last_error is not None:
             raise self._last_error
+
+
+def _in_words(error: Exception) -> str:
+    """Kind and message. vLLM's errors say the same twice, on one line each time."""
+    text = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
+    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"
 
 
 def _back_off_s(failures: int) -> float:
