@@ -390,6 +390,18 @@ def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
     assert flow.log.records[-1].event == "FAILED"
 
 
+@pytest.mark.parametrize("order", ["drawn", "finished"])
+def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: str) -> None:
+    """What is drawn and has no fate is bounded, for however long a run goes on: prompts, answers, batches."""
+    trainer = SimTrainer(max_lag=3, steps=60, groups=4, answer_s=lambda step, index: 0.1, costs={"update": 4.0}, order=order)
+    flow = AsyncTrainingFlow(trainer)
+    live: list[int] = []
+    flow.log.subscribe(lambda record: live.append(len(flow.ledger.in_flight)))
+    run_virtual(flow.run())
+    assert max(live) == (3 + 1) * 4
+    assert trainer.in_flight_max <= (3 + 1) * 4
+
+
 def test_nobody_left_to_serve_ends_the_run_as_it_is() -> None:
     trainer = SimTrainer(max_lag=2, falls_at=5.5)
     flow = AsyncTrainingFlow(trainer)
