@@ -6,7 +6,7 @@ Each second of each device of each pool has exactly one reason:
     compute_<role>    a role holds the pool and computes
     sync              weights are gathered, or a replica stands still to load them
     validation        a version is validated on the rollout's devices
-    wait_environment  answers are open, and all of them are with a tool, an environment or a reward function
+    wait_environment  answers are open, and all of them are with an agent loop, a tool or a reward function
     lease_<role>      a role holds the pool and waits for room to hand on what it made
     wait_<role>       nobody holds the pool, and this is the nearest role, going back from those that live on it,
                       that is at work: whom the pool waits for

@@ -118,8 +118,8 @@ def slow_environment(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="slow_environment",
-        finding=f"pool {pool} stood idle {share:.0%} of the time while all open answers were with tools, environments or reward functions",
-        change="keep more answers open (a larger max_lag or batch), or make what they wait for faster (reward_concurrency, reward_batch)",
+        finding=f"pool {pool} stood idle {share:.0%} of the time while all open answers were with agent loops, tools or reward functions",
+        change="keep more answers open (a larger max_lag or batch), or make what they wait for faster (rollout.agent.num_workers, reward_concurrency, reward_batch)",
     )
 
 

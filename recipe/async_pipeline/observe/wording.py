@@ -36,7 +36,7 @@ _WAIT = {
     "rollout": "waiting for a batch to be joined (rollout)",
     "param_update": "waiting for new weights to be served (param_update)",
     "dataloader": "waiting for prompts (dataloader)",
-    "environment": "answers open, all with tools, environments or rewards",
+    "environment": "answers open, all with agent loops, tools or rewards",
 }
 _OTHER = {
     "sync": "weight updates (gather, load)",
