@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.soak import Run, record
 
 
@@ -14,6 +16,13 @@ def test_events_are_read_as_far_as_they_are_whole(job: Run) -> None:
     assert [r["event"] for r in job.read()] == ["GATHERED"]
     job.write(record("SERVED", version=1, replicas=2), record("SERVED", version=2, replicas=2))
     assert job.newest_version() == 2
+
+
+def test_a_line_of_the_log_is_waited_for(job: Run) -> None:
+    job.log.write_text("the disk is full\n")
+    job.wait_for_line("is full", 0.0, since=0)
+    with pytest.raises(TimeoutError, match="0 s without the line 'is full'"):
+        job.wait_for_line("is full", 0.0, since=job.log.stat().st_size)
 
 
 def test_the_file_of_the_process_before_is_not_read(job: Run) -> None:

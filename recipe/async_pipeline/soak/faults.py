@@ -26,7 +26,7 @@ STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
 MISJUDGED_S = 8.0
 CORRUPT_S = 1.5
 NEAR = 1 << 16
-FULL_S = 8.0
+FULL_S = 120.0
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
 NEXT_VERSION_S = 60.0
 
@@ -137,10 +137,13 @@ def kill_run(job: SoakJob) -> None:
 
 
 def full_disk(job: SoakJob) -> None:
-    disk = job.folder / "disk"
+    """Until a checkpoint could not be written."""
+    disk, since = job.folder / "disk", job.log.stat().st_size
     fill(disk)
-    time.sleep(FULL_S)
-    empty(disk)
+    try:
+        job.wait_for_line("has no checkpoint, those before stay", FULL_S, since)
+    finally:
+        empty(disk)
 
 
 def burst(job: SoakJob) -> None:
@@ -200,7 +203,7 @@ FAULTS: Mapping[str, Fault] = {
     "slow_reward": Fault("one answer in four takes a second to score", _judge("slow"), "versions are served again"),
     "raising_reward": Fault("the reward function raises for one answer in four", _judge("raise"), "versions are served again"),
     "hanging_reward": Fault("the reward function hangs for one answer in four", _judge("hang"), "versions are served again"),
-    "full_disk": Fault(f"no byte is left for checkpoints for {FULL_S:g} s", full_disk, "versions are served again"),
+    "full_disk": Fault("no byte is left for a checkpoint", full_disk, "versions are served again"),
     "burst": Fault(f"{BURST} requests of somebody else while an engine stands still", burst, "versions are served again"),
     "kill_run": Fault("SIGKILL of every process of the run, then the same command", kill_run, "the run is back"),
 }

@@ -36,7 +36,7 @@ class SoakJob:
 
     def __init__(self, folder: Path, overrides: Sequence[str], task: Path, seed: int) -> None:
         """`folder`: for the run directory, the log and whatever the faults need."""
-        self.folder, self.run_dir = folder, folder / "run"
+        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "job.log"
         self.random = random.Random(seed)
         """Which process is hurt, and where."""
         self._overrides, self._task = overrides, task
@@ -58,7 +58,7 @@ class SoakJob:
         self._read_to, self._rest, self.records = 0, b"", []
         # What an earlier process wrote is set aside by the next one, but not at once.
         self._old_events = self._events.stat().st_ino if self._events.exists() else None
-        with (self.folder / "job.log").open("ab") as log:
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=log, stderr=log)
 
     def kill(self) -> None:
@@ -79,13 +79,12 @@ class SoakJob:
             return self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise SoakFailed(f"the run did not end within {STOP_S:g} s of Ctrl-C; see {self.folder / 'job.log'}") from None
+            raise SoakFailed(f"the run did not end within {STOP_S:g} s of Ctrl-C; see {self.log}") from None
 
     def check_alive(self) -> None:
         """Raises SoakFailed: the run ended by itself."""
         if self._process is None or self._process.poll() is not None:
-            log = self.folder / "job.log"
-            raise SoakFailed(f"the run ended by itself: {last_error(log.read_text(errors='replace'))}; see {log}")
+            raise SoakFailed(f"the run ended by itself: {last_error(self.log.read_text(errors='replace'))}; see {self.log}")
 
     # What can be seen of it.
 
@@ -131,6 +130,15 @@ class SoakJob:
             self.check_alive()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{timeout_s:g} s without {what}")
+            time.sleep(POLL_S)
+
+    def wait_for_line(self, text: str, timeout_s: float, since: int) -> None:
+        """Return when a text is in the log behind this place. Raises as `wait_for`."""
+        deadline = time.monotonic() + timeout_s
+        while text.encode() not in self.log.read_bytes()[since:]:
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{timeout_s:g} s without the line {text!r}")
             time.sleep(POLL_S)
 
     def newest_version(self) -> int:
