@@ -45,22 +45,22 @@ def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
         time.sleep(0.05)
 
 
-def killed_at(step: int, seed: int, run_dir: Path) -> Event:
-    """A moment after a step was reported: in its checkpoint, in the publication, or in the next step."""
+def killed_at(step: int | None, seed: int, run_dir: Path, steps: int = STEPS) -> Event:
+    """A moment after a step (None: any) was reported: in its checkpoint, in the publication, or in the next step."""
     delay_s = random.Random(seed).uniform(0.0, AFTER_S)
 
     def kill(process: subprocess.Popen[str]) -> None:
         threading.Timer(delay_s, kill_all, (process, run_dir)).start()
 
-    return Event(f" {step}/{STEPS} ", kill)
+    return Event(f"{'' if step is None else f' {step}'}/{steps} ", kill)
 
 
-def command(folder: Path, strategy: str, *overrides: str) -> list[str]:
+def command(folder: Path, strategy: str, *overrides: str, steps: int = STEPS) -> list[str]:
     agents = folder / "agents.json"
     agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
     return smoke_command(
         f"async_strategy={strategy}",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "trainer.resume_mode=auto",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"trainer.v1.async_pipeline.run_dir={folder / 'run'}",
@@ -71,18 +71,18 @@ def command(folder: Path, strategy: str, *overrides: str) -> list[str]:
     )
 
 
-def ended_well(job: Job) -> dict[str, Any]:
+def ended_well(job: Job, steps: int = STEPS) -> dict[str, Any]:
     assert job.status == 0, job.output[-3000:]
     found = audit_file(job.run_dir)
     assert found.violations == []
-    assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", STEPS, STEPS * 16, 0)
+    assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", steps, steps * 16, 0)
     summary = job.summary
-    assert (summary["status"], summary["steps"], summary["groups_trained"]) == ("completed", STEPS, STEPS * 16)
+    assert (summary["status"], summary["steps"], summary["groups_trained"]) == ("completed", steps, steps * 16)
     return summary
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    saved = folder / "checkpoints" / f"global_step_{STEPS}" / "actor" / "model_world_size_1_rank_0.pt"
+def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    saved = folder / "checkpoints" / f"global_step_{steps}" / "actor" / "model_world_size_1_rank_0.pt"
     loaded = torch.load(saved, weights_only=False)
     return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded.items()}
 
@@ -110,6 +110,25 @@ def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: 
 
     assert losses(last) == [pytest.approx(row, abs=TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)]
     assert_same_weights(weights(killed), weights(alone))
+
+
+def test_killed_at_twenty_moments(tied_task: Path, tmp_path: Path) -> None:
+    """Half an hour on two cores."""
+    kills = 20
+    steps = kills + 4
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for folder in (alone, killed):
+        folder.mkdir()
+    undisturbed = run_job(command(alone, "on_policy", f"trainer.save_freq={steps}", steps=steps), alone / "run", tied_task)
+    ended_well(undisturbed, steps)
+    again = command(killed, "on_policy", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2", steps=steps)
+    for seed in range(kills):
+        job = run_job(again, killed / "run", tied_task, events=[killed_at(None, seed, killed / "run", steps)])
+        assert job.status != 0
+    last = run_job(again, killed / "run", tied_task)
+    ended_well(last, steps)
+    assert losses(last) == [pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)]
+    assert_same_weights(weights(killed, steps), weights(alone, steps))
 
 
 def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(tied_task: Path, tmp_path: Path) -> None:
