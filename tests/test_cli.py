@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import signal
 import subprocess
 import sys
 import types
@@ -30,6 +31,24 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(cli.SUBCOMMANDS, "fake", cli.Subcommand(module.__name__, "a fake"))
     return module
+
+
+def test_a_subcommand_that_is_terminated_can_clean_up(subcommand: types.ModuleType) -> None:
+    cleaned: list[str] = []
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append("all")
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    subcommand.run = run  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["fake"])
+    assert (caught.value.code, cleaned) == (143, ["all"])
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])

@@ -10,8 +10,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError, RunFilesError
@@ -77,13 +80,31 @@ def _version() -> str:
         return "(not installed)"
 
 
+@contextmanager
+def terminated() -> Iterator[None]:
+    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that whoever has started processes ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return the exit status. An error that is nobody's plan propagates (status 1)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     args = build_parser(chosen).parse_args(arguments)
     try:
-        return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
+        with terminated():
+            return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
     except AsyncPipelineError as error:
         echo(f"async-pipeline {args.subcommand}: {error}", file=sys.stderr)
         return EXIT_USERS if isinstance(error, ConfigError | PatchError | RunFilesError) else EXIT_OURS

@@ -62,10 +62,10 @@ class SoakJob:
             self._process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=log, stderr=log)
 
     def kill(self) -> None:
-        """SIGKILL whoever would clean up, then everybody else."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        """SIGKILL whoever would clean up, then everybody else. Nothing, if nothing is alive."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         while alive := self.processes():
             for found in alive:
                 send(found.pid, signal.SIGKILL)

@@ -94,6 +94,7 @@ def soak(job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Cal
     except (SoakFailed, TimeoutError) as error:
         last = f" after {outcome.struck[-1].kind}" if outcome.struck else ""
         outcome.hangs.append(f"the run did not recover{last}: {one_line(error)}")
+    finally:
         job.kill()
     return outcome
 
