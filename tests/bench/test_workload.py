@@ -10,6 +10,7 @@ import pytest
 from recipe.async_pipeline.bench.arms import ARMS
 from recipe.async_pipeline.bench.workload import load, names
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.toy.model import ModelSpec
 
 
 def test_the_workloads_that_are_shipped() -> None:
@@ -27,6 +28,13 @@ def test_a_shipped_workload_gives_its_reason_and_fits_every_arm(name: str) -> No
     samples = workload.overrides.get("data.train_batch_size", 16) * workload.overrides.get("actor_rollout_ref.rollout.n", 8)
     micro = workload.overrides.get("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 64)
     assert samples % (2 * micro) == 0
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_small_model_is_long_enough_for_a_shipped_workload(name: str) -> None:
+    overrides = load(name).overrides
+    longest = overrides.get("actor_rollout_ref.rollout.max_model_len", 0)
+    assert max(longest, overrides.get("data.max_response_length", 0)) <= ModelSpec().max_positions
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class ModelSpec:
     init_std: float = 0.06
     """Spread of the random weights. Qwen2's 0.02 suits wide layers: at this width it doubles the warm-up."""
 
-    max_positions: int = 64
+    max_positions: int = 256
     """Longest sequence, prompt and answer together, in tokens."""
 
     tied: bool = True
