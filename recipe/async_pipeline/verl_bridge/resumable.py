@@ -41,7 +41,7 @@ T = TypeVar("T")
 PARTITION = "train"
 CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
-NOT_WRITTEN = ("PytorchStreamWriter", "No space left", "SafetensorError")
+NOT_WRITTEN = ("PytorchStreamWriter", "inline_container.cc", "iostream error", "No space left", "SafetensorError")
 """What torch and safetensors say of a disk that takes no more, in an error that is not an OSError."""
 
 
