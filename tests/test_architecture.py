@@ -55,7 +55,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
-    "verl_bridge/resumable.py": "e2e/test_resume.py",
     "verl_bridge/sample_meters.py": LADDER,
     "verl_bridge/late_rewards.py": "e2e/test_pools.py",
     "verl_bridge/bench_agent.py": "e2e/test_bench.py",
