@@ -270,8 +270,11 @@ def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> N
     """First fit, largest first. Raises ConfigError: a pool finds no node with that many devices left."""
     left = [node] * nodes
     parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
+    begin = 0
     for part, name in sorted(parts, reverse=True):
-        free = next((i for i, room in enumerate(left) if room >= part), None)
+        while begin < nodes and not left[begin]:
+            begin += 1
+        free = next((i for i in range(begin, nodes) if left[i] >= part), None)
         if free is None:
             raise ConfigError(
                 f"{path}: pool {name} needs {part} devices of one node, but the others leave at most {max(left)} on any of {nodes} nodes of {node}; "

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -209,7 +211,7 @@ class MessageQueue:
         finished.sort(key=lambda pair: pair[1].number if self._order == "drawn" else (pair[1].due, pair[1].number))
         chosen = dict(finished[: self.batch])
         in_the_way = self._overtaken(chosen) if self._order == "drawn" else self._left_over(step, chosen)
-        if in_the_way is None or (in_the_way and self._stale == "wait"):
+        if in_the_way is None:
             self._held_up = self._what_holds_up(step, chosen) if self._stale == "wait" else None
             return None
         for uid in in_the_way:
@@ -302,27 +304,33 @@ class MessageQueue:
         return self._number - 1
 
     def _overtaken(self, chosen: Iterable[str]) -> list[str] | None:
-        """Those in flight that were drawn before the last one chosen; None: one of them is about to be put."""
+        """Those in flight that were drawn before the last one chosen, to be recalled; None: they must come first."""
         last = max(self._entries[uid].number for uid in chosen)
         before = [uid for uid, e in self._entries.items() if e.number < last and e.group is None]
+        if before and self._stale == "wait":
+            return None
         return before if all(self._entries[uid].recall for uid in before) else None
 
     def _left_over(self, step: int, chosen: Iterable[str]) -> list[str] | None:
-        """Those in flight that would not fit any more if the step takes what is chosen; None: some must come first."""
+        """Those in flight that would not fit any more if the step takes what is chosen, to be recalled; None: some must
+        come first.
+        """
         without = set(chosen)
         left = sorted((e.due, uid) for uid, e in self._entries.items() if uid not in without)
         dues = sorted([due for due, _ in left] + [due for due, n in self._promised.items() for _ in range(n)])
+        recallable = deque(pair for pair in left if self._entries[pair[1]].recall)
         in_the_way: list[str] = []
         again = self._versions.served + self.max_lag
         while (due := self._first_excess(step, dues)) is not None:
-            loose = (u for d, u in left if d <= due and self._entries[u].recall and u not in in_the_way)
-            uid = next(loose, None)
-            if uid is None or (self._stale == "resume" and again <= due):
+            if self._stale == "wait" or (self._stale == "resume" and again <= due):
                 return None
+            if not recallable or recallable[0][0] > due:
+                return None
+            was_due, uid = recallable.popleft()
             in_the_way.append(uid)
-            dues.remove(self._entries[uid].due)
+            dues.remove(was_due)
             if self._stale == "resume":
-                dues = sorted([*dues, again])
+                insort(dues, again)
         return in_the_way
 
     def _first_excess(self, step: int, dues: Sequence[int]) -> int | None:

@@ -54,24 +54,34 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
     """Of the first `batches` x `groups` prompts."""
     import numpy as np
 
-    draws = Draws(profile, seed)
     number = groups * batches
-    chunks = [draws.chunk(at) for at in range(-(-number // CHUNK))]
-    alone = [alone_s(profile, chunk) for chunk in chunks]
-    group_s = np.concatenate([seconds.max(axis=1) for seconds in alone])[:number]
-    last = np.concatenate([chunk.tokens[np.arange(CHUNK), seconds.argmax(axis=1)] for chunk, seconds in zip(chunks, alone, strict=True)])[:number]
+    chunks = [_work_of_chunk(profile, at, seed) for at in range(-(-number // CHUNK))]
+    group_s, last, tokens, prompt_tokens, observed = (np.concatenate(column)[:number] for column in zip(*chunks, strict=True))
     of_batch = group_s.reshape(batches, groups)
-    written = np.concatenate([chunk.tokens.sum(axis=1) for chunk in chunks])[:number].sum() / batches
-    prompts = np.concatenate([chunk.prompt_tokens.sum(axis=1) for chunk in chunks])[:number].sum() / batches
-    observed = np.concatenate([(chunk.turns - 1).sum(axis=1) for chunk in chunks])[:number].sum() / batches
-    observed *= profile.answers.observation_tokens
+    written, read = tokens.sum() / batches, (prompt_tokens.sum() + observed.sum()) / batches
     return BatchWork(
         written_tokens=float(written),
-        read_s=float((prompts + observed) * profile.decode.prefill_token_s),
-        trained_tokens=float(written + prompts + observed),
+        read_s=float(read * profile.decode.prefill_token_s),
+        trained_tokens=float(written + read),
         tail_s=float(of_batch.max(axis=1).mean()),
         tail_tokens=float(last.reshape(batches, groups)[np.arange(batches), of_batch.argmax(axis=1)].mean()),
         group_s=float(group_s.mean()),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Of each group: seconds alone, tokens of the answer that is last, and of all; of prompts; of observations."""
+    import numpy as np
+
+    chunk = Draws(profile, seed).chunk(at)
+    alone = alone_s(profile, chunk)
+    return (
+        alone.max(axis=1),
+        chunk.tokens[np.arange(CHUNK), alone.argmax(axis=1)],
+        chunk.tokens.sum(axis=1),
+        chunk.prompt_tokens.sum(axis=1),
+        (chunk.turns - 1).sum(axis=1) * profile.answers.observation_tokens,
     )
 
 

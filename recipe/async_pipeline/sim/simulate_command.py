@@ -20,10 +20,12 @@ from .bound import bound_terms, estimate_s
 from .layout import groups_of, knobs_of, placement_of, pools_of, smaller
 from .profile import Profile, load
 from .search import MEASURED_STEPS, WORK_BATCHES, synchronous
-from .simulation import Outcome, simulate
+from .simulation import LEAST_STEPS, Outcome, simulate
 from .trainer import Setting
 
 DEFAULT_STEPS = 50
+ENOUGH_ANSWERS = 150_000
+"""Over which what a run is compared with is averaged: on thousands of devices a few steps have that many."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,9 +99,11 @@ def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipeli
 def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
     """A simulation, with those that it is compared with: the synchronous layout, and the same layout on fewer devices."""
     outcome = simulate(setting)
-    sync = simulate(replace(synchronous(setting), steps=MEASURED_STEPS + setting.steps // 8))
+    sync = simulate(_long_enough(synchronous(setting), MEASURED_STEPS + setting.steps // 8))
     fewer = smaller(setting)
-    linearity = 1.0 if fewer is None else outcome.samples_per_device_s / simulate(fewer).samples_per_device_s
+    linearity = 1.0
+    if fewer is not None:
+        linearity = outcome.samples_per_device_s / simulate(_long_enough(fewer, setting.steps)).samples_per_device_s
     bound = max(bound_terms(setting).values())
     return outcome, {
         "step_s": round(outcome.step_s, 6),
@@ -112,6 +116,12 @@ def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
         "events_per_s": round(outcome.events / outcome.wall_s),
         "wall_s": 0.0,
     }
+
+
+def _long_enough(setting: Setting, most: int) -> Setting:
+    """With the steps that it takes to average over enough answers, `most` at most."""
+    averaged = max(LEAST_STEPS, -(-ENOUGH_ANSWERS // (setting.groups * setting.profile.batch.answers)))
+    return replace(setting, steps=min(most, 3 * (setting.knobs.max_lag + 1) + averaged))
 
 
 def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
