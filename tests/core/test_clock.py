@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.clock import LoopClock, VirtualTimeLoop, run_virtual, within
+from recipe.async_pipeline.core.clock import LoopClock, VirtualTimeLoop, run_virtual, unless_broken, within
 from recipe.async_pipeline.errors import WaitTimeout
 
 counts_cancellations = pytest.mark.skipif(
@@ -428,3 +428,31 @@ def test_a_holder_that_fails_does_not_prolong_the_wait(caplog: pytest.LogCapture
     with pytest.raises(WaitTimeout, match="^train waited 2 s for x$"):
         run_virtual(main())
     assert "cannot tell" in caplog.text
+
+
+def test_an_answer_that_comes_is_returned_though_nobody_is_broken() -> None:
+    async def answer() -> int:
+        await asyncio.sleep(3.0)
+        return 7
+
+    assert run_virtual(unless_broken(answer(), lambda: None)) == 7
+
+
+def test_nobody_waits_for_an_answer_of_somebody_who_is_broken() -> None:
+    async def story() -> float:
+        loop = asyncio.get_running_loop()
+        never: asyncio.Future[None] = loop.create_future()
+        with pytest.raises(RuntimeError, match="dead"):
+            await unless_broken(never, lambda: RuntimeError("dead") if loop.time() >= 10.0 else None, poll_s=0.5)
+        assert never.cancelled()
+        return loop.time()
+
+    assert run_virtual(story()) == 10.0
+
+
+def test_an_error_of_the_answer_itself_comes_through() -> None:
+    async def fails() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        run_virtual(unless_broken(fails(), lambda: None))

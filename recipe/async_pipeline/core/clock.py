@@ -165,6 +165,22 @@ async def within(
             deadline.settle()
 
 
+async def unless_broken(awaitable: Awaitable[T], broken: Callable[[], BaseException | None], poll_s: float = 0.5) -> T:
+    """Await something that will never come if whoever should bring it is broken, which `broken` tells by the error to raise.
+
+    Raises that error, within `poll_s` seconds; what the awaitable raises comes through. Whatever ends the wait cancels it.
+    """
+    bringing = asyncio.ensure_future(awaitable)
+    try:
+        while not bringing.done():
+            await asyncio.wait({bringing}, timeout=poll_s)
+            if not bringing.done() and (error := broken()) is not None:
+                raise error
+        return bringing.result()
+    finally:
+        bringing.cancel()
+
+
 class _Deadline:
     """Cancels the task that made it, and tells that cancellation from one by somebody else.
 

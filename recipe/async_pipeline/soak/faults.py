@@ -24,7 +24,7 @@ from .small_disk import empty, fill
 STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
 """A stalled engine gets one slice in so many, for so long."""
 MISJUDGED_S = 8.0
-CORRUPT_S = 1.5
+CORRUPT_S, STOPPED_S = 1.5, 5.0
 NEAR = 1 << 16
 FULL_S = 120.0
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
@@ -66,19 +66,31 @@ def stall_replica(job: SoakJob) -> None:
 
 def corrupt_bucket(job: SoakJob) -> None:
     """One bit of each bucket, once the checksums are known and before a replica has looked at them; then it heals."""
+    deadline = time.monotonic() + NEXT_VERSION_S
+    while not _flip_while_nobody_looks(job):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{NEXT_VERSION_S:g} s without a version that is gathered while the replicas stand still")
+        time.sleep(CORRUPT_S)
+
+
+def _flip_while_nobody_looks(job: SoakJob) -> bool:
+    """False: no version came while the replicas stood still, since they had to answer something for it; nothing was flipped."""
     servers = [found.pid for found in job.processes(SERVER)]
     for pid in servers:
         send(pid, signal.SIGSTOP)
     try:
-        job.wait_for("a version that is gathered", _has("GATHERED"), NEXT_VERSION_S)
+        job.wait_for("a version that is gathered", _has("GATHERED"), STOPPED_S)
         time.sleep(CORRUPT_S)
         flipped = [flip for name in _buckets(job) if (flip := _flip(name, job.random.random())) is not None]
+    except TimeoutError:
+        return False
     finally:
         for pid in servers:
             send(pid, signal.SIGCONT)
     time.sleep(CORRUPT_S)
     for name, place, found in flipped:
         _heal(name, place, found)
+    return True
 
 
 def _buckets(job: SoakJob) -> list[str]:

@@ -19,7 +19,7 @@ from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from ..core.clock import within
+from ..core.clock import unless_broken, within
 from ..errors import CorruptionError, WeightSyncError
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.board import await_manifest
@@ -103,13 +103,14 @@ class PipelineVLLMServer(vLLMHttpServer):
         manifest = encode(await self._fetch(offered, courier, timeout_s))
         fetched = time.perf_counter()
         if how.stage == "device":
-            staging = self._stage(manifest, offered.version, timeout_s)
+            staging = unless_broken(self._stage(manifest, offered.version, timeout_s), self._death)
             await self._within(timeout_s, staging, f"its engine to copy version {offered.version} to the device")
         staged_at = time.perf_counter()
 
         async def load() -> Loaded:
             core = self.engine.engine_core
-            answer = core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s)
+            # vLLM does not tell those who wait for such an answer that its process has ended.
+            answer = unless_broken(core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s), self._death)
             return Loaded(*await self._within(timeout_s, answer, f"its engine to load version {offered.version}"))
 
         # Its requests may have to end first, for which nobody else waits.
@@ -151,8 +152,11 @@ class PipelineVLLMServer(vLLMHttpServer):
 
     async def check(self) -> None:
         """Return if the engine turns its loop. Raises EngineDeadError: its process has ended."""
-        await self.engine.check_health()
-        await self.engine.engine_core.call_utility_async("is_scheduler_paused")
+        await unless_broken(self.engine.engine_core.call_utility_async("is_scheduler_paused"), self._death)
+
+    def _death(self) -> BaseException | None:
+        """Why the engine will not answer any more; None: it will."""
+        return self.engine.dead_error if self.engine.errored else None
 
     def processes(self) -> list[tuple[int, float]]:
         """Id and start time of this process and of all below it: what must end before another one starts here."""
