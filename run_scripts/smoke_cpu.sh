@@ -4,6 +4,7 @@
 #
 #   bash run_scripts/smoke_cpu.sh [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
+#   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts nothing
 #
 # Sets everything up first (once). Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
 set -euo pipefail
@@ -18,5 +19,9 @@ PYTHON="$ROOT/.venv/bin/python"
 ASYNC_PIPELINE_TASK="${ASYNC_PIPELINE_TASK:-$("$PYTHON" -m recipe.async_pipeline task make)}"
 ASYNC_PIPELINE_RUN="${ASYNC_PIPELINE_RUN:-$(date +%Y%m%d-%H%M%S)}"
 export ASYNC_PIPELINE_TASK ASYNC_PIPELINE_RUN
+CONFIG=(--config-path "$ROOT/configs" --config-name smoke_cpu)
+if [ "${1:-}" = --explain ]; then
+  exec "$PYTHON" -m recipe.async_pipeline explain "${CONFIG[@]}" "${@:2}"
+fi
 exec "$PYTHON" -m recipe.async_pipeline watch -- "$PYTHON" -m verl.trainer.main_ppo \
-  --config-path "$ROOT/configs" --config-name smoke_cpu +async_pipeline=True "$@"
+  "${CONFIG[@]}" +async_pipeline=True "$@"

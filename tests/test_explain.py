@@ -32,6 +32,8 @@ def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "strategy        n_step_ahead" in out
     assert "at most 40 groups = 320 answers" in out
     assert list(tmp_path.iterdir()) == [], "nothing is made"
+    assert main([*SMOKE, "+async_generation_ratio=1.5", "data.train_batch_size=20"]) == 0, "asking is switch enough"
+    assert "160 samples in 2 mini-batch(es), 128 samples of each on a rank; the last is filled up with 96 empty ones" in capsys.readouterr().out
 
 
 def test_the_command_of_the_readme_on_verls_own_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +76,8 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        ([], "the pipeline is not asked for; add +async_pipeline=True"),
+        (["+async_pipeline=False"], "the pipeline is switched off; leave that out"),
+        (["data.train_batch_size=15"], "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 15"),
         (["+async_pipeline=True", "trainer.val_only=True"], "trainer.val_only must be False"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),

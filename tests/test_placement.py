@@ -65,7 +65,7 @@ def test_logp_and_its_neighbour_may_share() -> None:
         ([0.5, 0.5, 0.5, 0], "above 0 and at most 1, got 0"),
         ([0.5, 0.5, 0.5, True], "above 0 and at most 1, got True"),
         ([0.5, 0.5, 0.5, 0.4], "no sharing of pools makes them sum to 1"),
-        ([0.25, 0.25, 0.25, 0.5], "they sum to 1 in two ways"),
+        ([0.25, 0.25, 0.25, 0.5], "they sum to 1 in 2 ways, train \\| logp\\+ref_logp and train\\+logp \\| ref_logp"),
     ],
 )
 def test_ratios_that_mean_nothing(ratios: Any, why: str) -> None:

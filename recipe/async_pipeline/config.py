@@ -130,7 +130,7 @@ def _reject_unknown(own: Mapping[str, Any]) -> None:
     for name in own:
         if name not in own_fields():
             raise ConfigError(
-                f"{OWN}.{name} is unknown, got {shown(str(name), own[name])}{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
+                f"{OWN}.{name} is unknown, got {shown(str(name), own[name])}{hint(name, own_fields()) or _all_knobs()}"
             )
 
 
@@ -140,8 +140,12 @@ def unknown_key(path: str) -> str:
     if parent == OWN:
         if name in own_fields():
             return f"{path} is a knob that this config does not have; write +{path}=... to add it"
-        return f"{path} is unknown{hint(name, own_fields())}; knobs: {', '.join(own_fields())}"
+        return f"{path} is unknown{hint(name, own_fields()) or _all_knobs()}"
     return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
+
+
+def _all_knobs() -> str:
+    return f"; knobs: {', '.join(own_fields())}"
 
 
 def _reject_misplaced(raw: Mapping[str, Any]) -> None:

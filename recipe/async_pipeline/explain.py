@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from .cli import echo
-from .config import unknown_key
+from .config import SWITCHES, unknown_key
 from .errors import ConfigError
 from .plan import as_json, in_words, plan_of
 from .verl_bridge.patches import find_verl_root
@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises ConfigError: the run would not start."""
     config = _composed(args.config_path, args.config_name, args.overrides)
+    if all(OmegaConf.select(config, path) is None for path in SWITCHES):
+        # Who asks what the pipeline would do need not ask for it as well.
+        config = _composed(args.config_path, args.config_name, ["+async_pipeline=True", *args.overrides])
     # Imports verl, which takes seconds and warns of engines that are not installed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = checked(config)
     if found is None:
-        raise ConfigError("the pipeline is not asked for; add +async_pipeline=True")
+        raise ConfigError("the pipeline is switched off; leave that out")
     set_verls_keys(config, found)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -125,7 +125,7 @@ def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass:
     if knobs.old_logp is None:
         return "logp_pool" if pool is not None and knobs.max_lag > 0 else "trainer"
     if knobs.old_logp == "logp_pool" and pool is None:
-        raise ConfigError(f"{path}=logp_pool wants a pool for logp without train, got {knobs.old_logp!r}; add one to {POOLS}")
+        raise ConfigError(f"{path}=logp_pool wants logp on a pool without train, but it shares the training devices; give it one in {POOLS}, or use trainer")
     if knobs.old_logp == "logp_pool" and knobs.max_lag == 0:
         raise ConfigError(f"{path}=logp_pool is a policy older than the one that answers with max_lag 0; use trainer, or raise max_lag")
     if knobs.old_logp == "trainer" and pool is not None and knobs.sync_every > 1:
@@ -187,7 +187,7 @@ def role_called(name: Any, path: str) -> str:
     text = str(name).replace("-", "_").lower()
     role = ALIASES.get(text, text)
     if role not in PLACED:
-        raise ConfigError(f"{path} must be of {', '.join(PLACED)}, got {name!r}{hint(role, PLACED)}; other roles need no device")
+        raise ConfigError(f"{path} must be of {', '.join(PLACED)}, got {name!r}{hint(role, (*PLACED, *ALIASES))}; other roles need no device")
     return role
 
 
@@ -210,13 +210,20 @@ def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]
         if equal and abs(sum(group[0] for group in groups) + generate - 1) < TOLERANCE:
             fitting.append(groups)
     if len(fitting) != 1:
-        why = "no sharing of pools makes them sum to 1" if not fitting else "they sum to 1 in two ways"
+        why = "no sharing of pools makes them sum to 1"
+        if fitting:
+            why = f"they sum to 1 in {len(fitting)} ways, {' and '.join(_as_shared(groups) for groups in fitting)}"
         raise ConfigError(f"{path}: {why}, got {list(ratios)}; where neighbours of train, logp, ref_logp are equal they may share a pool; or set {POOLS}")
     names, pools = iter(("train", "logp", "ref_logp")), {}
     for group in fitting[0]:
         roles = [next(names) for _ in group]
         pools[roles[0]] = {"roles": roles, "share": group[0]}
     return pools | {"generate": {"roles": ["generate"], "share": generate}}
+
+
+def _as_shared(groups: Sequence[Sequence[float]]) -> str:
+    names = iter(("train", "logp", "ref_logp"))
+    return " | ".join("+".join(next(names) for _ in group) for group in groups)
 
 
 def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
@@ -250,7 +257,8 @@ def place(wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: i
         here = tuple(role for role in wish.roles if role in roles)
         if not here:
             raise ConfigError(
-                f"{path}: this run has no {' or '.join(wish.roles)}, so that the devices of pool {wish.name} would do nothing; remove it"
+                f"{path}: this run has no {' or '.join(wish.roles)}, so that the devices of pool {wish.name} would do nothing; "
+                f"{_without(wish, wishes, path)}"
             )
         kept.append((wish, (*here, *rest) if "train" in here else here))
     counts = _whole_devices([wish for wish, _ in kept], devices, path)
@@ -264,6 +272,16 @@ def place(wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: i
     )
     _check_packing(pools, -(-devices // node), node, path)
     return Placement(pools)
+
+
+def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
+    """The remedy for a pool that nobody needs."""
+    asked = " (actor_rollout_ref.actor.use_kl_loss=True asks for a reference)" if unused.roles == ("ref_logp",) else ""
+    if path != RATIOS:
+        return f"remove it{asked}"
+    left = [replace(wish, share=(wish.share or 0) + (unused.share or 0)) if "generate" in wish.roles else wish for wish in wishes if wish is not unused]
+    pools = ",".join(f"{wish.name}:{{roles:[{','.join(wish.roles)}],share:{wish.share:g}}}" for wish in left)
+    return f"use {POOLS}={{{pools}}} instead{asked}"
 
 
 def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> None:
@@ -295,7 +313,7 @@ def _whole_devices(wishes: Sequence[Wish], devices: int, path: str) -> list[int]
         counts[i] += 1
     for wish, count in zip(wishes, counts, strict=True):
         if count == 0:
-            least = math.ceil(1 / float(wish.share or 1) - TOLERANCE)
+            least = math.ceil(1 / min(shares) - TOLERANCE)
             raise ConfigError(
                 f"{path}: pool {wish.name} gets no device, its share of {devices} is {float(wish.share or 0) * devices:g}; "
                 f"raise it to {1 / devices:.3g} and lower another, or have {least} devices (trainer and rollout together)"

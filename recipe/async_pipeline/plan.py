@@ -43,6 +43,8 @@ class Plan:
     answers_per_group: int
     mini_batches_per_step: int
     answers_per_mini_batch_and_rank: float
+    padding_per_step: int
+    """Empty samples that fill the last mini-batch up."""
     groups_at_once: int
     """In flight or finished and not yet trained, at most."""
     answers_at_once: int
@@ -86,6 +88,7 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
         answers_per_group=n,
         mini_batches_per_step=-(-batch // mini),
         answers_per_mini_batch_and_rank=mini * n / train,
+        padding_per_step=-batch % mini * n,
         groups_at_once=batch * depth + oldest,
         answers_at_once=(batch * depth + oldest) * n,
         engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
@@ -145,7 +148,7 @@ def in_words(plan: Plan) -> list[str]:
         *_devices(plan),
         f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
         f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} mini-batch(es), "
-        f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank",
+        f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank{_padding(plan)}",
         f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} answers, for {plan.engine_slots} "
         f"slots of the engines{_slots(plan)}",
         f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
@@ -167,6 +170,10 @@ def _devices(plan: Plan) -> Iterator[str]:
     yield f"devices         {head}"
     yield from (f"                {line}" for line in lines)
     yield f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights computes with train"
+
+
+def _padding(plan: Plan) -> str:
+    return f"; the last is filled up with {plan.padding_per_step} empty ones" if plan.padding_per_step else ""
 
 
 def _slots(plan: Plan) -> str:

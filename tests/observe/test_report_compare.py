@@ -55,7 +55,7 @@ def test_a_change_is_good_or_bad_by_what_it_is_of(runs: tuple[RunData, RunData])
 
 def test_a_partial_run_is_compared_as_far_as_it_goes(runs: tuple[RunData, RunData]) -> None:
     a, b = runs
-    partial = replace(b, accounting=None, pools={}, config={}, missing=("events.jsonl is not there: no timeline",))
+    partial = replace(b, accounting=None, warm=None, pools={}, config={}, missing=("events.jsonl is not there: no timeline",))
     page = check(compare_page(a, partial))
     assert "B: events.jsonl is not there: no timeline" in page.texts
     assert "Not known: config.json is not there in both." in page.texts

@@ -94,3 +94,27 @@ def test_settings_that_differ_are_told_and_names_and_places_are_not() -> None:
     b = {"trainer": {"v1": {"max_lag": 3, "run_dir": "b", "depth": 2}, "experiment_name": "b"}, "data": {"train_files": "b", "shuffle": True}, "lr": 1e-6}
     assert changed_settings(a, b) == [("trainer.v1.max_lag", "1", "3"), ("trainer.v1.depth", "not set", "2")]
     assert changed_settings(a, a) == []
+
+
+def test_what_a_cold_start_cost_is_not_taken_for_what_steps_are_like(folder: Path, run: RunData, tmp_path: Path) -> None:
+    """The same run, of which all that came after the first version was served came 1,000 s later."""
+    assert run.warm is not None
+    assert run.warm.steady_s < run.accounting.steady_s
+    assert len(run.warm.steps) == STEPS - 1
+    events = (folder / "events.jsonl").read_text().splitlines()
+    cold, begun = [], False
+    for line in events:
+        record = json.loads(line)
+        if begun:
+            record["t"] += 1000.0
+            if record["event"] == "TRAINED" and record["step"] <= 3:
+                record["batch/tail_s"] = record.get("batch/tail_s", 0.0) + 1000.0
+        begun = begun or record["event"] == "SERVED"
+        cold.append(json.dumps(record))
+    (tmp_path / "events.jsonl").write_text("\n".join(cold) + "\n")
+    for name in ("summary.json", "metrics.jsonl", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    found = data_of(read_run(tmp_path))
+    assert found.accounting.steady_s == pytest.approx(run.accounting.steady_s + 1000.0)
+    assert found.typical.bubble_ratio == pytest.approx(run.typical.bubble_ratio, abs=0.02)
+    assert found.typical.loop_s == pytest.approx(run.typical.loop_s, rel=0.2)

@@ -38,7 +38,21 @@ def test_a_profile_of_another_run_may_be_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "other.yaml").write_text(dump(profile(stages=Stages(update=Stage(fixed_s=50.0)))))
     assert cli.main(["simulate", "--against", str(tmp_path), "--profile", str(tmp_path / "other.yaml")]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("one_step_off, max_lag 1: predicted 50.")
+    assert "\none_step_off, max_lag 1: predicted 50." in told
+
+
+def test_a_short_run_is_compared_over_its_later_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_behind(setting(KNOWN, "n_step_ahead", max_lag=3, generate=3, steps=18), tmp_path)
+    events = tmp_path / "events.jsonl"
+    lines = events.read_text().splitlines()
+    tenth = next(i for i, line in enumerate(lines) if '"TRAINED"' in line and json.loads(line)["step"] == 10)
+    events.write_text("\n".join(lines[: tenth + 1]) + "\n")
+    assert cli.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
+    assert abs(json.loads(capsys.readouterr().out)["error"]) < 0.2
+    fourth = next(i for i, line in enumerate(lines) if '"TRAINED"' in line and json.loads(line)["step"] == 4)
+    events.write_text("\n".join(lines[: fourth + 1]) + "\n")
+    assert cli.main(["simulate", "--against", str(tmp_path)]) == cli.EXIT_USERS
+    assert "has 4 steps, of which too few are without a warm-up; give a run of 8 or more" in capsys.readouterr().err
 
 
 def test_what_the_run_says_cannot_be_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from recipe.async_pipeline.sim.distribution import Lognormal, from_normal
+from recipe.async_pipeline.sim.distribution import Lognormal, from_normal, largest
 from recipe.async_pipeline.sim.extraction import extract
 from recipe.async_pipeline.sim.profile import (
     Answers,
@@ -114,6 +115,25 @@ def test_an_engine_that_gets_slower_with_more_answers_is_fitted(tmp_path: Path) 
     from recipe.async_pipeline.sim.extraction import _fit_engine, _Table
 
     records = [group(k, 100.0 * k, [40 + k] * (1 if k % 2 else 4), 0.02 if k % 2 else 0.05) for k in range(40)]
-    run = RunLog(tmp_path, {}, records)
+    trained = LogRecord(t=0.0, role="train", event="TRAINED", state=None, fields={"step": 1})
+    run = RunLog(tmp_path, {}, [trained, *records])
     request_s, first_s, more_s = _fit_engine(_Table(run), replicas=1)
     assert (request_s, first_s, more_s) == pytest.approx((0.0, 0.02, 0.01), abs=1e-3)
+
+
+def test_what_was_asked_before_the_first_step_was_trained_is_left_out(tmp_path: Path) -> None:
+    """Its engines were a hundred times slower then; only the end of the warm-up is moved, the run is the same."""
+    leave_behind(setting(KNOWN, "n_step_ahead", train=2, generate=4, steps=40), tmp_path)
+    events = tmp_path / "events.jsonl"
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    first = next(r["t"] for r in records if r["event"] == "TRAINED")
+    for record in records:
+        if record["event"] == "ANSWERED" and record["t"] - record["seconds"] < first:
+            record["score_s"] = [100.0 * s for s in record["score_s"]]
+    events.write_text("".join(json.dumps(record) + "\n" for record in records))
+    warm = extract(read_run(tmp_path))
+    assert largest(warm.answers.reward_s) < 2 * 0.4 + 0.5
+    assert "warm-up" not in warm.note
+    short = [r for r in records if r["t"] <= first + 1e-6]
+    events.write_text("".join(json.dumps(record) + "\n" for record in short))
+    assert extract(read_run(tmp_path)).note.endswith("too few to leave the warm-up out (only 0 prompts went out after the first of them)")

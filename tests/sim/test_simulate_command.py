@@ -40,9 +40,15 @@ def test_a_person_reads_the_same(path: str, capsys: pytest.CaptureFixture[str]) 
         assert part in told
 
 
-def test_pools_may_be_given(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pools = "{a: {roles: [train], devices: 2}, b: {roles: [logp], devices: 2}, c: {roles: [generate], devices: 4}}"
-    assert cli.main(["simulate", "--profile", path, "--devices", "8", "--strategy", "one_step_off", "--pools", pools, "--steps", "16", "--json"]) == 0
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{a: {roles: [train], devices: 2}, b: {roles: [logp], devices: 2}, c: {roles: [generate], devices: 4}}",
+        "{a:{roles:[train],devices:2},b:{roles:[logp],devices:2},c:{roles:[generate],devices:4}}",
+    ],
+)
+def test_pools_may_be_given(written: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "--profile", path, "--devices", "8", "--strategy", "one_step_off", "--pools", written, "--steps", "16", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["idle"]) == {"a", "b", "c"}
 
 
@@ -51,10 +57,11 @@ def test_pools_may_be_given(path: str, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--devices", "8"], "--strategy is missing"),
         (["--strategy", "one_step_off"], "--devices is missing"),
+        (["--strategy", "one_step_off", "--devices", "8", "--seed", "-1"], "--seed must be >= 0, got -1"),
         (["--strategy", "one_step_off", "--devices", "1"], "--devices must be >= 2, got 1"),
         (["--strategy", "soon", "--devices", "8"], "--strategy must be one of on_policy"),
         (["--strategy", "one_step_off", "--devices", "8", "--steps", "5"], "--steps must be at least 10 with max_lag 1, got 5"),
-        (["--strategy", "one_step_off", "--devices", "8", "--pools", "{"], "--pools must be a mapping in YAML"),
+        (["--strategy", "one_step_off", "--devices", "8", "--pools", "{"], "--pools must be a mapping as in an override"),
         (["--strategy", "one_step_off", "--devices", "8", "--pools", "{a: {roles: [train], device: 2}}"], "--pools.a.device is unknown"),
     ],
 )

@@ -107,6 +107,17 @@ class Accounting:
                     f"pool {name}: {pool.total:.6f} device-seconds are accounted for, {expected:.6f} have passed"
                 )
 
+    def after(self, earlier: Accounting, loop_s: float) -> Accounting:
+        """What came on top of an earlier account of the same run; `loop_s` of that part."""
+        pools = {
+            name: PoolAccount(devices=p.devices, roles=p.roles, seconds=_sum(p.seconds, _negative(earlier.pools[name].seconds)))
+            for name, p in self.pools.items()
+        }
+        wall_s = self.wall_s - earlier.wall_s
+        result = Accounting(wall_s=wall_s, pools=pools, steps=self.steps[len(earlier.steps) :], steady_s=wall_s, loop_s=loop_s)
+        result.check()
+        return result
+
     @property
     def bubble_ratio(self) -> float:
         """Share of all device-seconds since the first version was served in which a device did no work."""
@@ -150,6 +161,10 @@ class Accountant:
         """Of all steps; of the last publication."""
         self._startup_s = self._steady_from = self._now = 0.0
         self._serving = False
+        self._warm: Accounting | None = None
+        """All until the run was warm."""
+        self._warm_t = self._warm_loop_s = 0.0
+        """When it was; what `_loop_s` has of later."""
 
     def __call__(self, record: LogRecord) -> None:
         if record.event == "START" and record.role == "flow":
@@ -175,6 +190,13 @@ class Accountant:
         )
         result.check()
         return result
+
+    def since_warm(self) -> Accounting | None:
+        """Only what went on since the first publication after the first step, by when code is compiled and caches are full.
+
+        None: nothing did. Raises AccountingError: it does not add up.
+        """
+        return None if self._warm is None else self.account().after(self._warm, self._warm_loop_s)
 
     def settled(self) -> dict[str, Seconds]:
         """Device-seconds by pool and reason of which nothing will be corrected any more."""
@@ -221,14 +243,18 @@ class Accountant:
         if record.event == "SERVED":
             self._settle(record.fields)
             self._weights_s = sum(float(record.fields.get(part, 0.0)) for part in ("gather_s", "transfer_s", "load_s"))
+            if self._steps and self._warm is None:
+                self._warm, self._warm_t = self.account(), record.t
             if not self._serving:
                 self._serving, self._steady_from = True, record.t
         elif record.event == "VALIDATED":
             for name in self._pending:
                 self._shift(name, float(record.fields["seconds"]) * self._pools[name].devices, "validation")
         elif record.event == "TRAINED":
-            once = float(record.fields.get("batch/tail_s", 0.0)) + self._step["train"] + self._weights_s
-            self._loop_s += once / self._batches_in_flight
+            tail_s, after_s = float(record.fields.get("batch/tail_s", 0.0)), self._step["train"] + self._weights_s
+            self._loop_s += (tail_s + after_s) / self._batches_in_flight
+            # Answers that began in the cold took longer for that.
+            self._warm_loop_s += (min(tail_s, record.t - self._warm_t) + after_s) / self._batches_in_flight if self._warm else 0.0
             self._steps.append(StepAccount(step=int(record.fields["step"]), seconds=dict(self._step)))
             self._step = defaultdict(float)
 
@@ -324,6 +350,10 @@ def _sum(*parts: Mapping[str, float]) -> Seconds:
         for reason, seconds in part.items():
             total[reason] += seconds
     return total
+
+
+def _negative(seconds: Mapping[str, float]) -> Mapping[str, float]:
+    return {reason: -s for reason, s in seconds.items()}
 
 
 def account(records: Iterable[LogRecord]) -> Accounting:

@@ -228,13 +228,13 @@ def far_off_policy(facts: Facts) -> Advice | None:
 
 def long_start(facts: Facts) -> Advice | None:
     """When most of the run was coming up."""
-    share = 1 - facts.found.steady_s / facts.found.wall_s
-    if share < 0.3:
+    whole = facts.run.accounting
+    if whole is None or (share := 1 - whole.steady_s / whole.wall_s) < 0.3:
         return None
     return Advice(
         rule="long_start",
-        finding=f"{share:.0%} of the run was start-up, {facts.found.wall_s - facts.found.steady_s:,.0f} s before the first version was served",
-        change="that is paid once a run; longer runs hide it",
+        finding=f"{share:.0%} of the run was start-up, {whole.wall_s - whole.steady_s:,.0f} s before the first version was served",
+        change="train more steps in one run: start-up is paid once",
     )
 
 
@@ -258,7 +258,7 @@ RULES: Sequence[Callable[[Facts], Advice | None]] = (
 def advise(run: RunData) -> list[Advice]:
     """What to change, the largest predicted gain first. Empty: nothing stands out, or the run says too little."""
     facts = facts_of(run)
-    if facts is None or len(facts.found.steps) < FEW_STEPS:
+    if facts is None or run.accounting is None or len(run.accounting.steps) < FEW_STEPS:
         return []
     found = [advice for rule in RULES if (advice := rule(facts)) is not None]
     return sorted(found, key=lambda advice: -(advice.gain or 0.0))

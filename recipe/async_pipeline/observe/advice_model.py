@@ -45,7 +45,7 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The bound of a step, in seconds of the whole run since the first version."""
+    """The bound of a step, in seconds of all steps but the first."""
 
     work: Mapping[str, float]
     """Device-seconds of work of each pool."""
@@ -63,7 +63,8 @@ class Model:
         return cls(
             work={name: pool.busy for name, pool in found.pools.items() if pool.devices},
             devices={name: pool.devices for name, pool in found.pools.items() if pool.devices},
-            loop_s=found.loop_s + max(forward, default=0.0) / (max_lag + 1) if found.loop_s else 0.0,
+            # No bound is longer than what was measured.
+            loop_s=min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1)) if found.loop_s else 0.0,
             max_lag=max_lag,
         )
 
@@ -86,6 +87,7 @@ class Facts:
 
     run: RunData
     found: Accounting
+    """Without the first step, which is no sample of what others are like."""
     model: Model
     trainer: Mapping[str, float]
     """What the trainer did with the steps' time, as shares: `train`, or the role that it waited for."""
@@ -97,20 +99,20 @@ class Facts:
         return max(others.items(), key=lambda item: item[1], default=("", 0.0))
 
     def share(self, pool: str, *reasons: str) -> float:
-        """Of the pool's device-seconds since the first version."""
+        """Of the pool's device-seconds since the first step."""
         account = self.found.pools[pool]
         passed = account.devices * self.found.steady_s
         return sum(account.seconds.get(reason, 0.0) for reason in reasons) / passed if passed else 0.0
 
     def busy(self, pool: str) -> float:
-        """Share of its time since the first version in which the pool worked."""
+        """Share of its time since the first step in which the pool worked."""
         account = self.found.pools[pool]
         return account.busy / (account.devices * self.found.steady_s) if self.found.steady_s and account.devices else 0.0
 
 
 def facts_of(run: RunData) -> Facts | None:
     """None: the run has no account, or no step since the first version was served."""
-    found = run.accounting
+    found = run.typical
     if found is None or not found.steps or not found.steady_s:
         return None
     seconds: dict[str, float] = {}

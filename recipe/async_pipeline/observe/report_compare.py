@@ -112,7 +112,7 @@ def _last(series: Series) -> float | None:
 
 
 def _of(run: RunData, what: str) -> float | None:
-    return float(getattr(run.accounting, what)) if run.accounting is not None and run.accounting.steady_s else None
+    return float(getattr(run.typical, what)) if run.typical is not None and run.typical.steady_s else None
 
 
 def _settings(a: RunData, b: RunData) -> str:

@@ -58,6 +58,9 @@ class RunData:
     samples_per_s: float | None
     """Trained answers a second, over the steps but the first."""
     accounting: Accounting | None = None
+    """Of the whole run."""
+    warm: Accounting | None = None
+    """Without its start-up and its first step."""
     roles: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
     """When each role computed."""
     home: Mapping[str, str] = field(default_factory=dict)
@@ -87,6 +90,11 @@ class RunData:
     error: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     missing: Sequence[str] = ()
+
+    @property
+    def typical(self) -> Accounting | None:
+        """What says how the run goes on: without its first step, unless there was no other."""
+        return self.warm if self.warm is not None and self.warm.steps and self.warm.steady_s else self.accounting
 
 
 def data_of(files: RunFiles) -> RunData:
@@ -186,6 +194,7 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
     last = trained[-1].fields if trained else {}
     return {
         "accounting": accountant.account(),
+        "warm": accountant.since_warm(),
         "max_lag": start.fields.get("max_lag"),
         "pools": pools,
         "roles": {role: spans for role in start.fields["graph"] if (spans := busy_intervals(records, role))},
@@ -218,10 +227,13 @@ def changed_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Sequence[tup
 
 _WHERE = ("_dir", "_path", "path", "experiment_name", "project_name", "started_unix", "_file", "files", "port", "placement")
 
+_WHICH = ("run", "identity", "async_strategy")
+"""Which run it is; and what `trainer.v1.async_pipeline.strategy` says as well."""
+
 
 def _says_where(key: str) -> bool:
     """Is this setting about where things are, not about what is done?"""
-    return any(part.endswith(_WHERE) for part in key.split("."))
+    return any(part.endswith(_WHERE) or part in _WHICH for part in key.split("."))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:

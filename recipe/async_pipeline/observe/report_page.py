@@ -72,9 +72,10 @@ def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
         found["Step time"] = (seconds(median(steps)), spread)
     if run.samples_per_s:
         found["Throughput"] = (f"{amount(run.samples_per_s)} /s", "answers trained, without the first step")
-    if run.accounting is not None and run.accounting.steady_s:
-        found["Overlap efficiency"] = (percent(run.accounting.overlap_efficiency), "of the fastest that any schedule could be on these pools")
-        found["Devices idle"] = (percent(run.accounting.bubble_ratio), "of device-seconds since the first version was served")
+    if run.typical is not None and run.typical.steady_s:
+        after = "without the first step" if run.typical is run.warm else "since the first version was served"
+        found["Overlap efficiency"] = (percent(run.typical.overlap_efficiency), f"of the fastest that any schedule could be on these pools, {after}")
+        found["Devices idle"] = (percent(run.typical.bubble_ratio), f"of device-seconds, {after}")
     if run.lag_mean:
         found["Lag"] = (amount(fmean(run.lag_mean.y)), f"versions on average; at most {max(run.lag_max.y, default=0):.0f} of {run.max_lag} allowed")
     if run.reward:
@@ -93,13 +94,13 @@ def tiles(run: RunData) -> str:
 
 
 def advice_list(advice: Sequence[Advice], run: RunData) -> str:
-    if run.accounting is None:
+    if run.accounting is None or run.typical is None:
         return "<p>Without events there is nothing to base advice on.</p>"
     if len(run.accounting.steps) < FEW_STEPS:
         return f"<p>Advice needs {FEW_STEPS} steps; this run has {len(run.accounting.steps)}.</p>"
     if not advice:
         return (
-            f'<p class="good">Nothing stands out. Steps were at {percent(run.accounting.overlap_efficiency)} of the fastest that these pools allow, '
+            f'<p class="good">Nothing stands out. Steps were at {percent(run.typical.overlap_efficiency)} of the fastest that these pools allow, '
             "and no change that the model knows would gain 5 % or more.</p>"
         )
     cards = ""
@@ -133,7 +134,7 @@ def device_seconds(run: RunData) -> str:
         table = f'<table><thead><tr><th scope="col">what its devices did</th><th scope="col">share</th><th scope="col">device-seconds</th></tr></thead><tbody>{rows}</tbody></table>'
         devices = f"{pool.devices} device{'s' if pool.devices != 1 else ''} for {seconds(run.accounting.wall_s)}, {percent(_worked(pool.seconds, pool.total))} of it at work. Roles: {', '.join(pool.roles)}."
         html += figure(f"Pool {name}", bar + table, note=escape(devices))
-    return f'<p class="lead">Every second of every device has one reason, and they add up to devices × time. Solid is work; stripes are waiting.</p><div class="grid">{html}</div>'
+    return f'<p class="lead">Every second of every device has one reason, and they add up to devices × time. Solid is work; stripes are waiting. The timeline shows generation as its role does, at work while any answer is open; here what the engines themselves say is taken off it, when all open answers were with tools or reward functions.</p><div class="grid">{html}</div>'
 
 
 def ordered(found: Mapping[str, float], total: float) -> list[tuple[str, float, float]]:

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .extraction import extract
 from .profile import Profile, load
 from .run_log import RunLog, read_run
-from .simulation import simulate, window
+from .simulation import LEAST_STEPS, simulate
 from .trainer import Setting
 
 SEEDS = 5
@@ -29,6 +29,7 @@ def compare(args: argparse.Namespace) -> int:
     if args.as_json:
         echo(json.dumps(facts, indent=2))
     else:
+        echo(facts["profile"])
         echo(
             f"{facts['strategy']}, max_lag {facts['max_lag']}: predicted {facts['predicted_step_s']:.3f} s a step, "
             f"measured {facts['measured_step_s']:.3f} s, error {facts['error']:+.1%} "
@@ -40,7 +41,7 @@ def compare(args: argparse.Namespace) -> int:
 def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, Any]:
     """Both step times, over the same window of steps. Raises ConfigError: the run has too few steps."""
     knobs, ends = run.knobs, run.step_ends_s
-    first, last = window(len(ends), knobs.max_lag)
+    first, last = over = _window(run)
     measured = (ends[last - 1] - ends[first - 1]) / (last - first)
     outcomes = [
         simulate(
@@ -51,7 +52,8 @@ def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, A
                 groups=int(run.settings["groups"]),
                 steps=len(ends),
                 seed=seed + i,
-            )
+            ),
+            over,
         )
         for i in range(SEEDS)
     ]
@@ -67,3 +69,13 @@ def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, A
         "predicted_lag": round(fmean(o.lag_mean for o in outcomes), 4),
         "measured_lag": round(run.lag_mean, 4),
     }
+
+
+def _window(run: RunLog) -> tuple[int, int]:
+    """As a simulation's, but in a short run the later half will do: what is predicted for it is over the same steps."""
+    steps, lag = len(run.step_ends_s), run.knobs.max_lag
+    first = min(2 * (lag + 1), steps // 2)
+    last = max(first + LEAST_STEPS, steps - (lag + 1))
+    if last > steps:
+        raise ConfigError(f"{run.directory} has {steps} steps, of which too few are without a warm-up; give a run of {2 * LEAST_STEPS} or more")
+    return first, last

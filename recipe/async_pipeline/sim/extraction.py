@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from .distribution import Distribution, histogram_of
 from .profile import Answers, Batch, Decode, Failures, Profile, Stage, Stages, Sync, Validation
-from .run_log import RunLog
+from .run_log import RunLog, begun_s
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,15 +30,17 @@ WARM_UP_STEPS = 2
 """Of a run, in which caches fill and code is compiled."""
 FIXED_SHARE = 0.2
 NEGLIGIBLE_S = 1e-4
+ENOUGH_GROUPS = 8
+"""Whose prompts went out after the first step, to leave those out that went out before: they waited while things warmed up."""
 
 
 def extract(run: RunLog, *, fixed_share: float = FIXED_SHARE, note: str = "") -> Profile:
-    """The profile of a run. Its first steps are left out if there are enough others."""
+    """The profile of a run, without what went on before its first step was trained, if enough went on afterwards."""
     settings = run.settings
     answers, decode = _answers_and_engine(run)
     return Profile(
         origin="measured",
-        note=note or f"measured: {run.knobs.strategy}, {len(run.step_ends_s)} steps on {run.placement.devices} devices",
+        note=note or f"measured: {run.knobs.strategy}, {len(run.step_ends_s)} steps on {run.placement.devices} devices{_doubt(run)}",
         batch=Batch(groups=int(settings["groups"]), answers=int(settings["answers"])),
         answers=answers,
         decode=decode,
@@ -51,19 +53,25 @@ def extract(run: RunLog, *, fixed_share: float = FIXED_SHARE, note: str = "") ->
     )
 
 
+def _doubt(run: RunLog) -> str:
+    """That belongs beside what such a run says; empty: none."""
+    if len(run.warm_groups) >= ENOUGH_GROUPS:
+        return ""
+    return f", too few to leave the warm-up out (only {len(run.warm_groups)} prompts went out after the first of them)"
+
+
 class _Table:
     """Columns over all answers of the groups that count."""
 
     def __init__(self, run: RunLog) -> None:
         import numpy as np
 
-        groups = run.groups[len(run.groups) // 4 :] if len(run.groups) >= 8 else run.groups
-        self.groups = groups
+        groups = run.warm_groups if len(run.warm_groups) >= ENOUGH_GROUPS else run.groups
         for name in ("prompt_tokens", "tokens", "observation_tokens", "turns", "generate_s", "environment_s", "score_s"):
             setattr(self, name, np.array([value for g in groups for value in g.fields[name]], dtype=np.float64))
         sizes = [len(g.fields["tokens"]) for g in groups]
         self.sizes = sizes
-        self.begun = np.repeat([g.t - float(g.fields["seconds"]) for g in groups], sizes)
+        self.begun = np.repeat([begun_s(g) for g in groups], sizes)
         self.group_s = np.array([float(g.fields["seconds"]) for g in groups])
 
     prompt_tokens: Floats

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from ..cli import echo
 from ..errors import ConfigError
+from .bound import bound_s
 from .profile import load
 from .search import DEFAULT_MAX_LAG, SEEDS, Found, Plan, overrides, plan
 
@@ -26,32 +28,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print. Raises ConfigError: the profile is wrong, or no layout fits."""
-    for option, least in (("devices", 2), ("max_lag", 0), ("seeds", 3)):
+    for option, least in (("devices", 2), ("max_lag", 0), ("seeds", 3), ("seed", 0)):
         value = getattr(args, option)
         if value < least:
             raise ConfigError(f"--{option.replace('_', '-')} must be >= {least}, got {value}")
     profile = load(args.profile)
-    found = plan(profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed)
+    found = plan(profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed, say=_progress)
     if args.as_json:
         echo(json.dumps(as_json(found) | ({"overrides": overrides(found.found[0]) if found.verdict == "async" else []} if args.apply else {}), indent=2))
         return 0
     if args.apply:
         if found.verdict == "sync":
             echo(f"# nothing to apply: {found.why}")
-        for line in overrides(found.found[0]) if found.verdict == "async" else ():
-            echo(f"{_quoted(line)} \\")
+        else:
+            echo(" \\\n".join(_quoted(line) for line in overrides(found.found[0])))
         return 0
     for line in in_words(found, profile.note):
         echo(line)
     return 0
 
 
+def _progress(text: str) -> None:
+    """One line that is written over, for somebody who watches."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
 def as_json(found: Plan) -> dict[str, Any]:
-    best, *others = found.found
+    """With the verdict sync the best asynchronous layout is the first alternative."""
+    best = found.found[0]
+    paid = found.verdict == "async"
     return {
-        "recommendation": layout_of(best) if found.verdict == "async" else {"strategy": "sync", "devices": best.candidate.setting.placement.devices},
-        "predicted": predicted(best),
-        "alternatives": [layout_of(other) | predicted(other) for other in others],
+        "recommendation": layout_of(best) if paid else {"strategy": "sync", "devices": best.candidate.setting.placement.devices},
+        "predicted": predicted(best) if paid else predicted_sync(best),
+        "alternatives": [layout_of(other) | predicted(other) for other in found.found[paid:]],
         "verdict": found.verdict,
         "why": found.why,
     }
@@ -71,7 +82,7 @@ def layout_of(found: Found) -> dict[str, Any]:
 
 
 def predicted(found: Found) -> dict[str, Any]:
-    """What that should bring; the best asynchronous layout also where the verdict is sync."""
+    """What that should bring."""
     low, high = found.interval
     return {
         "step_s": round(found.step_s, 6),
@@ -88,12 +99,19 @@ def predicted(found: Found) -> dict[str, Any]:
     }
 
 
+def predicted_sync(found: Found) -> dict[str, Any]:
+    """Of the synchronous layout, which has all devices for generation and then for training."""
+    setting = found.sync[0].setting
+    return {"step_s": round(found.sync_step_s, 6), "bound_s": round(bound_s(setting), 6), "groups": setting.groups, "lag": {"mean": 0.0, "max": 0}, "seeds": len(found.sync)}
+
+
 def in_words(found: Plan, note: str) -> list[str]:
     """Lines for a person."""
     head = f"{'strategy':<14}{'max_lag':>7} {'depth':>5}  {'pools':<44}{'step s':>9} {'speed-up':>8} {'95 %':>15} {'lag':>5} {'of bound':>8}"
     return [
         f"profile: {note}",
         f"{found.verdict}: {found.why}",
+        f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s a step",
         f"{found.considered} candidates: {found.ruled_out} cannot be better by their bounds, the {found.simulated} most promising were simulated",
         "",
         head,

@@ -64,6 +64,11 @@ class RunLog:
         return [record for record in self.records if record.event == "ANSWERED"]
 
     @cached_property
+    def warm_groups(self) -> Sequence[LogRecord]:
+        """Those whose prompts went out after the first step was trained: code is compiled and caches are full by then."""
+        return [group for group in self.groups if begun_s(group) >= self.step_ends_s[0]]
+
+    @cached_property
     def tokens(self) -> Mapping[int, float]:
         """That each step trained on, prompts and observations included."""
         of_group = {r.fields["key"]: _total(r.fields) for r in self.groups}
@@ -113,6 +118,11 @@ def read_run(directory: Path) -> RunLog:
     if not run.groups or not run.step_ends_s:
         raise ConfigError(f"{events} tells of no finished group and step; give a run that trained")
     return run
+
+
+def begun_s(group: LogRecord) -> float:
+    """When the prompt of an ANSWERED record went out."""
+    return group.t - float(group.fields["seconds"])
 
 
 def _total(columns: Mapping[str, Any]) -> float:

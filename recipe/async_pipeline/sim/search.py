@@ -9,7 +9,7 @@ and compared with the best synchronous layout, which gets all devices for both p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean, stdev
@@ -81,6 +81,10 @@ class Found:
         return fmean(o.step_s for o in self.outcomes)
 
     @property
+    def sync_step_s(self) -> float:
+        return fmean(o.step_s for o in self.sync)
+
+    @property
     def speedups(self) -> list[float]:
         """Over the synchronous layout, seed by seed."""
         return [sync.step_s / mine.step_s for mine, sync in zip(self.outcomes, self.sync, strict=True)]
@@ -113,8 +117,16 @@ class Plan:
     simulated: int
 
 
-def plan(profile: Profile, devices: int, *, max_lag: int = DEFAULT_MAX_LAG, seeds: int = SEEDS, seed: int = 1) -> Plan:
-    """Search. Raises ConfigError: no layout fits these devices."""
+def plan(
+    profile: Profile,
+    devices: int,
+    *,
+    max_lag: int = DEFAULT_MAX_LAG,
+    seeds: int = SEEDS,
+    seed: int = 1,
+    say: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """Search; `say` is told how far it is, and an empty text at the end. Raises ConfigError: no layout fits these devices."""
     candidates = sorted(_candidates(profile, devices, max_lag, seed), key=_by_estimate)
     if not candidates:
         raise ConfigError(
@@ -128,8 +140,13 @@ def plan(profile: Profile, devices: int, *, max_lag: int = DEFAULT_MAX_LAG, seed
         if candidate.per_group(candidate.bound_s) >= reached:
             ruled_out += 1
         elif len(best) < _affordable(candidate.setting):
+            say(f"{len(candidates)} candidates, simulating number {len(best) + 1} of at most {_affordable(candidate.setting)}")
             best.append((candidate.per_group(simulate(candidate.setting).step_s), candidate))
-    found = [_with_seeds(candidate, seeds) for candidate in _finalists(best)]
+    found = []
+    for number, candidate in enumerate(finalists := _finalists(best), start=1):
+        say(f"finalist {number} of {len(finalists)}, with {seeds} seeds")
+        found.append(_with_seeds(candidate, seeds))
+    say("")
     found = sorted(found, key=lambda f: f.candidate.per_group(f.step_s))
     found = _prefer_less_lag(found)
     verdict, why = judge(found[0])
@@ -183,6 +200,8 @@ def judge(best: Found) -> tuple[Literal["async", "sync"], str]:
         )
     if best.speedup >= WORTH_IT:
         reason = "but the seeds differ too much to be sure; try more of them (--seeds)"
+    elif not setting.knobs.max_lag:
+        reason = "with max_lag 0 a batch is generated only when the one before it is trained, so that nothing overlaps; allow some lag"
     elif generate_share < 0.5:
         reason = f"generation is {generate_share:.0%} of a synchronous step, so that its devices would stand still or training would have too few"
     else:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from ..cli import echo
 from ..errors import ConfigError
 from ..knobs import AsyncPipelineConfig
@@ -32,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline simulate`."""
     parser.add_argument("--profile", metavar="FILE", help="a profile, or the name of a shipped one; with --against, the run's own by default")
     parser.add_argument("--devices", type=int, metavar="N", help="of training and generation together")
-    parser.add_argument("--strategy", metavar="S", help="on_policy, one_step_off, n_step_ahead or fully_async")
+    parser.add_argument("--strategy", metavar="S", help="on_policy, one_step_off, n_step_ahead or fully_async; wanted, as are --profile and --devices, unless there is --against")
     parser.add_argument("--max-lag", type=int, metavar="L", help="(default: the strategy's)")
     parser.add_argument("--depth", type=int, metavar="D", help="batches on their way beside the one that trains (default: the lag)")
     parser.add_argument("--stale", default="wait", help="wait, resume or drop (default: %(default)s)")
@@ -55,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} is missing; give it, or --against a run that says so")
     if args.devices < 2:
         raise ConfigError(f"--devices must be >= 2, got {args.devices}; training and generation need one each")
+    if args.seed < 0:
+        raise ConfigError(f"--seed must be >= 0, got {args.seed}")
     profile = load(args.profile)
     knobs = knobs_of(args.strategy, args.max_lag, args.depth, stale=args.stale, sync_every=args.sync_every)
     placement = placed(profile, args.pools, args.devices, knobs)
@@ -75,11 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipelineConfig) -> Placement:
     """`--pools`, or training (with all that goes with it) and generation, split where the step is estimated to be shortest."""
     if pools is not None:
-        try:
-            wanted = msgspec.yaml.decode(pools)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"--pools must be a mapping in YAML, got {pools!r}: {' '.join(str(error).split())}") from None
-        return placement_of(profile, wanted, devices)
+        return placement_of(profile, _written(pools), devices)
     roles = tuple(role for role in profile.roles() if role != "generate")
     best: tuple[float, Placement] | None = None
     for generate in range(profile.devices_per_replica, devices, profile.devices_per_replica):
@@ -94,6 +90,17 @@ def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipeli
     if best is None:
         raise ConfigError(f"--devices {devices} cannot be split into training devices that divide the batch and whole replicas; give --pools")
     return best[1]
+
+
+def _written(pools: str) -> Any:
+    """As in a hydra override, which needs no space after a colon. Raises ConfigError."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(f"pools={pools}").value()
+    except HydraException:
+        raise ConfigError(f"--pools must be a mapping as in an override, got {pools!r}; e.g. {{train:{{roles:[train],devices:2}},generate:{{roles:[generate],devices:2}}}}") from None
 
 
 def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
@@ -138,8 +145,9 @@ def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
         f"so {facts['overlap_efficiency']:.0%} of what is possible",
         f"speed-up      {facts['speedup_vs_sync']:.2f} x the best synchronous layout on the same devices",
         f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, {setting.knobs.max_lag} allowed",
-        f"linearity     {facts['linearity']:.2f} (samples a second and device, against a quarter of the devices)",
     ]
+    if (fewer := smaller(setting)) is not None:
+        lines.append(f"linearity     {facts['linearity']:.2f} (samples a second and device, against {fewer.placement.devices} devices)")
     for pool, reasons in facts["idle"].items():
         told = ", ".join(f"{reason} {share:.1%}" for reason, share in reasons.items() if share >= 0.001)
         lines.append(f"idle          {pool}: {told or 'never'}")

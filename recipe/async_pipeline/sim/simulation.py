@@ -69,9 +69,12 @@ def window(steps: int, max_lag: int) -> tuple[int, int]:
     return first, last
 
 
-def simulate(setting: Setting) -> Outcome:
-    """Run it. Raises ConfigError: too few steps for the lag. What the flow raises comes through."""
-    first, last = window(setting.steps, setting.knobs.max_lag)
+def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
+    """Run it; average steps `over` first to last instead of over the window.
+
+    Raises ConfigError: too few steps for the lag. What the flow raises comes through.
+    """
+    first, last = over or window(setting.steps, setting.knobs.max_lag)
     trainer = SimulatedTrainer(setting)
     flow = AsyncTrainingFlow(trainer, keep_records=1)
     accountant, steps = Accountant(), _Steps()

@@ -240,13 +240,16 @@ def _check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelin
             f"set it to 1 or give the rollout {' or '.join(map(str, nearest))} devices"
         )
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    check_divides(train, min(batch, mini) * config.actor_rollout_ref.rollout.n, "a mini-batch (actor.ppo_mini_batch_size x rollout.n)")
     critic = placement.pool_of("critic")
+    for path, size in (("actor_rollout_ref.actor.ppo_mini_batch_size", mini), *((("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),) if critic else ())):
+        if size > batch:
+            raise ConfigError(f"{path} must be at most data.train_batch_size={batch}, got {size}; set it to {batch}, or take larger batches")
+    check_divides(train, mini * config.actor_rollout_ref.rollout.n, "a mini-batch (actor.ppo_mini_batch_size x rollout.n)")
     if critic is not None:
         strategy = config.critic.strategy
         if strategy not in ("fsdp", "fsdp2"):
             raise ConfigError(f"critic.strategy must be fsdp or fsdp2, got {strategy}; other training engines are not supported yet")
-        check_divides(critic, min(batch, config.critic.ppo_mini_batch_size) * config.actor_rollout_ref.rollout.n, "a mini-batch (critic.ppo_mini_batch_size x rollout.n)")
+        check_divides(critic, config.critic.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n, "a mini-batch (critic.ppo_mini_batch_size x rollout.n)")
     elif config.trainer.critic_warmup:
         raise ConfigError(f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set algorithm.adv_estimator=gae for one")
     there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")

@@ -18,6 +18,7 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from ..core.items import Publication
 from ..errors import WeightSyncError
 from ..knobs import loads_at_once
+from ..placement import Placement
 from ..weight_sync.distribution import Distribution, LoadReport
 from ..weight_sync.manifest import decode_ticket
 from ..weight_sync.versioned_engine import LoadMode
@@ -48,8 +49,7 @@ class PipelineServerManager(LLMServerManager):
 
         The trainer that is made later in this process takes this one over.
         """
-        with_devices = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(get_resource_name())]
-        if len(with_devices) <= 1:
+        if len(_devices_by_node()) <= 1:
             cls._early = cls(config)
 
     @classmethod
@@ -71,6 +71,17 @@ class PipelineServerManager(LLMServerManager):
     def attach(self, balancer: Any) -> None:
         """Use a balancer that verl has started, so that clients can be made before the servers are up."""
         self.global_load_balancer = balancer
+
+
+def _devices_by_node() -> list[int]:
+    """Of the nodes that have any."""
+    found = [int(node["Resources"].get(get_resource_name(), 0)) for node in ray.nodes() if node["Alive"]]
+    return [devices for devices in found if devices]
+
+
+def devices_of_a_node(placement: Placement) -> int:
+    """Of the largest; Ray knows it, unless it has none that it counts."""
+    return max(*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools))
 
 
 class ReplicaConsumer:

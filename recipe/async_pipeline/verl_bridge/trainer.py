@@ -65,7 +65,7 @@ from .resumable import PARTITION
 from .resumable import echo as _echo
 from .resumable import say as _say
 from .reward_workers import use_ours as use_our_reward_workers
-from .rollout_pool import PipelineServerManager, RolloutPool
+from .rollout_pool import PipelineServerManager, RolloutPool, devices_of_a_node
 from .sample_meters import SampleMeters
 from .turns import cost_columns
 from .workers import PipelineCritic, PipelineWorker
@@ -259,7 +259,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             "groups": self.config.data.train_batch_size,
             "answers": rollout.n,
             "devices_per_replica": rollout.tensor_model_parallel_size,
-            "devices_per_node": max(max(pool.per_node) for pool in self.placement.pools),
+            "devices_per_node": devices_of_a_node(self.placement),
             "slots": rollout.max_num_seqs,
         }
 
