@@ -70,6 +70,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._groups: dict[str, asyncio.Future[Answered]] = {}
         self._finished: dict[str, list[Trajectory]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
+        self._given_up: set[str] = set()
+        """Groups that are here, but were given up before their first answer began."""
         self._transcripts: dict[str, list[Transcript]] = {}
         """Of prompts that are being answered, answer by answer."""
         self._before: dict[str, Sequence[Sequence[Said]]] = {}
@@ -88,6 +90,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             return await self._groups[uid]
         finally:
             del self._groups[uid], self._finished[uid], self._before[uid]
+            self._given_up.discard(uid)
 
     async def transcripts(self) -> dict[str, list[list[Said]]]:
         """What all prompts that are being answered have been told so far; see `transcripts`."""
@@ -98,6 +101,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     async def give_up(self, uid: str) -> None:
         """End a group that is being answered, also on the rollout servers. One that is not is left alone."""
         task = self._answering.get(uid)
+        if task is None and uid in self._groups:
+            self._given_up.add(uid)
         if task is not None:
             task.cancel()
             # One that does not end by then is given up all the same; so is who waits for it.
@@ -111,6 +116,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         uid = prompt["uid"]
+        if uid in self._given_up:
+            waiting.set_result(Answered([], []))
+            return
         task = asyncio.current_task()
         assert task is not None
         self._answering[uid] = task
