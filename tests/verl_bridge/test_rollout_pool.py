@@ -237,3 +237,22 @@ def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
     publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(TICKET))
     assert publication.replicas == 3
     assert started == ["a"], "it runs where the trainer's memory is"
+
+
+def test_servers_start_with_a_config_of_their_own(ours: ModuleType) -> None:
+    """In another thread, while the trainer copies and resolves its own."""
+    from omegaconf import OmegaConf
+
+    seen: list[Any] = []
+
+    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+        async def _initialize_llm_servers(self, start_rank: int | None = None) -> None:
+            seen.append(self.config)
+
+    rollout = {"nnodes": 1, "name": "vllm", "disaggregation": {"enabled": False}}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": "m"}}})
+    manager = Manager(config)
+    manager._starting.result(timeout=60)
+    assert seen == [config]
+    assert seen[0] is not config
+    assert manager.rollout_config._get_parent()._get_parent() is seen[0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -38,7 +39,9 @@ class PipelineServerManager(LLMServerManager):
 
     def __init__(self, config: DictConfig) -> None:
         """Begins to start the servers at once, in a thread; `ready` waits for them."""
-        super().__init__(config=config)
+        # A config is no thing for two threads: who copies one takes its parts from their parents while he does, and who
+        # resolves a reference in another thread meanwhile does not find it.
+        super().__init__(config=copy.deepcopy(config))
         starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
         self._starting = starter.submit(lambda: asyncio.run(self._initialize_llm_servers()))
         starter.shutdown(wait=False)

@@ -9,6 +9,7 @@ A strategy subclasses this and says how its message queue is set, or overrides `
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -188,7 +189,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
                 pool.get_placement_groups(device_name=get_device_name())
             own = self.placement.own_pool_of("logp")
             if own is not None:
-                self._logp_group = self._threads.submit(start_group, "logp", pools.resource_pool_dict[verls_name(own)], self.config)
+                self._logp_group = self._threads.submit(start_group, "logp", pools.resource_pool_dict[verls_name(own)], copy.deepcopy(self.config))
             self._server_manager = PipelineServerManager.started(self.config)
 
         pools.create_resource_pool = reserve
