@@ -53,7 +53,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "strategies/n_step_ahead.py": WHOLE_JOB,
     "strategies/fully_async.py": LADDER,
     # Live in processes of Ray and of vLLM, with models in them.
-    "verl_bridge/agent_loop.py": WHOLE_JOB,
     "verl_bridge/trainer.py": WHOLE_JOB,
     "verl_bridge/sample_meters.py": LADDER,
     "verl_bridge/late_rewards.py": "e2e/test_pools.py",
@@ -65,7 +64,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench_probe.py": "e2e/test_bench.py",
     "verl_bridge/log_prob_trainer.py": "e2e/test_pools.py",
-    "verl_bridge/reward_workers.py": "e2e/test_failures.py",
     "verl_bridge/vllm_replica.py": WHOLE_JOB,
     "verl_bridge/vllm_worker.py": WHOLE_JOB,
     "verl_bridge/workers.py": WHOLE_JOB,
