@@ -84,10 +84,11 @@ def layout_of(found: Found) -> dict[str, Any]:
 def predicted(found: Found) -> dict[str, Any]:
     """What that should bring."""
     low, high = found.interval
+    bound = found.bound_s
     return {
         "step_s": round(found.step_s, 6),
-        "bound_s": round(found.candidate.bound_s, 6),
-        "overlap_efficiency": round(found.candidate.bound_s / found.step_s, 4),
+        "bound_s": round(bound, 6),
+        "overlap_efficiency": round(bound / found.step_s, 4),
         "speedup_vs_sync": round(found.speedup, 4),
         "interval": [round(low, 4), round(high, 4)],
         "lag": {

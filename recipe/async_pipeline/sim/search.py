@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..knobs import AsyncPipelineConfig
-from .bound import bound_terms, estimate_s, work_of
+from .bound import bound_s, bound_terms, estimate_s, work_of
 from .layout import groups_of, knobs_of, placement_of, pools_of, shapes, shared_placement
 from .profile import Profile, Stage
 from .simulation import LEAST_STEPS, Outcome, simulate
@@ -79,6 +79,11 @@ class Found:
     @property
     def step_s(self) -> float:
         return fmean(o.step_s for o in self.outcomes)
+
+    @property
+    def bound_s(self) -> float:
+        """Of the very answers that were simulated; the candidate's own is of fewer."""
+        return fmean(bound_s(o.setting) for o in self.outcomes)
 
     @property
     def sync_step_s(self) -> float:
