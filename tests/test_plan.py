@@ -111,3 +111,11 @@ def test_json_has_every_number(model: Path) -> None:
     data = json.loads(json.dumps(as_json(planned(config(model), knobs()))))
     assert data["groups_at_once"] == 48
     assert data["placement"][1] == {"name": "generate", "roles": ["generate"], "per_node": [4, 4]}
+
+
+def test_a_reward_model_has_devices_beside_the_map(model: Path) -> None:
+    without = planned(config(model), knobs())
+    assert (without.reward_model_devices, any("reward model" in line for line in in_words(without))) == (0, False)
+    scored = config(model) | {"reward": {"reward_model": {"enable": True, "nnodes": 2, "n_gpus_per_node": 4}}}
+    lines = in_words(planned(scored, knobs()))
+    assert any(line.endswith("and 8 more for the reward model, which scores while answers are generated") for line in lines)

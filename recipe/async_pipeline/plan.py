@@ -36,6 +36,8 @@ class Plan:
     sync_every: int
     in_flight: str
     placement: Placement
+    reward_model_devices: int
+    """Beside those of the pools."""
     old_logp: str
     replicas: int
     tensor_parallel: int
@@ -81,6 +83,7 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
         sync_every=knobs.sync_every,
         in_flight=knobs.in_flight,
         placement=placement,
+        reward_model_devices=_reward_model_devices(config),
         old_logp=old_logp,
         replicas=generate // tp,
         tensor_parallel=tp,
@@ -96,6 +99,11 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
         spare_bytes=None if nbytes is None else (nbytes // tp if knobs.stage == "device" else 0),
     )
+
+
+def _reward_model_devices(config: Mapping[str, Any]) -> int:
+    model = select(config, "reward.reward_model") or {}
+    return int(model["nnodes"]) * int(model["n_gpus_per_node"]) if model.get("enable") else 0
 
 
 def _order(strategy: str) -> str:
@@ -170,6 +178,8 @@ def _devices(plan: Plan) -> Iterator[str]:
     yield f"devices         {head}"
     yield from (f"                {line}" for line in lines)
     yield f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights computes with train"
+    if plan.reward_model_devices:
+        yield f"                and {plan.reward_model_devices} more for the reward model, which scores while answers are generated"
 
 
 def _padding(plan: Plan) -> str:
