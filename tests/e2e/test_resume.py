@@ -34,15 +34,16 @@ AFTER_S = 2.0
 
 
 def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
-    """First whoever would clean up."""
-    process.send_signal(signal.SIGKILL)
-    while alive := processes_of(run_dir):
-        for line in alive:
+    """Whoever would clean up stands still meanwhile, and goes last: with it the job counts as ended, and the next begins."""
+    process.send_signal(signal.SIGSTOP)
+    while others := {int(line.partition(":")[0]) for line in processes_of(run_dir)} - {process.pid}:
+        for pid in others:
             try:
-                os.kill(int(line.partition(":")[0]), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
         time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
 
 
 def killed_at(step: int | None, seed: int, run_dir: Path, steps: int = STEPS) -> Event:
