@@ -181,5 +181,6 @@ def test_answers_that_were_being_written_go_on_from_their_tokens(tied_task: Path
     assert sum(kept.values()) > 0
     finished = [record for record in records[resumed:] if record["kind"] == "finished" and kept.get(record["uid"])]
     spans = [one["spans"] for record in finished for one in record["trajectories"]]
-    assert any(first < step <= spans_of[-1][0] for spans_of in spans for first, _ in spans_of), "begun before, finished after"
+    # The version of the checkpoint may have been served before it was written, and is what the run goes on with.
+    assert any(spans_of[0][0] <= step < spans_of[-1][0] for spans_of in spans), "begun before, finished after"
     assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), "none is shorter or longer"
