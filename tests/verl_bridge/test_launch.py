@@ -414,7 +414,7 @@ POOLS_OF_THREE = {
         ({"trainer.critic_warmup": 2}, "critic_warmup must be 0 without a critic, got 2"),
         ({"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"}, "critic.strategy must be fsdp or fsdp2, got megatron"),
         ({"algorithm.adv_estimator": "gae", "trainer.n_gpus_per_node": 2, "critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 1}, "mini-batch .* cannot be dealt out evenly to the 2 devices"),
-        ({f"{OWN}.old_logp": "logp_pool"}, "wants a pool for logp without train"),
+        ({f"{OWN}.old_logp": "logp_pool"}, "wants logp on a pool without train, but it shares the training devices"),
         ({"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"}, "older than the one that answers"),
         ({"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2}, "needs every version published"),
         ({"quarters": True, f"{OWN}.old_logp": "rollout"}, "this run has no logp"),
