@@ -84,7 +84,7 @@ def _devices_by_node() -> list[int]:
 
 def devices_of_a_node(placement: Placement) -> int:
     """Of the largest; Ray knows it, unless it has none that it counts."""
-    return max(*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools))
+    return max([*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools)])
 
 
 class ReplicaConsumer:
