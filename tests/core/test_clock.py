@@ -450,6 +450,30 @@ def test_nobody_waits_for_an_answer_of_somebody_who_is_broken() -> None:
     assert run_virtual(story()) == 10.0
 
 
+def test_what_is_cancelled_for_it_has_ended_before_the_error_comes() -> None:
+    ended: list[bool] = []
+
+    async def answer() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(True)
+
+    with pytest.raises(RuntimeError, match="dead"):
+        run_virtual(unless_broken(answer(), lambda: RuntimeError(f"dead {ended}")))
+    assert ended == [True]
+
+    async def story() -> None:
+        waiting = asyncio.create_task(unless_broken(answer(), lambda: None))
+        await asyncio.sleep(1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert ended == [True, True]
+
+    run_virtual(story())
+
+
 def test_an_error_of_the_answer_itself_comes_through() -> None:
     async def fails() -> None:
         raise ValueError("mine")

@@ -12,7 +12,7 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.layout import groups_of, knobs_of, placement_of, pools_of
 from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Profile, Stage, Stages, Sync
-from recipe.async_pipeline.sim.search import Plan, _candidates, overrides, plan, synchronous
+from recipe.async_pipeline.sim.search import Plan, _candidates, judge, overrides, plan, synchronous
 from recipe.async_pipeline.sim.simulation import simulate
 from recipe.async_pipeline.sim.trainer import Setting
 
@@ -59,6 +59,14 @@ def test_training_alone_does_not_pay_and_is_right_about_it() -> None:
     assert found.verdict == "sync"
     assert "asynchrony will not pay" in found.why
     assert found.found[0].speedup < 1.05
+
+
+def test_more_lag_is_advised_only_to_those_who_allowed_none() -> None:
+    """The best layout may have no lag though some was allowed."""
+    best = plan(TRAINING, 16, max_lag=0).found[0]
+    assert judge(best, 0)[1].endswith("allow some lag")
+    assert "allow some lag" not in judge(best, 4)[1]
+    assert "of a synchronous step" in judge(best, 4)[1]
 
 
 def test_nothing_that_was_not_simulated_is_better(long_tail: Plan) -> None:

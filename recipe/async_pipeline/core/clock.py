@@ -168,7 +168,8 @@ async def within(
 async def unless_broken(awaitable: Awaitable[T], broken: Callable[[], BaseException | None], poll_s: float = 0.5) -> T:
     """Await something that will never come if whoever should bring it is broken, which `broken` tells by the error to raise.
 
-    Raises that error, within `poll_s` seconds; what the awaitable raises comes through. Whatever ends the wait cancels it.
+    Raises that error, within `poll_s` seconds; what the awaitable raises comes through. Whatever ends the wait cancels it, and
+    it has ended by then.
     """
     bringing = asyncio.ensure_future(awaitable)
     try:
@@ -178,7 +179,9 @@ async def unless_broken(awaitable: Awaitable[T], broken: Callable[[], BaseExcept
                 raise error
         return bringing.result()
     finally:
-        bringing.cancel()
+        if not bringing.done():
+            bringing.cancel()
+            await asyncio.wait({bringing})
 
 
 class _Deadline:

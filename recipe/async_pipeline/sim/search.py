@@ -154,7 +154,7 @@ def plan(
     say("")
     found = sorted(found, key=lambda f: f.candidate.per_group(f.step_s))
     found = _prefer_less_lag(found)
-    verdict, why = judge(found[0])
+    verdict, why = judge(found[0], max_lag)
     return Plan(found=tuple(found), verdict=verdict, why=why, considered=len(candidates), ruled_out=ruled_out, simulated=len(best))
 
 
@@ -192,8 +192,8 @@ def overrides(found: Found) -> list[str]:
     return [*lines, *sizes, f"++{own}.pools={{{pools}}}"]
 
 
-def judge(best: Found) -> tuple[Literal["async", "sync"], str]:
-    """Is it worth while, and why."""
+def judge(best: Found, max_lag: int) -> tuple[Literal["async", "sync"], str]:
+    """Is it worth while, and why. `max_lag`: that the plan was allowed."""
     low, high = best.interval
     sync, setting = best.sync[0], best.candidate.setting
     generate_share = _generating(sync)
@@ -205,7 +205,7 @@ def judge(best: Found) -> tuple[Literal["async", "sync"], str]:
         )
     if best.speedup >= WORTH_IT:
         reason = "but the seeds differ too much to be sure; try more of them (--seeds)"
-    elif not setting.knobs.max_lag:
+    elif not max_lag:
         reason = "with max_lag 0 a batch is generated only when the one before it is trained, so that nothing overlaps; allow some lag"
     elif generate_share < 0.5:
         reason = f"generation is {generate_share:.0%} of a synchronous step, so that its devices would stand still or training would have too few"
