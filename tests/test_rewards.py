@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import ConfigError, RewardError
-from recipe.async_pipeline.rewards import Function, Limits, RewardGuard, checked
+from recipe.async_pipeline.rewards import BATCH_WAIT_S, Function, Limits, RewardGuard, checked
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 Make = Callable[..., RewardGuard]
@@ -149,17 +150,22 @@ def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path
         assert score(one, "46") == [1.0]
 
 
-def test_a_batch_that_was_sent_does_not_cut_the_next(guard: Make) -> None:
-    many = guard("many", batch=4, timeout_s=30.0)
+def test_a_batch_that_was_sent_does_not_cut_the_next(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def counted(solution_strs: list[str], **_: Any) -> list[float]:
+        return [float(len(solution_strs))] * len(solution_strs)
+
+    monkeypatch.setattr(Function, "load", lambda self: counted)
+    many = guard("any", batch=4)
 
     async def ask() -> list[Any]:
-        async def later(seconds: float) -> Any:
-            await asyncio.sleep(seconds)
+        async def later(waits: float) -> Any:
+            await asyncio.sleep(waits * BATCH_WAIT_S)
             return await many.score(**answer("46"))
 
-        return list(await asyncio.gather(*(later(s) for s in (0, 0, 0, 0, 0.012, 0.022, 0.024, 0.026))))
+        # The first four are full at once; their time would be up while the next four come.
+        return list(await asyncio.gather(*(later(waits) for waits in (0, 0, 0, 0, 0.5, 0.9, 1.1, 1.4))))
 
-    assert asyncio.run(ask()) == [4.0] * 8
+    assert run_virtual(ask()) == [4.0] * 8
 
 
 def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:

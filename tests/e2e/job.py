@@ -25,6 +25,8 @@ LIMIT_S = 540.0
 """No job of these tests takes longer, start-up included; a job that does is a hang."""
 STRAGGLES_S = 40.0
 """How long an answer takes that is meant to hold a step up."""
+UPDATE_S = 8.0
+"""Of an optimizer step that is meant to take ten times as long as generation."""
 MARK = "ASYNC_PIPELINE_TEST_JOB"
 """Every process of a job inherits this variable; other jobs on the machine are none of our business."""
 

@@ -9,8 +9,13 @@ from typing import Any, ClassVar
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch, Ticket
-from recipe.async_pipeline.strategies import AsyncPipelineTrainer, NStepAheadTrainer, OneStepOffTrainer
-from tests.e2e.job import STRAGGLES_S
+from recipe.async_pipeline.strategies import (
+    AsyncPipelineTrainer,
+    FullyAsyncTrainer,
+    NStepAheadTrainer,
+    OneStepOffTrainer,
+)
+from tests.e2e.job import STRAGGLES_S, UPDATE_S
 
 
 class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
@@ -80,6 +85,16 @@ class OneStepOff(_AtBatchBoundaries, OneStepOffTrainer):  # type: ignore[misc]
 
 class OneAhead(_AtBatchBoundaries, NStepAheadTrainer):  # type: ignore[misc]
     pass
+
+
+class SlowlyTrained(FullyAsyncTrainer):  # type: ignore[misc]
+    """An update takes ten times as long as the answers of its batch do."""
+
+    strategy = "tests.e2e.parts:SlowlyTrained"
+
+    async def update(self, batch: StepBatch) -> StepBatch:
+        await asyncio.sleep(UPDATE_S)
+        return await super().update(batch)
 
 
 class Reference(AsyncPipelineTrainer):  # type: ignore[misc]

@@ -8,6 +8,8 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
@@ -16,7 +18,17 @@ import pytest
 from recipe.async_pipeline.audit import audit_file
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
-from tests.e2e.job import ROOT, Event, Job, kill_process_named, processes_of, run_job, smoke_command
+from tests.e2e.conftest import TwoNodes
+from tests.e2e.job import (
+    ROOT,
+    Event,
+    Job,
+    check_clean_end,
+    kill_process_named,
+    processes_of,
+    run_job,
+    smoke_command,
+)
 
 pytestmark = pytest.mark.e2e
 WITHIN_S = 60.0
@@ -29,6 +41,16 @@ def check_ended(job: Job, cause: str) -> None:
     last_screen = "\n".join(job.output.splitlines()[-24:])
     assert cause in last_screen
     assert processes_of(job.run_dir) == []
+
+
+def memory_of(run_dir: Path) -> int:
+    """Bytes of all processes of a job, what they share counted once."""
+    total = 0
+    for line in processes_of(run_dir):
+        with suppress(OSError):
+            rollup = Path(f"/proc/{line.partition(':')[0]}/smaps_rollup").read_text()
+            total += 1024 * int(re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)[1])  # type: ignore[index]
+    return total
 
 
 def long_run(tmp_path: Path) -> list[str]:
@@ -127,6 +149,77 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
 
 
 @pytest.mark.nightly
+def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, two_nodes: TwoNodes) -> None:
+    """On it are a replica, agent loops and reward workers; who trains, and the samples, are on the other."""
+    run_dir = tmp_path / "run"
+    nodes = two_nodes(tied_task, 3, 1)
+
+    def lose(process: subprocess.Popen[str]) -> None:
+        nodes.cluster.remove_node(nodes.second, allow_graceful=False)
+
+    def replace(process: subprocess.Popen[str]) -> None:
+        nodes.cluster.add_node(num_cpus=64, num_gpus=1)
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)
+
+    job = run_job(
+        [
+            *long_run(tmp_path),
+            "async_strategy=fully_async",
+            "trainer.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.n_gpus_per_node=2",
+            "actor_rollout_ref.rollout.agent.num_workers=2",
+            "reward.num_workers=2",
+            "+transfer_queue.backend.SimpleStorage.required_node_resource=node:__internal_head__",
+            "trainer.v1.async_pipeline.publish_timeout_s=20",
+            *nodes.overrides,
+        ],
+        run_dir,
+        tied_task,
+        events=[
+            Event(" 4/1000", lose),
+            Event(" is fenced and starts anew; 1 go on"),
+            *[Event("/1000 ") for _ in range(6)],
+            Event("/1000 ", replace),
+            Event("serves again, version "),
+            *[Event("/1000 ") for _ in range(4)],
+            Event("/1000 ", interrupt),
+        ],
+    )
+    check_ended(job, "interrupted")
+    assert audit_file(run_dir).violations == []
+    assert audit_events(job.events()).violations == []
+    replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
+    assert [count for count, _ in groupby(replicas)] == [2, 1, 2], "training went on meanwhile"
+
+
+@pytest.mark.nightly
+def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(tied_task: Path, tmp_path: Path) -> None:
+    """Who generates waits until there is room, and nothing piles up elsewhere."""
+    run_dir, steps, seen = tmp_path / "run", 14, []
+
+    def look(process: subprocess.Popen[str]) -> None:
+        seen.append(memory_of(run_dir))
+
+    job = run_job(
+        [
+            *smoke_command(f"trainer.total_training_steps={steps}", f"trainer.v1.async_pipeline.run_dir={run_dir}"),
+            "async_strategy=tests.e2e.parts:SlowlyTrained",
+            "trainer.v1.async_pipeline.max_lag=3",
+        ],
+        run_dir,
+        tied_task,
+        events=[Event(f" {step}/{steps}", look) for step in range(4, steps + 1)],
+    )
+    check_clean_end(job, "tests.e2e.parts:SlowlyTrained", 3, steps)
+    rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
+    sys.stdout.write(repr([{k: v for k, v in row.items() if "time" in k or "_s" in k} for row in rows[-2:]]))
+    sys.stdout.write(repr([round(one / 1e6) for one in seen]))
+    assert max(seen) < 1.02 * seen[0]
+
+
+@pytest.mark.nightly
 def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
@@ -141,6 +234,9 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
 
     def kill_reward(process: subprocess.Popen[str]) -> None:
         kill_process_named("RewardLoopWorker", run_dir)
+
+    def kill_agents(process: subprocess.Popen[str]) -> None:
+        kill_process_named("PushAgentLoopWorker", run_dir)
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)
@@ -160,6 +256,8 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
             Event(" 3/1000", kill_logp),
             Event("the workers of logp compute again", kill_reference),
             Event("the workers of ref_logp compute again", kill_reward),
+            *[Event("/1000 ") for _ in range(8)],
+            Event("/1000 ", kill_agents),
             *[Event("/1000 ") for _ in range(8)],
             Event("/1000 ", interrupt),
         ],

@@ -8,89 +8,30 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.knobs import OWN, own_fields
 from recipe.async_pipeline.observe.table import MARK
-from recipe.async_pipeline.verl_bridge.patches import find_verl_root
 from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+from tests.verl_bridge.test_rules import MISTAKES
 
 pytestmark = pytest.mark.real_engine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
-MISTAKES: list[tuple[str, Any]] = [
-    ("trainer.v1.trainer_mode", "separate_async"),
-    (f"{ROLLOUT}.checkpoint_engine.backend", "nccl"),
-    (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 7),
-    (f"{ROLLOUT}.agent.agent_loop_manager_class", "mine.Manager"),
-    (f"{ROLLOUT}.n", 0),
-    ("data.train_batch_size", 0),
-    ("actor_rollout_ref.actor.ppo_mini_batch_size", 0),
-    (f"{ROLLOUT}.max_num_seqs", None),
-    (f"{ROLLOUT}.tensor_model_parallel_size", None),
-    ("critic.ppo_mini_batch_size", 0),
-    ("trainer.critic_warmup", "x"),
-    ("actor_rollout_ref.model.lora_rank", float("nan")),
-    ("actor_rollout_ref.model.lora.rank", -1),
-    ("ray_kwargs.ray_init.num_gpus", 1.5),
-    ("reward.num_workers", 0),
-    ("trainer.total_training_steps", -3),
-    ("trainer.use_v1", False),
-    (f"{ROLLOUT}.name", "sglang"),
-    (f"{ROLLOUT}.mode", "sync"),
-    (f"{ROLLOUT}.data_parallel_size", 2),
-    (f"{ROLLOUT}.pipeline_model_parallel_size", 2),
-    (f"{ROLLOUT}.disaggregation.enabled", True),
-    ("actor_rollout_ref.actor.strategy", "megatron"),
-    ("trainer.val_only", True),
-    ("distillation.enabled", True),
-    ("skip.rollout_tq.enable", True),
-]
-Smoke = Callable[..., DictConfig]
-
-
 @pytest.fixture(scope="module")
 def launch(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.launch")
-
-
-@pytest.fixture(scope="module")
-def base() -> DictConfig:
-    GlobalHydra.instance().clear()
-    search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
-    with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
-        return compose(config_name="smoke_cpu", overrides=[search])
-
-
-@pytest.fixture
-def smoke(base: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
-    """The shipped smoke config with changes, run from an empty folder."""
-    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path / "task"))
-    monkeypatch.chdir(tmp_path)
-
-    def make(changes: dict[str, Any] | None = None, *, switched_on: bool = True) -> DictConfig:
-        config = copy.deepcopy(base)
-        with open_dict(config):
-            if switched_on:
-                config.async_pipeline = True
-            for path, value in (changes or {}).items():
-                OmegaConf.update(config, path, value, force_add=True)
-        return config
-
-    return make
 
 
 def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:
@@ -244,22 +185,6 @@ def test_a_real_directory_called_latest_is_left_alone(launch: ModuleType, smoke:
 
 
 # Mistakes.
-
-
-def test_the_smoke_config_is_one_that_can_be_honoured(launch: ModuleType, smoke: Smoke) -> None:
-    launch.check_verl_config(smoke())
-
-
-def test_every_rule_is_tried_here(launch: ModuleType) -> None:
-    assert [path for path, *_ in launch._RULES] == [path for path, _ in MISTAKES]
-
-
-@pytest.mark.parametrize(("path", "value"), MISTAKES)
-def test_an_option_that_cannot_be_honoured(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as caught:
-        launch.check_verl_config(smoke({path: value}))
-    assert str(caught.value).startswith(f"{path} must ")
-    assert f"got {value!r}; " in str(caught.value)
 
 
 @pytest.mark.parametrize(("tp", "remedy"), [(0, "set it to 1 or"), (3, "give the rollout 3 or 6 devices")])
@@ -454,20 +379,6 @@ def test_a_role_of_ones_own_must_fit(
     line = refused(launch, smoke({f"{OWN}.custom_roles": [role]}), capsys)
     assert f"{OWN}.custom_roles: " in line
     assert part in line
-
-
-@pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
-def test_adapters_must_be_merged(launch: ModuleType, smoke: Smoke, path: str) -> None:
-    load_format = "actor_rollout_ref.rollout.load_format"
-    with pytest.raises(ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"):
-        launch.check_verl_config(smoke({path: 8, load_format: "dummy"}))
-    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
-        launch.check_verl_config(smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True}))
-    launch.check_verl_config(smoke({path: 8, load_format: "auto"}))
-    merged = {path: 8, "actor_rollout_ref.model.lora.merge": True}
-    launch.check_verl_config(smoke(merged))
-    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
-        launch.check_verl_config(smoke({**merged, "actor_rollout_ref.actor.use_kl_loss": True}))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
-import ray
 from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl.experimental.agent_loop import agent_loop
@@ -22,6 +21,7 @@ from ..errors import RolloutError
 from .answer_checks import Checks, Scores, flaws_together, found_flaws
 from .factories import hydra_with_factories
 from .grouping import joinable
+from .lasting import lasting
 from .transcripts import Said, Transcript, kept_transcript, written_so_far
 from .turns import costs_of, kept_turns, merged, taken_turns
 
@@ -246,7 +246,10 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
 
 
 class PushAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`."""
+    """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`.
+
+    A worker whose process ends is started again, and begins the groups anew that it had not finished.
+    """
 
     _early: ClassVar[PushAgentLoopManager | None] = None
 
@@ -264,7 +267,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(PushAgentLoopWorker)
+        self.agent_loop_workers_class = lasting(PushAgentLoopWorker)
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()

@@ -15,14 +15,13 @@ import importlib.util
 import os
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.ppo.utils import need_reference_policy
 
 from .. import plugin
 from ..config import Translation, is_enabled, reject_near_misses, resolve
@@ -38,7 +37,6 @@ from ..placement import (
     RATIOS,
     TASK_RATIOS,
     Placement,
-    check_divides,
     placement_of,
     proximal_policy,
 )
@@ -46,8 +44,8 @@ from ..resume import check_keys, origin_of
 from ..rewards import Function
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
+from .rules import MANAGER, ROLLOUT, check_devices, check_verl_config, has_critic
 
-MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.PushAgentLoopManager"
 STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.guarded_rewards"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
@@ -118,27 +116,20 @@ def checked(config: DictConfig) -> Checked | None:
     _require_roles_that_fit(config, translation.config)
     bypass = bool(OmegaConf.select(config, BYPASS))
     if bypass and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        raise ConfigError(f"{_ROLLOUT}.calculate_log_probs must be True where old log-probs are the rollout's, got False; set it")
+        raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True where old log-probs are the rollout's, got False; set it")
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     check_keys(resolved)
     layout = next((path for path in (RATIOS, TASK_RATIOS) if select(raw, path) is not None), POOLS)
     placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass), layout)
     old_logp = proximal_policy(translation.config, placement, bypass=bypass)
-    _check_devices(config, placement, translation.config)
+    check_devices(config, placement, translation.config)
     return Checked(translation, placement, old_logp)
-
-
-def _has_critic(config: DictConfig) -> bool:
-    """As verl decides, which also prints a warning where there is none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return bool(need_critic(config))
 
 
 def set_verls_keys(config: DictConfig, found: Checked) -> None:
     """Have verl's own keys say what ours and those of other systems said."""
     _update(config, found.translation.verl)
-    for role, path in (("train", "trainer"), ("generate", _ROLLOUT)):
+    for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
         pool = found.placement.pool_of(role)
         assert pool is not None
         _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
@@ -150,7 +141,7 @@ def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
 
 
 def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
-    absent = (set() if _has_critic(config) else {"critic"}) | ({"logp"} if bypass else set()) | (set() if need_reference_policy(config) else {"ref_logp"})
+    absent = (set() if has_critic(config) else {"critic"}) | ({"logp"} if bypass else set()) | (set() if need_reference_policy(config) else {"ref_logp"})
     return [role for role in PLACED if role not in absent]
 
 
@@ -208,126 +199,12 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
 
 def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError: a role of one's own is none, or there is no such edge."""
-    critic, reference = _has_critic(config), need_reference_policy(config)
+    critic, reference = has_critic(config), need_reference_policy(config)
     roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
     try:
         insert_custom_roles(graph_of(roles), knobs.custom_roles)
     except ConfigError as error:
         raise ConfigError(f"{OWN}.custom_roles: {error}") from None
-
-
-def check_verl_config(config: DictConfig) -> None:
-    """Raises ConfigError: verl options that this pipeline cannot honour (yet)."""
-    for rule in _RULES:
-        path, allowed, why, remedy = rule
-        value = OmegaConf.select(config, path)
-        if not allowed(value):
-            raise ConfigError(f"{path} {why}, got {value!r}; {remedy}")
-    _check_adapters(config)
-
-
-def _check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a model or a batch that cannot be divided over its pool, or more devices than Ray is given."""
-    generate, train = placement.pool_of("generate"), placement.pool_of("train")
-    assert generate is not None
-    assert train is not None
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if tp < 1 or generate.devices % tp:
-        below = generate.devices // max(tp, 1) * tp
-        nearest = [n for n in (below, below + tp) if n > 0] or [1]
-        raise ConfigError(
-            f"{_ROLLOUT}.tensor_model_parallel_size must divide the {generate.devices} rollout devices, got {tp}; "
-            f"set it to 1 or give the rollout {' or '.join(map(str, nearest))} devices"
-        )
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    critic = placement.pool_of("critic")
-    for path, size in (("actor_rollout_ref.actor.ppo_mini_batch_size", mini), *((("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),) if critic else ())):
-        if size > batch:
-            raise ConfigError(f"{path} must be at most data.train_batch_size={batch}, got {size}; set it to {batch}, or take larger batches")
-    check_divides(train, mini * config.actor_rollout_ref.rollout.n, "a mini-batch (actor.ppo_mini_batch_size x rollout.n)")
-    if critic is not None:
-        strategy = config.critic.strategy
-        if strategy not in ("fsdp", "fsdp2"):
-            raise ConfigError(f"critic.strategy must be fsdp or fsdp2, got {strategy}; other training engines are not supported yet")
-        check_divides(critic, config.critic.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n, "a mini-batch (critic.ppo_mini_batch_size x rollout.n)")
-    elif config.trainer.critic_warmup:
-        raise ConfigError(f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set algorithm.adv_estimator=gae for one")
-    there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    wanted = placement.devices + reward_model_devices(config)
-    if there is not None and wanted > there:
-        raise ConfigError(
-            f"ray_kwargs.ray_init.num_gpus must cover trainer.{{nnodes,n_gpus_per_node}} and {_ROLLOUT}.{{nnodes,"
-            f"n_gpus_per_node}}, or all pools, and a reward model, together {wanted}, got {there}; raise it, or ask for fewer devices"
-        )
-    for role in ("logp", "ref_logp"):
-        pool = placement.own_pool_of(role)
-        if pool is not None:
-            check_divides(pool, batch * config.actor_rollout_ref.rollout.n, f"a batch of {role} (data.train_batch_size x rollout.n)")
-    _check_loads(config, placement, knobs)
-
-
-def reward_model_devices(config: DictConfig) -> int:
-    """Devices of a reward model, which are beside those of the pipeline's pools; 0 without one.
-
-    Raises ConfigError: it is to share devices with training, or cannot serve while answers are generated.
-    """
-    path = "reward.reward_model"
-    model = config.reward.reward_model
-    if not model.enable:
-        return 0
-    if not model.enable_resource_pool:
-        raise ConfigError(
-            f"{path}.enable_resource_pool must be True, got {model.enable_resource_pool}; a reward model scores while the "
-            f"trainer trains, so give it devices of its own by {path}.nnodes and {path}.n_gpus_per_node"
-        )
-    for name in ("nnodes", "n_gpus_per_node"):
-        if not _positive(model[name]):
-            raise ConfigError(f"{path}.{name} must be >= 1, got {model[name]!r}; say how many devices the reward model has")
-    if model.rollout.free_cache_engine:
-        raise ConfigError(f"{path}.rollout.free_cache_engine must be False, got True; on devices of its own the model never makes room")
-    devices, tp = int(model.nnodes * model.n_gpus_per_node), model.rollout.tensor_model_parallel_size
-    if tp < 1 or devices % tp:
-        raise ConfigError(f"{path}.rollout.tensor_model_parallel_size must divide its {devices} devices, got {tp}; set it to 1")
-    return devices
-
-
-def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a forward-only model is to load published weights, and cannot."""
-    if knobs.ref_refresh_every and not need_reference_policy(config):
-        raise ConfigError(f"{OWN}.ref_refresh_every must be 0 without a reference policy, got {knobs.ref_refresh_every}; set actor_rollout_ref.actor.use_kl_loss=True for one")
-    strategy, rank = config.actor_rollout_ref.actor.strategy, _adapter_rank(config)
-    cases = (
-        (placement.own_pool_of("logp") is not None, "logp", "let logp share the training devices"),
-        (knobs.ref_refresh_every > 0, "ref_logp", f"leave {OWN}.ref_refresh_every out"),
-    )
-    for loads, role, other in cases:
-        if loads and strategy != "fsdp2":
-            raise ConfigError(f"actor_rollout_ref.actor.strategy must be fsdp2 where {role} loads published weights, got {strategy}; set it, or {other}")
-        if loads and rank:
-            raise ConfigError(f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with {role} loading published weights yet; {other}, or train without LoRA")
-
-
-def _adapter_rank(config: DictConfig) -> int:
-    model = config.actor_rollout_ref.model
-    return int(OmegaConf.select(model, "lora.rank") or model.get("lora_rank") or 0)
-
-
-def _check_adapters(config: DictConfig) -> None:
-    """Raises ConfigError: a LoRA adapter that the pipeline cannot publish."""
-    model, rank = config.actor_rollout_ref.model, _adapter_rank(config)
-    if rank and need_reference_policy(config):
-        raise ConfigError(
-            f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with a reference policy yet, got "
-            "use_kl_loss or use_kl_in_reward; turn them off"
-        )
-    if not rank or OmegaConf.select(model, "lora.merge"):
-        return
-    load_format = OmegaConf.select(config, f"{_ROLLOUT}.load_format")
-    if load_format in (None, "dummy"):
-        raise ConfigError(
-            f"{_ROLLOUT}.load_format must not be dummy for LoRA adapters, whose base is never published, got "
-            f"{load_format!r}; set it to auto, or actor_rollout_ref.model.lora.merge=True"
-        )
 
 
 def _rewrite(config: DictConfig, found: Checked) -> None:
@@ -404,69 +281,3 @@ def _remove(config: DictConfig, path: str) -> None:
 def _say(text: str) -> None:
     sys.stdout.write(f"{MARK} {text}\n")
     sys.stdout.flush()
-
-
-def _positive(value: Any) -> bool:
-    return _whole(value) and value > 0
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole_or_none(value: Any) -> bool:
-    return value is None or (_whole(value) and value >= 0)
-
-
-_ROLLOUT = "actor_rollout_ref.rollout"
-_ENGINE = f"{_ROLLOUT}.checkpoint_engine"
-_RULES = (
-    ("trainer.v1.trainer_mode", lambda v: v == "sync", "must be left alone", "async_strategy says which trainer runs"),
-    (f"{_ENGINE}.backend", lambda v: v in ("naive", "dual_buffer"), "must be dual_buffer", "leave it out"),
-    (
-        f"{_ENGINE}.update_weights_bucket_megabytes",
-        lambda v: v == 2048,
-        "must be left alone",
-        f"set {OWN}.preduce_bucket_size_mb instead",
-    ),
-    (
-        f"{_ROLLOUT}.agent.agent_loop_manager_class",
-        lambda v: v in (None, MANAGER),
-        "must be left alone",
-        "the pipeline's own manager says when a group is complete",
-    ),
-    (f"{_ROLLOUT}.n", _positive, "must be >= 1", "answers to each prompt"),
-    ("data.train_batch_size", _positive, "must be >= 1", "prompts of one optimizer step"),
-    ("actor_rollout_ref.actor.ppo_mini_batch_size", _positive, "must be >= 1", "prompts of one optimizer update"),
-    (f"{_ROLLOUT}.max_num_seqs", _positive, "must be >= 1", "answers that a replica works on at the same time"),
-    (f"{_ROLLOUT}.tensor_model_parallel_size", _whole, "must be a whole number", "devices of one replica"),
-    ("critic.ppo_mini_batch_size", _positive, "must be >= 1", "prompts of one update of the critic"),
-    ("trainer.critic_warmup", _whole_or_none, "must be >= 0", "steps that the critic learns alone"),
-    ("actor_rollout_ref.model.lora_rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
-    ("actor_rollout_ref.model.lora.rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
-    ("ray_kwargs.ray_init.num_gpus", _whole_or_none, "must be >= 0", "devices that Ray is told of"),
-    ("reward.num_workers", _positive, "must be >= 1", "somebody has to score"),
-    ("trainer.total_training_steps", lambda v: v is None or _positive(v), "must be >= 1", "leave it out to train by epochs"),
-    ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
-    (f"{_ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "other engines are not supported yet"),
-    (f"{_ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
-    (f"{_ROLLOUT}.data_parallel_size", lambda v: v == 1, "must be 1", "use more replicas instead"),
-    (
-        f"{_ROLLOUT}.pipeline_model_parallel_size",
-        lambda v: v == 1,
-        "must be 1",
-        "use tensor parallelism or more replicas instead",
-    ),
-    (f"{_ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
-    (
-        "actor_rollout_ref.actor.strategy",
-        lambda v: v in ("fsdp", "fsdp2"),
-        "must be fsdp or fsdp2",
-        "other training engines are not supported yet",
-    ),
-    ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),
-    ("distillation.enabled", lambda v: not v, "must be False", "distillation is not supported yet"),
-    ("skip.rollout_tq.enable", lambda v: not v, "must be False", "replaying stored rollouts is not supported yet"),
-)
-
-

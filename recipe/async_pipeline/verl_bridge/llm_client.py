@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -90,11 +90,11 @@ class PipelineLLMClient(LLMServerClient):
                 try:
                     return await super().generate(request_id, **kwargs)
                 except Exception as error:
-                    if is_death(error):
+                    if is_death(error) or isinstance(error, ActorUnavailableError):
                         self._last_death, deaths = error, deaths + 1
                         dead = self._server_of[request_id]
-                        logger.warning("request %s: %s is dead, asking another replica", request_id, dead)
-                        await self._take_out(dead)
+                        logger.warning("request %s: %s is dead or out of reach, asking another replica", request_id, dead)
+                        await self._take_out(dead, for_good=is_death(error))
                     elif NONE_LEFT not in str(cause_of(error)) or self._last_death is None:
                         raise
                     if deaths == DEATHS or not await self._somebody_serves():
@@ -151,10 +151,14 @@ class PipelineLLMClient(LLMServerClient):
         self._asked[request_id] = (self._asked[request_id][0], name)
         return name
 
-    async def _take_out(self, dead: str) -> None:
-        """Take a dead server out of the rotation."""
+    async def _take_out(self, dead: str, *, for_good: bool) -> None:
+        """Take a dead server out of the rotation. One that is only out of reach, as all of a lost node are before Ray knows,
+        is left out here until the balancer is asked next: whether it is dead is for the trainer to find out."""
         if self._router is not None:
             self._router.remove(dead)
+            if not for_good:
+                await asyncio.sleep(0 if self._router.servers else REFRESH_S)
+                return
         removed = self._load_balancer.remove_servers.remote([dead])
         await within(removed, ASK_S, owner="an agent loop", what=f"the balancer to give {dead} no more work")
 

@@ -245,6 +245,9 @@ class PipelineVLLMReplica(vLLMReplica):
                 .options(
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                     name=f"rollout_device_{self.replica_rank}{self.name_suffix}_{number}_{bundle}",
+                    # Of a node that is lost, Ray moves what was reserved to another one as soon as there is one.
+                    max_restarts=-1,
+                    max_task_retries=-1,
                     **options,
                 )
                 .remote(),
@@ -260,7 +263,8 @@ class PipelineVLLMReplica(vLLMReplica):
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
     async def restart(self) -> None:
-        """End the servers, whatever state they are in, and start others on the same devices."""
+        """End the servers, whatever state they are in, and start others on the same devices, or, if their node is lost, on
+        those that Ray found in their place. Until then it waits."""
         for server in self.servers:
             ray.kill(server)
         # A stuck engine does not notice that its server is gone.

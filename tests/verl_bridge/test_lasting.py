@@ -20,7 +20,7 @@ LARGE = 1 << 20
 
 @pytest.fixture
 def ours(load: Load) -> Iterator[ModuleType]:
-    module = load("recipe.async_pipeline.verl_bridge.reward_workers")
+    module = load("recipe.async_pipeline.verl_bridge.lasting")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         yield module
@@ -40,9 +40,8 @@ class Worker:
 
 
 def test_a_worker_with_a_large_config_starts_again_more_than_once(ours: ModuleType) -> None:
-    again = ray.remote(max_restarts=2, max_task_retries=-1)(Worker)
     config = bytes(LARGE)
-    workers = ours.LastingArguments(again)
+    workers = ours.lasting(Worker, 2)
     first, second = (workers.options(name=f"worker_{i}").remote(config, None) for i in range(2))
     assert len(workers._kept) == 2, "the config is there once, for both, and the address"
     pids = set()

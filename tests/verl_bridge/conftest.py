@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped smoke config, composed once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.async_pipeline.verl_bridge.patches import find_verl_root
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+Smoke = Callable[..., DictConfig]
+
+
+@pytest.fixture(scope="module")
+def base() -> DictConfig:
+    GlobalHydra.instance().clear()
+    search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
+    with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
+        return compose(config_name="smoke_cpu", overrides=[search])
+
+
+@pytest.fixture
+def smoke(base: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
+    """The shipped smoke config with changes, run from an empty folder."""
+    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path / "task"))
+    monkeypatch.chdir(tmp_path)
+
+    def make(changes: dict[str, Any] | None = None, *, switched_on: bool = True) -> DictConfig:
+        config = copy.deepcopy(base)
+        with open_dict(config):
+            if switched_on:
+                config.async_pipeline = True
+            for path, value in (changes or {}).items():
+                OmegaConf.update(config, path, value, force_add=True)
+        return config
+
+    return make
