@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from tests.e2e.job import ROOT
@@ -30,38 +31,72 @@ def untied_task() -> Path:
     return _make("--untied")
 
 
-class Nodes(NamedTuple):
-    """A cluster of two nodes."""
+class Nodes:
+    """A Ray cluster on this machine. Who starts a job is on its first node."""
 
-    cluster: Any
-    second: Any
+    def __init__(self, devices: int) -> None:
+        head = {"num_cpus": 64, "num_gpus": devices, "include_dashboard": False}
+        self._cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+        self._number = 1
 
     @property
     def overrides(self) -> list[str]:
         """What has a job run there."""
         return [
-            f"++ray_kwargs.ray_init.address={self.cluster.address}",
+            f"++ray_kwargs.ray_init.address={self._cluster.address}",
             "ray_kwargs.ray_init.num_gpus=null",
             "ray_kwargs.ray_init.num_cpus=null",
             "~ray_kwargs.ray_init.include_dashboard",
         ]
 
+    def add(self, devices: int) -> Any:
+        """Another node, with an address of its own."""
+        self._number += 1
+        address = f"127.0.0.{self._number}"
+        return self._cluster.add_node(num_cpus=64, num_gpus=devices, node_ip_address=address, resources={self._name: 1})
 
-TwoNodes = Callable[[Path, int, int], Nodes]
+    @property
+    def _name(self) -> str:
+        """A resource of the node that was added last, and of no other."""
+        return f"node_{self._number}"
+
+    def keep_free(self) -> Callable[[], None]:
+        """Until what this returns is called, nothing that asks for a CPU gets onto the node that was added last."""
+        ray.init(address=self._cluster.address, log_to_driver=False)
+        occupied = ray.util.placement_group([{"CPU": 64, self._name: 1}])
+        ray.get(occupied.ready(), timeout=60)
+
+        def release() -> None:
+            ray.util.remove_placement_group(occupied)
+            ray.shutdown()
+
+        return release
+
+    def lose(self, node: Any) -> None:
+        """All of its processes at once, and it says nothing."""
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+StartNodes = Callable[..., Nodes]
 
 
 @pytest.fixture
-def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoNodes]:
-    """Starts two nodes for a task, with so many devices each."""
-    made: list[Any] = []
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartNodes]:
+    """Starts nodes for a task, with so many devices each."""
+    made: list[Nodes] = []
 
-    def start(task: Path, first: int, second: int) -> Nodes:
+    def start(task: Path, first: int, *others: int) -> Nodes:
         # What the configuration refers to has to be known where its nodes are started.
         monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(task))
         monkeypatch.setenv("ASYNC_PIPELINE_RUN", "run")
-        made.append(Cluster(initialize_head=True, head_node_args={"num_cpus": 64, "num_gpus": first, "include_dashboard": False}))
-        return Nodes(made[0], made[0].add_node(num_cpus=64, num_gpus=second))
+        made.append(Nodes(first))
+        for devices in others:
+            made[-1].add(devices)
+        return made[-1]
 
     yield start
     for cluster in made:
-        cluster.shutdown()
+        cluster.close()

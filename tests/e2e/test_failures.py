@@ -18,7 +18,7 @@ import pytest
 from recipe.async_pipeline.audit import audit_file
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
-from tests.e2e.conftest import TwoNodes
+from tests.e2e.conftest import StartNodes
 from tests.e2e.job import (
     ROOT,
     Event,
@@ -149,16 +149,18 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
 
 
 @pytest.mark.nightly
-def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, two_nodes: TwoNodes) -> None:
-    """On it are a replica, agent loops and reward workers; who trains, and the samples, are on the other."""
+def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes: StartNodes) -> None:
+    """On it are a replica, agent loops and reward workers; trainer and samples are on the other, which was there before."""
     run_dir = tmp_path / "run"
-    nodes = two_nodes(tied_task, 3, 1)
+    cluster = nodes(tied_task, 3)
+    second = cluster.add(1)
+    release = cluster.keep_free()
 
     def lose(process: subprocess.Popen[str]) -> None:
-        nodes.cluster.remove_node(nodes.second, allow_graceful=False)
+        cluster.lose(second)
 
     def replace(process: subprocess.Popen[str]) -> None:
-        nodes.cluster.add_node(num_cpus=64, num_gpus=1)
+        cluster.add(1)
 
     def interrupt(process: subprocess.Popen[str]) -> None:
         process.send_signal(signal.SIGINT)
@@ -173,11 +175,12 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, two_n
             "reward.num_workers=2",
             "+transfer_queue.backend.SimpleStorage.required_node_resource=node:__internal_head__",
             "trainer.v1.async_pipeline.publish_timeout_s=20",
-            *nodes.overrides,
+            *cluster.overrides,
         ],
         run_dir,
         tied_task,
         events=[
+            Event("starting training workers", lambda process: release()),
             Event(" 4/1000", lose),
             Event(" is fenced and starts anew; 1 go on"),
             *[Event("/1000 ") for _ in range(6)],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.bad_data import KINDS
-from tests.e2e.conftest import TwoNodes
+from tests.e2e.conftest import StartNodes
 from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
@@ -113,7 +113,7 @@ def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path:
 
 @pytest.mark.nightly
 def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
-    untied_task: Path, tmp_path: Path, two_nodes: TwoNodes
+    untied_task: Path, tmp_path: Path, nodes: StartNodes
 ) -> None:
     """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their way.
 
@@ -131,7 +131,7 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
             "trainer.n_gpus_per_node=2",
             "trainer.val_before_train=true",
             "trainer.test_freq=4",
-            *two_nodes(untied_task, 2, 1).overrides,
+            *nodes(untied_task, 2, 1).overrides,
             f"trainer.v1.async_pipeline.run_dir={tmp_path / 'run'}",
         ),
         tmp_path / "run",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import TwoNodes
+from tests.e2e.conftest import StartNodes
 from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
@@ -69,12 +69,11 @@ def check_pools(job: Job, apart: Mapping[str, str]) -> None:
             assert len(holders & here) <= 1, (pool, holders)
 
 
-def test_on_pools_of_their_own_all_compute_at_once(tied_task: Path, tmp_path: Path, two_nodes: TwoNodes) -> None:
+def test_on_pools_of_their_own_all_compute_at_once(tied_task: Path, tmp_path: Path, nodes: StartNodes) -> None:
     """The replica is on another node, so its weights are sent; the three pools of the first node read them in place."""
     steps = 10
-    nodes = two_nodes(tied_task, 3, 1)
     job = run_layout(
-        "apart", "n_step_ahead", steps, tied_task, tmp_path, "trainer.v1.async_pipeline.ref_refresh_every=4", *nodes.overrides
+        "apart", "n_step_ahead", steps, tied_task, tmp_path, "trainer.v1.async_pipeline.ref_refresh_every=4", *nodes(tied_task, 3, 1).overrides
     )
     check_clean_end(job, "n_step_ahead", 3, steps)
     check_events(job, "ref_logp")

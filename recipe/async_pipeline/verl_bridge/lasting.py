@@ -9,12 +9,12 @@ import ray
 
 RESTARTS = 10
 """Of one actor in a run. Ray starts the process again, on another node if need be, and asks it again for what it had not
-answered."""
+answered: as often as that takes, since until Ray knows that a node is lost each question to it fails at once."""
 
 
 def lasting(cls: type, restarts: int = RESTARTS) -> LastingArguments:
     """The actor class of `cls`, to be used as `ray.remote(cls)` is. What is asked twice must do no harm."""
-    return LastingArguments(ray.remote(max_restarts=restarts, max_task_retries=restarts)(cls))
+    return LastingArguments(ray.remote(max_restarts=restarts, max_task_retries=-1)(cls))
 
 
 class LastingArguments:

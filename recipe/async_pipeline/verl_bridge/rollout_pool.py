@@ -13,8 +13,11 @@ from typing import Any, ClassVar
 import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.device import get_resource_name
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from ..core.items import Publication
 from ..errors import WeightSyncError
@@ -74,6 +77,30 @@ class PipelineServerManager(LLMServerManager):
     def attach(self, balancer: Any) -> None:
         """Use a balancer that verl has started, so that clients can be made before the servers are up."""
         self.global_load_balancer = balancer
+
+
+class BalancerBesideTrainer(LLMServerManager):
+    """verl's manager as its trainer uses it where all replicas are ours: for the balancer alone.
+
+    Ray would put that on any node; there it would be one more whose loss ends the run.
+    """
+
+    async def _init_global_load_balancer(self) -> None:
+        settings = self.rollout_config
+        if settings.get("router_config_path") or self._load_balancer_cls:
+            await super()._init_global_load_balancer()
+            return
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.global_load_balancer = (
+            ray.remote(GlobalRequestLoadBalancer)
+            .options(scheduling_strategy=here)
+            .remote(servers={}, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE, full_determinism=bool(settings.get("full_determinism")))
+        )
+
+    @classmethod
+    def use(cls) -> None:
+        """verl's trainer makes its manager by this name, and offers nothing else to choose it by."""
+        trainer_base.LLMServerManager = cls
 
 
 def _devices_by_node() -> list[int]:

@@ -66,7 +66,7 @@ from .resumable import PARTITION
 from .resumable import echo as _echo
 from .resumable import say as _say
 from .reward_workers import use_ours as use_our_reward_workers
-from .rollout_pool import PipelineServerManager, RolloutPool, devices_of_a_node
+from .rollout_pool import BalancerBesideTrainer, PipelineServerManager, RolloutPool, devices_of_a_node
 from .sample_meters import SampleMeters
 from .turns import cost_columns
 from .workers import PipelineCritic, PipelineWorker
@@ -102,6 +102,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
         use_our_reward_workers()
+        BalancerBesideTrainer.use()
         super().__init__(config)
         own = self.own
         self.started_unix = float(own.get("started_unix") or time.time())

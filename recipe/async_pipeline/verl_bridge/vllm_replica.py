@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray.exceptions import ActorDiedError
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import ResourcePoolManager
+from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -238,6 +241,12 @@ class PipelineVLLMReplica(vLLMReplica):
         pools.create_resource_pool()
         self.resource_pool = pools.resource_pool_dict[name]
         groups = self.resource_pool.get_placement_groups(device_name=get_device_name())
+        self._bundles = [group.bundle_specs for group in groups]
+        self._hold(groups)
+        await self.launch_servers()
+
+    def _hold(self, groups: Sequence[Any]) -> None:
+        """Put a holder on each device that was reserved."""
         options = get_platform().ray_resource_options(1 / SHARES_OF_A_DEVICE)
         self.workers = [
             HeldDevice(
@@ -245,8 +254,7 @@ class PipelineVLLMReplica(vLLMReplica):
                 .options(
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                     name=f"rollout_device_{self.replica_rank}{self.name_suffix}_{number}_{bundle}",
-                    # Of a node that is lost, Ray moves what was reserved to another one as soon as there is one.
-                    max_restarts=-1,
+                    # Until Ray knows that a node is lost; then they are dead.
                     max_task_retries=-1,
                     **options,
                 )
@@ -256,22 +264,42 @@ class PipelineVLLMReplica(vLLMReplica):
             for number, group in enumerate(groups)
             for bundle in range(group.bundle_count)
         ]
-        await self.launch_servers()
+
+    async def _reserve_anew(self) -> None:
+        """Other devices in place of those of a lost node, as soon as there are any.
+
+        Ray would look for some by itself, but without a pause between two tries, which takes its head node a whole core.
+        """
+        for group in self.resource_pool.pgs:
+            remove_placement_group(group)
+        groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in self._bundles]
+        try:
+            for group in groups:
+                await group.ready()
+        except BaseException:
+            for group in groups:
+                remove_placement_group(group)
+            raise
+        self.resource_pool.pgs = groups = sort_placement_group_by_node_ip(groups)
+        self._hold(groups)
 
     async def launch_servers(self) -> None:
         await super().launch_servers()
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
     async def restart(self) -> None:
-        """End the servers, whatever state they are in, and start others on the same devices, or, if their node is lost, on
-        those that Ray found in their place. Until then it waits."""
+        """End the servers, whatever state they are in, and start others on the same devices; if those are lost with their
+        node, on others. Waits for: other devices."""
         for server in self.servers:
             ray.kill(server)
-        # A stuck engine does not notice that its server is gone.
-        for number, processes in enumerate(self._processes):
-            await self.workers[number * self.gpus_per_replica_node].end(processes)
         self.servers = []
         self._restarts += 1
-        # Ray may still know the old name.
+        # Ray may still know the old names.
         self.name_suffix = f"{self._plain_suffix}_{self._restarts}"
+        try:
+            # A stuck engine does not notice that its server is gone.
+            for number, processes in enumerate(self._processes):
+                await self.workers[number * self.gpus_per_replica_node].end(processes)
+        except ActorDiedError:
+            await self._reserve_anew()
         await self.launch_servers()
