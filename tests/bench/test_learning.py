@@ -67,6 +67,32 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[tuple[int, str]] = []
+
+    def pretend(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
+        ran.append((seed, name))
+        return Curve([0.1] * steps, [8] * steps, [1.0] * steps, 0.5, 1)
+
+    monkeypatch.setattr(learning, "run_variant", pretend)
+    monkeypatch.setattr(learning, "ensure_toy", lambda *args, **kwargs: type("Toy", (), {"dir": tmp_path}))
+    out = tmp_path / "l.json"
+    command = ["bench", "learning", "--steps", "6", "--json", str(out)]
+    assert main([*command, "--variants", "on_policy,one_step_off", "--seeds", "1"]) == 0
+    ran.clear()
+    assert main([*command, "--variants", "on_policy,n_step_ahead", "--seeds", "2", "--go-on"]) == 0
+    assert ran == [(1, "n_step_ahead"), (2, "on_policy"), (2, "n_step_ahead")]
+    curves = json.loads(out.read_text())["curves"]
+    assert {name: [curve["seed"] for curve in runs] for name, runs in curves.items()} == {"on_policy": [1, 2], "one_step_off": [1], "n_step_ahead": [1, 2]}
+    capsys.readouterr()
+    for wrong, said in ((["--steps", "7"], "--steps must be 6, as in "), (["--json", str(tmp_path / "none.json")], "--go-on wants the --json file")):
+        assert main([*command, *wrong, "--go-on"]) == 2
+        assert said in capsys.readouterr().err
+    out.write_text("[]")
+    assert main([*command, "--go-on"]) == 2
+    assert "is none of this command's" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--variants", "on_police"], ["--seeds", "0"], ["--steps", "1"]])
 def test_what_cannot_be_run_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learning", *options]) == 2

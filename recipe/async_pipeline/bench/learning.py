@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each, on prompts in another order (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps of each (default: %(default)s)")
     parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all curves there, after each run")
+    parser.add_argument("--go-on", action="store_true", help="run only what the file of --json does not have yet")
     parser.add_argument("--picture", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a PNG there (default: beside --json)")
     parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
 
@@ -81,15 +82,17 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--variants must be of {', '.join(VARIANTS)}, --seeds >= 1 and --steps >= 5, got {args.variants}, {args.seeds}, {args.steps}")
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
+    before = runs_of(args.json, args.steps) if args.go_on else {}
     toy = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
         "steps": args.steps,
-        "curves": {name: [] for name in variants},
+        "curves": {**before, **{name: before.get(name, []) for name in variants}},
         "failed": {},
     }
-    runs = [(seed, name) for seed in range(1, args.seeds + 1) for name in variants]
+    there = {(curve["seed"], name) for name, curves in before.items() for curve in curves}
+    runs = [(seed, name) for seed in range(1, args.seeds + 1) for name in variants if (seed, name) not in there]
     with job_logs(args.logs, data["failed"]) as root:
         for number, (seed, name) in enumerate(runs, start=1):
             echo(f"[{number}/{len(runs)}] {name}, seed {seed}; log in {root / f'{seed}-{name}'}")
@@ -107,6 +110,20 @@ def run(args: argparse.Namespace) -> int:
     if picture is not None:
         draw(data, picture)
     return 1 if data["failed"] else 0
+
+
+def runs_of(file: Path | None, steps: int) -> dict[str, list[dict[str, Any]]]:
+    """The curves that an earlier call has written. Raises ConfigError: there is no such file, or its runs are shorter or longer."""
+    if file is None or not file.is_file():
+        raise ConfigError(f"--go-on wants the --json file of an earlier call, got {file}; name it, or leave --go-on out")
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        found, curves = int(data["steps"]), dict(data["curves"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--json {file} is none of this command's ({error}); name another, or leave --go-on out") from None
+    if found != steps:
+        raise ConfigError(f"--steps must be {found}, as in {file}, got {steps}; say --steps {found}")
+    return {name: list(runs) for name, runs in curves.items() if name in VARIANTS}
 
 
 def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
