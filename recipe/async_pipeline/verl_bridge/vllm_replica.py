@@ -268,7 +268,8 @@ class PipelineVLLMReplica(vLLMReplica):
     async def _reserve_anew(self) -> None:
         """Other devices in place of those of a lost node, as soon as there are any.
 
-        Ray would look for some by itself, but without a pause between two tries, which takes its head node a whole core.
+        Ray would look for some by itself, but without a pause between two tries, which takes its head node a whole core
+        (ray-project/ray#65007).
         """
         for group in self.resource_pool.pgs:
             remove_placement_group(group)
