@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What outlives a node; with real Ray nodes on this machine, but without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+LIMIT_S = 60.0
+SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
+"""Ray holds a node for lost within a second."""
+
+
+class Nodes:
+    def __init__(self) -> None:
+        self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, "_system_config": SOON})
+        self.others = 0
+
+    def add(self) -> Any:
+        self.others += 1
+        return self.cluster.add_node(num_cpus=4, num_gpus=1, node_ip_address=f"127.0.0.{1 + self.others}")
+
+    def lose(self, node: Any, pid: int) -> None:
+        """Its actors end when they notice; this one at once."""
+        self.cluster.remove_node(node, allow_graceful=False)
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    ray.init(address=made.cluster.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.cluster.shutdown()
+
+
+class Worker:
+    async def where(self) -> tuple[str, int]:
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_before(load: Load, nodes: Nodes) -> None:
+    lasting = load("recipe.async_pipeline.verl_bridge.lasting").lasting(Worker)
+    lost = nodes.add()
+    there = NodeAffinitySchedulingStrategy(lost.node_id, soft=True)
+    worker = lasting.options(scheduling_strategy=there).remote()
+    node, pid = ray.get(worker.where.remote(), timeout=LIMIT_S)
+    assert node == lost.node_id
+    nodes.lose(lost, pid)
+    # Ray does not know yet that it is gone.
+    node, again = ray.get(worker.where.remote(), timeout=LIMIT_S)
+    assert node != lost.node_id and again != pid
+
+
+def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
+    ours = load("recipe.async_pipeline.verl_bridge.rollout_pool")
+    for _ in range(3):
+        nodes.add()
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout={"full_determinism": False}))
+    manager = object.__new__(ours.BalancerBesideTrainer)
+    manager.rollout_config, manager._load_balancer_cls = config.actor_rollout_ref.rollout, None
+    for _ in range(4):
+        asyncio.run(manager._init_global_load_balancer())
+        where = manager.global_load_balancer.__ray_call__.remote(load("recipe.async_pipeline.verl_bridge.device_holder").node_id)
+        assert ray.get(where, timeout=LIMIT_S) == ray.get_runtime_context().get_node_id()
+
+
+def replica_of(ours: ModuleType) -> Any:
+    """A replica on one device, whose servers nobody starts."""
+
+    class Replica(ours.PipelineVLLMReplica):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            self.replica_rank, self.name_suffix, self.gpus_per_replica_node, self.nnodes = 0, "", 1, 1
+            self._plain_suffix, self._restarts = "", 0
+            self._processes: list[list[tuple[int, float]]] = [[]]
+            self.servers: list[Any] = []
+            self.launched: list[str] = []
+
+        async def launch_servers(self) -> None:
+            self.launched += [node for node, _ in await asyncio.gather(*(worker.where() for worker in self.workers))]
+
+    return Replica()
+
+
+def test_a_replica_gets_devices_of_another_node_as_soon_as_there_are_any(load: Load, nodes: Nodes) -> None:
+    replica = replica_of(load("recipe.async_pipeline.verl_bridge.vllm_replica"))
+    lost = nodes.add()
+
+    async def story() -> None:
+        await replica.init_standalone()
+        await replica.restart()
+        assert replica.launched == [lost.node_id] * 2, "the same devices, as long as they are there"
+        nodes.lose(lost, await replica.workers[0]._holder.__ray_call__.remote(lambda holder: os.getpid()))
+        with pytest.raises(TimeoutError):
+            # As long as it takes Ray to see that the node is lost, and then some.
+            await asyncio.wait_for(replica.restart(), 10.0)
+        other = nodes.add()
+        await asyncio.wait_for(replica.restart(), LIMIT_S)
+        assert replica.launched == [lost.node_id] * 2 + [other.node_id]
+
+    asyncio.run(story())
+    pending = [group for group in ray.util.placement_group_table().values() if group["state"] not in ("CREATED", "REMOVED")]
+    assert pending == [], "nobody waits for devices any more"
