@@ -421,6 +421,7 @@ def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
         ("prompt_attempts", 0),
         ("bad_data", "drop"),
         ("bad_data", {"nan": "drop"}),
+        ("bad_data", {"no_score": "drop"}),
         ("bad_data", {"nonfinite_logprobs": "keep"}),
         ("bad_data", {"empty_answer": ["drop"]}),
         ("loop_stall_s", True),

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.redaction import HIDDEN, LineRedactor, looks_secret, redacted, shown
+from recipe.async_pipeline.redaction import HIDDEN, LineRedactor, hider_of, looks_secret, redacted, shown
 
 SECRETS = ["api_key", "OPENAI_API_KEY", "hf_token", "HF_TOKEN", "token", "auth_token", "password", "db.password", "client_secret", "aws_secret_access_key", "credentials", "Authorization", "HUGGING_FACE_HUB_TOKEN", "http_token"]
 NONE = ["pad_token", "eos_token", "tokenizer", "num_tokens", "max_token_len_per_gpu", "token2text", "key", "prompt_key", "monkey", "keys", "max_tokens", "secretary", "reward_fn_key", "stop_token", "batch_num_tokens", "tokens"]  # fmt: skip
@@ -72,3 +74,16 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size
 def test_any_config_keeps_its_shape(value: object) -> None:
     assert redacted(redacted(value)) == redacted(value)
     assert isinstance(redacted(value), type(value))
+
+
+def test_variables_whose_names_say_less_and_urls_with_passwords() -> None:
+    line = LineRedactor({"OPENAI_KEY": "sk-012345", "DB_PASS": "hunter2222"}).line
+    assert line("sk-012345 hunter2222 postgres://me:hidden@db:5432/x") == f"{HIDDEN} {HIDDEN} postgres://me:{HIDDEN}@db:5432/x"
+    assert line("http://127.0.0.1:8000/v1 me@example.org a://b:c/d@e") == "http://127.0.0.1:8000/v1 me@example.org a://b:c/d@e"
+
+
+@given(secret=st.text(min_size=8).filter(lambda text: not text.replace(".", "").isdigit()), before=st.text(), after=st.text())
+def test_a_secret_is_found_in_json_and_what_is_left_is_json(secret: str, before: str, after: str) -> None:
+    for escaped in (True, False):
+        text = hider_of({"MY_TOKEN": secret}, for_programs=True)(json.dumps({"why": before + secret + after}, ensure_ascii=escaped))
+        assert secret not in json.loads(text)["why"] or secret in HIDDEN + after + HIDDEN + before

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from recipe.async_pipeline.checkpoint import begin, publish
 from recipe.async_pipeline.errors import CheckpointError, ConfigError
 from recipe.async_pipeline.knobs import OWN, AsyncPipelineConfig
 from recipe.async_pipeline.placement import placement_of
-from recipe.async_pipeline.resume import Origin, check_keys, identity_of, model_of, origin_of
+from recipe.async_pipeline.resume import Origin, check_keys, check_ledger, identity_of, model_of, origin_of
 
 
 def config(root: Path, **trainer: Any) -> dict[str, Any]:
@@ -121,3 +122,65 @@ def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
     raw = config(tmp_path)
     placement = placement_of(raw, None, ["logp"], "pools")
     assert identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")["actor_rollout_ref.model.path"] == "some/model"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rule"),
+    [
+        ({"save_freq": "often"}, "trainer.save_freq must be a number of steps, or -1"),
+        ({"save_freq": float("nan")}, "trainer.save_freq must be"),
+        ({"save_freq": 2.5}, "trainer.save_freq must be"),
+        ({"save_freq": True}, "trainer.save_freq must be"),
+        ({"save_freq": -7}, "trainer.save_freq must be"),
+        ({"max_actor_ckpt_to_keep": 0}, "trainer.max_actor_ckpt_to_keep must be >= 1, or null"),
+        ({"max_critic_ckpt_to_keep": "many"}, "trainer.max_critic_ckpt_to_keep must be >= 1, or null"),
+        ({"resume_from_path": "/nowhere"}, "trainer.resume_from_path must be left out with resume_mode=auto"),
+        ({"resume_mode": "resume_path", "resume_from_path": "/nowhere"}, "trainer.resume_from_path must be a folder"),
+    ],
+)
+def test_keys_that_say_when_and_from_where(tmp_path: Path, trainer: dict[str, Any], rule: str) -> None:
+    for good in (-1, 0, 1, 20, None):
+        check_keys(config(tmp_path, save_freq=good, max_actor_ckpt_to_keep=1))
+    with pytest.raises(ConfigError, match=rule):
+        check_keys(config(tmp_path, **trainer))
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: str) -> None:
+    def with_contents(**contents: Any) -> dict[str, Any]:
+        raw = config(tmp_path, save_freq=2)
+        where = raw["actor_rollout_ref"]["actor"] if model == "actor" else raw.setdefault("critic", {})
+        where["checkpoint"] = contents
+        return raw
+
+    check_keys(with_contents(save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=["model", "optimizer", "extra"]))
+    for name in ("save_contents", "load_contents"):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.{name} must have model, optimizer, extra, .*got \['model'\]; leave it out"):
+            check_keys(with_contents(**{name: ["model"]}))
+    with pytest.raises(ConfigError, match="async_save must be False"):
+        check_keys(with_contents(async_save=True))
+    without = with_contents(save_contents=["model"])
+    without["trainer"]["save_freq"] = -1
+    check_keys(without)
+
+
+def test_a_ledger_that_ends_before_its_checkpoint_is_not_gone_on_with(tmp_path: Path) -> None:
+    made = origin(config(tmp_path, resume_mode="disable"))
+    part = begin(tmp_path, 4)
+    (part / "pipeline.json").write_text(json.dumps({"flow": {"ledger": {"number": 7}}}))
+    publish(part, step=4, run=made.run, identity=made.identity, saved_unix=4.0)
+    found = origin(config(tmp_path)).found
+    assert found is not None
+    check_ledger(tmp_path, found)
+    ledger = tmp_path / "ledger.jsonl"
+
+    def write(last: int, run: str) -> None:
+        ledger.write_text("".join(json.dumps({"n": n, "kind": "opened", "run": run}) + "\n" for n in range(1, last + 1)))
+
+    write(7, made.run)
+    check_ledger(tmp_path, found)
+    write(5, "another")
+    check_ledger(tmp_path, found)
+    write(5, made.run)
+    with pytest.raises(CheckpointError, match="ledger.jsonl ends at record 5, but global_step_4 was made after record 7: .* or move it away"):
+        check_ledger(tmp_path, found)

@@ -269,6 +269,12 @@ def test_no_command_is_the_users_mistake() -> None:
     assert "no command; write it after --" in output
 
 
+def test_a_command_that_is_no_program_is_the_users_mistake() -> None:
+    status, output = watched("no-such-program", "x")
+    assert (status, output.count("\n")) == (2, 1)
+    assert "no-such-program cannot be found, or is no program" in output
+
+
 def test_the_command_knows_when_the_user_began() -> None:
     code = f"import os, time; print({MARK!r}, time.time() - float(os.environ['ASYNC_PIPELINE_STARTED_UNIX']))"
     status, output = watched(sys.executable, "-c", code)

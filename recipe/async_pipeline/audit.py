@@ -47,7 +47,7 @@ def audit_file(path: Path) -> Audit:
         nonlocal void
         for place, record in _lines(file):
             if place in broken:
-                yield {"kind": f"line {place + 1}, which is not whole"}
+                yield {"kind": f"line {place + 1} is not whole"}
             elif record is not None and counts(place, _number(record)):
                 yield record
             else:
@@ -55,7 +55,18 @@ def audit_file(path: Path) -> Audit:
 
     found = audit(valid())
     found.void = void
+    if found.status == "running" and _completed(file.with_name("summary.json")):
+        found.violations.append("summary.json says that the run completed, but the ledger has no end: its last records are missing")
+        found.num_violations += 1
     return found
+
+
+def _completed(summary: Path) -> bool:
+    """Does the run say so?"""
+    try:
+        return bool(json.loads(summary.read_text(encoding="utf-8")).get("status") == "completed")
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _survey(file: Path) -> tuple[list[tuple[int, int]], set[int]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .bad_data import POLICIES, Policies, is_finite
+from .bad_data import NO_SCORE, POLICIES, Policies, is_finite
 from .errors import ConfigError
 
 OWN = "trainer.v1.async_pipeline"
@@ -206,6 +206,8 @@ def _policies(value: Any) -> Policies:
         raise ConfigError(f"{OWN}.bad_data must be a section of kinds, got {value!r}; e.g. {{empty_answer: fail}}")
     for kind, policy in value.items():
         if kind not in POLICIES:
+            if kind == NO_SCORE:
+                raise ConfigError(f"{OWN}.bad_data.{kind} is unknown, got {policy!r}; {OWN}.reward_failure says what becomes of such an answer")
             raise ConfigError(f"{OWN}.bad_data.{kind} is unknown, got {policy!r}{hint(str(kind), POLICIES)}; kinds: {', '.join(POLICIES)}")
         _require(policy in POLICIES[kind], f"bad_data.{kind}", f"must be one of {', '.join(POLICIES[kind])}", policy, f"{POLICIES[kind][0]} is the default")
     return Policies(**value)

@@ -2,13 +2,17 @@
 """Keeps secrets out of what a run writes: configs for trackers, `run.log`, and messages about keys.
 
 A key that looks like one of a secret (`api_key`, `hf_token`, `password`) has its text replaced; so has, in lines of
-output, the value of every environment variable with such a name. What does not look like a secret is not found.
+output and in the files of a run, the value of every environment variable with such a name, and the password of a URL. What
+does not look like a secret is not found.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 HIDDEN = "***"
@@ -19,6 +23,9 @@ _OF_A_TOKENIZER = re.compile(r"(?:.*[_.-])?(?:pad|eos|bos|unk|mask|sep|cls|image
 _PAIR = re.compile(
     r"""(?<![\w.-])(?P<key>[\w.-]{1,100})(?P<between>["']?\s{0,9}[:=]\s{0,9})(?:(?P<quote>["'])(?P<quoted>.{0,2000}?)(?P=quote)|(?P<bare>[^\s"',}\])]+))"""
 )
+_VARIABLE = re.compile(r"[A-Z0-9_]+_(?:KEY|PASS|PWD)")
+"""An environment variable whose name says less than a key of ours has to."""
+_IN_URL = re.compile(r"(?<=://)([^\s/@:\"']{1,100}):[^\s/@\"']{1,200}(?=@)")
 _HARMLESS = re.compile(r"(?:none|null|true|false|[\d.]*|\*+)", re.IGNORECASE)
 LEAST_LENGTH = 8
 """Of a value of the environment that is looked for; a shorter one would hide innocent words."""
@@ -43,18 +50,37 @@ def redacted(value: Any) -> Any:
     return value
 
 
+def hider_of(environment: Mapping[str, str], *, for_programs: bool = False) -> Callable[[str], str]:
+    """What replaces the values of an environment's secrets in a text, JSON or not, and passwords of URLs."""
+    secret = [value for name, value in environment.items() if looks_secret(name) or _VARIABLE.fullmatch(name)]
+    # In what a program reads, a number would be found within other numbers.
+    long = [value for value in secret if len(value) >= LEAST_LENGTH and not (for_programs and _HARMLESS.fullmatch(value))]
+    values = {form for value in long for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])}
+    # The longest first: one may be part of another.
+    found = re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)")
+    return lambda text: _IN_URL.sub(rf"\1:{HIDDEN}", found.sub(HIDDEN, text))
+
+
+@cache
+def _hider_of_this_process() -> Callable[[str], str]:
+    return hider_of(os.environ, for_programs=True)
+
+
+def without_secrets(text: str) -> str:
+    """A text that this process is about to write, such as an error of somebody else's code."""
+    return _hider_of_this_process()(text)
+
+
 class LineRedactor:
     """For lines of text that others have written."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment`: variables whose values must not be seen, if their names look like secrets."""
-        values = {value for name, value in environment.items() if looks_secret(name) and len(value) >= LEAST_LENGTH}
-        # The longest first: one may be part of another.
-        self._values = re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)")
+        self._hide = hider_of(environment)
 
     def line(self, text: str) -> str:
         """The line, with secrets replaced."""
-        return _PAIR.sub(_replaced, self._values.sub(HIDDEN, text))
+        return _PAIR.sub(_replaced, self._hide(text))
 
 
 def _hidden(value: Any) -> Any:

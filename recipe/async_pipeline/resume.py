@@ -7,6 +7,7 @@ trainer.resume_mode      auto: the newest that can be used, or from the beginnin
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +19,13 @@ import xxhash
 from .checkpoint import Found, newest, sweep, verify
 from .errors import CheckpointError, ConfigError
 from .knobs import OWN, AsyncPipelineConfig, select
+from .observe.run_files import is_ledger_of, last_number
 from .placement import Placement
 
 MODES = ("auto", "disable", "resume_path")
+WHOLE = ("model", "optimizer", "extra")
+"""verl's names for the parts of a checkpoint."""
+STATE, LEDGER = "pipeline.json", "ledger.jsonl"
 
 
 class Origin(NamedTuple):
@@ -40,8 +45,52 @@ def check_keys(config: Mapping[str, Any]) -> None:
     mode, path = select(config, "trainer.resume_mode"), select(config, "trainer.resume_from_path")
     if mode not in MODES:
         raise ConfigError(f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default")
-    if mode == "resume_path" and not isinstance(path, str):
+    if mode == "resume_path" and not (isinstance(path, str) and Path(path).expanduser().is_dir()):
         raise ConfigError(f"trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got {path!r}; set it")
+    if mode != "resume_path" and path is not None:
+        raise ConfigError(f"trainer.resume_from_path must be left out with resume_mode={mode}, got {path!r}; set resume_mode=resume_path to go on from there")
+    every = -1 if select(config, "trainer.save_freq") is None else select(config, "trainer.save_freq")
+    if not _whole(every) or every < -1:
+        raise ConfigError(f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it to -1 or more")
+    for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
+        keep = select(config, f"trainer.{name}")
+        if keep is not None and not (_whole(keep) and keep >= 1):
+            raise ConfigError(f"trainer.{name} must be >= 1, or null to keep all, got {keep!r}; correct it")
+    for model in ("actor_rollout_ref.actor", "critic"):
+        _check_contents(config, f"{model}.checkpoint", saves=every > 0, loads=mode != "disable")
+
+
+def _check_contents(config: Mapping[str, Any], path: str, *, saves: bool, loads: bool) -> None:
+    """Raises ConfigError: verl's key for parts of a checkpoint leaves out what an exact resume needs."""
+    for name, matters in (("save_contents", saves), ("load_contents", saves and loads)):
+        parts = select(config, f"{path}.{name}")
+        if matters and parts is not None and not set(WHOLE) <= set(parts):
+            raise ConfigError(f"{path}.{name} must have {', '.join(WHOLE)}, without which no run goes on exactly, got {parts!r}; leave it out")
+    if saves and select(config, f"{path}.async_save"):
+        raise ConfigError(f"{path}.async_save must be False, got True; a checkpoint is published when all of it has reached the disk")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_ledger(run_dir: Path, found: Found) -> None:
+    """Raises CheckpointError: the run's ledger ends before the checkpoint that the run is to go on from."""
+    ledger = run_dir / LEDGER
+    if not is_ledger_of(ledger, found.manifest.run):
+        return
+    seen, last = _seen_by(found.folder), last_number(ledger)
+    if last < seen:
+        raise CheckpointError(
+            f"{ledger} ends at record {last}, but {found.folder.name} was made after record {seen}: its end is lost; "
+            "put the whole file back, or move it away, and the run begins another one"
+        )
+
+
+def _seen_by(checkpoint: Path) -> int:
+    """The number of the last record of the ledger that a checkpoint has seen."""
+    state = json.loads((checkpoint / STATE).read_bytes())
+    return int(state["flow"]["ledger"]["number"])
 
 
 def origin_of(

@@ -61,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     if not command:
         sys.stderr.write("async-pipeline watch: no command; write it after --\n")
         return 2
+    if shutil.which(command[0]) is None:
+        sys.stderr.write(f"async-pipeline watch: {command[0]} cannot be found, or is no program; correct the command after --\n")
+        return 2
     return Watcher(command, verbose=args.verbose).run()
 
 

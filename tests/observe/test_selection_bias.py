@@ -143,7 +143,7 @@ def test_dropping_the_long_ones_is_said_with_its_remedy() -> None:
     record(meter, "dropped", [600, 700] * 100)
     assert meter.warning() == (
         "selection bias: because 200 of 1000 answers were dropped, those trained have 0.48 sd fewer tokens than all "
-        "of them (on average 250, those dropped 650); raise max_lag, or set stale=wait"
+        "of them (on average 250, those dropped 650); if they held steps up, raise max_lag or set stale=wait; if their data or rewards were bad, see bad_data/* and failed"
     )
 
 

@@ -31,6 +31,8 @@ def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path: Pat
         command.run(parsed("--minutes", "0.5"))
     with pytest.raises(ConfigError, match="is not empty; name another folder"):
         command.run(parsed("--logs", str(tmp_path)))
+    with pytest.raises(ConfigError, match="mine/logs cannot be made"):
+        command.run(parsed("--logs", str(tmp_path / "mine" / "logs")))
 
 
 def test_the_help_names_every_fault() -> None:

@@ -87,7 +87,7 @@ class _Books:
     def read(self, record: Record) -> None:
         kind, number = str(record.get("kind")), record.get("n")
         if not isinstance(number, int) or kind not in self._handlers:
-            self._violation(f"a record that no ledger has: {str(dict(record))[:120]}")
+            self._violation(kind if kind.startswith("line ") else f"a record that no ledger has: {str(dict(record))[:120]}")
             return
         first = self._number == 0 and kind == "resumed"
         if number != self._number + 1 and not first:
@@ -202,7 +202,7 @@ class _Books:
             self._keys.add(key)
             lag = step - 1 - first
             self.audit.lag_max = max(self.audit.lag_max, lag)
-            if not 0 <= lag <= (self.audit.max_lag or 0):
+            if self.audit.max_lag is not None and not 0 <= lag <= self.audit.max_lag:
                 self._violation(f"trajectory {key} has lag {lag} in step {step}; from 0 to {self.audit.max_lag} is allowed")
 
     def _serves(self, record: Record) -> None:
@@ -235,7 +235,8 @@ def audit(records: Iterable[Record], void: int = 0) -> Audit:
     found = books.finished()
     found.void = void
     if found.processes == 0:
-        found.violations.insert(0, "the ledger is empty")
+        begun = found.num_violations or found.dispatched
+        found.violations.insert(0, "the first record is missing, which opens the ledger" if begun else "the ledger is empty")
         found.num_violations += 1
     return found
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from ..redaction import without_secrets
+
 CLOSE_S = 30.0
 """What a disk gets at the end to take what is queued."""
 SYNC_S = 120.0
@@ -89,7 +91,7 @@ class EventFile:
             self._file.flush()
             os.fsync(self._file.fileno())
             return
-        self._file.write(json.dumps(record.as_dict(), default=str) + "\n")
+        self._file.write(without_secrets(json.dumps(record.as_dict(), default=str)) + "\n")
         if self._queue.empty():
             self._file.flush()
 

@@ -36,6 +36,12 @@ def is_ledger_of(path: Path, run: str) -> bool:
     return next((record.get("run") == run for record in _rows(path)), False)
 
 
+def last_number(path: Path) -> int:
+    """The highest number of a record of a ledger; 0: it has none."""
+    numbers = (record.get("n") for record in _rows(path))
+    return max((number for number in numbers if isinstance(number, int)), default=0)
+
+
 def _is_later(row: dict[str, Any], step: int) -> bool:
     """A validation is logged with the newest step, whatever version it is of; one of the checkpoint's is done anew."""
     version = row["data"].get("async_pipeline/validation/version")

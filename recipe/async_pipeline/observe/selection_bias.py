@@ -40,7 +40,7 @@ WATCHED: dict[Lost, tuple[Quantity, ...]] = {
 }
 """What `warning` speaks of. Filters are there to select by reward."""
 REMEDY: dict[Lost, str] = {
-    "dropped": "raise max_lag, or set stale=wait",
+    "dropped": "if they held steps up, raise max_lag or set stale=wait; if their data or rewards were bad, see bad_data/* and failed",
     "filtered": "weaken the filter, if it is not meant to select by that",
 }
 MORE_OR_LESS: dict[Quantity, tuple[str, str]] = {

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..core.flow import FlowResult
+from ..redaction import without_secrets
 
 
 @dataclass(kw_only=True)
@@ -100,7 +101,7 @@ def write_atomically(path: Path, value: Any, *, unknown: Callable[[Any], Any] | 
     `unknown` turns what JSON has no word for into something that it has. Raises TypeError: nothing does.
     """
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2, default=unknown) + "\n", encoding="utf-8")
+    part.write_text(without_secrets(json.dumps(value, indent=2, default=unknown)) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import IO
 
 from ..core.diagnosis import Diagnosis
+from ..redaction import without_secrets
 
 LOOKS = 8
 """How often it looks in the time after which a loop counts as stalled."""
@@ -103,7 +104,7 @@ class Watchdog:
 
     def _write(self, line: str, text: str) -> None:
         try:
-            self._file.write(f"{line}\n\n{text}\n")
+            self._file.write(without_secrets(f"{line}\n\n{text}\n"))
             self._file.flush()
             self._say(f"{line}; {self._path.name} says more")
         except OSError as error:

@@ -50,13 +50,19 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--logs {args.logs} is not empty; name another folder")
     say = partial(echo, file=sys.stderr)
     folder = args.logs.resolve() if args.logs is not None else Path(tempfile.mkdtemp(prefix="async-pipeline-soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--logs {args.logs} cannot be made ({error.strerror}); name a folder of yours") from None
     disk = folder / "disk"
     with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
         task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=say)
+        say(f"starting the run, which takes a minute or two; its output goes to {folder / 'job.log'}")
         job = SoakJob(folder, overrides(folder), task.dir, args.seed)
         outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
     found = report(outcome, job.run_dir)
+    if missed := [kind for kind in kinds if kind not in found["faults_injected"]]:
+        say(f"not injected, since the time was up: {', '.join(missed)}; give it more --minutes")
     for line in [json.dumps(found, indent=2)] if args.json else in_words(found):
         echo(line)
     if args.logs is None and not found["violations"]:

@@ -215,7 +215,7 @@ FAULTS: Mapping[str, Fault] = {
     "slow_reward": Fault("one answer in four takes a second to score", _judge("slow"), "versions are served again"),
     "raising_reward": Fault("the reward function raises for one answer in four", _judge("raise"), "versions are served again"),
     "hanging_reward": Fault("the reward function hangs for one answer in four", _judge("hang"), "versions are served again"),
-    "full_disk": Fault("no byte is left for a checkpoint", full_disk, "versions are served again"),
+    "full_disk": Fault("no byte is left for a checkpoint (needs root, to mount a small disk)", full_disk, "versions are served again"),
     "burst": Fault(f"{BURST} requests of somebody else while an engine stands still", burst, "versions are served again"),
     "kill_run": Fault("SIGKILL of every process of the run, then the same command", kill_run, "the run is back"),
 }

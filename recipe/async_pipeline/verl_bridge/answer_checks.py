@@ -12,6 +12,7 @@ from ray.exceptions import RayTaskError
 
 from ..bad_data import Flaw, flaws_of, flaws_of_group, is_finite, long_prompt
 from ..errors import BadDataError, RewardError
+from ..redaction import without_secrets
 from .guarded_rewards import UNSCORED
 from .llm_client import cause_of
 from .turns import Turn, writer_of
@@ -109,7 +110,7 @@ class Scores:
         if self._on_failure == "fail":
             raise error
         cause = cause_of(error)
-        return f"raised: {type(cause).__name__}: {cause}".splitlines()[0][:500]
+        return without_secrets(f"raised: {type(cause).__name__}: {cause}".splitlines()[0])[:500]
 
     def settle(self, answer: Any, why: str) -> None:
         """Give an answer the score that it has, or the default. `why`: the call failed; empty: it did not.

@@ -40,7 +40,7 @@ from ..placement import (
     placement_of,
     proximal_policy,
 )
-from ..resume import check_keys, origin_of
+from ..resume import check_keys, check_ledger, origin_of
 from ..rewards import Function
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
@@ -221,6 +221,8 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         importlib.metadata.version("verl"),
         _say,
     )
+    if origin.found is not None:
+        check_ledger(Path(own["run_dir"]), origin.found)
     own["run"], own["identity"] = origin.run, dict(origin.identity)
     own["resume_from"] = None if origin.found is None else str(origin.found.folder)
     own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
@@ -258,7 +260,10 @@ def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
     """An absolute directory, and `latest` beside it pointing at it."""
     project, name = config.trainer.project_name, config.trainer.experiment_name
     run_dir = Path(knobs.run_dir or Path("outputs") / str(project) / str(name)).resolve()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{OWN}.run_dir cannot be made, got {run_dir} ({error.strerror}); name a folder of yours") from None
     latest = run_dir.parent / "latest"
     temporary = run_dir.parent / f".latest-{os.getpid()}"
     temporary.unlink(missing_ok=True)
