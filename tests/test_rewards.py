@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from recipe.async_pipeline import redaction
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import ConfigError, RewardError
 from recipe.async_pipeline.rewards import BATCH_WAIT_S, Function, Limits, RewardGuard, checked
@@ -109,6 +110,17 @@ def test_a_service_that_does_not_answer_is_given_up(guard: Make) -> None:
     found = score(service, "0", "60", "0.01")
     assert (found[0], found[2]) == (1.0, 1.0)
     assert str(found[1]) == "timeout: service took more than 0.2 s"
+
+
+def test_an_error_that_quotes_a_secret_does_not_carry_it_on(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tells(**_: Any) -> float:
+        raise ValueError("HF said hf_secret_0123")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_0123")
+    monkeypatch.setattr(redaction, "_hider_of_this_process", lambda: redaction.hider_of(os.environ, for_programs=True))
+    monkeypatch.setattr(Function, "load", lambda self: tells)
+    (error,) = score(guard("any"), "46")
+    assert str(error) == "raised: any: ValueError: HF said ***"
 
 
 def test_calls_at_once_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, RewardError
+from .redaction import without_secrets
 
 PACKAGE, FILE = "pkg://", "file://"
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
@@ -158,7 +159,7 @@ class RewardGuard:
                 raise
             except Exception as error:
                 kind = "died" if type(error).__name__ == "ProcessExpired" else "raised"
-                raise RewardError(f"{kind}: {self._function.name}: {type(error).__name__}: {error}"[:500]) from error
+                raise RewardError(without_secrets(f"{kind}: {self._function.name}: {type(error).__name__}: {error}")[:500]) from error
 
     def _in_process(self, arguments: dict[str, Any]) -> Awaitable[Any]:
         where = (self._function.path, self._function.name)

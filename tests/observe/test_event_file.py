@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline import AsyncTrainingFlow
+from recipe.async_pipeline import AsyncTrainingFlow, redaction
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.observe.event_file import EventFile
+from recipe.async_pipeline.observe.summary import write_atomically
 from tests.sim import SimTrainer
 
 
@@ -40,6 +41,16 @@ def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
     (line,) = lines(tmp_path / "events.jsonl")
     assert line["path"] == "a/b"
     assert line["why"] == "two\nlines, ünïcode"
+
+
+def test_no_file_of_a_run_holds_a_secret_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide = redaction.hider_of({"HF_TOKEN": "hf_secret_0123"}, for_programs=True)
+    monkeypatch.setattr(redaction, "_hider_of_this_process", lambda: hide)
+    with EventFile(tmp_path / "events.jsonl") as write:
+        write(record(1, why="ValueError: hf_secret_0123"))
+    assert lines(tmp_path / "events.jsonl")[0]["why"] == "ValueError: ***"
+    write_atomically(tmp_path / "summary.json", {"error": "hf_secret_0123 is wrong"})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"error": "*** is wrong"}
 
 
 def test_an_error_in_the_run_still_closes_the_file(tmp_path: Path) -> None:

@@ -297,10 +297,13 @@ class PipelineVLLMReplica(vLLMReplica):
         self._restarts += 1
         # Ray may still know the old names.
         self.name_suffix = f"{self._plain_suffix}_{self._restarts}"
-        try:
-            # A stuck engine does not notice that its server is gone.
-            for number, processes in enumerate(self._processes):
+        lost = False
+        for number, processes in enumerate(self._processes):
+            try:
+                # A stuck engine does not notice that its server is gone.
                 await self.workers[number * self.gpus_per_replica_node].end(processes)
-        except ActorDiedError:
+            except ActorDiedError:
+                lost = True
+        if lost:
             await self._reserve_anew()
         await self.launch_servers()
