@@ -145,6 +145,17 @@ def test_keys_that_say_when_and_from_where(tmp_path: Path, trainer: dict[str, An
         check_keys(config(tmp_path, **trainer))
 
 
+def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    below = config(tmp_path / "file" / "below", save_freq=2)
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir must be a folder that can be written to .*file cannot; name another"):
+        check_keys(below)
+    below["trainer"]["save_freq"] = -1
+    check_keys(below)
+    check_keys(config(tmp_path / "not" / "there", save_freq=2))
+    assert not (tmp_path / "not").exists()
+
+
 @pytest.mark.parametrize("model", ["actor", "critic"])
 def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: str) -> None:
     def with_contents(**contents: Any) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class AsyncPipelineConfig:
     reward_batch: int | None = None
     """Answers in one call, for a function that takes lists; None: it takes one answer."""
     reward_memory_mb: int | None = None
-    """Address space of each of these processes; None: no limit."""
+    """Address space of each of these processes, beyond which it gets no more memory; None: no limit."""
     reward_cpu_s: float | None = None
     """CPU time of one call, of all its threads together; None: no limit."""
     reward_failure: str = "fail"

@@ -8,6 +8,7 @@ trainer.resume_mode      auto: the newest that can be used, or from the beginnin
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -58,6 +59,16 @@ def check_keys(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"trainer.{name} must be >= 1, or null to keep all, got {keep!r}; correct it")
     for model in ("actor_rollout_ref.actor", "critic"):
         _check_contents(config, f"{model}.checkpoint", saves=every > 0, loads=mode != "disable")
+    if every > 0:
+        _check_root(str(select(config, "trainer.default_local_dir")))
+
+
+def _check_root(root: str) -> None:
+    """Raises ConfigError: no checkpoint can be written there. Makes nothing."""
+    path = Path(root).expanduser().resolve()
+    there = next(above for above in (path, *path.parents) if above.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"trainer.default_local_dir must be a folder that can be written to with save_freq above 0, got {root}, where {there} cannot; name another")
 
 
 def _check_contents(config: Mapping[str, Any], path: str, *, saves: bool, loads: bool) -> None:

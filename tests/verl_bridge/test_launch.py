@@ -247,6 +247,7 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(laun
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
+        ({"reward.custom_reward_function.path": "/no/such/reward.py"}, "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it"),
         ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None}, "wants a reward function of your own, got None"),
         ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"}, "cannot be loaded .* correct path and name"),
         ({f"{OWN}.reward_batch": 4}, "reward_batch wants a limit for the calls"),

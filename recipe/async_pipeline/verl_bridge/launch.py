@@ -41,7 +41,7 @@ from ..placement import (
     proximal_policy,
 )
 from ..resume import check_keys, check_ledger, origin_of
-from ..rewards import Function
+from ..rewards import FILE, PACKAGE, Function
 from .custom_roles import insert_custom_roles
 from .patches import find_verl_root, require_patched
 from .rules import MANAGER, ROLLOUT, check_devices, check_verl_config, has_critic
@@ -183,7 +183,7 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: limits for the calls of a reward function that is not there, or that verl has built in."""
+    """Raises ConfigError: a reward function that is not there, or limits for the calls of one that verl has built in."""
     if not knobs.reward_while_generating:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             raise ConfigError(f"{OWN}.reward_while_generating must be True with algorithm.filter_groups, got False; groups are filtered by their rewards as they are finished")
@@ -191,6 +191,9 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
             raise ConfigError(f"{OWN}.reward_failure must not be drop with reward_while_generating=False, got 'drop'; use fail or score")
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if knobs.reward_timeout_s is None:
+        # The workers load it, each within its own limits; here it only has to be there.
+        if path and not str(path).startswith(PACKAGE) and not Path(str(path).removeprefix(FILE)).is_file():
+            raise ConfigError(f"reward.custom_reward_function.path must be a Python file or {PACKAGE}MODULE, got {str(path)!r}, and there is no such file; correct it")
         return
     if not path:
         raise ConfigError(f"{OWN}.reward_timeout_s wants a reward function of your own, got {path!r}; set reward.custom_reward_function.path")
