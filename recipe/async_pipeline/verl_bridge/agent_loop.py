@@ -22,6 +22,7 @@ from .answer_checks import Checks, Scores, flaws_together, found_flaws
 from .factories import hydra_with_factories
 from .grouping import joinable
 from .lasting import lasting
+from .reward_wire import PlainCaller
 from .transcripts import Said, Transcript, kept_transcript, written_so_far
 from .turns import costs_of, kept_turns, merged, taken_turns
 
@@ -58,10 +59,14 @@ class Answered(NamedTuple):
 class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     """verl's worker. `run_group` answers when the whole group is in the sample store, or raises."""
 
+    reward_loop_worker_handles: list[Any] | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # verl resolves the class of the agent loop, and merges its config, anew for each answer.
         agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
         super().__init__(*args, **kwargs)
+        if self.reward_loop_worker_handles is not None:
+            self.reward_loop_worker_handles = [PlainCaller(worker) for worker in self.reward_loop_worker_handles]
         own = self.config.trainer.v1.async_pipeline
         policies = Policies(**own.bad_data).by_kind(own.reward_failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)

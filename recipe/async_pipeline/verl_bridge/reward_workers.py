@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 from verl.trainer.ppo.v1 import trainer_base
 
 from .lasting import lasting
+from .reward_wire import PlainRewardLoopWorker
 
 
 class PipelineRewardLoopManager(RewardLoopManager):  # type: ignore[misc]
     """verl's. A worker whose process ends is started again."""
 
     def _init_reward_loop_workers(self) -> None:
-        self.reward_loop_workers_class = lasting(RewardLoopWorker)
+        self.reward_loop_workers_class = lasting(PlainRewardLoopWorker)
         super()._init_reward_loop_workers()
 
 
