@@ -54,6 +54,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "strategies/one_step_off.py": LADDER,
     "strategies/n_step_ahead.py": WHOLE_JOB,
     "strategies/fully_async.py": LADDER,
+    # Imported for what it imports.
+    "verl_bridge/engine_home.py": "verl_bridge/test_early_engine.py",
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/trainer.py": WHOLE_JOB,
     "verl_bridge/sample_meters.py": LADDER,

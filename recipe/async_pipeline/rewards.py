@@ -13,15 +13,12 @@ Imports neither verl nor ray: the processes that call the functions import this,
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import importlib.util
 import inspect
 import math
 import multiprocessing
 import resource
-import signal
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -29,12 +26,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .children import end_with_parent, gain_no_rights
 from .errors import ConfigError, RewardError
 from .redaction import without_secrets
 
 PACKAGE, FILE = "pkg://", "file://"
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
-"""Linux's prctl: the signal that a process gets when its parent ends; what it runs gains no rights by setuid."""
 START_S = 60.0
 """What a process of the pool may take to begin, which is to load the function's file."""
 BATCH_WAIT_S = 0.02
@@ -204,9 +200,8 @@ def _one_of(found: Any, index: int, count: int) -> Any:
 
 def _begin(path: str, name: str, memory_mb: int | None) -> None:
     """In a new process of the pool: end with the one that made it, gain no rights, and load the function."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    end_with_parent()
+    gain_no_rights()
     # What it holds in memory is the answers and scores of a run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _load(path, name)

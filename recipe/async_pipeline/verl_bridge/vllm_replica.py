@@ -31,6 +31,7 @@ from ..weight_sync.inbox import Inbox
 from ..weight_sync.manifest import Manifest, Ticket, decode, decode_ticket, encode
 from ..weight_sync.open_time import OpenTime
 from ..weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
+from . import early_engine
 from .courier import pull_through
 from .cpu_platform import is_cpu
 from .device_holder import DeviceHolder, HeldDevice
@@ -79,6 +80,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         """
         # Nor for other users of this one: the engine's sockets lie in a directory that all can enter.
         os.umask(0o077)
+        early_engine.use()
         node, self._server_address = self._server_address, loopback_of(self._server_address)
         await super().run_server(args)
         if sum(one["Alive"] for one in await asyncio.to_thread(ray.nodes)) > 1:
@@ -225,7 +227,8 @@ class PipelineVLLMReplica(vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(PipelineVLLMServer)
+        server_class = ray.remote(PipelineVLLMServer)
+        self.server_class = early_engine.started_early(server_class) if is_cpu() else server_class
         self._plain_suffix, self._restarts = self.name_suffix, 0
         self._processes: list[list[tuple[int, float]]] = []
 
