@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the fork server was told, instead of starting one."""
     said: list[Any] = []
     monkeypatch.setattr(forkserver, "set_forkserver_preload", said.append)
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: said.append(EARLY in os.environ))
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: said.append((EARLY in os.environ, util.abstract_sockets_supported)))
+    monkeypatch.setattr(util, "abstract_sockets_supported", True)
     monkeypatch.setattr(early_engine, "_begun", type(early_engine._begun)())
     return said
 
@@ -35,7 +36,7 @@ def test_only_the_process_of_a_server_begins_one(started: list[Any]) -> None:
 def test_a_server_begins_one_that_is_told_of_no_server(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EARLY, "1")
     begin()
-    assert started == [[HOME], False]
+    assert started == [[HOME], (False, False)], "and its socket is in a folder of its own"
     assert early_engine._begun.is_set()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from threading import Event
 from typing import Any
@@ -32,6 +32,8 @@ def begin(environment: MutableMapping[str, str] = os.environ) -> None:
     # Those who are started from here are not servers.
     if environment.pop(EARLY, None) is None:
         return
+    # Else Python before 3.10.9 listens where every user of this machine can have it run anything (CVE-2022-42919).
+    setattr(util, "abstract_sockets_supported", False)  # noqa: B010 - typeshed calls it final
     forkserver.set_forkserver_preload([HOME])
     forkserver.ensure_running()
     _begun.set()
