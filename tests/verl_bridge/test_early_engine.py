@@ -51,7 +51,9 @@ def test_vllm_is_given_processes_that_are_forked_from_there(started: list[Any], 
 
 
 def _tell(file: Path) -> None:
-    file.write_text(json.dumps(dict(os.environ)))
+    pytest.importorskip("setproctitle").setproctitle("VLLM::EngineCore")
+    said = dict(os.environ) | {"title": Path("/proc/self/cmdline").read_text().rstrip("\0")}
+    file.write_text(json.dumps(said))
 
 
 def test_a_process_has_the_environment_of_the_one_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +67,7 @@ def test_a_process_has_the_environment_of_the_one_that_made_it(tmp_path: Path, m
     said = json.loads((tmp_path / "environment").read_text())
     assert said["AFTER"] == "1"
     assert "BEFORE" not in said
+    assert said["title"] == "VLLM::EngineCore", "by which people, and our own measurements, know it"
 
 
 def test_ray_is_told_beside_what_verl_tells_it() -> None:

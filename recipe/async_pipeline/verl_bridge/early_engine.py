@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from contextlib import suppress
 from multiprocessing import forkserver, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from threading import Event
@@ -63,6 +64,10 @@ class _Process(ForkServerProcess):
 
     def run(self) -> None:
         end_with_parent()
+        with suppress(ImportError):
+            from setproctitle import getproctitle
+
+            getproctitle()  # vLLM will set it; where it is kept is found by way of the variables that are still there
         os.environ.clear()
         os.environ.update(self._environment)
         super().run()
