@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
+import transfer_queue as tq
 from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl.experimental.agent_loop import agent_loop
@@ -19,6 +20,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from ..bad_data import Flaw, Policies
 from ..errors import RolloutError
 from .answer_checks import Checks, Scores, flaws_together, found_flaws
+from .columns import Columns
 from .factories import hydra_with_factories
 from .grouping import joinable
 from .lasting import lasting
@@ -72,6 +74,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._checks = Checks(policies, self.rollout_config.prompt_length)
         self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
         self._scores = Scores(own.reward_failure, float(own.reward_default))
+        # Asked for each answer, for which a config is too slow.
+        self._scores_at_once, self._saves = bool(own.reward_while_generating), self.config.trainer.save_freq > 0
+        self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, asyncio.Future[Answered]] = {}
         self._finished: dict[str, list[Trajectory]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
@@ -180,7 +185,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score gets one,
         or ends the run, as `reward_failure` says."""
-        if not self.config.trainer.v1.async_pipeline.reward_while_generating and not _VALIDATING.get():
+        if not self._scores_at_once and not _VALIDATING.get():
             return
         why = ""
         try:
@@ -192,7 +197,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     def _begin_transcripts(self, uid: str, n: int) -> list[Transcript] | list[None]:
         """Only a run that makes checkpoints needs them."""
         before = list(self._before.get(uid) or ())
-        if self.config.trainer.save_freq <= 0 and not before:
+        if not self._saves and not before:
             return [None] * n
         made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
         return made
@@ -245,9 +250,11 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     async def _store_group(self, group: list[Trajectory]) -> None:
         for indices in joinable([one.fields for one in group]):
             some = [group[i] for i in indices]
-            await super()._store_trajectories(
-                [one.key for one in some], [one.fields for one in some], [one.tag for one in some], some[0].partition_id
-            )
+            keys, fields, tags = [one.key for one in some], [one.fields for one in some], [one.tag for one in some]
+            if self._stores_rows:
+                await tq.async_kv_batch_put(keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id)
+            else:
+                await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
 
 
 class PushAgentLoopManager(AgentLoopManagerTQ):
