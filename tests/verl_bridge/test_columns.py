@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,3 +61,21 @@ def test_transfer_queue_is_told_and_sends_the_same(ours: ModuleType, lengths: li
         assert isinstance(sent, list) == isinstance(verls_sent, list)
         for one, other in zip(sent, verls_sent, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_training_workers_get_what_can_be_computed_with(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transfer_queue import KVBatchMeta
+
+    asked = []
+
+    class Client:
+        def kv_retrieve_meta(self, keys: list[str], partition_id: str) -> Any:
+            asked.append((keys, partition_id))
+            names = {"responses": False, "advantages": False, "raw_prompt": True, "extra_fields": True, "multi_modal_inputs": True}
+            return SimpleNamespace(field_schema={name: {"is_non_tensor": flag} for name, flag in names.items()})
+
+    monkeypatch.setattr(ours.tq, "get_client", Client)
+    batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
+    assert ours.trained_columns(batch, pictures=False) == ["responses", "advantages"]
+    assert ours.trained_columns(batch, pictures=True) == ["responses", "advantages", "multi_modal_inputs"]
+    assert asked == [(["a_0_0"], "train")] * 2

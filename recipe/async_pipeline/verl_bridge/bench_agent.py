@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from functools import cache
 from itertools import count
 from typing import Any
 from uuid import uuid4
@@ -31,7 +32,7 @@ class EpisodeLoop(AgentLoopBase):
         super().__init__(*args, **kwargs)
         self._episode = msgspec.convert(OmegaConf.to_container(episode), Episode)
         self._seed = seed
-        self._observation: list[int] = self.tokenizer.encode(OBSERVATION, add_special_tokens=False)
+        self._observation = _observation(self.tokenizer)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """One trajectory. What the tool said is masked out of the loss."""
@@ -93,6 +94,12 @@ class EpisodeLoop(AgentLoopBase):
             return {"max_tokens": room}
         drawn = round(lengths.draw(self._seed, "tokens", prompt, session, turn))
         return {"max_tokens": max(1, min(room, drawn)), "ignore_eos": True}
+
+
+@cache
+def _observation(tokenizer: Any) -> list[int]:
+    ids: list[int] = tokenizer.encode(OBSERVATION, add_special_tokens=False)
+    return ids
 
 
 def _versions(extra: dict[str, Any]) -> list[int]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers on their way into TransferQueue's own storage, which stores each row by itself.
+"""Columns of a batch in TransferQueue: how answers get in, and what training workers get out.
 
-verl joins them to a TensorDict first, which TransferQueue then takes apart again, four times for each column. That is a third
-of what an agent loop worker does for short answers. What is stored is the same.
+verl joins answers to a TensorDict, which TransferQueue's own storage, where each row lies by itself, takes apart again, four
+times for each column. That is a third of what an agent loop worker does for short answers. What is stored is the same.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+
+PICTURES = "multi_modal_inputs"
 
 
 class Rows(torch.Tensor):
@@ -45,3 +49,13 @@ def _column(values: list[Any]) -> Any:
     if all(value.shape == values[0].shape for value in values):
         return torch.stack(values)
     return Rows.of(values)
+
+
+def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
+    """Columns that a model, or a loss, can compute with: tensors, and what a processor made of pictures.
+
+    verl fetches all. Prompts as text, what an agent loop noted and what a reward function needs then take training workers as
+    long as a fifth of a short step: to fetch, and to sort and split with the tensors.
+    """
+    columns = tq.get_client().kv_retrieve_meta(keys=meta.keys, partition_id=meta.partition_id).field_schema
+    return [name for name, about in columns.items() if not about["is_non_tensor"] or (pictures and name == PICTURES)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..knobs import AsyncPipelineConfig
 from ..observe.summary import one_line
 from ..placement import Placement, Pool
 from .bounded import ASK_S, got
+from .columns import trained_columns
 from .device_holder import node_id
 from .own_groups import end_group, outliving, start_group
 from .policy_copy import PolicyCopy
@@ -38,6 +40,8 @@ class LogProbTrainer(ResumableTrainer):
     placement: Placement
     rollout_pool: RolloutPool
     ref_policy_wg: Any
+    processor: Any
+    """verl's, of models that see or hear; else None."""
     old_policy: Callable[[int], int | None]
     _flow: AsyncTrainingFlow
     _tickets: dict[int, bytes]
@@ -45,7 +49,7 @@ class LogProbTrainer(ResumableTrainer):
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
         if "logp" not in self._copies:
-            return await self._stage(batch, self._compute_old_log_prob, "old_log_prob")
+            return await self._on_workers(batch, self._compute_old_log_prob, "old_log_prob")
         return await self._outliving("logp", lambda: self._old_log_probs_of_the_copy(batch))
 
     async def _old_log_probs_of_the_copy(self, batch: StepBatch) -> StepBatch:
@@ -57,7 +61,7 @@ class LogProbTrainer(ResumableTrainer):
             view = SimpleNamespace(config=self.config, actor_rollout_wg=policy.group)
             return PPOTrainer._compute_old_log_prob(view, batch, metrics=metrics)
 
-        return (await self._stage(batch, compute, "old_log_prob")).with_results(old_log_prob_load=pulled)
+        return (await self._on_workers(batch, compute, "old_log_prob")).with_results(old_log_prob_load=pulled)
 
     async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
         return await self._outliving("ref_logp", lambda: self._ref_log_probs(batch))
@@ -89,7 +93,7 @@ class LogProbTrainer(ResumableTrainer):
     async def _ref_log_probs(self, batch: StepBatch) -> StepBatch:
         policy = self._copies.get("ref_logp")
         pulled = 0.0 if policy is None else await self._pull(policy, self.reference(batch.step))
-        return (await self._stage(batch, self._compute_ref_log_prob, "ref")).with_results(ref_load=pulled)
+        return (await self._on_workers(batch, self._compute_ref_log_prob, "ref")).with_results(ref_load=pulled)
 
     async def _pull(self, policy: PolicyCopy, version: int | None) -> float:
         """Have a copy hold a version; returns the seconds that it took."""
@@ -115,6 +119,16 @@ class LogProbTrainer(ResumableTrainer):
         started = time.perf_counter()
         await self._call(function, own_copy(batch.payload), metrics=metrics)
         return batch.with_results(metrics=metrics, **{timer: time.perf_counter() - started})
+
+    async def _on_workers(self, batch: StepBatch, function: Callable[..., Any], timer: str) -> StepBatch:
+        """A stage that hands the batch to training workers."""
+
+        @wraps(function)
+        def run(meta: KVBatchMeta, metrics: dict[str, Any]) -> Any:
+            meta.fields = trained_columns(meta, pictures=self.processor is not None)
+            return function(meta, metrics=metrics)
+
+        return await self._stage(batch, run, timer)
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         """As verl's, from a column that old log-probs of another batch cannot overwrite."""

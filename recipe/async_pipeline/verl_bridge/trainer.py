@@ -447,10 +447,10 @@ class AsyncPipelineTrainer(LogProbTrainer):
         )
 
     async def compute_values(self, batch: StepBatch) -> StepBatch:
-        return await self._stage(batch, self._compute_values, "values")
+        return await self._on_workers(batch, self._compute_values, "values")
 
     async def update_critic(self, batch: StepBatch) -> StepBatch:
-        return await self._stage(batch, self._update_critic, "update_critic")
+        return await self._on_workers(batch, self._update_critic, "update_critic")
 
     async def compute_advantages(self, batch: StepBatch) -> StepBatch:
         return await self._stage(batch, self._compute_advantage, "adv")
@@ -458,7 +458,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
     async def update(self, batch: StepBatch) -> StepBatch:
         self.global_steps = step = batch.step
         if step >= self.config.trainer.critic_warmup:
-            batch = await self._stage(batch, self._update_actor, "update_actor")
+            batch = await self._on_workers(batch, self._update_actor, "update_actor")
         return batch
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
