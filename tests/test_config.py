@@ -547,7 +547,7 @@ def test_a_key_that_is_almost_ours_is_not_ignored(path: str, meant: str) -> None
         resolve(raw)
 
 
-@pytest.mark.parametrize("name", ["strategy", "run_dir", "preduce_bucket_size_mb"])
+@pytest.mark.parametrize("name", ["strategy", "run_dir", "preduce_bucket_size_mb", "stale", "depth", "single_mini_batch", "stage", "validation", "pools"])
 @pytest.mark.parametrize("section", ["", "trainer"])
 def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None:
     raw = {section: {name: 3}} if section else {name: 3}
@@ -560,3 +560,21 @@ def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None
 )
 def test_an_eighth_of_the_replicas_load_at_once_unless_said_otherwise(asked: int | None, replicas: int, at_once: int) -> None:
     assert loads_at_once(asked, replicas) == at_once
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"stalenes_threshold": 0.5}, r"async_training\.stalenes_threshold is unknown, got 0.5; understood are .*staleness_threshold"),
+        ({"use_rollout_log_probs": True}, r"async_training\.use_rollout_log_probs is unknown, got True; .*leave it out"),
+        (5, "async_training must be a section with some of .*, got 5; correct it"),
+    ],
+)
+def test_what_verls_own_section_says_is_understood_or_refused(section: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve({"async_training": section})
+
+
+def test_a_loss_that_is_almost_named_is_not_ignored() -> None:
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.pg_varient is unknown, got 'tis'; did you mean 'pg_variant'"):
+        resolve(nested(("actor_rollout_ref.actor.pg_varient", "tis")))

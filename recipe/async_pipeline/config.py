@@ -29,6 +29,8 @@ from .knobs import (
 from .placement import wishes_of
 from .redaction import shown
 
+ASYNC_TRAINING = "async_training"
+
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 
 
@@ -163,12 +165,26 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
         places = right_places.get(leaf, ())
         if places and path not in places:
             raise ConfigError(f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places)}")
-    # These names are common; only where verl has no such key are they certainly meant for us.
-    for name in ("strategy", "run_dir", "preduce_bucket_size_mb", "consume_bucket_size_mb"):
+    # The other names are common; only where verl has no such key are they certainly meant for us.
+    for name in (knob.name for knob in dataclasses.fields(AsyncPipelineConfig) if knob.name not in unique):
         for path in (name, f"trainer.{name}", f"trainer.v1.{name}", f"trainer.async_pipeline.{name}"):
-            if select(raw, path) is not None:
-                raise ConfigError(f"{path} is misplaced, got {select(raw, path)!r}; it belongs at {OWN}.{name}")
+            if select(raw, path) is not None and path not in right_places.get(name, ()):
+                raise ConfigError(f"{path} is misplaced, got {shown(path, select(raw, path))}; it belongs at {OWN}.{name}")
     reject_near_misses(raw)
+    _check_async_training(raw)
+
+
+def _check_async_training(raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError: the section of verl's fully asynchronous trainer has what this one does not understand."""
+    theirs = select(raw, ASYNC_TRAINING)
+    if theirs is None:
+        return
+    known = [path.partition(".")[2] for key in FOREIGN for path in key.paths if path.startswith(f"{ASYNC_TRAINING}.")]
+    if not isinstance(theirs, Mapping):
+        raise ConfigError(f"{ASYNC_TRAINING} must be a section with some of {', '.join(known)}, got {theirs!r}; correct it")
+    for name, value in theirs.items():
+        if name not in known:
+            raise ConfigError(f"{ASYNC_TRAINING}.{name} is unknown, got {value!r}; understood are {', '.join(known)}: correct it, or leave it out")
 
 
 def reject_near_misses(raw: Mapping[str, Any]) -> None:
@@ -177,7 +193,7 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
     Looks at the levels on which our switches stand. Raises ConfigError.
     """
     ours = {path.rpartition(".")[2] for key in FOREIGN for path in key.paths} | {"async_pipeline"}
-    for parent in ("", "actor_rollout_ref", "trainer", "actor_rollout_ref.rollout"):
+    for parent in ("", "actor_rollout_ref", "actor_rollout_ref.actor", "trainer", "actor_rollout_ref.rollout"):
         node = select(raw, parent) if parent else raw
         for name in node if isinstance(node, Mapping) else ():
             if not isinstance(name, str) or name in ours:

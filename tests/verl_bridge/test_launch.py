@@ -29,6 +29,7 @@ pytestmark = pytest.mark.real_engine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 @pytest.fixture(scope="module")
 def launch(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.launch")
@@ -247,6 +248,8 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(laun
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
+        ({f"{CORRECTION}.rollout_is": "token", f"{ROLLOUT}.calculate_log_probs": False}, "calculate_log_probs must be True with .*rollout_is, got False; set it"),
+        ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.bypass_mode": True, f"{ROLLOUT}.calculate_log_probs": True}, "rollout_is must be null where old .*got 'token'; .*set it to null"),
         ({"reward.custom_reward_function.path": "/no/such/reward.py"}, "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it"),
         ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None}, "wants a reward function of your own, got None"),
         ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"}, "cannot be loaded .* correct path and name"),
@@ -343,7 +346,7 @@ POOLS_OF_THREE = {
         ({f"{OWN}.old_logp": "logp_pool"}, "wants logp on a pool without train, but it shares the training devices"),
         ({"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"}, "older than the one that answers"),
         ({"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2}, "needs every version published"),
-        ({"quarters": True, f"{OWN}.old_logp": "rollout"}, "this run has no logp"),
+        ({"quarters": True, f"{OWN}.old_logp": "rollout", f"{CORRECTION}.rollout_is": None}, "this run has no logp"),
         ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
         ({f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where ref_logp loads"),
         ({"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}, "LoRA rank 8 cannot be combined"),

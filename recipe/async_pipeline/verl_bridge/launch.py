@@ -115,8 +115,7 @@ def checked(config: DictConfig) -> Checked | None:
     check_verl_config(config)
     _require_roles_that_fit(config, translation.config)
     bypass = bool(OmegaConf.select(config, BYPASS))
-    if bypass and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True where old log-probs are the rollout's, got False; set it")
+    _require_corrections_that_work(config, bypass=bypass)
     resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     check_keys(resolved)
     layout = next((path for path in (RATIOS, TASK_RATIOS) if select(raw, path) is not None), POOLS)
@@ -133,6 +132,19 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
         pool = found.placement.pool_of(role)
         assert pool is not None
         _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
+
+
+def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
+    """Raises ConfigError: verl would leave out the rollout correction that is asked for, and say nothing."""
+    asked = {name: value for name in ("rollout_is", "rollout_rs") if (value := OmegaConf.select(config, f"algorithm.rollout_correction.{name}")) is not None}
+    if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        why = "where old log-probs are the rollout's" if bypass else f"with algorithm.rollout_correction.{next(iter(asked))}"
+        raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
+    for name, value in asked.items() if bypass else ():
+        raise ConfigError(
+            f"algorithm.rollout_correction.{name} must be null where old log-probs are the rollout's (bypass_mode, old_logp=rollout), got {value!r}; "
+            "verl corrects nothing there, the loss has to: set it to null"
+        )
 
 
 def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
