@@ -156,6 +156,14 @@ def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
+def test_a_place_that_cannot_be_looked_at_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, **_: Any) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    check_keys(config(tmp_path / "not" / "there", save_freq=2))
+
+
 @pytest.mark.parametrize("model", ["actor", "critic"])
 def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: str) -> None:
     def with_contents(**contents: Any) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
 def _check_root(root: str) -> None:
     """Raises ConfigError: no checkpoint can be written there. Makes nothing."""
     path = Path(root).expanduser().resolve()
-    there = next(above for above in (path, *path.parents) if above.exists())
+    # `Path.exists` raises where a folder above must not be looked into.
+    there = next(above for above in (path, *path.parents) if os.path.exists(above))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"trainer.default_local_dir must be a folder that can be written to with save_freq above 0, got {root}, where {there} cannot; name another")
 
