@@ -8,7 +8,7 @@ import builtins
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -21,8 +21,10 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline import errors
 from recipe.async_pipeline.config import resolve
+from recipe.async_pipeline.foreign_keys import FOREIGN, Draft, quota
 from recipe.async_pipeline.knobs import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields, select
 from recipe.async_pipeline.verl_bridge.patches import find_verl_root
+from tests.test_config import UNDERSTOOD
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
@@ -237,17 +239,42 @@ def test_every_knob_is_documented_with_its_default() -> None:
     defaults = AsyncPipelineConfig()
     assert set(own) == set(own_fields())
     assert resolve(raw).config == defaults
+    lines = path.read_text(encoding="utf-8").splitlines()
     for name, value in own.items():
         default = getattr(defaults, name)
         default = asdict(default) if is_dataclass(default) and not isinstance(default, type) else default
-        # Strategy and lag may also be given by another key, so the file leaves both open.
-        assert value == (list(default) if isinstance(default, tuple) else default) or (
-            value is None and name in ("strategy", "max_lag")
-        )
+        comment = _comment_above(name, lines)
+        assert comment, f"{name} has no comment above it"
+        if name in SET_BY_OTHERS:
+            # The file leaves open what a key of another system may set, lest a default contradict it.
+            assert value is None
+            if default is not None and name not in ("strategy", "max_lag"):
+                assert f"Default: {str(default).lower()}" in comment
+        else:
+            assert value == (list(default) if isinstance(default, tuple) else default)
 
 
-def test_every_knob_has_a_comment_above_it() -> None:
-    lines = (REPOSITORY / "configs" / "async_pipeline.yaml").read_text(encoding="utf-8").splitlines()
-    for name in (*own_fields(), "async_strategy"):
-        at = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
-        assert lines[at - 1].strip().startswith("#"), f"{name} has no comment above it"
+SET_BY_OTHERS = {
+    "strategy", "max_lag", "oldest_share", "sync_every", "in_flight", "pools", "reward_while_generating",
+    "preduce_bucket_size_mb", "consume_bucket_size_mb",
+}  # fmt: skip
+
+
+def test_the_file_leaves_open_whatever_another_key_may_set() -> None:
+    draft = Draft()
+    for path, value, _ in UNDERSTOOD:
+        for key in FOREIGN:
+            if path in key.paths:
+                alone = Draft()
+                key.apply(value, alone)
+                quota(alone, None)
+                draft.values.update(alone.values)
+    assert SET_BY_OTHERS == {"pools", *(name for name in draft.values if name in own_fields())}
+
+
+def _comment_above(name: str, lines: Sequence[str]) -> str:
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
+    begin = at
+    while lines[begin - 1].strip().startswith("#"):
+        begin -= 1
+    return " ".join(line.strip(" #") for line in lines[begin:at])

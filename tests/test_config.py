@@ -116,7 +116,7 @@ def assert_one_line(caught: pytest.ExceptionInfo[ConfigError], *parts: str) -> N
 
 
 def test_nothing_said_means_the_defaults() -> None:
-    assert resolve({}) == Translation(AsyncPipelineConfig(), (), SWITCHES)
+    assert resolve({}) == Translation(AsyncPipelineConfig(), ())
 
 
 @pytest.mark.parametrize(("path", "value", "meaning"), UNDERSTOOD)
@@ -126,7 +126,6 @@ def test_a_key_of_another_system_is_translated_and_noted(
     translation = resolve(nested((path, value)))
     assert translation.config == dataclasses.replace(AsyncPipelineConfig(), **meaning)
     assert [note.startswith(f"{path}={value} -> ") for note in translation.notes][:1] == [True]
-    assert translation.foreign_paths == (*SWITCHES, path), "verl does not know it, so it must go"
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), REFUSED)
@@ -140,11 +139,11 @@ def test_groups_of_roles_and_their_shares_are_read_together() -> None:
     tasks, ratios = [["logp", "actor-train"], "ref_logp", "generate"], [0.5, 0.25, 0.25]
     found = resolve(nested(("trainer.sperated_node_tasks", tasks), ("trainer.sperated_node_ratios", ratios)))
     assert found.config.pools == {
-        "train": {"roles": ["logp", "train"], "share": 0.5},
+        "train": {"roles": ["train", "logp"], "share": 0.5},
         "ref_logp": {"roles": ["ref_logp"], "share": 0.25},
         "generate": {"roles": ["generate"], "share": 0.25},
     }
-    assert found.notes[-1].endswith("-> pools logp+train 0.5, ref_logp 0.25, generate 0.25")
+    assert found.notes[-1].endswith("-> pools train+logp 0.5, ref_logp 0.25, generate 0.25")
 
 
 def test_two_layouts_that_disagree() -> None:
@@ -285,7 +284,6 @@ def test_a_loss_by_the_name_that_roll_gives_it(path: str, variant: str) -> None:
     translation = resolve(nested((path, variant), (f"{LOSS}.loss_mode", "vanilla")))
     assert translation.verl[f"{LOSS}.loss_mode"] == LOSS_OF_VARIANT[variant]
     assert translation.verl.get(f"{LOSS}.dro_beta") == (0.1 if variant == "kimi15" else None)
-    assert translation.foreign_paths == (*SWITCHES, path)
 
 
 def test_the_strength_of_kimis_regulariser_is_left_as_it_was_given() -> None:
@@ -578,3 +576,48 @@ def test_what_verls_own_section_says_is_understood_or_refused(section: Any, word
 def test_a_loss_that_is_almost_named_is_not_ignored() -> None:
     with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.pg_varient is unknown, got 'tis'; did you mean 'pg_variant'"):
         resolve(nested(("actor_rollout_ref.actor.pg_varient", "tis")))
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        ((f"{OWN}.in_flight", "keep"), ("partial_rollout", False)),
+        ((f"{OWN}.sync_every", 1), ("trigger_parameter_sync_step", 4)),
+        ((f"{OWN}.oldest_share", 1.0), ("async_generation_ratio", 1.5)),
+        ((f"{OWN}.preduce_bucket_size_mb", 512), (f"{ROLLOUT}.param_update_preduce_bucket_size_mb", 64)),
+        ((f"{OWN}.oldest_share", 0.5), ("async_generation_ratio", 2)),
+        (("trainer.generate_ahead_steps", 2), ("async_generation_ratio", 0.5)),
+        (("trainer.generate_ahead_steps", 2), ("staleness_threshold", 0.5)),
+    ],
+)
+def test_what_is_written_counts_even_where_it_is_the_default(pairs: tuple[tuple[str, Any], ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested(*pairs))
+    assert_one_line(caught, "keep one of them", *(path for path, _ in pairs))
+
+
+def test_a_threshold_counts_the_steps_between_publications_by_either_name() -> None:
+    config = resolve(nested(("staleness_threshold", 0.5), (f"{OWN}.sync_every", 2))).config
+    assert config == AsyncPipelineConfig(strategy="fully_async", max_lag=2, sync_every=2)
+
+
+def test_one_layout_said_twice_is_no_contradiction() -> None:
+    ratios = ("trainer.use_nodes_ratios", [0.5, 0.5, 0.5, 0.5])
+    tasks = ("trainer.sperated_node_tasks", [["ref_logp", "logp", "actor-train"], "generate"])
+    assert resolve(nested(ratios, tasks, ("trainer.sperated_node_ratios", [0.5, 0.5]))).config.pools == resolve(nested(ratios)).config.pools
+
+
+def test_each_key_of_verls_that_is_set_is_said() -> None:
+    notes = resolve(nested(("require_batches", 4), (MINI_BATCH, 8), (BATCH, 16), ("pg_variant", "kimi15"))).notes
+    assert f"{BATCH} becomes 32" in notes
+    assert f"{LOSS}.loss_mode becomes dro" in notes
+    assert f"{LOSS}.dro_beta becomes 0.1" in notes
+
+
+def test_a_penalty_of_nothing_is_not_taken_for_none_said() -> None:
+    assert f"{LOSS}.dro_beta" not in resolve(nested(("pg_variant", "kimi15"), (f"{LOSS}.dro_beta", 0))).verl
+
+
+@pytest.mark.parametrize("mini", ["abc", None, [8]])
+def test_a_mini_batch_that_is_no_number_is_left_to_verls_rules(mini: Any) -> None:
+    assert resolve(nested(("require_batches", 4), (MINI_BATCH, mini), (BATCH, 16))).verl == {}

@@ -31,6 +31,8 @@ def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "async_generation_ratio=1.5 -> max_lag=2, oldest_share=0.5" in out
     assert "strategy        n_step_ahead" in out
     assert "at most 40 groups = 320 answers" in out
+    assert "loss            vanilla (pg_variant ppo): current policy against version s-1; one update a step" in out
+    assert "correction      a token weighs by version s-1 against the versions that wrote it, at most 2.0" in out
     assert list(tmp_path.iterdir()) == [], "nothing is made"
     assert main([*SMOKE, "+async_generation_ratio=1.5", "data.train_batch_size=20"]) == 0, "asking is switch enough"
     assert "160 samples in 2 mini-batch(es), 128 samples of each on a rank; the last is filled up with 96 empty ones" in capsys.readouterr().out
@@ -69,8 +71,12 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMOKE, "--json", "+async_pipeline=True", *more]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["groups_per_step"], plan["mini_batches_per_step"]) == (32, 2)
-    assert "require_batches=2 -> data.train_batch_size=2 x" in plan["notes"].pop(1)
-    assert (plan["strategy"], plan["max_lag"], plan["notes"]) == ("fully_async", 3, ["async_strategy=fully_async -> strategy=fully_async"])
+    assert (plan["strategy"], plan["max_lag"]) == ("fully_async", 3)
+    assert plan["notes"] == [
+        "async_strategy=fully_async -> strategy=fully_async",
+        "require_batches=2 -> data.train_batch_size of 2 x actor_rollout_ref.actor.ppo_mini_batch_size",
+        "data.train_batch_size becomes 32",
+    ]
 
 
 @pytest.mark.parametrize(

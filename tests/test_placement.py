@@ -87,7 +87,7 @@ def test_ratios_that_are_taken_use_every_device(parts: list[int]) -> None:
 def test_groups_of_roles_with_a_share_each() -> None:
     pools = pools_of_tasks([["logp", "actor-train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])
     assert placed(pools, devices=4) == {
-        "train": (("logp", "train"), (2,)),
+        "train": (("train", "logp"), (2,)),
         "ref_logp": (("ref_logp",), (1,)),
         "generate": (("generate",), (1,)),
     }
@@ -226,8 +226,8 @@ def test_the_drawing_has_a_mark_for_each_device() -> None:
     made = place(wishes_of(pools_of_tasks([["logp", "train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])), roles=WITH_REF, devices=4, node=4)
     assert drawing(made) == [
         "device    0  3",
-        "logp      ##",
         "train     ##",
+        "logp      ##",
         "ref_logp    #",
         "generate     #",
     ]

@@ -67,9 +67,14 @@ def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path)
     assert planned(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
 
 
-def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(model: Path) -> None:
-    own = planned(config(model), knobs(strategy="my.module:Class"))
-    assert own.order == "in the order that it says itself"
+@pytest.mark.parametrize(("body", "order"), [("order = 'finished'", "as they are finished"), ("pass", "in the order that it says itself")])
+def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, order: str
+) -> None:
+    (tmp_path / "a_plan_of_ones_own.py").write_text(f"class Mine:\n    {body}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = planned(config(model), knobs(strategy="a_plan_of_ones_own:Mine"))
+    assert own.order == order
 
 
 def test_in_words(model: Path) -> None:

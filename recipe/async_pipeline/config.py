@@ -40,8 +40,6 @@ class Translation:
 
     config: AsyncPipelineConfig
     notes: tuple[str, ...]
-    foreign_paths: tuple[str, ...]
-    """Paths in the verl config that verl itself does not know and that must be removed."""
     verl: Mapping[str, Any] = field(default_factory=dict)
     """What keys of verl's own get, by their paths."""
 
@@ -62,39 +60,39 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
     _reject_misplaced(raw)
     own = _own_section(raw)
     _reject_unknown(own)
-    draft, notes = Draft(), []
+    draft = Draft()
+    notes: list[str] = []
     for name in ("strategy", "max_lag"):
         if own.get(name) is not None:
             value = canonical_strategy(own.pop(name), f"{OWN}.strategy") if name == "strategy" else own.pop(name)
             draft.propose(name, value, f"{OWN}.{name}")
         else:
             own.pop(name, None)
-    foreign = []
     for key in FOREIGN:
         for path in key.paths:
             value = select(raw, path)
             if value is not None:
-                foreign.append(path)
                 notes.append(f"{path}={value} -> {key.apply(value, draft)}")
-    notes += [*quota(draft), *groups_of_roles(draft)]
+    notes += [*quota(draft, own.get("sync_every")), *groups_of_roles(draft)]
     _adopt(own, draft)
     own["strategy"], own["max_lag"] = _strategy_and_lag(draft)
     own = {k: v for k, v in own.items() if v is not None}
     _check_types(own)
     if "pools" in own:
         wishes_of(own["pools"])
-    return Translation(AsyncPipelineConfig.of(own), tuple(notes), (*SWITCHES, *foreign), verls_own(raw, own, draft))
+    verl = verls_own(raw, own, draft)
+    notes += [f"{path} becomes {value}" for path, value in verl.items() if select(raw, path) != value]
+    return Translation(AsyncPipelineConfig.of(own), tuple(notes), verl)
 
 
 def _adopt(own: dict[str, Any], draft: Draft) -> None:
     """Take over what keys of other systems say. Raises ConfigError: our own key says something else.
 
-    A value that is the default may have come from our own file instead of from the user, so it gives way.
+    Our own file leaves these knobs null, so that what stands there is what the user wrote.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(AsyncPipelineConfig)}
     for name, value in draft.values.items():
-        if name in defaults and name not in ("strategy", "max_lag"):
-            if own.get(name) not in (None, defaults[name], value):
+        if name in own_fields() and name not in ("strategy", "max_lag"):
+            if own.get(name) not in (None, value):
                 raise ConfigError(
                     f"{draft.sources[name]} asks for {name}={value} but {OWN}.{name} for {own[name]}; keep one of them"
                 )

@@ -47,8 +47,9 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
     """Raises ConfigError: verl's own key names another loss."""
     found: dict[str, Any] = {}
     batches, batch = draft.values.get("require_batches"), select(raw, _BATCH)
-    if batches is not None:
-        batch = found[_BATCH] = batches * int(select(raw, _MINI_BATCH) or 1)
+    mini = select(raw, _MINI_BATCH)
+    if batches is not None and isinstance(mini, int):  # what else it may be, verl's own rules refuse
+        batch = found[_BATCH] = batches * mini
     if own.get("single_mini_batch") is True:
         if batches not in (None, 1):
             raise ConfigError(
@@ -73,22 +74,27 @@ def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
             f"{draft.sources['loss_mode']} asks for the loss {mode} but {_POLICY_LOSS}.loss_mode for {own}; keep one of them"
         )
     # ROLL's default, where verl has none.
-    tau = {f"{_POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and not select(raw, f"{_POLICY_LOSS}.dro_beta") else {}
+    tau = {f"{_POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and select(raw, f"{_POLICY_LOSS}.dro_beta") is None else {}
     return {f"{_POLICY_LOSS}.loss_mode": mode, **tau}
 
 
-def quota(draft: Draft) -> list[str]:
+def quota(draft: Draft, own_every: Any) -> list[str]:
     """The lag that a staleness threshold and a number of steps between publications come down to together.
 
     verl lets (1 + threshold) x steps x batch groups be in flight or wait; that is one batch more than the lag.
+    `own_every`: what our own knob says of the steps, if anything; checked later.
     """
     threshold, every = draft.values.get("staleness_threshold"), draft.values.get("sync_every")
     if threshold is None and (every is None or "max_lag" in draft.values):
         return []
-    source = draft.sources["sync_every" if threshold is None else "staleness_threshold"]
+    sources = [draft.sources[name] for name in ("staleness_threshold", "sync_every") if name in draft.sources]
+    if every is None and isinstance(own_every, int) and own_every > 0:
+        every = own_every
+        sources.append(f"{OWN}.sync_every")
     batches = (1 + (threshold or 0)) * (every or 1)
+    source = " and ".join(sources)
     lag = _propose_lag(batches - 1, draft, source)
-    return [f"{batches:g} batches in flight or waiting, by {source} -> {lag}"]
+    return [f"{batches:g} {'batch' if batches == 1 else 'batches'} in flight or waiting, by {source} -> {lag}"]
 
 
 def groups_of_roles(draft: Draft) -> list[str]:
@@ -113,20 +119,19 @@ def _shown(pools: Mapping[str, Any]) -> str:
     return "pools " + ", ".join(f"{'+'.join(pool['roles'])} {pool['share']:g}" for pool in pools.values())
 
 
-def _kept(path: str, name: str) -> Callable[[Any, Draft], str]:
+def _kept(path: str, name: str, meaning: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         draft.propose(name, value, path)
-        return name
+        return meaning
 
     return apply
 
 
 def _generate_ahead(value: Any, draft: Draft) -> str:
     path = "trainer.generate_ahead_steps"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{path} must be a whole number >= 1, got {value!r}; 1 is on-policy, 2 is one-step-off")
-    draft.propose("max_lag", value - 1, path)
-    return f"max_lag={value - 1}"
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_LAG + 1:
+        raise ConfigError(f"{path} must be a whole number >= 1 and at most {MOST_LAG + 1}, got {value!r}; 1 is on-policy, 2 is one-step-off")
+    return _propose_lag(value - 1, draft, path)
 
 
 def _generation_ratio(value: Any, draft: Draft) -> str:
@@ -137,14 +142,12 @@ def _generation_ratio(value: Any, draft: Draft) -> str:
 
 
 def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
-    """A fraction lets that share of a batch be one version older."""
+    """A fraction lets that share of a batch be one version older; a whole number all of it."""
     whole, share = divmod(round(batches_ahead, 9), 1)
-    if share == 0:
-        draft.propose("max_lag", int(whole), path)
-        return f"max_lag={int(whole)}"
-    draft.propose("max_lag", int(whole) + 1, path)
-    draft.propose("oldest_share", share, path)
-    return f"max_lag={int(whole) + 1}, oldest_share={share:g}"
+    lag = int(whole) + (share > 0)
+    draft.propose("max_lag", lag, path)
+    draft.propose("oldest_share", share or 1.0, path)
+    return f"max_lag={lag}" + (f", oldest_share={share:g}" if share else "")
 
 
 def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[Any, Draft], str]:
@@ -155,7 +158,7 @@ def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[
             raise ConfigError(f"{path} must be {what} >= {least} and at most {MOST_LAG}, got {value!r}; it belongs to fully_async")
         draft.propose(name, value, path)
         draft.propose("strategy", "fully_async", path)
-        return "strategy=fully_async"
+        return "strategy=fully_async" + (f", {name}={value}" if name == "sync_every" else "")
 
     return apply
 
@@ -204,7 +207,7 @@ def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
                 f"verl's other losses are named by {_POLICY_LOSS}.loss_mode"
             )
         draft.propose("loss_mode", LOSS_OF_VARIANT[value], path)
-        return f"{_POLICY_LOSS}.loss_mode={LOSS_OF_VARIANT[value]}"
+        return f"loss_mode={LOSS_OF_VARIANT[value]}"
 
     return apply
 
@@ -214,7 +217,7 @@ def _require_batches(path: str) -> Callable[[Any, Draft], str]:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{path} must be a whole number >= 1, got {value!r}; a step takes as many mini-batches")
         draft.propose("require_batches", value, path)
-        return f"{_BATCH}={value} x {_MINI_BATCH}"
+        return f"{_BATCH} of {value} x {_MINI_BATCH}"
 
     return apply
 
@@ -268,6 +271,6 @@ FOREIGN: tuple[ForeignKey, ...] = (
         for path in ("partial_rollout", "async_training.partial_rollout")
     ),
     ForeignKey((RATIOS,), _ratios),
-    ForeignKey((TASKS,), _kept(TASKS, "node_tasks")),
-    ForeignKey((TASK_RATIOS,), _kept(TASK_RATIOS, "node_ratios")),
+    ForeignKey((TASKS,), _kept(TASKS, "node_tasks", "roles of pools")),
+    ForeignKey((TASK_RATIOS,), _kept(TASK_RATIOS, "node_ratios", "shares of pools")),
 )

@@ -234,9 +234,9 @@ def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{TASK_RATIOS} must have a share for each of the {len(tasks)} entries of {TASKS}, got {ratios!r}; add it")
     pools: dict[str, dict[str, Any]] = {}
     for task, ratio in zip(tasks, ratios, strict=True):
-        roles = [role_called(role, TASKS) for role in (task if isinstance(task, list | tuple) else [task])]
+        roles = sorted((role_called(role, TASKS) for role in (task if isinstance(task, list | tuple) else [task])), key=PLACED.index)
         check_share(ratio, TASK_RATIOS)
-        name = "train" if "train" in roles else roles[0] if roles else ""
+        name = roles[0] if roles else ""
         if name in pools:
             raise ConfigError(f"{TASKS} names {name} twice, got {tasks!r}; a role is on one pool")
         pools[name] = {"roles": roles, "share": float(ratio)}

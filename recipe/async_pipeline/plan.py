@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .core.message_queue import share_of
-from .knobs import AsyncPipelineConfig, select
+from .corrections import correction_in_words, loss_in_words
+from .knobs import OWN, AsyncPipelineConfig, select
+from .own_classes import class_constant, find_class
 from .placement import Placement, drawing
 
 ARENAS = 2
@@ -39,6 +41,9 @@ class Plan:
     reward_model_devices: int
     """Beside those of the pools."""
     old_logp: str
+    loss: str
+    correction: str
+    """For the age of answers; begins with `none` if there is none."""
     replicas: int
     tensor_parallel: int
     groups_per_step: int
@@ -85,6 +90,8 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
         placement=placement,
         reward_model_devices=_reward_model_devices(config),
         old_logp=old_logp,
+        loss=loss_in_words(config, old_logp, -(-batch // mini)),
+        correction=correction_in_words(config, old_logp, knobs.max_lag),
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
@@ -107,9 +114,10 @@ def _reward_model_devices(config: Mapping[str, Any]) -> int:
 
 
 def _order(strategy: str) -> str:
+    order = "finished" if strategy == "fully_async" else "drawn"
     if ":" in strategy:
-        return "in the order that it says itself"
-    return "as they are finished" if strategy == "fully_async" else "as they were drawn"
+        order = class_constant(find_class(strategy, f"{OWN}.strategy"), "order") or ""
+    return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(order, "in the order that it says itself")
 
 
 def count_parameters(model: Path) -> int | None:
@@ -153,6 +161,8 @@ def in_words(plan: Plan) -> list[str]:
     lines += [
         f"weights         published {every}; answers in flight then: {plan.in_flight}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
+        f"loss            {plan.loss}",
+        f"correction      {plan.correction}",
         *_devices(plan),
         f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
         f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} mini-batch(es), "

@@ -282,7 +282,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
             "trainer.n_gpus_per_node": 2,
             f"{ROLLOUT}.n_gpus_per_node": 2,
         },
-        {"train": (["logp", "train"], 2), "ref_logp": (["ref_logp"], 1), "generate": (["generate"], 1)},
+        {"train": (["train", "logp"], 2), "ref_logp": (["ref_logp"], 1), "generate": (["generate"], 1)},
         "trainer",
     ),
     "with a critic": (
@@ -488,3 +488,58 @@ def test_any_values_are_taken_or_refused_in_one_line(launch: ModuleType, smoke: 
         launch.checked(config)
     except AsyncPipelineError as error:
         assert "\n" not in str(error)
+
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({f"{LOSS}.loss_mode": "nonsense"}, r"loss_mode must be one of .*, tis, topr, .*got 'nonsense'"),
+        ({"pg_variant": "tis", f"{LOSS}.tis_upper_bound": "abc"}, "tis_upper_bound must be a number, got 'abc'"),
+        ({"pg_variant": "kimi15", f"{LOSS}.dro_beta": 0}, "dro_beta must be a number > 0"),
+        ({f"{CORRECTION}.rollout_is": "tokens"}, "rollout_is must be one of token, sequence or null"),
+        ({f"{CORRECTION}.rollout_is_threshold": "abc"}, "rollout_correction: Invalid rollout_is_threshold 'abc'"),
+        ({f"{CORRECTION}.rollout_is_threshold": -1}, "rollout_correction: .*must be positive"),
+        ({f"{CORRECTION}.rollout_rs": "token_k9"}, "Invalid rollout_rs option|rollout_rs_threshold must be provided"),
+        ({f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "5_1"}, "lower <= upper"),
+        ({f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.max_lag": 1}, "no such class .did you mean"),
+    ],
+)
+def test_a_loss_or_a_correction_that_workers_would_refuse(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert re.search(part, refused(launch, smoke(changes), capsys))
+
+
+def test_a_threshold_that_gives_no_weight(launch: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(ConfigError, match="rollout_is_threshold must be a number > 0 or lower_upper, got nan"):
+        launch.checked(smoke({f"{CORRECTION}.rollout_is_threshold": float("nan")}))
+
+
+@pytest.mark.parametrize("name", ["gspo", "policy_gradient", "topr", "cispo"])
+def test_losses_of_verl_and_of_ours_are_known(launch: ModuleType, smoke: Smoke, name: str) -> None:
+    launch.checked(smoke({f"{LOSS}.loss_mode": name, f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"}))
+
+
+def test_a_loss_that_an_external_library_may_add_is_let_through(launch: ModuleType, smoke: Smoke) -> None:
+    launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "my_losses"}))
+
+
+def test_age_that_nothing_corrects_for_is_said(launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]) -> None:
+    launch.prepare(smoke({f"{CORRECTION}.rollout_is": None}))
+    assert "correction for age: none, though answers may have lag 1; algorithm.rollout_correction.rollout_is=token is one" in capsys.readouterr().out
+    launch.prepare(smoke({"async_strategy": "on_policy", f"{CORRECTION}.rollout_is": None}))
+    launch.prepare(smoke({}))
+    assert "correction" not in capsys.readouterr().out
+
+
+def test_our_keys_that_say_nothing_do_not_reach_verl(launch: ModuleType, smoke: Smoke) -> None:
+    """verl makes dataclasses of these sections, which refuse a key that they do not know."""
+    nothing = {"async_strategy": None, "actor_rollout_ref.async_strategy": None, f"{ROLLOUT}.with_reward": None}
+    config = smoke(nothing)
+    launch.prepare(config)
+    for path in nothing:
+        parent, _, leaf = path.rpartition(".")
+        assert leaf not in (OmegaConf.select(config, parent) if parent else config)

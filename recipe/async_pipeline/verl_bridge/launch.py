@@ -11,7 +11,6 @@ import atexit
 import copy
 import dataclasses
 import importlib.metadata
-import importlib.util
 import os
 import sys
 import time
@@ -19,18 +18,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.trainer.ppo.utils import need_reference_policy
 
 from .. import plugin
-from ..config import Translation, is_enabled, reject_near_misses, resolve
+from ..config import SWITCHES, Translation, is_enabled, reject_near_misses, resolve
 from ..core.flow import GRAPH, OPTIONAL, graph_of
+from ..corrections import CORRECTION, check_loss, correction_in_words
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..foreign_keys import BYPASS, FOREIGN
 from ..knobs import OWN, AsyncPipelineConfig, is_strategy, plain_defaults, select
-from ..loss_names import LOSS_CONFIG
+from ..loss_names import LOSS_CONFIG, OWN_LOSSES
 from ..observe.table import MARK
+from ..own_classes import find_class
 from ..placement import (
     PLACED,
     POOLS,
@@ -86,6 +93,10 @@ def _prepare(config: DictConfig) -> None:
     _rewrite(config, found)
     for note in found.translation.notes:
         _say(note)
+    knobs = found.translation.config
+    correction = correction_in_words(config, found.old_logp, knobs.max_lag)
+    if knobs.max_lag and correction.startswith("none"):
+        _say(f"correction for age: {correction}")
 
 
 class Checked(NamedTuple):
@@ -136,15 +147,33 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
 
 def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
     """Raises ConfigError: verl would leave out the rollout correction that is asked for, and say nothing."""
-    asked = {name: value for name in ("rollout_is", "rollout_rs") if (value := OmegaConf.select(config, f"algorithm.rollout_correction.{name}")) is not None}
+    asked = {name: value for name in ("rollout_is", "rollout_rs") if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None}
     if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        why = "where old log-probs are the rollout's" if bypass else f"with algorithm.rollout_correction.{next(iter(asked))}"
+        why = "where old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
         raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
     for name, value in asked.items() if bypass else ():
         raise ConfigError(
-            f"algorithm.rollout_correction.{name} must be null where old log-probs are the rollout's (bypass_mode, old_logp=rollout), got {value!r}; "
+            f"{CORRECTION}.{name} must be null where old log-probs are the rollout's (bypass_mode, old_logp=rollout), got {value!r}; "
             "verl corrects nothing there, the loss has to: set it to null"
         )
+    # Where other code may register losses in the workers, they are not known here.
+    check_loss(config, None if OmegaConf.select(config, "actor_rollout_ref.model.external_lib") else {*POLICY_LOSS_REGISTRY, *OWN_LOSSES})
+    _try_correction(OmegaConf.select(config, CORRECTION) or {})
+
+
+def _try_correction(section: Mapping[str, Any]) -> None:
+    """On one token, by verl's own functions. Raises ConfigError: they refuse it, or the token gets no weight."""
+    token, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    try:
+        if section.get("rollout_rs") is not None:
+            compute_rollout_rejection_mask(token, mask, section["rollout_rs"], section.get("rollout_rs_threshold"))
+        if section.get("rollout_is") is not None:
+            threshold = section.get("rollout_is_threshold")
+            weights, _ = compute_rollout_correction_weights(token, mask, section["rollout_is"], threshold)
+            if not bool(weights.isfinite().all()):
+                raise ConfigError(f"{CORRECTION}.rollout_is_threshold must be a number > 0 or lower_upper, got {threshold!r}; 2.0 is verl's default")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{CORRECTION}: {' '.join(str(error).split())}; see docs/strategies.md") from None
 
 
 def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
@@ -180,18 +209,11 @@ def _require_resolvable(config: DictConfig) -> None:
 
 
 def _require_importable(knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a strategy or role of one's own names a module that cannot be found."""
+    """Raises ConfigError: a strategy or role of one's own names a class that cannot be found."""
     roles = [(f"{OWN}.custom_roles", spec.partition("@")[0]) for spec in knobs.custom_roles]
     for path, target in [(f"{OWN}.strategy", knobs.strategy), *roles]:
-        module = target.partition(":")[0] if ":" in target else None
-        if module is None:
-            continue
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            raise ConfigError(f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH")
+        if ":" in target:
+            find_class(target, path)
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -223,7 +245,7 @@ def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> N
 
 
 def _rewrite(config: DictConfig, found: Checked) -> None:
-    translation, knobs = found.translation, found.translation.config
+    knobs = found.translation.config
     own = dataclasses.asdict(knobs)
     own["placement"] = found.placement.as_list()
     own["old_logp"] = found.old_logp
@@ -242,7 +264,7 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
     own["resume_from"] = None if origin.found is None else str(origin.found.folder)
     own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
     with open_dict(config):
-        for path in translation.foreign_paths:
+        for path in (*SWITCHES, *(path for key in FOREIGN for path in key.paths)):
             _remove(config, path)
         config.trainer.v1.async_pipeline = own
         config.trainer.v1.trainer_mode = knobs.strategy

@@ -7,7 +7,6 @@ as `actor_rollout_ref.actor.policy_loss._target_` admits the parameters of `tis`
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,11 +19,8 @@ from verl.workers.config import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from .. import losses
+from ..corrections import POLICY_LOSS, check_loss_parameters
 from ..errors import ConfigError
-
-SECTION = "actor_rollout_ref.actor.policy_loss"
-SPLITS = ("advantage", "score")
-RATIO_LEVELS = ("token", "sequence")
 
 Metrics = dict[str, float]
 Computed = tuple[losses.TokenLosses, Mapping[str, torch.Tensor]]
@@ -49,23 +45,7 @@ class OffPolicyLossConfig(PolicyLossConfig):
     """Whose ratio tapers a negative token: its own, or that of its whole answer (sequence)."""
 
     def __post_init__(self) -> None:
-        low, high = self.tis_lower_bound, self.tis_upper_bound
-        if not 0 <= low <= high < math.inf:
-            raise ConfigError(
-                f"{SECTION}.tis_lower_bound and tis_upper_bound must be 0 <= lower <= upper, finite, "
-                f"got {low} and {high}; the defaults are 0 and 1"
-            )
-        for name in ("topr_positive_weight", "topr_negative_weight"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{SECTION}.{name} must be >= 0 and finite, got {value}; the default is 1")
-        for name, choices in (("topr_split", SPLITS), ("topr_ratio_level", RATIO_LEVELS)):
-            value = getattr(self, name)
-            if value not in choices:
-                raise ConfigError(
-                    f"{SECTION}.{name} must be one of {', '.join(choices)}, got {value!r}; "
-                    f"{choices[0]} is the default"
-                )
+        check_loss_parameters(vars(self))
 
 
 _positive: ContextVar[torch.Tensor | None] = ContextVar("positive", default=None)
@@ -175,7 +155,7 @@ def _positive_answers() -> torch.Tensor:
     positive = _positive.get()
     if positive is None:
         raise ConfigError(
-            f"{SECTION}.topr_split must be advantage where no scores reach the loss, got 'score'; "
+            f"{POLICY_LOSS}.topr_split must be advantage where no scores reach the loss, got 'score'; "
             "let the worker use ppo_loss_with_scores"
         )
     return positive
