@@ -77,6 +77,11 @@ def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(
     assert own.order == order
 
 
+def test_a_share_of_less_than_a_group_is_said_to_be_none(model: Path) -> None:
+    text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.01))))
+    assert "but oldest_share is less than one of a step's 16 groups, so that none has lag 2" in text
+
+
 def test_in_words(model: Path) -> None:
     text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.25, stale="drop", sync_every=2))))
     for part in (

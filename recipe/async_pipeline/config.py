@@ -110,7 +110,8 @@ def _own_section(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _strategy_and_lag(draft: Draft) -> tuple[str, int]:
     strategy, lag = draft.values.get("strategy"), draft.values.get("max_lag")
     if lag is not None and (isinstance(lag, bool) or not isinstance(lag, int)):
-        raise ConfigError(f"{draft.sources['max_lag']} must be a whole number, got {lag!r}; use 0 for on-policy")
+        share = f"; {OWN}.oldest_share lets a part of each batch be older" if isinstance(lag, float) else ""
+        raise ConfigError(f"{draft.sources['max_lag']} must be a whole number, got {lag!r}; use 0 for on-policy{share}")
     if strategy is None:
         whole = draft.values.get("oldest_share", 1) == 1
         by_lag = {0: "on_policy", 1: "one_step_off"} if whole else {}

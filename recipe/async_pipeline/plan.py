@@ -152,7 +152,9 @@ def in_words(plan: Plan) -> list[str]:
         f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of version "
         f"s-{plan.max_lag + 1} or newer",
     ]
-    if plan.oldest_groups < plan.groups_per_step:
+    if plan.oldest_groups == 0 < plan.max_lag:
+        lines.append(f"                but oldest_share is less than one of a step's {plan.groups_per_step} groups, so that none has lag {plan.max_lag}")
+    elif plan.oldest_groups < plan.groups_per_step:
         lines.append(f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups have lag {plan.max_lag}")
     if plan.stale != "wait":
         what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]

@@ -22,6 +22,8 @@ from tests.e2e.weights import assert_same_weights
 pytestmark = pytest.mark.e2e
 
 STEPS = 5
+FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
+"""As in `probed_loss`, which imports verl."""
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "critic/advantages/max", "response_length/mean")
 TOLERANCE = 1e-5
 
@@ -32,9 +34,12 @@ class Outcome(NamedTuple):
     answers: list[Counter[tuple[str, str]]]
     """Prompts with their answers, for each step."""
     metrics: list[dict[str, float]]
+    log_probs: list[list[Rows]]
+    """For each step, of each answer the old log-probs and the current ones, token by token; in any order."""
     weights: dict[str, torch.Tensor]
 
 
+Rows = tuple[list[float], list[float]]
 Run = Callable[..., Outcome]
 
 
@@ -62,6 +67,8 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "actor_rollout_ref.model.external_lib=tests.e2e.probed_loss",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={LOSS}",
         # Twice the reference value, so that an error of the weights soon shows in the answers.
         "actor_rollout_ref.actor.optim.lr=6.0e-4",
     ]
@@ -76,7 +83,11 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
         if stock
         else [f"async_strategy='{strategy}'", f"trainer.v1.async_pipeline.run_dir={folder / 'run'}"]
     )
-    job = run_job(smoke_command(*common, *own, *overrides, pipeline=not stock), folder / "run", task)
+    probes = folder / "log_probs"
+    probes.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(probes))
+        job = run_job(smoke_command(*common, *own, *overrides, pipeline=not stock), folder / "run", task)
     assert job.status == 0, job.output[-3000:]
     if not stock and ":" not in strategy:
         summary = check_clean_end(job, strategy, summary_lag(overrides, strategy), STEPS)
@@ -92,6 +103,7 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
     return Outcome(
         answers=[_answers(folder / "dump" / f"{step}.jsonl") for step in range(1, STEPS + 1)],
         metrics=[_metrics(row) for row in map(json.loads, rows.read_text().splitlines()) if "actor/pg_loss" in row["data"]],
+        log_probs=_log_probs(probes),
         weights={name: _whole(tensor) for name, tensor in torch.load(saved, weights_only=False).items()},
     )
 
@@ -109,6 +121,23 @@ def _metrics(row: dict[str, Any]) -> dict[str, float]:
     return {name: float(row["data"][name]) for name in COMPARED}
 
 
+def _log_probs(folder: Path) -> list[list[Rows]]:
+    rows = [row for file in sorted(folder.iterdir()) for row in torch.load(file)]
+    size, rest = divmod(len(rows), STEPS)
+    assert rest == 0
+    return [rows[step * size : (step + 1) * size] for step in range(STEPS)]
+
+
+def assert_same_rows(ours: list[Rows], theirs: list[Rows]) -> None:
+    """Each answer of one has one of the other whose every token is as likely."""
+    left = list(theirs)
+    for row in ours:
+        found = next((other for other in left if all(a == pytest.approx(b, abs=TOLERANCE) for a, b in zip(row, other, strict=True))), None)
+        assert found is not None, f"no answer of the other run has these log-probs: {row}"
+        left.remove(found)
+    assert not left
+
+
 def _whole(tensor: Any) -> torch.Tensor:
     whole: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return whole
@@ -118,6 +147,8 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
     assert len(one.metrics) == len(other.metrics) == STEPS
     for step, (ours, theirs) in enumerate(zip(one.answers, other.answers, strict=True), start=1):
         assert ours == theirs, f"answers of step {step}"
+    for ours_rows, theirs_rows in zip(one.log_probs, other.log_probs, strict=True):
+        assert_same_rows(ours_rows, theirs_rows)
     for ours_m, theirs_m in zip(one.metrics, other.metrics, strict=True):
         assert ours_m == pytest.approx(theirs_m, abs=TOLERANCE, rel=TOLERANCE)
     assert_same_weights(one.weights, other.weights)
