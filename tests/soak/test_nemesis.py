@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -23,6 +25,11 @@ def test_every_kind_comes_once_before_any_comes_again(seed: int, kinds: set[str]
     assert cards == list(islice(nemesis.deck(seed, sorted(kinds)), 3 * len(kinds))), "the seed decides"
     if len(kinds) > 1:
         assert all(a != b for a, b in zip(cards, cards[1:], strict=False))
+
+
+@pytest.mark.parametrize(("seconds", "kinds", "faults"), [(490, 11, 11), (60, 11, 11), (3600, 11, 77), (490, 1, 11), (-1, 3, 3)])
+def test_faults_come_in_whole_rounds_with_time_between_them(seconds: float, kinds: int, faults: int) -> None:
+    assert nemesis.faults_within(seconds, kinds) == faults
 
 
 def outcome() -> nemesis.Outcome:
@@ -50,3 +57,49 @@ def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) ->
     lines = command.in_words(found)
     assert lines[0] == "faults       3 (burst 1, kill_engine 2); recovered from 2"
     assert any(line.startswith("VIOLATION    the run did not recover") for line in lines)
+
+
+class QuietJob:
+    """A run that makes a step a second and cannot be hurt."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def start(self) -> None: ...
+
+    def wait_for(self, what: str, done: object, seconds: float, *, since: int) -> None: ...
+
+    def newest_version(self) -> int:
+        return int(self.clock[0])
+
+    def check_alive(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+@pytest.mark.parametrize("recovery_s", [1.0, 30.0, 200.0])
+def test_faults_are_spread_over_the_time(recovery_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    at: list[float] = []
+
+    def pass_s(seconds: float) -> None:
+        clock[0] += seconds
+
+    def strike(job: object, fault: object, limit_s: float) -> float:
+        at.append(clock[0])
+        pass_s(recovery_s)
+        return recovery_s
+
+    monkeypatch.setattr(nemesis, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pass_s))
+    monkeypatch.setattr(nemesis, "strike", strike)
+    kinds = sorted(faults.FAULTS)
+    found = nemesis.soak(cast("Any", QuietJob(clock)), kinds, 600.0, 1, lambda line: None)
+    assert found.hangs == []
+    if recovery_s < 40:
+        assert sorted(one.kind for one in found.struck) == kinds, "each kind once"
+        assert clock[0] == pytest.approx(600.0)
+        assert max(b - a for a, b in zip(at, at[1:], strict=False)) < 60
+        assert found.steps == pytest.approx(510, abs=1)
+    assert min(b - a - recovery_s for a, b in zip(at, at[1:], strict=False)) >= nemesis.GAP_S[0]

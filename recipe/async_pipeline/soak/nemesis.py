@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from .job import START_S, SoakFailed, SoakJob
 QUIET_SHARE, LEAST_QUIET_S = 0.15, 20.0
 """Part of the time, before the first fault, in which the run shows how fast it is."""
 GAP_S = (2.0, 6.0)
-"""Between a recovery and the next fault."""
+"""Between a recovery and the next fault, at least."""
+EVERY_S = 45.0
+"""About one fault in so many seconds, so that the run also works between them."""
 RECOVERY_S = 120.0
 """A run that has not recovered by then has hung, which is a violation."""
 
@@ -63,10 +66,16 @@ def deck(seed: int, kinds: Sequence[str]) -> Iterator[str]:
         before = cards[-1]
 
 
+def faults_within(seconds: float, kinds: int) -> int:
+    """How many to spread over the time: whole rounds of all kinds, one at least."""
+    return kinds * max(1, round(seconds / EVERY_S / kinds))
+
+
 def soak(job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Callable[[str], None]) -> Outcome:
     """Start a run, let it be for a while, then hurt it again and again until the time is up.
 
-    The time begins when the first version is served. A run that ends by itself, or does not recover, is a violation.
+    The time begins when the first version is served; what is left of it after a recovery is shared out evenly among the
+    faults to come. A run that ends by itself, or does not recover, is a violation.
     """
     outcome, source = Outcome(), random.Random(seed)
     job.start()
@@ -79,16 +88,19 @@ def soak(job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Cal
         first = job.newest_version()
         outcome.quiet_s, outcome.quiet_steps = time.monotonic() - quiet, first - before
         say(f"undisturbed: {outcome.quiet_steps} steps in {outcome.quiet_s:.0f} s")
-        hurt = time.monotonic()
-        for kind in deck(seed, kinds):
+        hurt, end = time.monotonic(), begun + seconds
+        cards = list(islice(deck(seed, kinds), faults_within(end - hurt, len(kinds))))
+        for dealt, kind in enumerate(cards):
+            next_s = time.monotonic() + (end - time.monotonic()) / (len(cards) - dealt)
             _sleep(job, source.uniform(*GAP_S))
-            if time.monotonic() - begun > seconds:
+            if time.monotonic() > end:
                 break
             one = Struck(kind, time.monotonic() - begun)
             outcome.struck.append(one)
             say(f"{one.at_s:6.0f} s  version {job.newest_version()}  {kind}: {FAULTS[kind].text}")
             one.recovery_s = strike(job, FAULTS[kind], RECOVERY_S)
             say(f"{time.monotonic() - begun:6.0f} s  version {job.newest_version()}  recovered after {one.recovery_s:.1f} s")
+            _sleep(job, next_s - time.monotonic())
         outcome.seconds, outcome.steps = time.monotonic() - hurt, job.newest_version() - first
         job.interrupt()
     except (SoakFailed, TimeoutError) as error:
