@@ -104,4 +104,4 @@ def test_no_lag_wants_no_correction() -> None:
 @pytest.mark.parametrize("mode", ["policy_gradient", "gpg"])
 def test_a_loss_without_a_ratio_corrects_nothing_either(mode: str) -> None:
     words = correction_in_words(nested((f"{POLICY_LOSS}.loss_mode", mode)), "rollout", 2)
-    assert words.startswith("none: the loss asks for no ratio, though answers may have lag 2")
+    assert words == "none: the loss asks for no ratio, though answers may have lag 2; pg_variant=tis does"

@@ -84,7 +84,7 @@ def correction_in_words(config: Mapping[str, Any], old_logp: str, max_lag: int) 
     section = select(config, CORRECTION) or {}
     if old_logp == "rollout":
         if select(config, f"{POLICY_LOSS}.loss_mode") in WITHOUT_RATIO:
-            return f"none: the loss asks for no ratio{_remedy(max_lag)}"
+            return f"none: the loss asks for no ratio{_remedy(max_lag, 'pg_variant=tis does')}"
         return "by the loss, whose ratio is against the versions that wrote the tokens"
     found = []
     if section.get("rollout_is"):
@@ -94,8 +94,8 @@ def correction_in_words(config: Mapping[str, Any], old_logp: str, max_lag: int) 
         found.append(f"{what} weighs by {_PI_OLD[old_logp]} against the versions that wrote it, {bound}")
     if section.get("rollout_rs"):
         found.append(f"masked by {section['rollout_rs']} beyond {section.get('rollout_rs_threshold')}")
-    return " and ".join(found) or f"none{_remedy(max_lag)}"
+    return " and ".join(found) or f"none{_remedy(max_lag, f'{CORRECTION}.rollout_is=token is one')}"
 
 
-def _remedy(max_lag: int) -> str:
-    return f", though answers may have lag {max_lag}; {CORRECTION}.rollout_is=token is one" if max_lag else ""
+def _remedy(max_lag: int, remedy: str) -> str:
+    return f", though answers may have lag {max_lag}; {remedy}" if max_lag else ""
