@@ -621,3 +621,15 @@ def test_a_penalty_of_nothing_is_not_taken_for_none_said() -> None:
 @pytest.mark.parametrize("mini", ["abc", None, [8]])
 def test_a_mini_batch_that_is_no_number_is_left_to_verls_rules(mini: Any) -> None:
     assert resolve(nested(("require_batches", 4), (MINI_BATCH, mini), (BATCH, 16))).verl == {}
+
+
+def test_a_quota_that_is_too_large_is_said_of_the_keys_that_were_written() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested(("staleness_threshold", 1000), ("trigger_parameter_sync_step", 1000)))
+    assert_one_line(caught, "staleness_threshold and trigger_parameter_sync_step must come to a max_lag of at most 1000, got 1000999")
+
+
+def test_what_is_wrong_with_a_knob_names_the_keys_that_set_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested(("trigger_parameter_sync_step", 4), ("trainer.generate_ahead_steps", 2)))
+    assert_one_line(caught, "sync_every is of trigger_parameter_sync_step", "max_lag is of trainer.generate_ahead_steps")

@@ -18,6 +18,7 @@ from recipe.async_pipeline.corrections import (
 from recipe.async_pipeline.errors import ConfigError
 from tests.test_config import nested
 
+TIS = [(f"{POLICY_LOSS}.loss_mode", "tis")]
 KNOWN = ("vanilla", "gspo", "dro", "tis")
 
 
@@ -47,6 +48,13 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
     ("pairs", "words"),
     [
         ([(f"{POLICY_LOSS}.loss_mode", "gsp")], "loss_mode must be one of dro, gspo, tis, vanilla, got 'gsp' (did you mean 'gspo'?)"),
+        ([(f"{POLICY_LOSS}.loss_mode", "bypass_mode")], "loss_mode must not be bypass_mode, which leaves the rollout correction out"),
+        ([*TIS, ("actor_rollout_ref.actor.clip_ratio_c", 0.5)], "clip_ratio_c must be a number > 1, got 0.5"),
+        ([*TIS, ("actor_rollout_ref.actor.clip_ratio_low", "abc")], "clip_ratio_low must be a number > 0, got 'abc'"),
+        ([*TIS, ("actor_rollout_ref.actor.loss_agg_mode", "foo")], "loss_agg_mode must be one of token-mean, "),
+        ([*TIS, (f"{CORRECTION}.rollout_iss", 1)], "rollout_iss is unknown, got 1 (did you mean 'rollout_is'?)"),
+        ([*TIS, (f"{CORRECTION}.bypass_mode", "abc")], "bypass_mode must be True or False, got 'abc'"),
+        ([*TIS, (f"{CORRECTION}.loss_type", "reinforce")], "loss_type must be left alone, got 'reinforce'"),
         ([(f"{POLICY_LOSS}.loss_mode", "dro")], "dro_beta must be a number > 0 with loss_mode dro (kimi15), got None"),
         ([(f"{POLICY_LOSS}.loss_mode", "dro"), (f"{POLICY_LOSS}.dro_beta", -3)], "dro_beta must be a number > 0"),
         ([(f"{POLICY_LOSS}.loss_mode", "tis"), (f"{CORRECTION}.rollout_is", "tokens")], "rollout_is must be one of token, sequence or null, got 'tokens'"),
@@ -87,6 +95,7 @@ def test_more_epochs_are_more_updates() -> None:
     [
         ({"rollout_is": "token", "rollout_is_threshold": 2.0}, "trainer", "a token weighs by version s-1 against the versions that wrote it, at most 2.0"),
         ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"}, "logp_pool", "an answer weighs by version s-2 against the versions that wrote it, 0 outside of 0.5 to 5.0"),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True}, "trainer", "a token weighs by version s-1 against the versions that wrote it, at most 2.0, then scaled to a mean of 1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}, "trainer", "masked by token_k1 beyond 0.5_2"),
         ({}, "rollout", "by the loss, whose ratio is against the versions that wrote the tokens"),
         ({}, "trainer", "none, though answers may have lag 3; algorithm.rollout_correction.rollout_is=token is one"),

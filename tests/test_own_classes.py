@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.own_classes import class_constant, find_class
+from recipe.async_pipeline.own_classes import base_names, class_constant, find_class
 
 SOURCE = """
 import sys
 sys.exit("this module must not be imported")
 from elsewhere import Imported
 
-class Plain:
+class Plain(Imported):
     order = "finished"
+
+class Rootless: ...
+NUMBER = 3
 
 try:
     class Inner(Plain):
@@ -48,18 +51,22 @@ def test_a_class_and_what_its_body_says(name: str, order: str) -> None:
     assert cls.name == name
     assert class_constant(cls, "order") == order
     assert class_constant(cls, "nothing") is None
+    assert base_names(cls) == [{"Plain": "Imported", "Inner": "Plain"}[name]]
 
 
 @pytest.mark.parametrize("target", ["mine_to_find:Imported", "mine_to_find:Alias", "mine_to_find:Silent", "mine_to_find:Other", "open_to_find:Any", "builtins:dict"])
 def test_what_the_source_alone_does_not_say_is_let_through(target: str) -> None:
     assert find_class(target, "p") is None
     assert class_constant(None, "order") is None
+    assert base_names(None) == []
 
 
 @pytest.mark.parametrize(
     ("target", "words"),
     [
         ("mine_to_find:Plian", "the module has no such class (did you mean 'Plain'?)"),
+        ("mine_to_find:Rootless", "which inherits from nothing"),
+        ("mine_to_find:NUMBER", "the module has no such class"),
         ("mine_to_find:function", "which is a function; name a class"),
         ("mine_to_find:", "must read module:Class"),
         (":Plain", "must read module:Class"),

@@ -67,11 +67,19 @@ def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path)
     assert planned(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
 
 
-@pytest.mark.parametrize(("body", "order"), [("order = 'finished'", "as they are finished"), ("pass", "in the order that it says itself")])
+@pytest.mark.parametrize(
+    ("base", "body", "order"),
+    [
+        ("Elsewhere", "order = 'finished'", "as they are finished"),
+        ("Elsewhere", "pass", "in the order that it says itself"),
+        ("FullyAsyncTrainer", "pass", "as they are finished"),
+        ("strategies.AsyncPipelineTrainer", "pass", "as they were drawn"),
+    ],
+)
 def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, order: str
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str, order: str
 ) -> None:
-    (tmp_path / "a_plan_of_ones_own.py").write_text(f"class Mine:\n    {body}\n", encoding="utf-8")
+    (tmp_path / "a_plan_of_ones_own.py").write_text(f"class Mine({base}):\n    {body}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     own = planned(config(model), knobs(strategy="a_plan_of_ones_own:Mine"))
     assert own.order == order

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .corrections import PARAMETERS, POLICY_LOSS
 from .errors import ConfigError
 from .foreign_keys import FOREIGN, Draft, groups_of_roles, quota, verls_own
 from .knobs import (
@@ -31,6 +32,9 @@ from .redaction import shown
 
 ASYNC_TRAINING = "async_training"
 
+HIGHER = ("", "trainer.", "trainer.v1.", "trainer.async_pipeline.")
+BESIDE = ("actor_rollout_ref.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm.", "data.", "reward.")
+"""Where a knob may have been put by mistake; `strategy` is a key of verl's actor."""
 SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 
 
@@ -82,7 +86,11 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
         wishes_of(own["pools"])
     verl = verls_own(raw, own, draft)
     notes += [f"{path} becomes {value}" for path, value in verl.items() if select(raw, path) != value]
-    return Translation(AsyncPipelineConfig.of(own), tuple(notes), verl)
+    try:
+        return Translation(AsyncPipelineConfig.of(own), tuple(notes), verl)
+    except ConfigError as error:
+        said = [f"{name} is of {source}" for name, source in draft.sources.items() if name in own_fields() and not source.startswith(OWN)]
+        raise ConfigError(f"{error} ({', '.join(said)})" if said else str(error)) from None
 
 
 def _adopt(own: dict[str, Any], draft: Draft) -> None:
@@ -159,6 +167,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
     right_places["async_pipeline"] = (*SWITCHES, OWN)
     unique = ("max_lag", "oldest_share", "sync_every", "proof_tensors", "step_down_after", "step_up_after", "in_flight", "publish_timeout_s", "wait_timeout_s", "loop_stall_s", "custom_roles", "reuse_prefixes", "loads_at_once", "old_logp", "ref_refresh_every", "reward_timeout_s", "reward_failure", "reward_while_generating", "bad_data", "prompt_attempts")
     right_places.update({name: (f"{OWN}.{name}",) for name in unique})
+    right_places.update({name: (f"{POLICY_LOSS}.{name}",) for name in PARAMETERS})
     for path, value in walk(raw):
         leaf = path.rsplit(".", 1)[-1]
         places = right_places.get(leaf, ())
@@ -166,7 +175,7 @@ def _reject_misplaced(raw: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places)}")
     # The other names are common; only where verl has no such key are they certainly meant for us.
     for name in (knob.name for knob in dataclasses.fields(AsyncPipelineConfig) if knob.name not in unique):
-        for path in (name, f"trainer.{name}", f"trainer.v1.{name}", f"trainer.async_pipeline.{name}"):
+        for path in (*(f"{parent}{name}" for parent in HIGHER), *(f"{parent}{name}" for parent in BESIDE if name != "strategy")):
             if select(raw, path) is not None and path not in right_places.get(name, ()):
                 raise ConfigError(f"{path} is misplaced, got {shown(path, select(raw, path))}; it belongs at {OWN}.{name}")
     reject_near_misses(raw)

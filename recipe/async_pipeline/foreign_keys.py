@@ -145,6 +145,8 @@ def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
     """A fraction lets that share of a batch be one version older; a whole number all of it."""
     whole, share = divmod(round(batches_ahead, 9), 1)
     lag = int(whole) + (share > 0)
+    if lag > MOST_LAG:
+        raise ConfigError(f"{path} must come to a max_lag of at most {MOST_LAG}, got {lag}; ask for fewer batches ahead")
     draft.propose("max_lag", lag, path)
     draft.propose("oldest_share", share or 1.0, path)
     return f"max_lag={lag}" + (f", oldest_share={share:g}" if share else "")

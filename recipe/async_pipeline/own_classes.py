@@ -47,12 +47,20 @@ def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
     return None
 
 
+def base_names(cls: ast.ClassDef | None) -> list[str]:
+    """Last names of the classes that it says to inherit from."""
+    bases = cls.bases if cls else []
+    return [base.attr if isinstance(base, ast.Attribute) else base.id for base in bases if isinstance(base, ast.Attribute | ast.Name)]
+
+
 def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
     open_ended, there = False, []
     for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef):
             there.append(node.name)
             if node.name == name:
+                if not node.bases:
+                    raise ConfigError(f"{what}, which inherits from nothing; a strategy subclasses AsyncPipelineTrainer, a role RoleStateMachine")
                 return node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name == name:
@@ -62,7 +70,7 @@ def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
             names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
             there += names
             open_ended |= name in names or "*" in names
-        else:
+        elif not (isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)):
             open_ended |= any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store) for part in ast.walk(node))
     if open_ended:
         return None

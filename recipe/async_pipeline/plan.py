@@ -16,11 +16,13 @@ from typing import Any
 from .core.message_queue import share_of
 from .corrections import correction_in_words, loss_in_words
 from .knobs import OWN, AsyncPipelineConfig, select
-from .own_classes import class_constant, find_class
+from .own_classes import base_names, class_constant, find_class
 from .placement import Placement, drawing
 
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""
+ORDER_OF_BASE = {"AsyncPipelineTrainer": "drawn", "OnPolicyTrainer": "drawn", "OneStepOffTrainer": "drawn", "NStepAheadTrainer": "drawn", "FullyAsyncTrainer": "finished"}
+"""What a strategy of one's own inherits."""
 ITEM_BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "half": 2, "bfloat16": 2, "bf16": 2, "auto": 2}
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -91,7 +93,7 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
         reward_model_devices=_reward_model_devices(config),
         old_logp=old_logp,
         loss=loss_in_words(config, old_logp, -(-batch // mini)),
-        correction=correction_in_words(config, old_logp, knobs.max_lag),
+        correction=correction_in_words(config, old_logp, knobs.max_lag - (oldest == 0)),
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
@@ -116,7 +118,8 @@ def _reward_model_devices(config: Mapping[str, Any]) -> int:
 def _order(strategy: str) -> str:
     order = "finished" if strategy == "fully_async" else "drawn"
     if ":" in strategy:
-        order = class_constant(find_class(strategy, f"{OWN}.strategy"), "order") or ""
+        cls = find_class(strategy, f"{OWN}.strategy")
+        order = class_constant(cls, "order") or next((ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE), "")
     return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(order, "in the order that it says itself")
 
 
@@ -156,7 +159,7 @@ def in_words(plan: Plan) -> list[str]:
         lines.append(f"                but oldest_share is less than one of a step's {plan.groups_per_step} groups, so that none has lag {plan.max_lag}")
     elif plan.oldest_groups < plan.groups_per_step:
         lines.append(f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups have lag {plan.max_lag}")
-    if plan.stale != "wait":
+    if plan.stale != "wait" and plan.max_lag > 0:
         what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]
         lines.append(f"                an unfinished group that holds a step up is {what}")
     every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"

@@ -500,8 +500,14 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
         ({"pg_variant": "tis", f"{LOSS}.tis_upper_bound": "abc"}, "tis_upper_bound must be a number, got 'abc'"),
         ({"pg_variant": "kimi15", f"{LOSS}.dro_beta": 0}, "dro_beta must be a number > 0"),
         ({f"{CORRECTION}.rollout_is": "tokens"}, "rollout_is must be one of token, sequence or null"),
-        ({f"{CORRECTION}.rollout_is_threshold": "abc"}, "rollout_correction: Invalid rollout_is_threshold 'abc'"),
-        ({f"{CORRECTION}.rollout_is_threshold": -1}, "rollout_correction: .*must be positive"),
+        ({f"{CORRECTION}.rollout_is_threshold": "abc"}, "rollout_is=token with rollout_is_threshold, got 'abc': .*Invalid rollout_is_threshold 'abc'; e.g. 2.0"),
+        ({f"{CORRECTION}.rollout_is_threshold": -1}, "got -1: .*must be positive"),
+        ({f"{CORRECTION}.rollout_is_threshold": None}, "got None: "),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.1_0.9"}, "got '0.1_0.9': .*for a band that holds 1"),
+        ({"pg_variant": "tis", f"{LOSS}.tis_uper_bound": 2}, "tis_uper_bound is unknown, got 2 .did you mean 'tis_upper_bound'"),
+        ({"pg_variant": "tis", "tis_upper_bound": 2}, f"tis_upper_bound is misplaced, got 2; it belongs at {LOSS}.tis_upper_bound"),
+        ({f"{ROLLOUT}.stale": "drop"}, f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.stale"),
+        ({"algorithm.single_mini_batch": True}, "algorithm.single_mini_batch is misplaced"),
         ({f"{CORRECTION}.rollout_rs": "token_k9"}, "Invalid rollout_rs option|rollout_rs_threshold must be provided"),
         ({f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "5_1"}, "lower <= upper"),
         ({f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.max_lag": 1}, "no such class .did you mean"),
@@ -514,7 +520,7 @@ def test_a_loss_or_a_correction_that_workers_would_refuse(
 
 
 def test_a_threshold_that_gives_no_weight(launch: ModuleType, smoke: Smoke) -> None:
-    with pytest.raises(ConfigError, match="rollout_is_threshold must be a number > 0 or lower_upper, got nan"):
+    with pytest.raises(ConfigError, match="rollout_is_threshold, got nan: .*no finite weight"):
         launch.checked(smoke({f"{CORRECTION}.rollout_is_threshold": float("nan")}))
 
 

@@ -31,10 +31,10 @@ from verl.trainer.ppo.utils import need_reference_policy
 from .. import plugin
 from ..config import SWITCHES, Translation, is_enabled, reject_near_misses, resolve
 from ..core.flow import GRAPH, OPTIONAL, graph_of
-from ..corrections import CORRECTION, check_loss, correction_in_words
+from ..corrections import CORRECTION, POLICY_LOSS, check_loss, correction_in_words
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from ..foreign_keys import BYPASS, FOREIGN
-from ..knobs import OWN, AsyncPipelineConfig, is_strategy, plain_defaults, select
+from ..knobs import OWN, AsyncPipelineConfig, hint, is_strategy, plain_defaults, select
 from ..loss_names import LOSS_CONFIG, OWN_LOSSES
 from ..observe.table import MARK
 from ..own_classes import find_class
@@ -50,6 +50,7 @@ from ..placement import (
 from ..resume import check_keys, check_ledger, origin_of
 from ..rewards import FILE, PACKAGE, Function
 from .custom_roles import insert_custom_roles
+from .loss_registry import OffPolicyLossConfig
 from .patches import find_verl_root, require_patched
 from .rules import MANAGER, ROLLOUT, check_devices, check_verl_config, has_critic
 
@@ -158,22 +159,33 @@ def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
         )
     # Where other code may register losses in the workers, they are not known here.
     check_loss(config, None if OmegaConf.select(config, "actor_rollout_ref.model.external_lib") else {*POLICY_LOSS_REGISTRY, *OWN_LOSSES})
+    losses = config.actor_rollout_ref.actor.policy_loss
+    if losses.get("_target_") in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
+        known = [field.name for field in dataclasses.fields(OffPolicyLossConfig)]
+        for name in losses:
+            if name not in known and name != "_target_":
+                raise ConfigError(f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; there are {', '.join(known)}")
     _try_correction(OmegaConf.select(config, CORRECTION) or {})
 
 
 def _try_correction(section: Mapping[str, Any]) -> None:
     """On one token, by verl's own functions. Raises ConfigError: they refuse it, or the token gets no weight."""
     token, mask = torch.zeros(1, 1), torch.ones(1, 1)
-    try:
-        if section.get("rollout_rs") is not None:
-            compute_rollout_rejection_mask(token, mask, section["rollout_rs"], section.get("rollout_rs_threshold"))
-        if section.get("rollout_is") is not None:
-            threshold = section.get("rollout_is_threshold")
-            weights, _ = compute_rollout_correction_weights(token, mask, section["rollout_is"], threshold)
-            if not bool(weights.isfinite().all()):
-                raise ConfigError(f"{CORRECTION}.rollout_is_threshold must be a number > 0 or lower_upper, got {threshold!r}; 2.0 is verl's default")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{CORRECTION}: {' '.join(str(error).split())}; see docs/strategies.md") from None
+    for name, compute, example in (
+        ("rollout_is", compute_rollout_correction_weights, "2.0, or for a band that holds 1 '\"0.5_5.0\"'"),
+        ("rollout_rs", compute_rollout_rejection_mask, "'\"0.5_2.0\"' for k1, 0.1 for k2 and k3"),
+    ):
+        if section.get(name) is None:
+            continue
+        threshold = section.get(f"{name}_threshold")
+        try:
+            weights = compute(token, mask, section[name], threshold)[0]
+            good = bool(weights.isfinite().all())
+            why = "no finite weight"
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            good, why = False, " ".join(str(error).split()).rstrip(".")
+        if not good:
+            raise ConfigError(f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}: verl says of a token of ratio 1: {why}; e.g. {example}")
 
 
 def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
