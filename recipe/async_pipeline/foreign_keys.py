@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .corrections import CORRECTION, POLICY_LOSS
 from .errors import ConfigError
 from .knobs import MOST_LAG, OWN, canonical_strategy, hint, select
 from .loss_names import LOSS_OF_VARIANT
 from .placement import RATIOS, TASK_RATIOS, TASKS, pools_of_ratios, pools_of_tasks
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-BYPASS = "algorithm.rollout_correction.bypass_mode"
-_POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+BYPASS = f"{CORRECTION}.bypass_mode"
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
@@ -68,14 +68,14 @@ def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
     mode = draft.values.get("loss_mode")
     if mode is None:
         return {}
-    own = select(raw, f"{_POLICY_LOSS}.loss_mode")
+    own = select(raw, f"{POLICY_LOSS}.loss_mode")
     if own not in (None, "vanilla", mode):
         raise ConfigError(
-            f"{draft.sources['loss_mode']} asks for the loss {mode} but {_POLICY_LOSS}.loss_mode for {own}; keep one of them"
+            f"{draft.sources['loss_mode']} asks for the loss {mode} but {POLICY_LOSS}.loss_mode for {own}; keep one of them"
         )
     # ROLL's default, where verl has none.
-    tau = {f"{_POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and select(raw, f"{_POLICY_LOSS}.dro_beta") is None else {}
-    return {f"{_POLICY_LOSS}.loss_mode": mode, **tau}
+    tau = {f"{POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and select(raw, f"{POLICY_LOSS}.dro_beta") is None else {}
+    return {f"{POLICY_LOSS}.loss_mode": mode, **tau}
 
 
 def quota(draft: Draft, own_every: Any) -> list[str]:
@@ -206,7 +206,7 @@ def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
         if not isinstance(value, str) or value not in LOSS_OF_VARIANT:
             raise ConfigError(
                 f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got {value!r}{hint(value, LOSS_OF_VARIANT)}; "
-                f"verl's other losses are named by {_POLICY_LOSS}.loss_mode"
+                f"verl's other losses are named by {POLICY_LOSS}.loss_mode"
             )
         draft.propose("loss_mode", LOSS_OF_VARIANT[value], path)
         return f"loss_mode={LOSS_OF_VARIANT[value]}"
