@@ -40,6 +40,8 @@ def check_ended(job: Job, cause: str) -> None:
     last_screen = "\n".join(job.output.splitlines()[-24:])
     assert cause in last_screen
     assert processes_of(job.run_dir) == []
+    summary = json.loads((job.run_dir / "summary.json").read_text())
+    assert summary["status"] == ("interrupted" if cause == "interrupted" else "failed")
 
 
 def memory_of(run_dir: Path) -> int:

@@ -149,6 +149,8 @@ def main_ppo_starts_the_sample_store_beside_the_runner() -> None:
     happened: list[str] = []
     launch = types.ModuleType("recipe.async_pipeline.verl_bridge.launch")
     launch.start_sample_store = lambda config: happened.append("store")  # type: ignore[attr-defined]
+    interrupts = types.ModuleType("recipe.async_pipeline.verl_bridge.interrupts")
+    interrupts.wait_for = lambda running: happened.append("wait for Ctrl-C")  # type: ignore[attr-defined]
     runner = mock.Mock()
     runner.remote.return_value.run.remote.side_effect = lambda config: happened.append("run")
     rollout = {"full_determinism": False}
@@ -161,12 +163,12 @@ def main_ppo_starts_the_sample_store_beside_the_runner() -> None:
     }
     waits = mock.patch.object(ray, "get", side_effect=lambda running: happened.append("wait"))
     started = mock.patch.object(ray, "is_initialized", return_value=True)
-    with waits, started, mock.patch.dict(sys.modules, {launch.__name__: launch}):
+    with waits, started, mock.patch.dict(sys.modules, {launch.__name__: launch, interrupts.__name__: interrupts}):
         main_ppo.run_ppo(OmegaConf.create(base), runner)
         assert happened == ["run", "wait"], f"a run without the pipeline did {happened}"
         happened.clear()
         main_ppo.run_ppo(OmegaConf.merge(base, {"trainer": {"v1": {"async_pipeline": {}}}}), runner)
-    assert happened == ["run", "store", "wait"], f"with the pipeline it did {happened}"
+    assert happened == ["run", "store", "wait for Ctrl-C", "wait"], f"with the pipeline it did {happened}"
 
 
 def verl_reexports_the_public_names() -> None:

@@ -57,6 +57,7 @@ from .bounded import result_of
 from .custom_roles import insert_custom_roles
 from .insight_states import InsightStates
 from .insight_states import chosen as insight_chosen
+from .interrupts import until_cancelled
 from .late_rewards import score_late
 from .log_prob_trainer import LogProbTrainer, own_copy, verls_name
 from .own_groups import start_group
@@ -219,7 +220,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self.agent_loop_manager = agent_loop_manager
         self._open_run()
         try:
-            asyncio.run(self._run())
+            asyncio.run(until_cancelled(self._run()))
         finally:
             # Also after a failure, but without waiting for a worker that may be stuck.
             trace = self._threads.submit(leave_trace, self.run_dir, _say)

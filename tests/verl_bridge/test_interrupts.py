@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from recipe.async_pipeline.verl_bridge import interrupts
+
+pytestmark = pytest.mark.real_engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+class Trainer:
+    """An actor as verl's: a method that blocks while its event loop turns. With an async method Ray would make it another kind."""
+
+    def run(self, log: Path, how: str) -> str:
+        log.write_text("begun\n")
+        try:
+            return asyncio.run(interrupts.until_cancelled(train(how)))
+        except asyncio.CancelledError:
+            log.write_text("interrupted\n")
+            raise
+
+
+async def train(how: str) -> str:
+    if how == "for ever":
+        await asyncio.Event().wait()
+    elif how == "fail":
+        raise RuntimeError("the real error")
+    return "completed"
+
+
+def press_ctrl_c_once(log: Path) -> threading.Thread:
+    def press() -> None:
+        while not log.exists():
+            waiting.wait(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    waiting = threading.Event()
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_lets_the_run_write_down_how_it_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(log, "for ever")
+    pressed = press_ctrl_c_once(log)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.wait_for(running)
+    pressed.join()
+    assert log.read_text() == "interrupted\n"
+    assert ray.wait([running], timeout=0)[0] == [running], "it has ended, too"
+
+
+@pytest.mark.parametrize("how", ["return", "fail"])
+def test_a_run_that_ends_is_left_to_its_caller(tmp_path: Path, how: str) -> None:
+    running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(tmp_path / "log", how)
+    interrupts.wait_for(running)
+    if how == "return":
+        assert ray.get(running) == "completed"
+    else:
+        with pytest.raises(RuntimeError, match="the real error"):
+            ray.get(running)
+
+
+def test_a_run_that_does_not_hear_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Deaf:
+        def run(self, log: Path) -> None:
+            log.touch()
+            threading.Event().wait()
+
+    monkeypatch.setattr(interrupts, "END_S", 0.1)
+    log = tmp_path / "log"
+    deaf = ray.remote(Deaf).options(num_cpus=0).remote()
+    running = deaf.run.remote(log)
+    press_ctrl_c_once(log)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.wait_for(running)
+    assert ray.wait([running], timeout=0)[0] == []
+    ray.kill(deaf)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set: Ray says that the task is cancelled."""
+    event = asyncio.Event()
+    monkeypatch.setattr(interrupts, "_told", event.wait)
+    return event
+
+
+def on_loop(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(interrupts.until_cancelled(work))
+
+
+def test_what_the_run_returns_comes_through(told: asyncio.Event) -> None:
+    assert on_loop(asyncio.sleep(0, 3)) == 3
+
+
+def test_what_the_run_raises_comes_through(told: asyncio.Event) -> None:
+    async def fails() -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        on_loop(fails())
+
+
+def test_the_run_gets_the_time_to_clean_up(told: asyncio.Event) -> None:
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        told.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append("after an await")
+
+    with pytest.raises(asyncio.CancelledError):
+        on_loop(work())
+    assert cleaned == ["after an await"]
+
+
+def test_where_ray_cannot_say_it_the_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken() -> None:
+        raise RuntimeError("not in a worker")
+
+    monkeypatch.setattr(interrupts, "_told", broken)
+    with pytest.raises(RuntimeError, match="not in a worker"):
+        on_loop(asyncio.sleep(60))
