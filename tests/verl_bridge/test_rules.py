@@ -66,6 +66,23 @@ def test_an_option_that_cannot_be_honoured(rules: ModuleType, smoke: Smoke, path
     assert f"got {value!r}; " in str(caught.value)
 
 
+SECTIONS = [("actor_rollout_ref.actor.policy_loss", 1), ("transfer_queue", "a/b"), ("trainer.v1", 3), ("critic", None), ("actor_rollout_ref.model", None)]
+
+
+@pytest.mark.parametrize(("path", "value"), SECTIONS)
+def test_a_value_where_there_is_a_section(rules: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{path} must be a section, got "):
+        rules.check_sections(smoke({path: value}))
+
+
+def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(rules: ModuleType, smoke: Smoke) -> None:
+    rules.check_sections(smoke())
+    rules.check_sections(smoke({"algorithm.rollout_correction": None, "actor_rollout_ref.model.override_config": {"a": 1}}))
+    without = smoke()
+    del without.actor_rollout_ref.actor.fsdp_config
+    rules.check_sections(without)
+
+
 @pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
 def test_adapters_must_be_merged(rules: ModuleType, smoke: Smoke, path: str) -> None:
     load_format = "actor_rollout_ref.rollout.load_format"

@@ -52,7 +52,7 @@ from ..rewards import FILE, PACKAGE, Function
 from .custom_roles import insert_custom_roles
 from .loss_registry import OffPolicyLossConfig
 from .patches import find_verl_root, require_patched
-from .rules import MANAGER, ROLLOUT, check_devices, check_verl_config, has_critic
+from .rules import MANAGER, ROLLOUT, check_devices, check_sections, check_verl_config, has_critic
 
 STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.guarded_rewards"
@@ -119,6 +119,7 @@ def checked(config: DictConfig) -> Checked | None:
         raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
     require_patched(find_verl_root())
     _require_resolvable(config)
+    check_sections(config)
     translation = resolve(raw)
     _require_importable(translation.config)
     _require_reward_function(config, translation.config)

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +19,7 @@ from ..placement import Placement, check_divides
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.PushAgentLoopManager"
 ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{ROLLOUT}.checkpoint_engine"
+_ABSENT = object()
 
 
 def has_critic(config: DictConfig) -> bool:
@@ -23,6 +27,30 @@ def has_critic(config: DictConfig) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return bool(need_critic(config))
+
+
+def check_sections(config: DictConfig) -> None:
+    """Raises ConfigError: a value stands where verl has a section, so that nobody could look for a key in it."""
+    for path in _sections_of_verl():
+        value = OmegaConf.select(config, path, default=_ABSENT)
+        # None turns off many of verl's smaller sections.
+        optional = path.count(".") > path.startswith("actor_rollout_ref.")
+        if not (isinstance(value, DictConfig) or value is _ABSENT or (value is None and optional)):
+            raise ConfigError(f"{path} must be a section, got {value!r}; set a key of it")
+
+
+@cache
+def _sections_of_verl() -> tuple[str, ...]:
+    """Dotted paths of all that have keys by default, from the top down."""
+
+    def below(tree: Any, path: str) -> Iterator[str]:
+        for name, value in tree.items():
+            if isinstance(value, dict) and value:
+                yield f"{path}{name}"
+                yield from below(value, f"{path}{name}.")
+
+    theirs = OmegaConf.load(str(files("verl.trainer.config") / "_generated_ppo_trainer.yaml"))
+    return tuple(below(OmegaConf.to_container(theirs), ""))
 
 
 def check_verl_config(config: DictConfig) -> None:
