@@ -6,10 +6,28 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+
+class TwoArguments(Exception):
+    """One that pickle takes and does not give back."""
+
+    def __init__(self, text: str, other: int) -> None:
+        super().__init__(text)
+
+
+UNUSUAL = {
+    "exit": SystemExit(3),
+    "interrupt": KeyboardInterrupt("now"),
+    "cancel": asyncio.CancelledError("mine"),
+    "stop": StopIteration("no more"),
+    "close": GeneratorExit("done"),
+    "two": TwoArguments("first", 2),
+}
 
 
 def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, bonus: float = 0.0) -> Any:
@@ -37,6 +55,25 @@ def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict
         raise ValueError("no such rule")
     odd = {"none": None, "nan": float("nan"), "text": "1", "dict": {"score": 0.5, "acc": 1}, "pid": float(os.getpid())}
     return odd[word] if word in odd else float(solution_str == ground_truth) + bonus
+
+
+def strange(solution_str: str, **_: Any) -> Any:
+    """Raises what the answer names, returns `code`, or starts a program that outlives it: `start FILE`. Anything else is right."""
+    word, _, rest = solution_str.partition(" ")
+    if word in UNUSUAL:
+        raise UNUSUAL[word]
+    if word == "start":
+        Path(rest).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        time.sleep(60)
+    return (lambda: 1.0) if word == "code" else 1.0
+
+
+async def unusual(solution_str: str, **_: Any) -> float:
+    """Raises what the answer names, or waits for as long as it says."""
+    if solution_str in UNUSUAL:
+        raise UNUSUAL[solution_str]
+    await asyncio.sleep(float(solution_str))
+    return 1.0
 
 
 async def service(solution_str: str, **_: Any) -> float:

@@ -18,7 +18,7 @@ import pytest
 from recipe.async_pipeline import redaction
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import ConfigError, RewardError
-from recipe.async_pipeline.rewards import BATCH_WAIT_S, Function, Limits, RewardGuard, checked
+from recipe.async_pipeline.rewards import BATCH_WAIT_S, Function, Limits, RewardGuard, checked, only_errors
 
 FILE = str(Path(__file__).with_name("reward_functions.py"))
 Make = Callable[..., RewardGuard]
@@ -73,6 +73,68 @@ def test_no_score_is_an_error_that_says_why(guard: Make, text: str, reason: str)
     assert isinstance(error, RewardError)
     assert str(error).startswith(reason)
     assert score(one, "46") == [1.0], "the next one is none the worse"
+
+
+SAID = {
+    "exit": "SystemExit: 3",
+    "interrupt": "KeyboardInterrupt: now",
+    "cancel": "CancelledError: mine",
+    "stop": "StopIteration: no more",
+    "close": "GeneratorExit: done",
+    "two": "TwoArguments: first",
+}
+
+
+@pytest.mark.parametrize("word", [*SAID, "code"])
+def test_what_a_pool_or_an_event_loop_would_not_survive_is_an_error_as_any_other(guard: Make, word: str) -> None:
+    strange = guard("strange", attempts=2)
+    (error,) = score(strange, word)
+    assert isinstance(error, RewardError)
+    assert str(error).startswith(f"raised: strange: {SAID.get(word, 'AttributeError: ')}")
+    assert score(strange, "46") == [1.0]
+
+
+@pytest.mark.parametrize("word", ["exit", "interrupt", "two"])
+def test_so_is_that_of_a_service(guard: Make, word: str) -> None:
+    service = guard("unusual", timeout_s=0.2)
+    first, second, third = score(service, word, "0", "60")
+    assert str(first) == f"raised: unusual: {SAID[word]}"
+    assert second == 1.0
+    assert str(third) == "timeout: unusual took more than 0.2 s", "its own cancellation is not taken for the function's"
+
+
+def test_a_caller_that_gives_up_is_told_nothing_else(guard: Make) -> None:
+    async def give_up() -> None:
+        asked = asyncio.ensure_future(guard("unusual").score(solution_str="60"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asked
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(give_up())
+
+
+@pytest.mark.parametrize("word", SAID)
+def test_in_the_thread_of_an_event_loop_only_errors_are_raised(word: str) -> None:
+    raises = only_errors(Function(FILE, "strange", {}).load())
+
+    async def ask() -> Any:
+        return await asyncio.to_thread(raises, **answer(word))
+
+    ordinary = word == "two"
+    with pytest.raises(Exception, match=SAID[word].partition(" ")[2]) as caught:
+        asyncio.run(asyncio.wait_for(ask(), 30))
+    assert isinstance(caught.value, RewardError) is not ordinary, "what the function raised is what the run ends with"
+
+
+def test_what_a_function_has_started_ends_with_it(guard: Make, tmp_path: Path) -> None:
+    strange = guard("strange", timeout_s=1.5)
+    (error,) = score(strange, f"start {tmp_path / 'pid'}")
+    assert str(error) == "timeout: strange took more than 1.5 s"
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    strange.close()
+    child.wait(timeout=10)
 
 
 def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Make) -> None:

@@ -2,8 +2,8 @@
 """Reward functions that may hang, hog or fail: called with a deadline, in processes that can be killed.
 
 A plain function runs in a process of its own (pebble's pool), which is killed when its time is up, so that neither an
-endless loop nor a crash of native code takes the run along. Its memory and CPU time can be limited, too; it leaves no core
-dump. An `async def` function waits in the caller's event loop,
+endless loop nor a crash of native code takes the run along, nor does `exit()`. What it has started is killed with it. Its
+memory and CPU time can be limited, too; it leaves no core dump. An `async def` function waits in the caller's event loop,
 for a service as a rule; its await is cancelled, but a loop in it that never awaits cannot be. A function that scores
 many answers at once gets them in micro-batches; if one fails, its answers are tried one by one.
 
@@ -18,11 +18,15 @@ import importlib.util
 import inspect
 import math
 import multiprocessing
+import os
 import resource
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +88,9 @@ class RewardGuard:
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
         self._batches: set[asyncio.Task[None]] = set()
         self._pool: Any = None
+        self._begun = multiprocessing.get_context("spawn").SimpleQueue()
+        """Numbers of the processes of the pool, as each begins."""
+        self._groups: set[int] = set()
 
     async def score(self, **answer: Any) -> Any:
         """What the function returns for an answer: a finite number, or a mapping with one under `score`.
@@ -106,6 +113,7 @@ class RewardGuard:
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
+            self._end_what_they_started()
 
     async def _alone(self, answer: dict[str, Any]) -> Any:
         if self._limits.batch is None:
@@ -147,15 +155,18 @@ class RewardGuard:
             try:
                 arguments = {**arguments, **self._function.kwargs}
                 if self._is_async:
-                    return await asyncio.wait_for(self._function.load()(**arguments), self._limits.timeout_s)
+                    return await asyncio.wait_for(only_errors(self._function.load())(**arguments), self._limits.timeout_s)
                 return await self._in_process(arguments)
             except (TimeoutError, FutureTimeout):
+                self._end_what_they_started()
                 raise RewardError(f"timeout: {self._function.name} took more than {self._limits.timeout_s:g} s") from None
             except asyncio.CancelledError:
                 raise
             except Exception as error:
+                self._end_what_they_started()
                 kind = "died" if type(error).__name__ == "ProcessExpired" else "raised"
-                raise RewardError(without_secrets(f"{kind}: {self._function.name}: {type(error).__name__}: {error}")[:500]) from error
+                text = str(error) if isinstance(error, RewardError) else _in_words(kind, self._function.name, error)
+                raise RewardError(without_secrets(text)[:500]) from error
 
     def _in_process(self, arguments: dict[str, Any]) -> Awaitable[Any]:
         where = (self._function.path, self._function.name)
@@ -166,12 +177,57 @@ class RewardGuard:
             self._pool = ProcessPool(
                 self._limits.concurrency,
                 initializer=_begin,
-                initargs=(*where, self._limits.memory_mb),
+                initargs=(*where, self._limits.memory_mb, self._begun),
                 context=multiprocessing.get_context("spawn"),
             )
         called = self._pool.schedule(_call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s)
         # pebble's clock runs from the moment at which a process has begun.
         return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
+
+    def _end_what_they_started(self) -> None:
+        """Kill the process groups of which a process of the pool was the first, and is gone."""
+        while not self._begun.empty():
+            self._groups.add(self._begun.get())
+        for group in list(self._groups):
+            try:
+                os.kill(group, 0)
+            except ProcessLookupError:
+                self._groups.discard(group)
+                with suppress(ProcessLookupError):  # there is nothing left of it
+                    os.killpg(group, signal.SIGKILL)
+
+
+def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function. Raises RewardError in place of what a caller in an event loop would not survive.
+
+    `exit()` would end the loop, and who waits for a thread that raised StopIteration does so for ever.
+    """
+    name = getattr(function, "__name__", str(function))
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await function(*args, **kwargs)
+            except (SystemExit, KeyboardInterrupt) as error:
+                raise RewardError(_in_words("raised", name, error)) from error
+
+        return awaited
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise  # as it is
+            raise RewardError(_in_words("raised", name, error)) from error
+
+    return called
+
+
+def _in_words(kind: str, name: str, error: BaseException) -> str:
+    return f"{kind}: {name}: {type(error).__name__}: {error}"
 
 
 def checked(result: Any) -> Any:
@@ -198,9 +254,11 @@ def _one_of(found: Any, index: int, count: int) -> Any:
     return found[index]
 
 
-def _begin(path: str, name: str, memory_mb: int | None) -> None:
+def _begin(path: str, name: str, memory_mb: int | None, begun: Any) -> None:
     """In a new process of the pool: end with the one that made it, gain no rights, and load the function."""
     end_with_parent()
+    os.setpgid(0, 0)
+    begun.put(os.getpid())
     gain_no_rights()
     # What it holds in memory is the answers and scores of a run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -210,13 +268,18 @@ def _begin(path: str, name: str, memory_mb: int | None) -> None:
 
 
 def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | None) -> Any:
-    """In a process of the pool. Past its CPU time the kernel ends it."""
+    """In a process of the pool. Past its CPU time the kernel ends it. Raises RewardError: whatever else went wrong."""
     if cpu_s is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         soft = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
         resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-    return _load(path, name)(**arguments)
+    try:
+        result = _load(path, name)(**arguments)
+        ForkingPickler.dumps(result)  # the pool would only say that the process has died
+    except BaseException as error:  # noqa: BLE001  `exit()` as well: the pool would hand it on to the one who waits
+        raise RewardError(_in_words("raised", name, error)) from None
+    return result
 
 
 @cache

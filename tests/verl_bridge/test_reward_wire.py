@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipe.async_pipeline.errors import RewardError
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -78,3 +79,19 @@ def test_a_reward_manager_gets_all_of_it(ours: ModuleType, rows: int) -> None:
         assert worker.seen.non_tensor_batch[name].dtype == array.dtype
         np.testing.assert_array_equal(worker.seen.non_tensor_batch[name], array)
     assert worker.seen[0:1].non_tensor_batch["data_source"].tolist() == ["addition"]
+
+
+def test_a_reward_function_that_calls_exit_raises_an_error(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has no process of its own, the worker's event loop would end, and nobody be told."""
+
+    def leaves(**_: Any) -> float:
+        raise SystemExit(3)
+
+    def verls(worker: Any) -> None:
+        worker.reward_manager = SimpleNamespace(compute_score=leaves)
+
+    monkeypatch.setattr(ours.RewardLoopWorker, "_init_reward_fn", verls)
+    worker = object.__new__(ours.PlainRewardLoopWorker)
+    worker._init_reward_fn()
+    with pytest.raises(RewardError, match="raised: leaves: SystemExit: 3"):
+        worker.reward_manager.compute_score(solution_str="46")

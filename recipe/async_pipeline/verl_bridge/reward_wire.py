@@ -16,6 +16,8 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
+from ..rewards import only_errors
+
 
 class Plain(NamedTuple):
     """A DataProto of tensors that numpy knows too, without `meta_info`."""
@@ -35,7 +37,12 @@ class Plain(NamedTuple):
 
 
 class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
-    """verl's, which can also be asked plainly."""
+    """verl's, which can also be asked plainly, and survives a reward function that calls `exit()`."""
+
+    def _init_reward_fn(self) -> None:
+        super()._init_reward_fn()
+        if callable(getattr(self.reward_manager, "compute_score", None)):
+            self.reward_manager.compute_score = only_errors(self.reward_manager.compute_score)
 
     async def compute_plain(self, answer: Plain) -> dict[str, Any]:
         """See verl's `compute_score`."""
