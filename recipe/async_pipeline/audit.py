@@ -113,6 +113,6 @@ def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         for place, line in enumerate(lines):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             yield place, record if isinstance(record, dict) else None

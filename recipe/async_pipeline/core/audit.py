@@ -6,6 +6,7 @@
     order            steps are committed one after the other; versions that are served only grow
     lag              no trajectory was older than `max_lag` when its step began
     no gap           the numbers of the records have none; what a resumed run made void is left out
+    sums             what the run counted itself, in a step and at its end, is what its records add up to
 
 See `ledger` for the records.
 """
@@ -21,6 +22,7 @@ from .ledger import Fate
 
 SHOWN = 20
 """Violations that are kept in full; more are counted."""
+ENDS = ("completed", "interrupted", "failed")
 Record = Mapping[str, Any]
 
 
@@ -95,15 +97,19 @@ class _Books:
         self._number = number
         try:
             self._handlers[kind](record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self._violation(f"record {number} ({kind}) is not complete: {type(error).__name__} {error}")
 
     def finished(self) -> Audit:
         self.audit.in_flight = len(self._live)
-        counts = Counter(self._fates.values())
-        for fate in get_args(Fate):
-            setattr(self.audit, fate, getattr(self.audit, fate) + counts[fate])
+        for fate, count in self._counts().items():
+            setattr(self.audit, fate, count)
         return self.audit
+
+    def _counts(self) -> dict[str, int]:
+        """Prompts of each fate, so far, those of an earlier ledger included."""
+        counts = Counter(self._fates.values())
+        return {fate: getattr(self.audit, fate) + counts[fate] for fate in get_args(Fate)}
 
     def _violation(self, text: str) -> None:
         self.audit.num_violations += 1
@@ -184,12 +190,16 @@ class _Books:
         if step != self.audit.steps + 1:
             self._violation(f"step {step} was committed after step {self.audit.steps}")
         self.audit.steps = step
+        finished = [answers for uid in uids if (answers := self._live.get(uid)) is not None]
+        counted, told = int(record["trajectories"]), sum(map(len, finished))
+        if counted != told and len(finished) == len(uids):
+            self._violation(f"step {step} counts {counted} answers, its prompts have {told}")
         for uid in uids:
             if self._require_live(uid, f"trained in step {step}"):
                 answers = self._live.pop(uid)
                 self._fates[uid] = "trained"
                 self._check_answers(step, uid, answers)
-        self.audit.trajectories_trained += int(record["trajectories"])
+        self.audit.trajectories_trained += counted
 
     def _check_answers(self, step: int, uid: str, answers: Mapping[str, int] | None) -> None:
         if answers is None:
@@ -215,6 +225,8 @@ class _Books:
 
     def _closed(self, record: Record) -> None:
         self.audit.status = str(record["status"])
+        if self.audit.status not in ENDS:
+            self._violation(f"the run ended as {self.audit.status!r}; it can be {', '.join(ENDS)}")
         if self.audit.status == "completed":
             if self._live:
                 self._violation(f"the run completed with {len(self._live)} prompts in flight, e.g. {sorted(self._live)[:3]}")
@@ -225,6 +237,9 @@ class _Books:
                 f"the run counts {record['drawn']} prompts and {record['in_flight']} in flight, its ledger "
                 f"{self.audit.dispatched} and {len(self._live)}"
             )
+        for fate, count in self._counts().items():
+            if int(record[fate]) != count:
+                self._violation(f"the run counts {record[fate]} prompts {fate}, its ledger {count}")
 
 
 def audit(records: Iterable[Record], void: int = 0) -> Audit:
