@@ -55,7 +55,33 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["ledger", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     void = len(before) - (after[0]["n"] - 1)
-    assert f"completed after step 6, resumed 1 times; {void} records are void" in out
+    assert f"completed after step 6, resumed once; {void} records are void" in out
+
+
+def test_a_run_that_was_resumed_twice_from_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the first of the two did is void, but it was there."""
+    before, after = resumed()
+    file = write(tmp_path / "ledger.jsonl", [*before, *after[:3], *after])
+    assert cli.main(["ledger", str(file)]) == 0
+    assert "completed after step 6, resumed 2 times; " in capsys.readouterr().out
+
+
+def test_a_ledger_that_goes_on_from_another_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, after = resumed()
+    write(tmp_path / "ledger.jsonl", [*after])
+    assert cli.main(["ledger", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "completed after step 6, resumed once" in out
+    assert " trained; those before are in another ledger; " in out
+
+
+def test_a_line_of_junk_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    lines = [json.dumps(record) for record in whole()]
+    file.write_text("\n".join([*lines[:7], "[" * 200_000, *lines[8:]]) + "\n")
+    assert "line 8 is not whole" in audit_file(file).violations
+    file.write_bytes(b"\xff\xfe" * 2000)
+    assert audit_file(file).violations == ["the ledger has no whole record"]
 
 
 def test_a_line_that_is_not_whole_between_others_is_a_violation(tmp_path: Path) -> None:

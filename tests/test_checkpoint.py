@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,6 +85,18 @@ def test_what_is_of_another_run_is_refused(tmp_path: Path, identity: dict[str, s
         verify(made(tmp_path, 5), identity)
 
 
+@pytest.mark.parametrize("path", ["a\0b", "../../x", "/etc/passwd", "n" * 5000])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+    folder = made(tmp_path, 5)
+    manifest = verify(folder, MINE)
+    entry = msgspec.structs.replace(manifest.files[0], path=path)
+    for files, reason in (((entry,), "damaged: "), ((), "names no file")):
+        false = msgspec.structs.replace(manifest, files=files).sealed()
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(false))
+        with pytest.raises(CheckpointError, match=reason):
+            verify(folder, MINE)
+
+
 def test_one_that_was_renamed_is_refused(tmp_path: Path) -> None:
     moved = made(tmp_path, 5).rename(tmp_path / "global_step_9")
     with pytest.raises(CheckpointError, match="says that it is of step 5; it was renamed"):
@@ -110,7 +123,7 @@ def test_the_newest_that_can_be_used_is_found(tmp_path: Path) -> None:
         made(tmp_path, step)
     (tmp_path / "global_step_15" / "pipeline.json").write_text("[]")
     said: list[str] = []
-    found = newest(tmp_path, MINE, said.append)
+    found = newest(tmp_path, MINE, None, said.append)
     assert found == Found(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
     (line,) = said
     assert line.startswith("checkpoint refused: ") and "global_step_15 is damaged: the contents of pipeline.json" in line
@@ -120,20 +133,20 @@ def test_newest_means_written_last(tmp_path: Path) -> None:
     """A run that began anew in the same folder has lower steps than the one before it."""
     made(tmp_path, 40, run="old", at=100.0)
     made(tmp_path, 5, run="new", at=200.0)
-    found = newest(tmp_path, MINE, print)
+    found = newest(tmp_path, MINE, None, print)
     assert found is not None and found.manifest.run == "new"
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     begin(tmp_path, 5)
-    assert newest(tmp_path, MINE, print) is None
-    assert newest(tmp_path / "not there", MINE, print) is None
+    assert newest(tmp_path, MINE, None, print) is None
+    assert newest(tmp_path / "not there", MINE, None, print) is None
 
 
 def test_if_none_can_be_used_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
     made(tmp_path, 5)
     with pytest.raises(ConfigError, match="resume_mode=auto found no checkpoint .* that it can use.*set trainer.resume_mode=disable"):
-        newest(tmp_path, {**MINE, "verl": "1"}, lambda line: None)
+        newest(tmp_path, {**MINE, "verl": "1"}, None, lambda line: None)
 
 
 @pytest.mark.parametrize("keep", [1, 2, None])
@@ -186,7 +199,7 @@ def test_killed_at_any_system_call_there_is_a_whole_one(tmp_path: Path, monkeypa
             except Killed:
                 moments += 1
         sweep(root)
-        found = newest(root, MINE, print)
+        found = newest(root, MINE, None, print)
         assert found is not None and found.manifest.step in (5, 10)
         assert {path.name for path in root.iterdir()} <= {"global_step_5", "global_step_10", TRACKER, "latest_checkpointed_iteration.part"}
     assert moments > 8

@@ -51,6 +51,15 @@ def test_a_subcommand_that_is_terminated_can_clean_up(subcommand: types.ModuleTy
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_ctrl_c_is_one_line(subcommand: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    subcommand.run = run  # type: ignore[attr-defined]
+    assert cli.main(["fake"]) == 130
+    assert capsys.readouterr().err == "async-pipeline fake: interrupted\n"
+
+
 @pytest.mark.parametrize("status", [0, 1, 2])
 def test_status_is_the_subcommands(subcommand: types.ModuleType, status: int) -> None:
     assert cli.main(["fake", "--status", str(status)]) == status

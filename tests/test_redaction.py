@@ -3,16 +3,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pprint
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.redaction import HIDDEN, LineRedactor, hider_of, looks_secret, redacted, shown
+from recipe.async_pipeline.redaction import (
+    HIDDEN,
+    LineRedactor,
+    RedactedStream,
+    hide_in_output,
+    hider_of,
+    looks_secret,
+    redacted,
+    shown,
+)
 
-SECRETS = ["api_key", "OPENAI_API_KEY", "hf_token", "HF_TOKEN", "token", "auth_token", "password", "db.password", "client_secret", "aws_secret_access_key", "credentials", "Authorization", "HUGGING_FACE_HUB_TOKEN", "http_token"]
-NONE = ["pad_token", "eos_token", "tokenizer", "num_tokens", "max_token_len_per_gpu", "token2text", "key", "prompt_key", "monkey", "keys", "max_tokens", "secretary", "reward_fn_key", "stop_token", "batch_num_tokens", "tokens"]  # fmt: skip
+SECRETS = ["api_key", "OPENAI_API_KEY", "hf_token", "HF_TOKEN", "token", "auth_token", "password", "db.password", "client_secret", "aws_secret_access_key", "credentials", "Authorization", "HUGGING_FACE_HUB_TOKEN", "http_token", "wandb_key", "openai_key", "azure_storage_key", "passphrase", "db_pwd", "cookie", "auth", "proxy_auth"]
+NONE = ["pad_token", "eos_token", "tokenizer", "num_tokens", "max_token_len_per_gpu", "token2text", "key", "prompt_key", "monkey", "keys", "max_tokens", "secretary", "reward_fn_key", "stop_token", "batch_num_tokens", "tokens", "PWD", "OLDPWD", "author", "hf_keyword", "image_key"]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", SECRETS)
@@ -87,3 +99,27 @@ def test_a_secret_is_found_in_json_and_what_is_left_is_json(secret: str, before:
     for escaped in (True, False):
         text = hider_of({"MY_TOKEN": secret}, for_programs=True)(json.dumps({"why": before + secret + after}, ensure_ascii=escaped))
         assert secret not in json.loads(text)["why"] or secret in HIDDEN + after + HIDDEN + before
+
+
+def test_a_stream_without_secrets() -> None:
+    kept = io.StringIO()
+    stream = RedactedStream(kept, {"WANDB_API_KEY": "0123456789abcdef"})
+    pprint.pprint({"my_token": "tok-abc-998877", "step": 3}, stream=stream)
+    assert kept.getvalue() == f"{{'my_token': '{HIDDEN}', 'step': 3}}\n", "it is written in pieces, and seen as a whole"
+    assert stream.write("half 0123456789") == 15
+    assert kept.getvalue().endswith("3}\n")
+    stream.write("abcdef of a line\nand")
+    assert kept.getvalue().endswith(f"half {HIDDEN} of a line\n")
+    stream.flush()
+    assert kept.getvalue().endswith("and")
+    assert stream.getvalue() == kept.getvalue(), "anything else is asked of the stream itself"
+
+
+def test_what_this_process_prints_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    hide_in_output()
+    print("api_key=hunter22")  # noqa: T201
+    sys.stderr.write("password: hunter22\n")
+    assert (out.getvalue(), err.getvalue()) == (f"api_key={HIDDEN}\n", f"password: {HIDDEN}\n")

@@ -36,7 +36,8 @@ def config(root: Path, **trainer: Any) -> dict[str, Any]:
 def origin(raw: dict[str, Any], said: list[str] | None = None, **knobs: Any) -> Origin:
     own = AsyncPipelineConfig(**knobs)
     placement = placement_of(raw, own.pools, ["logp"], "pools")
-    return origin_of(raw, own, placement, "0.9.1", (said if said is not None else []).append)
+    run_dir = Path(raw["trainer"]["default_local_dir"]) / "run"
+    return origin_of(raw, own, placement, "0.9.1", run_dir, (said if said is not None else []).append)
 
 
 def saved(root: Path, step: int, **knobs: Any) -> Path:
@@ -85,6 +86,20 @@ def test_a_strategy_that_changed_is_said_by_name(tmp_path: Path, change: dict[st
     with pytest.raises(ConfigError, match="found no checkpoint"):
         origin(config(tmp_path), said, **{"strategy": "n_step_ahead", "max_lag": 3, **change})
     assert reason in said[0]
+
+
+def test_a_run_with_a_ledger_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
+    """Another one, alike in everything that is compared, has put its own beside them."""
+    own, other = saved(tmp_path, 5), saved(tmp_path, 15)
+    run = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(own))).run
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").write_text(f'{{"n": 1, "kind": "opened", "run": "{run}"}}\n')
+    said: list[str] = []
+    found = origin(config(tmp_path), said)
+    assert found.found is not None and (found.found.folder, found.run) == (own, run)
+    assert "global_step_15 is of run " in said[0] and said[0].endswith(f"; the ledger in the run directory is of run {run}")
+    asked = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(other)))
+    assert asked.found is not None and asked.found.folder == other, "it was asked for by name"
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def audit_file(path: Path) -> Audit:
 
     found = audit(valid())
     found.void = void
+    found.processes += sum(not counts(place, number) for place, number in resumptions)
     if found.status == "running" and _completed(file.with_name("summary.json")):
         found.violations.append("summary.json says that the run completed, but the ledger has no end: its last records are missing")
         found.num_violations += 1
@@ -91,13 +92,15 @@ def _number(record: Mapping[str, Any]) -> int:
 def in_words(found: Audit) -> list[str]:
     """Lines for a person."""
     state = {"completed": "completed", "running": "has not ended, or was killed"}.get(found.status, found.status)
-    resumed = f", resumed {found.processes - 1} times" if found.processes > 1 else ""
+    times = found.processes - 1 + found.begun_elsewhere
+    resumed = f", resumed {'once' if times == 1 else f'{times} times'}" if times else ""
+    elsewhere = "; those before are in another ledger" if found.begun_elsewhere else ""
     again = f"; {found.void} records are void" if found.void else ""
     lines = [
         f"run          {state} after step {found.steps}{resumed}{again}",
         f"prompts      {found.dispatched} dispatched = {found.trained} trained + {found.filtered} filtered + "
         f"{found.expired} expired + {found.failed} failed + {found.in_flight} in flight",
-        f"answers      {found.trajectories_trained} trained; {found.regenerated} prompts were answered again",
+        f"answers      {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were answered again",
         f"lag          at most {found.lag_max}; {found.max_lag} is allowed",
     ]
     if found.ok:

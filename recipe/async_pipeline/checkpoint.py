@@ -147,8 +147,8 @@ def published(root: Path) -> list[Path]:
     return sorted(found, key=_written, reverse=True)
 
 
-def verify(checkpoint: Path, identity: Mapping[str, str]) -> Manifest:
-    """Read all of a checkpoint. Raises CheckpointError: it is torn, or of a run that is not like this one."""
+def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None) -> Manifest:
+    """Read all of a checkpoint. Raises CheckpointError: it is torn, or of a run that is not like this one, or not `run`."""
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not there")
     if not (checkpoint / MANIFEST).is_file():
@@ -160,10 +160,9 @@ def verify(checkpoint: Path, identity: Mapping[str, str]) -> Manifest:
         raise CheckpointError(f"{checkpoint} has format {manifest.format}; this version of the pipeline reads {FORMAT}")
     if checkpoint.name != f"global_step_{manifest.step}":
         raise CheckpointError(f"{checkpoint} says that it is of step {manifest.step}; it was renamed")
-    for name in sorted({*manifest.identity, *identity}):
-        theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
-        if theirs != ours:
-            raise CheckpointError(f"{checkpoint} is of another run: {name} was {theirs} there and is {ours} here")
+    _check_whose(checkpoint, manifest, identity, run)
+    if not manifest.files:
+        raise CheckpointError(f"{checkpoint} is damaged: its {MANIFEST} names no file")
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         for wrong in threads.map(lambda entry: _difference(checkpoint, entry), manifest.files):
             if wrong is not None:
@@ -171,22 +170,33 @@ def verify(checkpoint: Path, identity: Mapping[str, str]) -> Manifest:
     return manifest
 
 
-def newest(root: Path, identity: Mapping[str, str], say: Callable[[str], object]) -> Found | None:
-    """The last checkpoint that can be used; `say` hears one line of each that cannot. None: there is none at all.
+def _check_whose(checkpoint: Path, manifest: Manifest, identity: Mapping[str, str], run: str | None) -> None:
+    for name in sorted({*manifest.identity, *identity}):
+        theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
+        if theirs != ours:
+            raise CheckpointError(f"{checkpoint} is of another run: {name} was {theirs} there and is {ours} here")
+    if run not in (None, manifest.run):
+        raise CheckpointError(f"{checkpoint} is of run {manifest.run}; the ledger in the run directory is of run {run}")
+
+
+def newest(root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]) -> Found | None:
+    """The last checkpoint that can be used, of a certain run or of any (None); `say` hears one line of each that cannot.
+
+    None: there is none at all.
 
     Raises ConfigError: there are some, and none can be used.
     """
     refused = []
     for folder in published(root):
         try:
-            return Found(folder, verify(folder, identity))
+            return Found(folder, verify(folder, identity, run))
         except CheckpointError as error:
             refused.append(str(error))
             say(f"checkpoint refused: {error}")
     if refused:
         raise ConfigError(
             f"trainer.resume_mode=auto found no checkpoint in {root} that it can use; the newest is refused: "
-            f"{refused[0]}; set trainer.resume_mode=disable to begin anew, or another trainer.default_local_dir"
+            f"{refused[0]}; set trainer.resume_mode=disable to begin anew, resume_path to go on from one of them, or another trainer.default_local_dir"
         )
     return None
 
@@ -208,6 +218,8 @@ def _difference(checkpoint: Path, entry: FileEntry) -> str | None:
     """What is wrong with a file."""
     path = checkpoint / entry.path
     try:
+        if "\0" in entry.path or not path.resolve().is_relative_to(checkpoint.resolve()):
+            return f"{entry.path!r} is no file of it"
         if path.stat().st_size != entry.nbytes:
             return f"{entry.path} has {path.stat().st_size} bytes instead of {entry.nbytes}"
         found = _entry(checkpoint, path)

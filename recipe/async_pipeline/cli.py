@@ -19,7 +19,7 @@ from typing import NamedTuple, TextIO
 
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError, RunFilesError
 
-EXIT_OK, EXIT_OURS, EXIT_USERS = 0, 1, 2
+EXIT_OK, EXIT_OURS, EXIT_USERS, EXIT_CTRL_C = 0, 1, 2, 130
 
 
 class Subcommand(NamedTuple):
@@ -105,6 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminated():
             return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
+    except KeyboardInterrupt:
+        echo(f"async-pipeline {args.subcommand}: interrupted", file=sys.stderr)
+        return EXIT_CTRL_C
     except AsyncPipelineError as error:
         echo(f"async-pipeline {args.subcommand}: {error}", file=sys.stderr)
         return EXIT_USERS if isinstance(error, ConfigError | PatchError | RunFilesError) else EXIT_OURS

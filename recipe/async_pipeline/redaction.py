@@ -11,12 +11,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 HIDDEN = "***"
-_NAMES = r"(?:(?:api|access|secret|private|ssh|encryption)[_-]?keys?|secrets?|passwords?|passwd|credentials?|authorization|bearer)"
+_SERVICES = r"(?:wandb|openai|anthropic|azure|aws|gcp|google|hf|huggingface|swanlab|mlflow|comet|neptune|clearml)(?:[_-][a-z0-9]+)*"
+_NAMES = (
+    rf"(?:(?:api|access|secret|private|ssh|encryption|{_SERVICES})[_-]?keys?|secrets?|credentials?|authorization|auth|bearer|cookies?"
+    r"|passwords?|passphrases?|passwd|[a-z0-9]+[_-]pwd)"
+)
 _TOKEN = r"(?:(?:[a-z0-9]+[_-])*(?:auth|access|api|bearer|hf|hub|refresh|session|wandb|github|slack|http|security)[_-]?)?token"
 _KEY = re.compile(rf"(?:.*[_.-])?(?:{_NAMES}|{_TOKEN})", re.IGNORECASE)
 _OF_A_TOKENIZER = re.compile(r"(?:.*[_.-])?(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|stop|special|per|think)_token", re.IGNORECASE)
@@ -69,6 +75,35 @@ def _hider_of_this_process() -> Callable[[str], str]:
 def without_secrets(text: str) -> str:
     """A text that this process is about to write, such as an error of somebody else's code."""
     return _hider_of_this_process()(text)
+
+
+class RedactedStream:
+    """A stream of text that somebody else keeps, such as the output of a process that Ray keeps for weeks."""
+
+    def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
+        self._stream, self._redactor = stream, LineRedactor(environment)
+        self._rest, self._lock = "", threading.Lock()
+
+    def write(self, text: str) -> int:
+        """A line is looked at as a whole, and so is written once it is one, or at `flush`."""
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            self._stream.writelines(f"{self._redactor.line(line)}\n" for line in lines)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            self._stream.write(self._redactor.line(self._rest))
+            self._rest = ""
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def hide_in_output() -> None:
+    """From here on, what this process prints has no secrets."""
+    sys.stdout, sys.stderr = (RedactedStream(stream, os.environ) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
 
 
 class LineRedactor:

@@ -20,7 +20,7 @@ import xxhash
 from .checkpoint import Found, newest, sweep, verify
 from .errors import CheckpointError, ConfigError
 from .knobs import OWN, AsyncPipelineConfig, select
-from .observe.run_files import is_ledger_of, last_number
+from .observe.run_files import last_number, run_of
 from .placement import Placement
 
 MODES = ("auto", "disable", "resume_path")
@@ -89,7 +89,7 @@ def _whole(value: object) -> bool:
 def check_ledger(run_dir: Path, found: Found) -> None:
     """Raises CheckpointError: the run's ledger ends before the checkpoint that the run is to go on from."""
     ledger = run_dir / LEDGER
-    if not is_ledger_of(ledger, found.manifest.run):
+    if run_of(ledger) != found.manifest.run:
         return
     seen, last = _seen_by(found.folder), last_number(ledger)
     if last < seen:
@@ -106,26 +106,28 @@ def _seen_by(checkpoint: Path) -> int:
 
 
 def origin_of(
-    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str, say: Callable[[str], object]
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str, run_dir: Path, say: Callable[[str], object]
 ) -> Origin:
     """`config`: verl's, resolved; `say` hears of each checkpoint that is refused.
+
+    By itself a run goes on from its own checkpoints only, if the run directory has the ledger of one.
 
     Raises ConfigError, CheckpointError: the one that was asked for cannot be used.
     """
     root = Path(str(select(config, "trainer.default_local_dir"))).expanduser().resolve()
     identity = identity_of(config, knobs, placement, verl)
-    found = _found(config, root, identity, say)
+    found = _found(config, root, identity, run_of(run_dir / LEDGER), say)
     run = f"{time.time():.0f}-{uuid.uuid4().hex[:8]}" if found is None else found.manifest.run
     sweep(root)
     return Origin(run, identity, root, found)
 
 
 def _found(
-    config: Mapping[str, Any], root: Path, identity: Mapping[str, str], say: Callable[[str], object]
+    config: Mapping[str, Any], root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]
 ) -> Found | None:
     mode = select(config, "trainer.resume_mode")
     if mode == "auto":
-        return newest(root, identity, say)
+        return newest(root, identity, run, say)
     if mode == "disable":
         return None
     folder = Path(str(select(config, "trainer.resume_from_path"))).expanduser().resolve()

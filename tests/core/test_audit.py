@@ -66,6 +66,12 @@ def trained_again(records: Records) -> Records:
     return changed("trained", 1, uids=[first["uids"][0], *second["uids"][1:]])(records)
 
 
+def fewer_answers(records: Records) -> Records:
+    """A group of the second step lost one between its end and the step."""
+    uid = records[at(records, "trained", 1)]["uids"][0]
+    return [{**r, "trajectories": r["trajectories"][1:]} if r["kind"] == "finished" and r["uid"] == uid else r for r in records]
+
+
 def too_old(records: Records) -> Records:
     uid = records[at(records, "trained", 3)]["uids"][0]
     return [
@@ -92,7 +98,15 @@ def too_old(records: Records) -> Records:
         (changed("dispatched", 2, kind="guessed"), "a record that no ledger has"),
         (changed("trained", 0, uids=None), "is not complete: TypeError"),
         (changed("closed", 0, drawn=99), "the run counts 99 prompts"),
-        (lambda records: [], "the ledger is empty"),
+        (lambda records: [], "the ledger has no whole record"),
+        (lambda records: records[:5] + records[4:], "(dispatched) follows record 5: it comes twice"),
+        (lambda records: records[:5] + records[3:], "follows record 5: out of order"),
+        (fewer_answers, "step 2 counts 4 answers, its prompts have 3"),
+        (changed("trained", 1, trajectories=3), "step 2 counts 3 answers, its prompts have 4"),
+        (changed("closed", 0, failed=1), "the run counts 1 prompts failed, its ledger 0"),
+        (changed("closed", 0, status="great"), "the run ended as 'great'; it can be completed, interrupted, failed"),
+        (changed("trained", 1, step=float("inf")), "is not complete: OverflowError"),
+        (changed("finished", 0, trajectories=["x"]), "is not complete: TypeError"),
         (twice("opened"), "opens a ledger that was open"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_replica_that_never_answers() -> None:
         "generate[3] waited 1000.0 s for an item from dataloader->generate"
     )
     assert "generate[1] waits since 999.8 s (of at most 1000 s) for one of the groups of step 2 to be answered" in first.text
-    assert "3 of 3 groups are with the rollout servers" in first.text
+    assert "3 of 3 groups are being answered or scored" in first.text
     assert "train waits since" in first.text, "and everybody behind it"
 
 

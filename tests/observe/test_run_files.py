@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.async_pipeline.observe.run_files import is_ledger_of, rows_until, set_aside
+from recipe.async_pipeline.observe.run_files import rows_until, run_of, set_aside
 
 
 def test_what_is_set_aside_gets_the_next_number(tmp_path: Path) -> None:
@@ -29,8 +29,10 @@ def test_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:
 
 def test_whose_ledger_it_is(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
-    assert not is_ledger_of(path, "r")
+    assert run_of(path) is None
     path.write_text('{"n": 1, "kind": "opened", "run": "r"}\n{"n": 2}\n')
-    assert is_ledger_of(path, "r") and not is_ledger_of(path, "s")
+    assert run_of(path) == "r"
     path.write_text("")
-    assert not is_ledger_of(path, "r")
+    assert run_of(path) is None
+    path.write_text("[" * 200_000 + "\n")
+    assert run_of(path) is None

@@ -74,6 +74,7 @@ def test_all_figures_of_a_good_run() -> None:
         "strategy": "one_step_off",
         "max_lag": 1,
         "steps": 2,
+        "steps_before": 0,
         "samples_trained": 8,
         "groups_drawn": 2,
         "groups_trained": 2,

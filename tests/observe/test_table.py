@@ -116,6 +116,10 @@ def test_closing_lines_of_a_good_run() -> None:
     assert "answered again" not in text
 
 
+def test_a_run_that_was_resumed_says_how_many_steps_its_time_is_of() -> None:
+    assert "80 steps, 30 of them in 140.5 s" in closing({**SUMMARY, "steps_before": 50})[0]
+
+
 def test_groups_that_were_answered_again_are_told() -> None:
     assert any("in flight; 4 answered again" in line for line in closing({**SUMMARY, "groups_regenerated": 4}))
 

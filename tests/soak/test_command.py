@@ -27,12 +27,27 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
-    with pytest.raises(ConfigError, match="--minutes must be at least 1, got 0.5"):
-        command.run(parsed("--minutes", "0.5"))
-    with pytest.raises(ConfigError, match="is not empty; name another folder"):
+    for minutes in ("0.5", "nan", "inf"):
+        with pytest.raises(ConfigError, match=f"--minutes must be at least 1, got {minutes}"):
+            command.run(parsed("--minutes", minutes))
+    with pytest.raises(ConfigError, match="is not an empty folder; name another"):
         command.run(parsed("--logs", str(tmp_path)))
+    with pytest.raises(ConfigError, match="mine is not an empty folder; name another"):
+        command.run(parsed("--logs", str(tmp_path / "mine")))
     with pytest.raises(ConfigError, match="mine/logs cannot be made"):
         command.run(parsed("--logs", str(tmp_path / "mine" / "logs")))
+
+
+def test_one_that_ends_early_says_where_its_logs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "ensure_toy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        command.run(parsed("--minutes", "2", "--faults", "burst,kill_run,kill_engine", "--logs", str(tmp_path)))
+    said = capsys.readouterr().err
+    assert "--minutes 2 has room for about 2 of 3 kinds of faults" in said
+    assert f"logs are in {tmp_path}" in said
 
 
 def test_the_help_names_every_fault() -> None:

@@ -46,8 +46,9 @@ def outcome() -> nemesis.Outcome:
 def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
     (tmp_path / "events.1.jsonl").write_text(json.dumps(record("SERVED", version=1, replicas=1)) + '\n{"t": 2.0, "ro')
-    found = nemesis.report(outcome(), tmp_path)
+    found = nemesis.report(outcome(), tmp_path, ["burst", "kill_run", "kill_engine"])
     assert found["faults_injected"] == {"burst": 1, "kill_engine": 2}
+    assert found["not_injected"] == ["kill_run"]
     assert (found["recovered"], found["recovery_s"]) == (2, {"median": 17.0, "max": 30.0})
     assert found["recovery_s_by_fault"] == {"burst": [4.0], "kill_engine": [30.0]}
     assert found["goodput_ratio"] == pytest.approx(0.6)
@@ -56,7 +57,13 @@ def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) ->
     assert set(found["samples"]) == {"dispatched", "trained", "filtered", "expired", "failed", "in_flight"}
     lines = command.in_words(found)
     assert lines[0] == "faults       3 (burst 1, kill_engine 2); recovered from 2"
+    assert "not tried    kill_run: the time was up; give it more --minutes" in lines
     assert any(line.startswith("VIOLATION    the run did not recover") for line in lines)
+
+
+@pytest.mark.parametrize(("minutes", "faults"), [(10, 11), (4, 4), (1, 1)])
+def test_how_many_faults_there_is_time_for(minutes: float, faults: int) -> None:
+    assert nemesis.room_for(60 * minutes) == faults
 
 
 class QuietJob:

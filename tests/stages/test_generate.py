@@ -104,7 +104,7 @@ def test_an_answer_that_never_comes_is_counted(alone: MakeRole) -> None:
         await send(machine, 3)
         await machine.run()
 
-    with pytest.raises(WaitTimeout, match="2 of 3 groups are with the rollout servers"):
+    with pytest.raises(WaitTimeout, match="2 of 3 groups are being answered or scored"):
         run_virtual(main())
 
 

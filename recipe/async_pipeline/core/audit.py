@@ -47,6 +47,8 @@ class Audit:
     """That wrote the ledger: one, and one more for each time that the run was resumed."""
     void: int = 0
     """Records that tell of work that was done anew."""
+    begun_elsewhere: bool = False
+    """The run goes on from a checkpoint of another ledger: its answers before that are not counted here."""
     violations: list[str] = field(default_factory=list)
     num_violations: int = 0
 
@@ -93,7 +95,8 @@ class _Books:
             return
         first = self._number == 0 and kind == "resumed"
         if number != self._number + 1 and not first:
-            self._violation(f"record {number} ({kind}) follows record {self._number}: those between are missing")
+            wrong = "those between are missing" if number > self._number else "it comes twice" if number == self._number else "out of order"
+            self._violation(f"record {number} ({kind}) follows record {self._number}: {wrong}")
         self._number = number
         try:
             self._handlers[kind](record)
@@ -145,6 +148,7 @@ class _Books:
             for fate in get_args(Fate):
                 setattr(self.audit, fate, int(record[fate]))
             self._finished_elsewhere = set(self._live)
+            self.audit.begun_elsewhere = True
         self._begin(record)
         if int(record["step"]) != self.audit.steps:
             self._violation(f"the run was resumed after step {record['step']}, but step {self.audit.steps} was the last")
@@ -251,7 +255,7 @@ def audit(records: Iterable[Record], void: int = 0) -> Audit:
     found.void = void
     if found.processes == 0:
         begun = found.num_violations or found.dispatched
-        found.violations.insert(0, "the first record is missing, which opens the ledger" if begun else "the ledger is empty")
+        found.violations.insert(0, "the first record is missing, which opens the ledger" if begun else "the ledger has no whole record")
         found.num_violations += 1
     return found
 

@@ -159,7 +159,7 @@ async def within(
         except asyncio.CancelledError:
             if not deadline.expired or deadline.cancelled_from_outside():
                 raise
-            raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}{deadline.held_by}") from None
+            raise WaitTimeout(f"{deadline.why}{deadline.held_by}") from None
         finally:
             timer.cancel()
             deadline.settle()
@@ -198,6 +198,7 @@ class _Deadline:
         self._wait = wait
         self._cancels_before = self._pending_cancels()
         self.expired = False
+        self.why = wait.in_words()
         self.held_by = ""
 
     def expire(self) -> None:
@@ -206,7 +207,7 @@ class _Deadline:
         # Last: should one of these raise, the wait has ended nevertheless.
         if self._wait.holder is not None:
             self.held_by = f"; {self._wait.holder()}"
-        waits_of(self._task.get_loop()).expired(self._wait)
+        self.why = waits_of(self._task.get_loop()).expired(self._wait)
 
     def cancelled_from_outside(self) -> bool:
         """Did anybody but this deadline cancel the task since?"""

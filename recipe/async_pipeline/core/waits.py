@@ -38,6 +38,10 @@ class Wait:
     timeout_s: float | None
     holder: Callable[[], str] | None = None
 
+    def in_words(self) -> str:
+        """That it has lasted for too long."""
+        return f"{self.owner} waited {self.timeout_s:g} s for {self.what}"
+
     def holders(self) -> Holders:
         """Who could end it, as of now."""
         found = "" if self.holder is None else self.holder()
@@ -49,8 +53,8 @@ class Waits:
 
     def __init__(self) -> None:
         self._open: dict[Wait, None] = {}
-        self.on_expiry: Callable[[Wait], None] | None = None
-        """Called on the loop when the deadline of a wait has passed, before anybody learns of it."""
+        self.on_expiry: Callable[[Wait], str] | None = None
+        """Called on the loop when the deadline of a wait has passed, before anybody learns of it; says what it comes down to."""
 
     @property
     def open(self) -> tuple[Wait, ...]:
@@ -66,10 +70,9 @@ class Waits:
         finally:
             del self._open[wait]
 
-    def expired(self, wait: Wait) -> None:
-        """Its deadline has passed."""
-        if self.on_expiry is not None:
-            self.on_expiry(wait)
+    def expired(self, wait: Wait) -> str:
+        """Its deadline has passed; returns why."""
+        return wait.in_words() if self.on_expiry is None else self.on_expiry(wait)
 
 
 _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Waits] = WeakKeyDictionary()

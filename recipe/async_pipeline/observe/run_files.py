@@ -31,9 +31,9 @@ def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
     return [row for row in _rows(path) if int(row["step"]) <= step and not _is_later(row, step)]
 
 
-def is_ledger_of(path: Path, run: str) -> bool:
-    """Does this file hold the ledger of a run?"""
-    return next((record.get("run") == run for record in _rows(path)), False)
+def run_of(path: Path) -> str | None:
+    """Which run a ledger is of; None: there is none, or its first record does not say."""
+    return next((record.get("run") for record in _rows(path)), None)
 
 
 def last_number(path: Path) -> int:
@@ -56,7 +56,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 yield row

@@ -63,6 +63,7 @@ class RunRecorder:
             "strategy": self.strategy,
             "max_lag": self.max_lag,
             "steps": result.steps,
+            "steps_before": self.steps_before,
             "samples_trained": result.trajectories_trained,
             "groups_drawn": result.groups_drawn,
             "groups_trained": result.groups_trained,

@@ -81,7 +81,9 @@ def header() -> str:
 def closing(summary: Mapping[str, object]) -> list[str]:
     """The last lines of a run."""
     first, last = summary.get("reward_first"), summary.get("reward_last")
-    lines = [f"{MARK} {summary['status']}: {summary['strategy']}, {summary['steps']} steps in {summary['train_s']} s"]
+    steps, before = int(str(summary["steps"])), int(str(summary.get("steps_before", 0)))
+    some = f", {steps - before} of them" if before else ""
+    lines = [f"{MARK} {summary['status']}: {summary['strategy']}, {steps} steps{some} in {summary['train_s']} s"]
     if isinstance(first, float) and isinstance(last, float):
         lines.append(f"{MARK} reward {first:.3f} -> {last:.3f} (means over the first and last fifth of the steps)")
     lines.append(

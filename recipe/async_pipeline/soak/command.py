@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from .faults import FAULTS, control_of
 from .job import SoakJob
-from .nemesis import report, soak
+from .nemesis import report, room_for, soak
 from .small_disk import small_disk
 
 LEAST_MINUTES = 1.0
@@ -44,25 +45,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError: an option is wrong."""
     kinds = kinds_of(args.faults)
-    if not args.minutes >= LEAST_MINUTES:
+    if not LEAST_MINUTES <= args.minutes < math.inf:
         raise ConfigError(f"--minutes must be at least {LEAST_MINUTES:g}, got {args.minutes:g}")
-    if args.logs is not None and args.logs.exists() and any(args.logs.iterdir()):
-        raise ConfigError(f"--logs {args.logs} is not empty; name another folder")
+    if args.logs is not None and args.logs.exists() and (not args.logs.is_dir() or any(args.logs.iterdir())):
+        raise ConfigError(f"--logs {args.logs} is not an empty folder; name another")
     say = partial(echo, file=sys.stderr)
     folder = args.logs.resolve() if args.logs is not None else Path(tempfile.mkdtemp(prefix="async-pipeline-soak-"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--logs {args.logs} cannot be made ({error.strerror}); name a folder of yours") from None
+    try:
+        return _soak(args, kinds, folder, say)
+    except BaseException:
+        say(f"logs are in {folder}")
+        raise
+
+
+def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
+    if (room := room_for(60 * args.minutes)) < len(kinds):
+        say(f"--minutes {args.minutes:g} has room for about {room} of {len(kinds)} kinds of faults")
     disk = folder / "disk"
     with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
         task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=say)
         say(f"starting the run, which takes a minute or two; its output goes to {folder / 'job.log'}")
         job = SoakJob(folder, overrides(folder), task.dir, args.seed)
         outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
-    found = report(outcome, job.run_dir)
-    if missed := [kind for kind in kinds if kind not in found["faults_injected"]]:
-        say(f"not injected, since the time was up: {', '.join(missed)}; give it more --minutes")
+    found = report(outcome, job.run_dir, kinds)
     for line in [json.dumps(found, indent=2)] if args.json else in_words(found):
         echo(line)
     if args.logs is None and not found["violations"]:
@@ -123,4 +132,6 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"recovery     median {found['recovery_s']['median']} s, at most {found['recovery_s']['max']} s")
     if found["goodput_ratio"] is not None:
         lines.append(f"goodput      {found['goodput_ratio']:.2f} of the undisturbed run's")
+    if found["not_injected"]:
+        lines.append(f"not tried    {', '.join(found['not_injected'])}: the time was up; give it more --minutes")
     return [*lines, *([f"VIOLATION    {text}" for text in found["violations"]] or ["ok           nothing was lost, nothing was trained twice, nothing hung"])]

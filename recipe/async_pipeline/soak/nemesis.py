@@ -66,6 +66,11 @@ def deck(seed: int, kinds: Sequence[str]) -> Iterator[str]:
         before = cards[-1]
 
 
+def room_for(seconds: float) -> int:
+    """How many faults there is time for, the quiet time left out."""
+    return max(1, int((seconds - max(LEAST_QUIET_S, QUIET_SHARE * seconds)) / EVERY_S))
+
+
 def faults_within(seconds: float, kinds: int) -> int:
     """How many to spread over the time: whole rounds of all kinds, one at least."""
     return kinds * max(1, round(seconds / EVERY_S / kinds))
@@ -119,12 +124,14 @@ def _sleep(job: SoakJob, seconds: float) -> None:
         job.check_alive()
 
 
-def report(outcome: Outcome, run_dir: Path) -> dict[str, Any]:
+def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, Any]:
     """What `soak --json` prints."""
     ledger = audit_file(run_dir)
     recovered = [one.recovery_s for one in outcome.struck if one.recovery_s is not None]
+    injected = Counter(one.kind for one in outcome.struck)
     return {
-        "faults_injected": dict(sorted(Counter(one.kind for one in outcome.struck).items())),
+        "faults_injected": dict(sorted(injected.items())),
+        "not_injected": [kind for kind in kinds if kind not in injected],
         "recovered": len(recovered),
         "steps": ledger.steps,
         "samples": samples(ledger),

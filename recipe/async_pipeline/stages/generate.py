@@ -33,7 +33,7 @@ class GenerateStateMachine(RoleStateMachine):
                 group = await self._wait(
                     finished,
                     f"one of the groups of step {item.step} to be answered",
-                    lambda: f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are with the rollout servers",
+                    lambda: f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are being answered or scored",
                 )
                 if group is not None:
                     version = {"version": group.first_version} if group.trajectories else {}

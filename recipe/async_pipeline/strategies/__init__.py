@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 
 from ..errors import ConfigError
 from ..knobs import is_strategy
+from ..redaction import hide_in_output
 from ..verl_bridge.rollout_pool import PipelineServerManager
 from ..verl_bridge.trainer import AsyncPipelineTrainer
 from .fully_async import FullyAsyncTrainer
@@ -35,11 +36,13 @@ for _name, _cls in STRATEGIES.items():
 def begin(config: DictConfig) -> None:
     """Called by verl's entry point in the process that trains, before anything else is started.
 
-    Registers a strategy of one's own, and has the rollout servers start while verl starts the rest.
+    Registers a strategy of one's own, and has the rollout servers start while verl starts the rest. What verl prints from
+    here on, its whole config among it, Ray keeps in files that others may read: it has no secrets.
     A stock trainer, into whose config our defaults were composed, is left alone.
     """
     mode = str(config.trainer.v1.trainer_mode)
     if is_strategy(mode):
+        hide_in_output()
         ensure_registered(mode)
         PipelineServerManager.start_early(config)
 

@@ -269,6 +269,7 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         knobs,
         found.placement,
         importlib.metadata.version("verl"),
+        Path(own["run_dir"]),
         _say,
     )
     if origin.found is not None:

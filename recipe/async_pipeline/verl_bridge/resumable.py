@@ -26,7 +26,7 @@ from ..core.items import Group, Prompt, PromptBatch, Ticket
 from ..core.state import FlowState
 from ..errors import WaitTimeout
 from ..observe.event_file import EventFile
-from ..observe.run_files import is_ledger_of, rows_until, set_aside
+from ..observe.run_files import rows_until, run_of, set_aside
 from ..observe.summary import RunRecorder, one_line
 from ..observe.table import MARK
 from . import checkpoints
@@ -154,7 +154,7 @@ class ResumableTrainer(PPOTrainer):
         self.run_dir.mkdir(parents=True, exist_ok=True)
         metrics, ledger = self.run_dir / "metrics.jsonl", self.run_dir / "ledger.jsonl"
         self._rows: list[dict[str, Any]] = []
-        goes_on = self.resumed is not None and is_ledger_of(ledger, self.own["run"])
+        goes_on = self.resumed is not None and run_of(ledger) == self.own["run"]
         if self.resumed is not None:
             self._rows = rows_until(metrics, self.resumed.step) if goes_on else []
             set_aside(metrics)

@@ -38,7 +38,7 @@ from ..core.items import Group, Prompt, Publication, StepBatch, Trajectory
 from ..core.message_queue import MessageQueue, Order
 from ..core.staleness import Versions
 from ..core.step_down import Caution, Change
-from ..core.waits import waits_of
+from ..core.waits import Wait, waits_of
 from ..errors import PatchedVerlRequired, RolloutError
 from ..knobs import AsyncPipelineConfig
 from ..observe.event_file import EventFile
@@ -281,7 +281,13 @@ class AsyncPipelineTrainer(LogProbTrainer):
             flow.log.subscribe(InsightStates(self._threads.submit))
         failure: BaseException | None = None
         watchdog = Watchdog(self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.loop_stall_s, say=_say)
-        waits_of().on_expiry = lambda wait: watchdog.tell(diagnose(flow, wait))
+
+        def expired(wait: Wait) -> str:
+            diagnosis = diagnose(flow, wait)
+            watchdog.tell(diagnosis)
+            return diagnosis.cause
+
+        waits_of().on_expiry = expired
         with EventFile(self.run_dir / "events.jsonl") as events, self._ledger as ledger, watchdog:
             flow.log.subscribe(events)
             flow.ledger.subscribe(ledger)
