@@ -23,6 +23,14 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """As in a terminal; the shell tells what it starts in the background to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Trainer:
     """An actor as verl's: a method that blocks while its event loop turns. With an async method Ray would make it another kind."""
 
