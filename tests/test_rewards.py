@@ -132,9 +132,7 @@ def test_what_a_function_has_started_ends_with_it(guard: Make, tmp_path: Path) -
     strange = guard("strange", timeout_s=1.5)
     (error,) = score(strange, f"start {tmp_path / 'pid'}")
     assert str(error) == "timeout: strange took more than 1.5 s"
-    child = psutil.Process(int((tmp_path / "pid").read_text()))
-    strange.close()
-    child.wait(timeout=10)
+    psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=10)
 
 
 def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Make) -> None:

@@ -88,8 +88,8 @@ class RewardGuard:
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
         self._batches: set[asyncio.Task[None]] = set()
         self._pool: Any = None
-        self._begun = multiprocessing.get_context("spawn").SimpleQueue()
-        """Numbers of the processes of the pool, as each begins."""
+        self._begun, self._begins = multiprocessing.Pipe(duplex=False)
+        """Each process of the pool says its number as it begins. So few bytes are written whole: no lock that it could die with."""
         self._groups: set[int] = set()
 
     async def score(self, **answer: Any) -> Any:
@@ -177,7 +177,7 @@ class RewardGuard:
             self._pool = ProcessPool(
                 self._limits.concurrency,
                 initializer=_begin,
-                initargs=(*where, self._limits.memory_mb, self._begun),
+                initargs=(*where, self._limits.memory_mb, self._begins),
                 context=multiprocessing.get_context("spawn"),
             )
         called = self._pool.schedule(_call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s)
@@ -186,8 +186,8 @@ class RewardGuard:
 
     def _end_what_they_started(self) -> None:
         """Kill the process groups of which a process of the pool was the first, and is gone."""
-        while not self._begun.empty():
-            self._groups.add(self._begun.get())
+        while self._begun.poll():
+            self._groups.add(self._begun.recv())
         for group in list(self._groups):
             try:
                 os.kill(group, 0)
@@ -254,11 +254,11 @@ def _one_of(found: Any, index: int, count: int) -> Any:
     return found[index]
 
 
-def _begin(path: str, name: str, memory_mb: int | None, begun: Any) -> None:
+def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
     """In a new process of the pool: end with the one that made it, gain no rights, and load the function."""
     end_with_parent()
     os.setpgid(0, 0)
-    begun.put(os.getpid())
+    begins.send(os.getpid())
     gain_no_rights()
     # What it holds in memory is the answers and scores of a run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
