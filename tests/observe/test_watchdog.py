@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
+import select
+import struct
 import threading
 from pathlib import Path
 
 from recipe.async_pipeline.core.diagnosis import Diagnosis
 from recipe.async_pipeline.observe.watchdog import Watchdog, stacks
+
+DEADLINE_S = 60
+"""Only a watchdog that does not work takes so long."""
 
 
 class Clock:
@@ -64,16 +70,29 @@ def test_the_thread_sees_a_call_that_blocks(tmp_path: Path) -> None:
 
 
 def test_a_call_that_holds_the_interpreter_itself_is_seen_too(tmp_path: Path) -> None:
-    """No Python runs meanwhile, so that of the standard library's own thread, which needs none, is in the file."""
+    """No Python runs meanwhile; the standard library's own thread, which needs none, writes the stacks.
+
+    The file is a pipe, and the call that holds the interpreter waits in C until something is written to it:
+    it ends by what it is to show, not after a time.
+    """
+    path = tmp_path / "diagnosis.txt"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    armed = threading.Event()
+
+    class Armed(Watchdog):
+        def look(self) -> None:
+            armed.set()
+            super().look()
 
     async def main() -> None:
-        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: None) as dog:
-            while not dog._asked:  # noqa: ASYNC110 - the thread runs
-                await asyncio.sleep(0.001)
-            ctypes.PyDLL(None).usleep(300_000)
+        with Armed(path, stalled_after_s=0.02, say=lambda line: None):
+            assert await asyncio.to_thread(armed.wait, DEADLINE_S)
+            assert ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, DEADLINE_S * 1000) == 1
 
     asyncio.run(main())
-    written = (tmp_path / "diagnosis.txt").read_text()
+    written = os.read(reader, 1 << 16).decode()
+    os.close(reader)
     assert "Timeout (0:00:00.04" in written
     assert "test_watchdog.py" in written
 
