@@ -22,6 +22,6 @@ bash run_scripts/trace_processor.sh || true  # without it, and without Chromium,
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -m "not e2e and not real_engine"
-"$PYTHON" -m pytest -m "real_engine and not e2e"
+"$PYTHON" -m pytest -m "not e2e and not real_engine and not nightly"
+"$PYTHON" -m pytest -m "real_engine and not e2e and not nightly"
 "$PYTHON" -m pytest --durations=12 -m "e2e and not nightly"
