@@ -21,6 +21,7 @@ fi
 bash run_scripts/trace_processor.sh || true  # without it, and without Chromium, two tests are skipped
 
 "$PYTHON" -m ruff check .
+"$PYTHON" -m ruff format --check .
 "$PYTHON" -m mypy
 "$PYTHON" -m pytest -m "not e2e and not real_engine and not nightly"
 "$PYTHON" -m pytest -m "real_engine and not e2e and not nightly"

@@ -30,8 +30,12 @@ UNUSUAL = {
 }
 
 
-def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, bonus: float = 0.0) -> Any:
-    """`hog`, `die`, `burn`, `eat`, `limits`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything else is right or wrong."""
+def one(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, bonus: float = 0.0
+) -> Any:
+    """`hog`, `die`, `burn`, `eat`, `limits`, `raise`, `none`, `nan`, `text`, `dict`, `once FILE`; anything
+    else is right or wrong.
+    """
     del data_source, extra_info
     word, _, rest = solution_str.partition(" ")
     if word == "hog":
@@ -53,12 +57,20 @@ def one(data_source: str, solution_str: str, ground_truth: str, extra_info: dict
         return float(resource.getrlimit(resource.RLIMIT_CORE)[0])
     if word == "raise":
         raise ValueError("no such rule")
-    odd = {"none": None, "nan": float("nan"), "text": "1", "dict": {"score": 0.5, "acc": 1}, "pid": float(os.getpid())}
+    odd = {
+        "none": None,
+        "nan": float("nan"),
+        "text": "1",
+        "dict": {"score": 0.5, "acc": 1},
+        "pid": float(os.getpid()),
+    }
     return odd[word] if word in odd else float(solution_str == ground_truth) + bonus
 
 
 def strange(solution_str: str, **_: Any) -> Any:
-    """Raises what the answer names, returns `code`, or starts a program that outlives it: `start FILE`. Anything else is right."""
+    """Raises what the answer names, returns `code`, or starts a program that outlives it: `start FILE`.
+    Anything else is right.
+    """
     word, _, rest = solution_str.partition(" ")
     if word in UNUSUAL:
         raise UNUSUAL[word]
@@ -83,13 +95,26 @@ async def service(solution_str: str, **_: Any) -> float:
 
 
 async def judged(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any], *, reward_router_address: str, reward_model_tokenizer: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any],
+    *,
+    reward_router_address: str,
+    reward_model_tokenizer: Any,
 ) -> dict[str, float]:
-    """Asks a reward model for its own answer, and raises if it says nothing; half a point for having asked."""
+    """Asks a reward model for its own answer, and raises if it says nothing; half a point for having
+    asked.
+    """
     import aiohttp
 
     del data_source, extra_info
-    asked = {"model": reward_model_tokenizer.name_or_path, "prompt": "12+34=", "max_tokens": 4, "temperature": 0}
+    asked = {
+        "model": reward_model_tokenizer.name_or_path,
+        "prompt": "12+34=",
+        "max_tokens": 4,
+        "temperature": 0,
+    }
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session,
         session.post(f"http://{reward_router_address}/v1/completions", json=asked) as reply,
@@ -101,7 +126,9 @@ async def judged(
     return {"score": 0.5 + 0.5 * (solution_str.strip() == ground_truth), "judge_characters": float(len(said))}
 
 
-def many(data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]) -> Any:
+def many(
+    data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[Any]
+) -> Any:
     """All at once; one that says `raise` fails all. Each score is how many there were."""
     del data_sources, extra_infos
     if "raise" in solution_strs:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers hold: who imports whom, which test mirrors which module, and that every shipped config parses."""
+"""The layers hold: who imports whom, which test mirrors which module, and that every shipped config
+parses.
+"""
 
 from __future__ import annotations
 

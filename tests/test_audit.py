@@ -58,7 +58,9 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert f"completed after step 6, resumed once; {void} records are void" in out
 
 
-def test_a_run_that_was_resumed_twice_from_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_resumed_twice_from_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What the first of the two did is void, but it was there."""
     before, after = resumed()
     file = write(tmp_path / "ledger.jsonl", [*before, *after[:3], *after])
@@ -66,7 +68,9 @@ def test_a_run_that_was_resumed_twice_from_one_checkpoint(tmp_path: Path, capsys
     assert "completed after step 6, resumed 2 times; " in capsys.readouterr().out
 
 
-def test_a_ledger_that_goes_on_from_another_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_ledger_that_goes_on_from_another_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, after = resumed()
     write(tmp_path / "ledger.jsonl", [*after])
     assert cli.main(["ledger", str(tmp_path)]) == 0
@@ -101,4 +105,6 @@ def test_a_ledger_without_its_beginning_or_its_end_says_which(tmp_path: Path) ->
     file.write_text("".join(lines[:-1]))
     assert audit_file(tmp_path).ok, "a run that was killed"
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
-    assert audit_file(tmp_path).violations == ["summary.json says that the run completed, but the ledger has no end: its last records are missing"]
+    assert audit_file(tmp_path).violations == [
+        "summary.json says that the run completed, but the ledger has no end: its last records are missing"
+    ]

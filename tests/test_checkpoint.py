@@ -55,9 +55,15 @@ def spoil(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (spoil("actor/model.pt", lambda data: b"W" + data[1:]), "the contents of actor/model.pt are not what was written"),
+        (
+            spoil("actor/model.pt", lambda data: b"W" + data[1:]),
+            "the contents of actor/model.pt are not what was written",
+        ),
         (spoil("actor/model.pt", lambda data: data[:3]), "actor/model.pt has 3 bytes instead of 7"),
-        (lambda folder: (folder / "actor" / "model.pt").unlink(), "actor/model.pt cannot be read: No such file"),
+        (
+            lambda folder: (folder / "actor" / "model.pt").unlink(),
+            "actor/model.pt cannot be read: No such file",
+        ),
         (lambda folder: (folder / MANIFEST).unlink(), f"has no {MANIFEST}"),
         (spoil(MANIFEST, lambda data: data[:40]), "cannot be read, or is not what was written"),
         (spoil(MANIFEST, lambda data: data.replace(b'"step": 5', b'"step": 6')), "is not what was written"),
@@ -126,7 +132,10 @@ def test_the_newest_that_can_be_used_is_found(tmp_path: Path) -> None:
     found = newest(tmp_path, MINE, None, said.append)
     assert found == Found(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
     (line,) = said
-    assert line.startswith("checkpoint refused: ") and "global_step_15 is damaged: the contents of pipeline.json" in line
+    assert (
+        line.startswith("checkpoint refused: ")
+        and "global_step_15 is damaged: the contents of pipeline.json" in line
+    )
 
 
 def test_newest_means_written_last(tmp_path: Path) -> None:
@@ -145,7 +154,10 @@ def test_without_a_checkpoint_there_is_nothing_to_resume_from(tmp_path: Path) ->
 
 def test_if_none_can_be_used_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
     made(tmp_path, 5)
-    with pytest.raises(ConfigError, match="resume_mode=auto found no checkpoint .* that it can use.*set trainer.resume_mode=disable"):
+    with pytest.raises(
+        ConfigError,
+        match="resume_mode=auto found no checkpoint .* that it can use.*set trainer.resume_mode=disable",
+    ):
         newest(tmp_path, {**MINE, "verl": "1"}, None, lambda line: None)
 
 
@@ -155,7 +167,11 @@ def test_the_oldest_of_this_run_are_deleted(tmp_path: Path, keep: int | None) ->
     for step in (5, 10, 15):
         made(tmp_path, step)
     gone = prune(tmp_path, "r", keep)
-    assert [int(path.name.rpartition("_")[2]) for path in published(tmp_path)] == {1: [15, 99], 2: [15, 10, 99], None: [15, 10, 5, 99]}[keep]
+    assert [int(path.name.rpartition("_")[2]) for path in published(tmp_path)] == {
+        1: [15, 99],
+        2: [15, 10, 99],
+        None: [15, 10, 5, 99],
+    }[keep]
     assert len(gone) == (0 if keep is None else 3 - keep)
 
 
@@ -170,7 +186,9 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_any_system_call_there_is_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_system_call_there_is_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second checkpoint is interrupted before each of the calls that change what is on the disk."""
     calls = ["fsync", "rename", "replace", "mkdir"]
     real = {name: getattr(os, name) for name in calls}
@@ -201,7 +219,12 @@ def test_killed_at_any_system_call_there_is_a_whole_one(tmp_path: Path, monkeypa
         sweep(root)
         found = newest(root, MINE, None, print)
         assert found is not None and found.manifest.step in (5, 10)
-        assert {path.name for path in root.iterdir()} <= {"global_step_5", "global_step_10", TRACKER, "latest_checkpointed_iteration.part"}
+        assert {path.name for path in root.iterdir()} <= {
+            "global_step_5",
+            "global_step_10",
+            TRACKER,
+            "latest_checkpointed_iteration.part",
+        }
     assert moments > 8
 
 

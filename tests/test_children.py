@@ -14,14 +14,17 @@ import pytest
 from recipe.async_pipeline.children import gain_no_rights
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-PARENT = """
+PARENT = '''
 import subprocess, sys, time
-child = "from recipe.async_pipeline.children import end_with_parent; end_with_parent(); print('ready', flush=True); import time; time.sleep(600)"
+child = """
+from recipe.async_pipeline.children import end_with_parent; end_with_parent()
+print('ready', flush=True); import time; time.sleep(600)
+"""
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 process.stdout.readline()
 print(process.pid, flush=True)
 time.sleep(600)
-"""
+'''
 
 
 def test_a_child_is_killed_when_its_parent_is() -> None:

@@ -310,7 +310,9 @@ def test_a_step_may_be_one_mini_batch() -> None:
     raw = nested((f"{OWN}.single_mini_batch", True), (MINI_BATCH, 32), (BATCH, 128))
     assert resolve(raw).verl == {MINI_BATCH: 128}
     with pytest.raises(ConfigError) as caught:
-        resolve(nested((f"{OWN}.single_mini_batch", True), ("require_batches", 2), (MINI_BATCH, 32), (BATCH, 128)))
+        resolve(
+            nested((f"{OWN}.single_mini_batch", True), ("require_batches", 2), (MINI_BATCH, 32), (BATCH, 128))
+        )
     assert_one_line(caught, "single_mini_batch", "require_batches", "keep one of them")
 
 
@@ -323,7 +325,10 @@ def test_a_lag_may_be_given_beside_the_steps_between_publications() -> None:
     ("knobs", "rule"),
     [
         ({"strategy": "n_step_ahead", "max_lag": 2, "sync_every": 4}, "sync_every must be at most 3"),
-        ({"strategy": "n_step_ahead", "max_lag": 2, "sync_every": 3, "oldest_share": 0.5}, "sync_every must be at most 2"),
+        (
+            {"strategy": "n_step_ahead", "max_lag": 2, "sync_every": 3, "oldest_share": 0.5},
+            "sync_every must be at most 2",
+        ),
         ({"strategy": "on_policy", "oldest_share": 0.5}, "oldest_share must be 1 with max_lag 0"),
         ({"oldest_share": 0.0}, "oldest_share must be above 0"),
         ({"oldest_share": 1.5}, "oldest_share must be above 0"),
@@ -372,7 +377,9 @@ def test_switches_that_disagree() -> None:
 
 
 def test_a_key_of_no_config() -> None:
-    assert unknown_key("trainer.v1.async_pipeline.max_lag").endswith("write +trainer.v1.async_pipeline.max_lag=... to add it")
+    assert unknown_key("trainer.v1.async_pipeline.max_lag").endswith(
+        "write +trainer.v1.async_pipeline.max_lag=... to add it"
+    )
     assert "did you mean 'wait_timeout_s'" in unknown_key("trainer.v1.async_pipeline.wait_timeout")
     assert unknown_key("trainer.nope") == (
         "trainer.nope is not a key of this config; check its spelling, or write +trainer.nope=... to add it"
@@ -545,7 +552,20 @@ def test_a_key_that_is_almost_ours_is_not_ignored(path: str, meant: str) -> None
         resolve(raw)
 
 
-@pytest.mark.parametrize("name", ["strategy", "run_dir", "preduce_bucket_size_mb", "stale", "depth", "single_mini_batch", "stage", "validation", "pools"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "strategy",
+        "run_dir",
+        "preduce_bucket_size_mb",
+        "stale",
+        "depth",
+        "single_mini_batch",
+        "stage",
+        "validation",
+        "pools",
+    ],
+)
 @pytest.mark.parametrize("section", ["", "trainer"])
 def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None:
     raw = {section: {name: 3}} if section else {name: 3}
@@ -554,17 +574,26 @@ def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "replicas", "at_once"), [(None, 1, 1), (None, 7, 1), (None, 16, 2), (None, 512, 64), (3, 16, 3), (9, 4, 4)]
+    ("asked", "replicas", "at_once"),
+    [(None, 1, 1), (None, 7, 1), (None, 16, 2), (None, 512, 64), (3, 16, 3), (9, 4, 4)],
 )
-def test_an_eighth_of_the_replicas_load_at_once_unless_said_otherwise(asked: int | None, replicas: int, at_once: int) -> None:
+def test_an_eighth_of_the_replicas_load_at_once_unless_said_otherwise(
+    asked: int | None, replicas: int, at_once: int
+) -> None:
     assert loads_at_once(asked, replicas) == at_once
 
 
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"stalenes_threshold": 0.5}, r"async_training\.stalenes_threshold is unknown, got 0.5; understood are .*staleness_threshold"),
-        ({"use_rollout_log_probs": True}, r"async_training\.use_rollout_log_probs is unknown, got True; .*leave it out"),
+        (
+            {"stalenes_threshold": 0.5},
+            r"async_training\.stalenes_threshold is unknown, got 0.5; understood are .*staleness_threshold",
+        ),
+        (
+            {"use_rollout_log_probs": True},
+            r"async_training\.use_rollout_log_probs is unknown, got True; .*leave it out",
+        ),
         (5, "async_training must be a section with some of .*, got 5; correct it"),
     ],
 )
@@ -574,7 +603,10 @@ def test_what_verls_own_section_says_is_understood_or_refused(section: Any, word
 
 
 def test_a_loss_that_is_almost_named_is_not_ignored() -> None:
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.pg_varient is unknown, got 'tis'; did you mean 'pg_variant'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"actor_rollout_ref\.actor\.pg_varient is unknown, got 'tis'; did you mean 'pg_variant'",
+    ):
         resolve(nested(("actor_rollout_ref.actor.pg_varient", "tis")))
 
 
@@ -604,11 +636,16 @@ def test_a_threshold_counts_the_steps_between_publications_by_either_name() -> N
 def test_one_layout_said_twice_is_no_contradiction() -> None:
     ratios = ("trainer.use_nodes_ratios", [0.5, 0.5, 0.5, 0.5])
     tasks = ("trainer.sperated_node_tasks", [["ref_logp", "logp", "actor-train"], "generate"])
-    assert resolve(nested(ratios, tasks, ("trainer.sperated_node_ratios", [0.5, 0.5]))).config.pools == resolve(nested(ratios)).config.pools
+    assert (
+        resolve(nested(ratios, tasks, ("trainer.sperated_node_ratios", [0.5, 0.5]))).config.pools
+        == resolve(nested(ratios)).config.pools
+    )
 
 
 def test_each_key_of_verls_that_is_set_is_said() -> None:
-    notes = resolve(nested(("require_batches", 4), (MINI_BATCH, 8), (BATCH, 16), ("pg_variant", "kimi15"))).notes
+    notes = resolve(
+        nested(("require_batches", 4), (MINI_BATCH, 8), (BATCH, 16), ("pg_variant", "kimi15"))
+    ).notes
     assert f"{BATCH} becomes 32" in notes
     assert f"{LOSS}.loss_mode becomes dro" in notes
     assert f"{LOSS}.dro_beta becomes 0.1" in notes
@@ -626,10 +663,16 @@ def test_a_mini_batch_that_is_no_number_is_left_to_verls_rules(mini: Any) -> Non
 def test_a_quota_that_is_too_large_is_said_of_the_keys_that_were_written() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested(("staleness_threshold", 1000), ("trigger_parameter_sync_step", 1000)))
-    assert_one_line(caught, "staleness_threshold and trigger_parameter_sync_step must come to a max_lag of at most 1000, got 1000999")
+    assert_one_line(
+        caught,
+        "staleness_threshold and trigger_parameter_sync_step must come to a max_lag of at most 1000, got "
+        "1000999",
+    )
 
 
 def test_what_is_wrong_with_a_knob_names_the_keys_that_set_it() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested(("trigger_parameter_sync_step", 4), ("trainer.generate_ahead_steps", 2)))
-    assert_one_line(caught, "sync_every is of trigger_parameter_sync_step", "max_lag is of trainer.generate_ahead_steps")
+    assert_one_line(
+        caught, "sync_every is of trigger_parameter_sync_step", "max_lag is of trainer.generate_ahead_steps"
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words on loss and correction say what the run computes; a parameter that a worker would refuse is refused here."""
+"""The words on loss and correction say what the run computes; a parameter that a worker would refuse is
+refused here.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ KNOWN = ("vanilla", "gspo", "dro", "tis")
         ("tis_lower_bound", float("nan"), "must be 0 <= lower <= upper"),
         ("topr_positive_weight", None, "must be a number, got None"),
         ("topr_negative_weight", float("inf"), "must be >= 0 and finite"),
-        ("topr_split", "nonsense", "must be one of advantage, score, got 'nonsense'; advantage is the default"),
+        (
+            "topr_split",
+            "nonsense",
+            "must be one of advantage, score, got 'nonsense'; advantage is the default",
+        ),
         ("topr_ratio_level", "answer", "must be one of token, sequence"),
     ],
 )
@@ -47,17 +53,41 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("pairs", "words"),
     [
-        ([(f"{POLICY_LOSS}.loss_mode", "gsp")], "loss_mode must be one of dro, gspo, tis, vanilla, got 'gsp' (did you mean 'gspo'?)"),
-        ([(f"{POLICY_LOSS}.loss_mode", "bypass_mode")], "loss_mode must not be bypass_mode, which leaves the rollout correction out"),
+        (
+            [(f"{POLICY_LOSS}.loss_mode", "gsp")],
+            "loss_mode must be one of dro, gspo, tis, vanilla, got 'gsp' (did you mean 'gspo'?)",
+        ),
+        (
+            [(f"{POLICY_LOSS}.loss_mode", "bypass_mode")],
+            "loss_mode must not be bypass_mode, which leaves the rollout correction out",
+        ),
         ([*TIS, ("actor_rollout_ref.actor.clip_ratio_c", 0.5)], "clip_ratio_c must be a number > 1, got 0.5"),
-        ([*TIS, ("actor_rollout_ref.actor.clip_ratio_low", "abc")], "clip_ratio_low must be a number > 0, got 'abc'"),
-        ([*TIS, ("actor_rollout_ref.actor.loss_agg_mode", "foo")], "loss_agg_mode must be one of token-mean, "),
-        ([*TIS, (f"{CORRECTION}.rollout_iss", 1)], "rollout_iss is unknown, got 1 (did you mean 'rollout_is'?)"),
+        (
+            [*TIS, ("actor_rollout_ref.actor.clip_ratio_low", "abc")],
+            "clip_ratio_low must be a number > 0, got 'abc'",
+        ),
+        (
+            [*TIS, ("actor_rollout_ref.actor.loss_agg_mode", "foo")],
+            "loss_agg_mode must be one of token-mean, ",
+        ),
+        (
+            [*TIS, (f"{CORRECTION}.rollout_iss", 1)],
+            "rollout_iss is unknown, got 1 (did you mean 'rollout_is'?)",
+        ),
         ([*TIS, (f"{CORRECTION}.bypass_mode", "abc")], "bypass_mode must be True or False, got 'abc'"),
         ([*TIS, (f"{CORRECTION}.loss_type", "reinforce")], "loss_type must be left alone, got 'reinforce'"),
-        ([(f"{POLICY_LOSS}.loss_mode", "dro")], "dro_beta must be a number > 0 with loss_mode dro (kimi15), got None"),
-        ([(f"{POLICY_LOSS}.loss_mode", "dro"), (f"{POLICY_LOSS}.dro_beta", -3)], "dro_beta must be a number > 0"),
-        ([(f"{POLICY_LOSS}.loss_mode", "tis"), (f"{CORRECTION}.rollout_is", "tokens")], "rollout_is must be one of token, sequence or null, got 'tokens'"),
+        (
+            [(f"{POLICY_LOSS}.loss_mode", "dro")],
+            "dro_beta must be a number > 0 with loss_mode dro (kimi15), got None",
+        ),
+        (
+            [(f"{POLICY_LOSS}.loss_mode", "dro"), (f"{POLICY_LOSS}.dro_beta", -3)],
+            "dro_beta must be a number > 0",
+        ),
+        (
+            [(f"{POLICY_LOSS}.loss_mode", "tis"), (f"{CORRECTION}.rollout_is", "tokens")],
+            "rollout_is must be one of token, sequence or null, got 'tokens'",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be(pairs: list[tuple[str, Any]], words: str) -> None:
@@ -73,11 +103,22 @@ def test_where_other_code_may_add_losses_any_name_may_be_one() -> None:
 @pytest.mark.parametrize(
     ("mode", "old_logp", "mini_batches", "words"),
     [
-        ("vanilla", "trainer", 1, "vanilla (pg_variant ppo): current policy against version s-1; one update a step, so that their ratio is 1"),
+        (
+            "vanilla",
+            "trainer",
+            1,
+            "vanilla (pg_variant ppo): current policy against version s-1; one update a step, so that "
+            "their ratio is 1",
+        ),
         ("vanilla", "trainer", 2, "vanilla (pg_variant ppo): current policy against version s-1"),
         ("tis", "rollout", 1, "tis: current policy against the versions that wrote the tokens"),
         ("dro", "logp_pool", 1, "dro (pg_variant kimi15): current policy against version s-2"),
-        ("policy_gradient", "trainer", 1, "policy_gradient (pg_variant vanilla): asks for no ratio to an old policy"),
+        (
+            "policy_gradient",
+            "trainer",
+            1,
+            "policy_gradient (pg_variant vanilla): asks for no ratio to an old policy",
+        ),
         ("gspo", "rollout", 4, "gspo: current policy against the versions that wrote the tokens"),
     ],
 )
@@ -93,12 +134,33 @@ def test_more_epochs_are_more_updates() -> None:
 @pytest.mark.parametrize(
     ("section", "old_logp", "words"),
     [
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, "trainer", "a token weighs by version s-1 against the versions that wrote it, at most 2.0"),
-        ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"}, "logp_pool", "an answer weighs by version s-2 against the versions that wrote it, 0 outside of 0.5 to 5.0"),
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True}, "trainer", "a token weighs by version s-1 against the versions that wrote it, at most 2.0, then scaled to a mean of 1"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"}, "trainer", "masked by token_k1 beyond 0.5_2"),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 2.0},
+            "trainer",
+            "a token weighs by version s-1 against the versions that wrote it, at most 2.0",
+        ),
+        (
+            {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
+            "logp_pool",
+            "an answer weighs by version s-2 against the versions that wrote it, 0 outside of 0.5 to 5.0",
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+            "trainer",
+            "a token weighs by version s-1 against the versions that wrote it, at most 2.0, then scaled to "
+            "a mean of 1",
+        ),
+        (
+            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
+            "trainer",
+            "masked by token_k1 beyond 0.5_2",
+        ),
         ({}, "rollout", "by the loss, whose ratio is against the versions that wrote the tokens"),
-        ({}, "trainer", "none, though answers may have lag 3; algorithm.rollout_correction.rollout_is=token is one"),
+        (
+            {},
+            "trainer",
+            "none, though answers may have lag 3; algorithm.rollout_correction.rollout_is=token is one",
+        ),
     ],
 )
 def test_a_correction_in_words(section: dict[str, Any], old_logp: str, words: str) -> None:

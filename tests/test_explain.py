@@ -31,11 +31,21 @@ def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "async_generation_ratio=1.5 -> max_lag=2, oldest_share=0.5" in out
     assert "strategy        n_step_ahead" in out
     assert "at most 40 groups = 320 answers" in out
-    assert "loss            vanilla (pg_variant ppo): current policy against version s-1; one update a step" in out
-    assert "correction      a token weighs by version s-1 against the versions that wrote it, at most 2.0" in out
+    assert (
+        "loss            vanilla (pg_variant ppo): current policy against version s-1; one update a step"
+        in out
+    )
+    assert (
+        "correction      a token weighs by version s-1 against the versions that wrote it, at most 2.0" in out
+    )
     assert list(tmp_path.iterdir()) == [], "nothing is made"
-    assert main([*SMOKE, "+async_generation_ratio=1.5", "data.train_batch_size=20"]) == 0, "asking is switch enough"
-    assert "160 samples in 2 mini-batch(es), 128 samples of each on a rank; the last is filled up with 96 empty ones" in capsys.readouterr().out
+    assert main([*SMOKE, "+async_generation_ratio=1.5", "data.train_batch_size=20"]) == 0, (
+        "asking is switch enough"
+    )
+    assert (
+        "160 samples in 2 mini-batch(es), 128 samples of each on a rank; the last is filled up with 96 "
+        "empty ones" in capsys.readouterr().out
+    )
 
 
 def test_the_command_of_the_readme_on_verls_own_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,17 +61,31 @@ def test_the_command_of_the_readme_on_verls_own_configuration(capsys: pytest.Cap
     ]
     assert main(["explain", "+async_pipeline=True", *more]) == 0
     assert "one_step_off" in capsys.readouterr().out
-    layout = ["+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.nnodes=0"]
+    layout = [
+        "+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]",
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.rollout.nnodes=0",
+    ]
     assert main(["explain", "+async_pipeline=True", *more[1:3], "algorithm.adv_estimator=grpo", *layout]) == 0
     assert "generate      ####" in capsys.readouterr().out
 
 
 def test_a_layout_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    layout = ["+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]", "trainer.n_gpus_per_node=7", "ray_kwargs.ray_init.num_gpus=8"]
+    layout = [
+        "+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",
+        "trainer.n_gpus_per_node=7",
+        "ray_kwargs.ray_init.num_gpus=8",
+    ]
     assert main([*SMOKE, "+async_pipeline=True", "actor_rollout_ref.actor.use_kl_loss=true", *layout]) == 0
     out = capsys.readouterr().out
     assert "-> pools train 0.25, logp 0.25, ref_logp 0.25, generate 0.25" in out
-    for line in ("device    0      7", "train     ##\n", "logp        ##\n", "ref_logp      ##\n", "generate        ##\n"):
+    for line in (
+        "device    0      7",
+        "train     ##\n",
+        "logp        ##\n",
+        "ref_logp      ##\n",
+        "generate        ##\n",
+    ):
         assert f"  {line}" in out
     assert "of step s are those of version s-2" in out
 
@@ -83,7 +107,10 @@ def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     ("overrides", "complaint"),
     [
         (["+async_pipeline=False"], "the pipeline is switched off; leave that out"),
-        (["data.train_batch_size=15"], "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 15"),
+        (
+            ["data.train_batch_size=15"],
+            "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 15",
+        ),
         (["+async_pipeline=True", "trainer.val_only=True"], "trainer.val_only must be False"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),

@@ -70,7 +70,11 @@ def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
 
 
 def test_every_metric_that_it_names_exists(dashboard: dict[str, Any], known: set[str]) -> None:
-    named = {name for text in expressions(dashboard) for name in re.findall(rf"\b{PREFIX}\w+\b", re.sub(r'"[^"]*"', "", text))}
+    named = {
+        name
+        for text in expressions(dashboard)
+        for name in re.findall(rf"\b{PREFIX}\w+\b", re.sub(r'"[^"]*"', "", text))
+    }
     assert len(named) > 15
     assert named - known == set()
 
@@ -98,7 +102,9 @@ def test_panels_do_not_overlap_and_follow_the_variables(dashboard: dict[str, Any
 
 
 def test_names_are_made_as_the_bridge_makes_them() -> None:
-    source = (PATH.parents[2] / "recipe" / "async_pipeline" / "verl_bridge" / "ray_gauges.py").read_text(encoding="utf-8")
+    source = (PATH.parents[2] / "recipe" / "async_pipeline" / "verl_bridge" / "ray_gauges.py").read_text(
+        encoding="utf-8"
+    )
     assert '_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")' in source
     assert 'PREFIX = "async_pipeline/"' in source
     assert gauge("lag/mean") == "ray_async_pipeline_lag_mean"

@@ -54,7 +54,17 @@ def test_a_class_and_what_its_body_says(name: str, order: str) -> None:
     assert base_names(cls) == [{"Plain": "Imported", "Inner": "Plain"}[name]]
 
 
-@pytest.mark.parametrize("target", ["mine_to_find:Imported", "mine_to_find:Alias", "mine_to_find:Silent", "mine_to_find:Other", "open_to_find:Any", "builtins:dict"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "mine_to_find:Imported",
+        "mine_to_find:Alias",
+        "mine_to_find:Silent",
+        "mine_to_find:Other",
+        "open_to_find:Any",
+        "builtins:dict",
+    ],
+)
 def test_what_the_source_alone_does_not_say_is_let_through(target: str) -> None:
     assert find_class(target, "p") is None
     assert class_constant(None, "order") is None

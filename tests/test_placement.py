@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares and counts become whole devices by the stated rule; what cannot be is said in one line with what could."""
+"""Shares and counts become whole devices by the stated rule; what cannot be is said in one line with what
+could.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from recipe.async_pipeline.placement import (
 WITH_REF = ("train", "logp", "ref_logp", "generate")
 
 
-def placed(pools: Any, *, roles: tuple[str, ...] = WITH_REF, devices: int = 8, node: int = 8) -> dict[str, tuple[Any, ...]]:
+def placed(
+    pools: Any, *, roles: tuple[str, ...] = WITH_REF, devices: int = 8, node: int = 8
+) -> dict[str, tuple[Any, ...]]:
     made = place(wishes_of(pools), roles=roles, devices=devices, node=node)
     return {pool.name: (pool.roles, pool.per_node) for pool in made.pools}
 
@@ -65,7 +69,10 @@ def test_logp_and_its_neighbour_may_share() -> None:
         ([0.5, 0.5, 0.5, 0], "above 0 and at most 1, got 0"),
         ([0.5, 0.5, 0.5, True], "above 0 and at most 1, got True"),
         ([0.5, 0.5, 0.5, 0.4], "no sharing of pools makes them sum to 1"),
-        ([0.25, 0.25, 0.25, 0.5], "they sum to 1 in 2 ways, train \\| logp\\+ref_logp and train\\+logp \\| ref_logp"),
+        (
+            [0.25, 0.25, 0.25, 0.5],
+            "they sum to 1 in 2 ways, train \\| logp\\+ref_logp and train\\+logp \\| ref_logp",
+        ),
     ],
 )
 def test_ratios_that_mean_nothing(ratios: Any, why: str) -> None:
@@ -125,9 +132,15 @@ def test_groups_that_cannot_be(tasks: Any, ratios: Any, why: str) -> None:
         ({"a": {"roles": ["train"], "devices": 0}}, "devices must be a whole number >= 1"),
         ({"a": {"roles": ["train"], "devices": True}}, "devices must be a whole number >= 1"),
         ({"a": {"roles": ["train"], "share": 1.5}}, "share must be above 0 and at most 1"),
-        ({"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["train", "logp"], "devices": 1}}, "train is on pool a and on pool b"),
+        (
+            {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["train", "logp"], "devices": 1}},
+            "train is on pool a and on pool b",
+        ),
         ({"a": {"roles": ["train"], "devices": 1}}, "must have a pool for generate"),
-        ({"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["generate"], "share": 0.5}}, "all sizes as devices or all as shares"),
+        (
+            {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["generate"], "share": 0.5}},
+            "all sizes as devices or all as shares",
+        ),
     ],
 )
 def test_our_own_form_is_checked(pools: Any, why: str) -> None:
@@ -147,7 +160,9 @@ def test_what_has_no_place_of_its_own_shares_the_training_devices() -> None:
 
 
 def test_a_pool_for_a_role_that_the_run_does_not_have() -> None:
-    with pytest.raises(ConfigError, match="no ref_logp, so that the devices of pool ref_logp would do nothing"):
+    with pytest.raises(
+        ConfigError, match="no ref_logp, so that the devices of pool ref_logp would do nothing"
+    ):
         placed(four(share=[0.25] * 4), roles=("train", "logp", "generate"))
 
 
@@ -177,7 +192,11 @@ def test_shares_are_dealt_out_whole(parts: list[int], devices: int) -> None:
     ("pools", "why"),
     [
         (four(share=[0.4, 0.2, 0.2, 0.1]), "must sum to 1, got 0.4 \\+ 0.2 \\+ 0.2 \\+ 0.1 = 0.9"),
-        (four(share=[0.94, 0.02, 0.02, 0.02]), "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125 and lower another, or have 50"),
+        (
+            four(share=[0.94, 0.02, 0.02, 0.02]),
+            "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125 and lower another, or "
+            "have 50",
+        ),
         (four(devices=[5, 1, 1, 2]), "must fit into the 8 devices .* got 9"),
     ],
 )
@@ -187,12 +206,18 @@ def test_impossible_sizes_say_what_is_possible(pools: Any, why: str) -> None:
 
 
 def test_a_pool_is_within_a_node_or_takes_whole_ones() -> None:
-    with pytest.raises(ConfigError, match="pool train must be within a node of 8 .* got 12; nearest are 8 and 16"):
+    with pytest.raises(
+        ConfigError, match="pool train must be within a node of 8 .* got 12; nearest are 8 and 16"
+    ):
         placed(four(devices=[12, 1, 1, 2]), devices=16)
 
 
 def test_pools_that_no_node_has_room_for() -> None:
-    with pytest.raises(ConfigError, match="pool (train|logp|ref_logp) needs 5 devices of one node, but the others leave at most 3 on any of 2 nodes of 8"):
+    with pytest.raises(
+        ConfigError,
+        match="pool (train|logp|ref_logp) needs 5 devices of one node, but the others leave at most 3 on "
+        "any of 2 nodes of 8",
+    ):
         placed(four(devices=[5, 5, 5, 1]), devices=16)
     assert len(placed(four(devices=[5, 5, 3, 3]), devices=16)) == 4
 
@@ -203,7 +228,9 @@ def test_large_pools_take_whole_nodes() -> None:
 
 def test_samples_are_dealt_out_evenly() -> None:
     check_divides(Pool("a", ("train",), (8,)), 128, "a mini-batch")
-    with pytest.raises(ConfigError, match="a mini-batch, 128 samples, .* 6 devices of pool a; nearest sizes are 4 and 8"):
+    with pytest.raises(
+        ConfigError, match="a mini-batch, 128 samples, .* 6 devices of pool a; nearest sizes are 4 and 8"
+    ):
         check_divides(Pool("a", ("train",), (6,)), 128, "a mini-batch")
     with pytest.raises(ConfigError, match="nearest sizes are 5$"):
         check_divides(Pool("a", ("train",), (6,)), 5, "a mini-batch")
@@ -223,7 +250,12 @@ def test_a_role_is_found() -> None:
 
 
 def test_the_drawing_has_a_mark_for_each_device() -> None:
-    made = place(wishes_of(pools_of_tasks([["logp", "train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])), roles=WITH_REF, devices=4, node=4)
+    made = place(
+        wishes_of(pools_of_tasks([["logp", "train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])),
+        roles=WITH_REF,
+        devices=4,
+        node=4,
+    )
     assert drawing(made) == [
         "device    0  3",
         "train     ##",
@@ -239,14 +271,28 @@ def test_the_drawing_fits_a_line(train: int, generate: int) -> None:
     assert all(len(line) < 120 for line in drawing(Placement(pools)))
 
 
-ODD = st.one_of(st.none(), st.booleans(), st.integers(-1, 3), st.floats(), st.sampled_from([*PLACED, "rollout", ""]))
-LISTS_OF_ROLES = st.one_of(ODD, st.lists(ODD, max_size=3), st.lists(st.lists(ODD, max_size=2) | ODD, max_size=3))
-SIZED = st.dictionaries(st.sampled_from(["roles", "devices", "share", "more"]), ODD | LISTS_OF_ROLES, max_size=3)
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-1, 3), st.floats(), st.sampled_from([*PLACED, "rollout", ""])
+)
+LISTS_OF_ROLES = st.one_of(
+    ODD, st.lists(ODD, max_size=3), st.lists(st.lists(ODD, max_size=2) | ODD, max_size=3)
+)
+SIZED = st.dictionaries(
+    st.sampled_from(["roles", "devices", "share", "more"]), ODD | LISTS_OF_ROLES, max_size=3
+)
 
 
-@given(st.one_of(ODD, LISTS_OF_ROLES, st.dictionaries(st.sampled_from("abc"), ODD | SIZED, max_size=3)), LISTS_OF_ROLES)
+@given(
+    st.one_of(ODD, LISTS_OF_ROLES, st.dictionaries(st.sampled_from("abc"), ODD | SIZED, max_size=3)),
+    LISTS_OF_ROLES,
+)
 def test_anything_at_all_is_a_layout_or_refused_in_one_line(pools: Any, more: Any) -> None:
-    for read in (lambda: wishes_of(pools), lambda: pools_of_ratios(pools), lambda: pools_of_tasks(pools, more), lambda: pools_of_tasks(more, pools)):
+    for read in (
+        lambda: wishes_of(pools),
+        lambda: pools_of_ratios(pools),
+        lambda: pools_of_tasks(pools, more),
+        lambda: pools_of_tasks(more, pools),
+    ):
         try:
             read()
         except ConfigError as error:

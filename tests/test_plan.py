@@ -49,7 +49,10 @@ def knobs(**changes: Any) -> AsyncPipelineConfig:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    save_file({"a": torch.zeros(1000, 500), "scalar": torch.zeros(())}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file(
+        {"a": torch.zeros(1000, 500), "scalar": torch.zeros(())},
+        tmp_path / "model-00001-of-00002.safetensors",
+    )
     save_file({"b": torch.zeros(499_999)}, tmp_path / "model-00002-of-00002.safetensors")
     return tmp_path
 
@@ -112,7 +115,9 @@ def test_in_words(model: Path) -> None:
 
 
 def test_what_holds_by_default_is_not_told(model: Path) -> None:
-    text = "\n".join(in_words(planned(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1))))
+    text = "\n".join(
+        in_words(planned(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1)))
+    )
     assert "as they were drawn" in text
     assert "published every step" in text
     for part in ("of a step has lag", "given up", "queues"):
@@ -133,7 +138,13 @@ def test_json_has_every_number(model: Path) -> None:
 
 def test_a_reward_model_has_devices_beside_the_map(model: Path) -> None:
     without = planned(config(model), knobs())
-    assert (without.reward_model_devices, any("reward model" in line for line in in_words(without))) == (0, False)
+    assert (without.reward_model_devices, any("reward model" in line for line in in_words(without))) == (
+        0,
+        False,
+    )
     scored = config(model) | {"reward": {"reward_model": {"enable": True, "nnodes": 2, "n_gpus_per_node": 4}}}
     lines = in_words(planned(scored, knobs()))
-    assert any(line.endswith("and 8 more for the reward model, which scores while answers are generated") for line in lines)
+    assert any(
+        line.endswith("and 8 more for the reward model, which scores while answers are generated")
+        for line in lines
+    )

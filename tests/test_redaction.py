@@ -23,8 +23,53 @@ from recipe.async_pipeline.redaction import (
     shown,
 )
 
-SECRETS = ["api_key", "OPENAI_API_KEY", "hf_token", "HF_TOKEN", "token", "auth_token", "password", "db.password", "client_secret", "aws_secret_access_key", "credentials", "Authorization", "HUGGING_FACE_HUB_TOKEN", "http_token", "wandb_key", "openai_key", "azure_storage_key", "passphrase", "db_pwd", "cookie", "auth", "proxy_auth"]
-NONE = ["pad_token", "eos_token", "tokenizer", "num_tokens", "max_token_len_per_gpu", "token2text", "key", "prompt_key", "monkey", "keys", "max_tokens", "secretary", "reward_fn_key", "stop_token", "batch_num_tokens", "tokens", "PWD", "OLDPWD", "author", "hf_keyword", "image_key"]  # fmt: skip
+SECRETS = [
+    "api_key",
+    "OPENAI_API_KEY",
+    "hf_token",
+    "HF_TOKEN",
+    "token",
+    "auth_token",
+    "password",
+    "db.password",
+    "client_secret",
+    "aws_secret_access_key",
+    "credentials",
+    "Authorization",
+    "HUGGING_FACE_HUB_TOKEN",
+    "http_token",
+    "wandb_key",
+    "openai_key",
+    "azure_storage_key",
+    "passphrase",
+    "db_pwd",
+    "cookie",
+    "auth",
+    "proxy_auth",
+]
+NONE = [
+    "pad_token",
+    "eos_token",
+    "tokenizer",
+    "num_tokens",
+    "max_token_len_per_gpu",
+    "token2text",
+    "key",
+    "prompt_key",
+    "monkey",
+    "keys",
+    "max_tokens",
+    "secretary",
+    "reward_fn_key",
+    "stop_token",
+    "batch_num_tokens",
+    "tokens",
+    "PWD",
+    "OLDPWD",
+    "author",
+    "hf_keyword",
+    "image_key",
+]
 
 
 @pytest.mark.parametrize("key", SECRETS)
@@ -51,21 +96,35 @@ def test_that_there_is_none_may_be_seen(value: object) -> None:
 
 
 def test_a_section_of_secrets_is_hidden_as_a_whole() -> None:
-    assert redacted({"credentials": {"user": "me", "parts": ["x", 3]}}) == {"credentials": {"user": HIDDEN, "parts": [HIDDEN, HIDDEN]}}
+    assert redacted({"credentials": {"user": "me", "parts": ["x", 3]}}) == {
+        "credentials": {"user": HIDDEN, "parts": [HIDDEN, HIDDEN]}
+    }
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "step 3/60  reward 0.5", "'api_key': None", "token: 12", "{'a': 1, 'b': [2, 3]}", "api_key=null", "File \"x.py\", line 3: token"],
+    [
+        "",
+        "step 3/60  reward 0.5",
+        "'api_key': None",
+        "token: 12",
+        "{'a': 1, 'b': [2, 3]}",
+        "api_key=null",
+        'File "x.py", line 3: token',
+    ],
 )
 def test_lines_without_a_secret_stay(text: str) -> None:
     assert LineRedactor({"PATH": "/usr/bin"}).line(text) == text
 
 
 def test_values_of_the_environment_are_found_wherever_they_stand() -> None:
-    line = LineRedactor({"WANDB_API_KEY": "0123456789abcdef", "MY_PASSWORD": "short", "HOME_DIR": "visible-all"}).line
+    line = LineRedactor(
+        {"WANDB_API_KEY": "0123456789abcdef", "MY_PASSWORD": "short", "HOME_DIR": "visible-all"}
+    ).line
     assert line("login with 0123456789abcdef: ok") == f"login with {HIDDEN}: ok"
-    assert line("short visible-all") == "short visible-all", "one is too short to tell from words, one is no secret"
+    assert line("short visible-all") == "short visible-all", (
+        "one is too short to tell from words, one is no secret"
+    )
 
 
 def test_one_secret_may_begin_with_another() -> None:
@@ -79,7 +138,11 @@ def test_any_line_can_be_read(text: str) -> None:
     assert "0123456789" not in line(text + "0123456789")
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=10)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
 
 
 @given(JSON)
@@ -90,14 +153,26 @@ def test_any_config_keeps_its_shape(value: object) -> None:
 
 def test_variables_whose_names_say_less_and_urls_with_passwords() -> None:
     line = LineRedactor({"OPENAI_KEY": "sk-012345", "DB_PASS": "hunter2222"}).line
-    assert line("sk-012345 hunter2222 postgres://me:hidden@db:5432/x") == f"{HIDDEN} {HIDDEN} postgres://me:{HIDDEN}@db:5432/x"
-    assert line("http://127.0.0.1:8000/v1 me@example.org a://b:c/d@e") == "http://127.0.0.1:8000/v1 me@example.org a://b:c/d@e"
+    assert (
+        line("sk-012345 hunter2222 postgres://me:hidden@db:5432/x")
+        == f"{HIDDEN} {HIDDEN} postgres://me:{HIDDEN}@db:5432/x"
+    )
+    assert (
+        line("http://127.0.0.1:8000/v1 me@example.org a://b:c/d@e")
+        == "http://127.0.0.1:8000/v1 me@example.org a://b:c/d@e"
+    )
 
 
-@given(secret=st.text(min_size=8).filter(lambda text: not text.replace(".", "").isdigit()), before=st.text(), after=st.text())
+@given(
+    secret=st.text(min_size=8).filter(lambda text: not text.replace(".", "").isdigit()),
+    before=st.text(),
+    after=st.text(),
+)
 def test_a_secret_is_found_in_json_and_what_is_left_is_json(secret: str, before: str, after: str) -> None:
     for escaped in (True, False):
-        text = hider_of({"MY_TOKEN": secret}, for_programs=True)(json.dumps({"why": before + secret + after}, ensure_ascii=escaped))
+        text = hider_of({"MY_TOKEN": secret}, for_programs=True)(
+            json.dumps({"why": before + secret + after}, ensure_ascii=escaped)
+        )
         assert secret not in json.loads(text)["why"] or secret in HIDDEN + after + HIDDEN + before
 
 
@@ -105,7 +180,9 @@ def test_a_stream_without_secrets() -> None:
     kept = io.StringIO()
     stream = RedactedStream(kept, {"WANDB_API_KEY": "0123456789abcdef"})
     pprint.pprint({"my_token": "tok-abc-998877", "step": 3}, stream=stream)
-    assert kept.getvalue() == f"{{'my_token': '{HIDDEN}', 'step': 3}}\n", "it is written in pieces, and seen as a whole"
+    assert kept.getvalue() == f"{{'my_token': '{HIDDEN}', 'step': 3}}\n", (
+        "it is written in pieces, and seen as a whole"
+    )
     assert stream.write("half 0123456789") == 15
     assert kept.getvalue().endswith("3}\n")
     stream.write("abcdef of a line\nand")

@@ -27,8 +27,13 @@ def config(root: Path, **trainer: Any) -> dict[str, Any]:
             "rollout": {"n": 8, "nnodes": 1, "n_gpus_per_node": 1, "tensor_model_parallel_size": 1},
         },
         "trainer": {
-            "project_name": "p", "resume_mode": "auto", "resume_from_path": None, "default_local_dir": str(root),
-            "nnodes": 1, "n_gpus_per_node": 1, **trainer,
+            "project_name": "p",
+            "resume_mode": "auto",
+            "resume_from_path": None,
+            "default_local_dir": str(root),
+            "nnodes": 1,
+            "n_gpus_per_node": 1,
+            **trainer,
         },
     }
 
@@ -68,7 +73,10 @@ def test_one_that_is_asked_for_by_its_path_is_used_or_an_error(tmp_path: Path) -
     found = origin(asked).found
     assert found is not None and found.folder == older
     (older / "x").write_text("y")
-    with pytest.raises(CheckpointError, match="trainer.resume_from_path is refused: .*global_step_4 is damaged: the contents of x"):
+    with pytest.raises(
+        CheckpointError,
+        match="trainer.resume_from_path is refused: .*global_step_4 is damaged: the contents of x",
+    ):
         origin(asked)
     assert newer.exists(), "no other one is taken instead"
 
@@ -97,7 +105,9 @@ def test_a_run_with_a_ledger_goes_on_from_its_own_checkpoints_only(tmp_path: Pat
     said: list[str] = []
     found = origin(config(tmp_path), said)
     assert found.found is not None and (found.found.folder, found.run) == (own, run)
-    assert "global_step_15 is of run " in said[0] and said[0].endswith(f"; the ledger in the run directory is of run {run}")
+    assert "global_step_15 is of run " in said[0] and said[0].endswith(
+        f"; the ledger in the run directory is of run {run}"
+    )
     asked = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(other)))
     assert asked.found is not None and asked.found.folder == other, "it was asked for by name"
 
@@ -111,8 +121,14 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"resume_mode": "maybe"}, "trainer.resume_mode must be one of auto, disable, resume_path, got 'maybe'"),
-        ({"resume_mode": "resume_path"}, "trainer.resume_from_path must be a folder global_step_N .* got None"),
+        (
+            {"resume_mode": "maybe"},
+            "trainer.resume_mode must be one of auto, disable, resume_path, got 'maybe'",
+        ),
+        (
+            {"resume_mode": "resume_path"},
+            "trainer.resume_from_path must be a folder global_step_N .* got None",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
@@ -128,7 +144,9 @@ def tensors(folder: Path, shape: tuple[int, ...]) -> str:
 
 
 def test_a_model_is_known_by_its_shape_and_not_by_its_place(tmp_path: Path) -> None:
-    one, same, other = (tensors(tmp_path / name, shape) for name, shape in (("a", (2, 3)), ("b", (2, 3)), ("c", (3, 2))))
+    one, same, other = (
+        tensors(tmp_path / name, shape) for name, shape in (("a", (2, 3)), ("b", (2, 3)), ("c", (3, 2)))
+    )
     assert model_of(one) == model_of(same) != model_of(other)
 
 
@@ -136,7 +154,10 @@ def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
     assert model_of("org/name") == "org/name"
     raw = config(tmp_path)
     placement = placement_of(raw, None, ["logp"], "pools")
-    assert identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")["actor_rollout_ref.model.path"] == "some/model"
+    assert (
+        identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")["actor_rollout_ref.model.path"]
+        == "some/model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,7 +171,10 @@ def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
         ({"max_actor_ckpt_to_keep": 0}, "trainer.max_actor_ckpt_to_keep must be >= 1, or null"),
         ({"max_critic_ckpt_to_keep": "many"}, "trainer.max_critic_ckpt_to_keep must be >= 1, or null"),
         ({"resume_from_path": "/nowhere"}, "trainer.resume_from_path must be left out with resume_mode=auto"),
-        ({"resume_mode": "resume_path", "resume_from_path": "/nowhere"}, "trainer.resume_from_path must be a folder"),
+        (
+            {"resume_mode": "resume_path", "resume_from_path": "/nowhere"},
+            "trainer.resume_from_path must be a folder",
+        ),
     ],
 )
 def test_keys_that_say_when_and_from_where(tmp_path: Path, trainer: dict[str, Any], rule: str) -> None:
@@ -163,7 +187,11 @@ def test_keys_that_say_when_and_from_where(tmp_path: Path, trainer: dict[str, An
 def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     below = config(tmp_path / "file" / "below", save_freq=2)
-    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir must be a folder that can be written to .*file cannot; name another"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.default_local_dir must be a folder that can be written to .*file cannot; name "
+        r"another",
+    ):
         check_keys(below)
     below["trainer"]["save_freq"] = -1
     check_keys(below)
@@ -171,7 +199,9 @@ def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
-def test_a_place_that_cannot_be_looked_at_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_looked_at_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(path: Path, **_: Any) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -187,9 +217,17 @@ def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: s
         where["checkpoint"] = contents
         return raw
 
-    check_keys(with_contents(save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=["model", "optimizer", "extra"]))
+    check_keys(
+        with_contents(
+            save_contents=["model", "optimizer", "extra", "hf_model"],
+            load_contents=["model", "optimizer", "extra"],
+        )
+    )
     for name in ("save_contents", "load_contents"):
-        with pytest.raises(ConfigError, match=rf"checkpoint\.{name} must have model, optimizer, extra, .*got \['model'\]; leave it out"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"checkpoint\.{name} must have model, optimizer, extra, .*got \['model'\]; leave it out",
+        ):
             check_keys(with_contents(**{name: ["model"]}))
     with pytest.raises(ConfigError, match="async_save must be False"):
         check_keys(with_contents(async_save=True))
@@ -209,12 +247,17 @@ def test_a_ledger_that_ends_before_its_checkpoint_is_not_gone_on_with(tmp_path: 
     ledger = tmp_path / "ledger.jsonl"
 
     def write(last: int, run: str) -> None:
-        ledger.write_text("".join(json.dumps({"n": n, "kind": "opened", "run": run}) + "\n" for n in range(1, last + 1)))
+        ledger.write_text(
+            "".join(json.dumps({"n": n, "kind": "opened", "run": run}) + "\n" for n in range(1, last + 1))
+        )
 
     write(7, made.run)
     check_ledger(tmp_path, found)
     write(5, "another")
     check_ledger(tmp_path, found)
     write(5, made.run)
-    with pytest.raises(CheckpointError, match="ledger.jsonl ends at record 5, but global_step_4 was made after record 7: .* or move it away"):
+    with pytest.raises(
+        CheckpointError,
+        match="ledger.jsonl ends at record 5, but global_step_4 was made after record 7: .* or move it away",
+    ):
         check_ledger(tmp_path, found)

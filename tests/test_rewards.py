@@ -28,8 +28,15 @@ Make = Callable[..., RewardGuard]
 def guard() -> Iterator[Make]:
     made: list[RewardGuard] = []
 
-    def make(name: str, path: str = FILE, *, kwargs: dict[str, Any] | None = None, **limits: Any) -> RewardGuard:
-        made.append(RewardGuard(Function(path, name, kwargs or {}), Limits(**{"timeout_s": 30.0, "attempts": 1, "concurrency": 1, **limits})))
+    def make(
+        name: str, path: str = FILE, *, kwargs: dict[str, Any] | None = None, **limits: Any
+    ) -> RewardGuard:
+        made.append(
+            RewardGuard(
+                Function(path, name, kwargs or {}),
+                Limits(**{"timeout_s": 30.0, "attempts": 1, "concurrency": 1, **limits}),
+            )
+        )
         return made[-1]
 
     yield make
@@ -86,7 +93,9 @@ SAID = {
 
 
 @pytest.mark.parametrize("word", [*SAID, "code"])
-def test_what_a_pool_or_an_event_loop_would_not_survive_is_an_error_as_any_other(guard: Make, word: str) -> None:
+def test_what_a_pool_or_an_event_loop_would_not_survive_is_an_error_as_any_other(
+    guard: Make, word: str
+) -> None:
     strange = guard("strange", attempts=2)
     (error,) = score(strange, word)
     assert isinstance(error, RewardError)
@@ -100,7 +109,9 @@ def test_so_is_that_of_a_service(guard: Make, word: str) -> None:
     first, second, third = score(service, word, "0", "60")
     assert str(first) == f"raised: unusual: {SAID[word]}"
     assert second == 1.0
-    assert str(third) == "timeout: unusual took more than 0.2 s", "its own cancellation is not taken for the function's"
+    assert str(third) == "timeout: unusual took more than 0.2 s", (
+        "its own cancellation is not taken for the function's"
+    )
 
 
 def test_a_caller_that_gives_up_is_told_nothing_else(guard: Make) -> None:
@@ -125,7 +136,9 @@ def test_in_the_thread_of_an_event_loop_only_errors_are_raised(word: str) -> Non
     ordinary = word == "two"
     with pytest.raises(Exception, match=SAID[word].partition(" ")[2]) as caught:
         asyncio.run(asyncio.wait_for(ask(), 30))
-    assert isinstance(caught.value, RewardError) is not ordinary, "what the function raised is what the run ends with"
+    assert isinstance(caught.value, RewardError) is not ordinary, (
+        "what the function raised is what the run ends with"
+    )
 
 
 def test_what_a_function_has_started_ends_with_it(guard: Make, tmp_path: Path) -> None:
@@ -172,12 +185,16 @@ def test_a_service_that_does_not_answer_is_given_up(guard: Make) -> None:
     assert str(found[1]) == "timeout: service took more than 0.2 s"
 
 
-def test_an_error_that_quotes_a_secret_does_not_carry_it_on(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_quotes_a_secret_does_not_carry_it_on(
+    guard: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def tells(**_: Any) -> float:
         raise ValueError("HF said hf_secret_0123")
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret_0123")
-    monkeypatch.setattr(redaction, "_hider_of_this_process", lambda: redaction.hider_of(os.environ, for_programs=True))
+    monkeypatch.setattr(
+        redaction, "_hider_of_this_process", lambda: redaction.hider_of(os.environ, for_programs=True)
+    )
     monkeypatch.setattr(Function, "load", lambda self: tells)
     (error,) = score(guard("any"), "46")
     assert str(error) == "raised: any: ValueError: HF said ***"
@@ -210,7 +227,9 @@ def test_one_bad_answer_takes_no_other_down(guard: Make) -> None:
 
 def test_as_many_scores_as_answers(guard: Make) -> None:
     found = score(guard("many", batch=2), "46", "short")
-    assert {str(error) for error in found} == {"invalid: 2 answers must get a list of as many scores, got [1.0]"}
+    assert {str(error) for error in found} == {
+        "invalid: 2 answers must get a list of as many scores, got [1.0]"
+    }
 
 
 def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path) -> None:
@@ -248,7 +267,11 @@ def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
     )
     script = tmp_path / "hog.py"
     script.write_text(hog)
-    with subprocess.Popen([sys.executable, str(script)], cwd=Path(FILE).parents[1], env={**os.environ, "PYTHONPATH": str(Path(FILE).parents[1])}) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=Path(FILE).parents[1],
+        env={**os.environ, "PYTHONPATH": str(Path(FILE).parents[1])},
+    ) as parent:
         deadline = time.monotonic() + 60
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < deadline
@@ -258,14 +281,20 @@ def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
     child.wait(timeout=10)
 
 
-@pytest.mark.parametrize(("path", "name"), [(FILE, "nothing"), ("nowhere.py", "one"), ("pkg://no.such.package", "one"), ("file://x.txt", "one")])
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(FILE, "nothing"), ("nowhere.py", "one"), ("pkg://no.such.package", "one"), ("file://x.txt", "one")],
+)
 def test_a_function_that_is_not_there(path: str, name: str) -> None:
     with pytest.raises(ConfigError, match="correct path and name"):
         RewardGuard(Function(path, name, {}), Limits(timeout_s=1.0))
 
 
 def test_a_function_of_a_package() -> None:
-    assert Function("pkg://recipe.async_pipeline.toy.reward", "compute_score", {}).load()("toy", "46", "46") == 1.0
+    assert (
+        Function("pkg://recipe.async_pipeline.toy.reward", "compute_score", {}).load()("toy", "46", "46")
+        == 1.0
+    )
 
 
 @pytest.mark.parametrize("good", [0, 1.5, True, {"score": 2}])

@@ -26,10 +26,14 @@ from recipe.async_pipeline.watch import Screen, descendants
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEADLINE_S = 60.0
 
-SLEEPER = "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); print(p.pid)"
+SLEEPER = (
+    "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); "
+    "print(p.pid)"
+)
 """Starts a sleeping child, says its number and ends."""
 IGNORES_CTRL_C = (
-    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print({mark!r}, 'ready', flush=True); "
+    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print({mark!r}, 'ready', "
+    "flush=True); "
     "time.sleep(1000)"
 )
 HURRIED = (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`async-pipeline ledger RUN`: does the ledger of a run hold together? Exit status 0 if it does, 1 if not.
 
-A line that was not written to its end is no violation where a process was killed: at the end of the file, or before the
+A line that was not written to its end is no violation where a process was killed: at the end of the file, or
+before the
 record of the process that went on.
 """
 
@@ -22,7 +23,9 @@ NAME = "ledger.jsonl"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`ledger RUN [--json]`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help=f"a run directory, such as outputs/smoke/latest, or its {NAME}")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help=f"a run directory, such as outputs/smoke/latest, or its {NAME}"
+    )
     parser.add_argument("--json", action="store_true", help="print what was found as one JSON object")
 
 
@@ -57,7 +60,10 @@ def audit_file(path: Path) -> Audit:
     found.void = void
     found.processes += sum(not counts(place, number) for place, number in resumptions)
     if found.status == "running" and _completed(file.with_name("summary.json")):
-        found.violations.append("summary.json says that the run completed, but the ledger has no end: its last records are missing")
+        found.violations.append(
+            "summary.json says that the run completed, but the ledger has no end: its last records are "
+            "missing"
+        )
         found.num_violations += 1
     return found
 
@@ -91,7 +97,9 @@ def _number(record: Mapping[str, Any]) -> int:
 
 def in_words(found: Audit) -> list[str]:
     """Lines for a person."""
-    state = {"completed": "completed", "running": "has not ended, or was killed"}.get(found.status, found.status)
+    state = {"completed": "completed", "running": "has not ended, or was killed"}.get(
+        found.status, found.status
+    )
     times = found.processes - 1 + found.begun_elsewhere
     resumed = f", resumed {'once' if times == 1 else f'{times} times'}" if times else ""
     elsewhere = "; those before are in another ledger" if found.begun_elsewhere else ""
@@ -100,7 +108,8 @@ def in_words(found: Audit) -> list[str]:
         f"run          {state} after step {found.steps}{resumed}{again}",
         f"prompts      {found.dispatched} dispatched = {found.trained} trained + {found.filtered} filtered + "
         f"{found.expired} expired + {found.failed} failed + {found.in_flight} in flight",
-        f"answers      {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were answered again",
+        f"answers      {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were "
+        "answered again",
         f"lag          at most {found.lag_max}; {found.max_lag} is allowed",
     ]
     if found.ok:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that no step may train on: what is wrong with them, what becomes of their group, and who wrote them.
+"""Answers that no step may train on: what is wrong with them, what becomes of their group, and who wrote
+them.
 
-    an answer ──► flaws_of ──►┐                     ┌─► fail: the run ends, and says which replica and version it was
-    its group ──► flaws_of_group ──► BadData.judge ─┼─► drop: answered again, `attempts` times in all; then the prompt is
-                                                    │         quarantined, its group failed, and another prompt drawn
+    an answer ──► flaws_of ──►┐                     ┌─► fail: the run ends, and says which replica and version
+    it was
+    its group ──► flaws_of_group ──► BadData.judge ─┼─► drop: answered again, `attempts` times in all; then
+    the prompt is
+                                                    │         quarantined, its group failed, and another
+                                                    prompt drawn
                                                     └─► keep: counted, and trained
 
 Pure: takes plain numbers, imports neither verl nor ray nor torch.
@@ -45,11 +49,15 @@ class Policies:
     """What becomes of a group, by what is wrong with it; see `POLICIES`."""
 
     nonfinite_logprobs: str = "fail"
-    """The rollout said NaN or infinity for the log-probability of a token. Its replica computes nonsense, or its weights are."""
+    """The rollout said NaN or infinity for the log-probability of a token. Its replica computes nonsense,
+    or its weights are.
+    """
     empty_answer: str = "drop"
     """An answer without a token."""
     all_masked: str = "drop"
-    """No token of any answer counts, as where all are too long: there is nothing to learn, but what a KL term says."""
+    """No token of any answer counts, as where all are too long: there is nothing to learn, but what a KL
+    term says.
+    """
     long_prompt: str = "drop"
     """More tokens than data.max_prompt_length; keep: verl cuts off its beginning."""
     missing_answers: str = "drop"
@@ -73,9 +81,17 @@ class Flaw(NamedTuple):
 
 
 def flaws_of(
-    key: str, *, prompt_tokens: int, prompt_limit: int, answer_tokens: int, logprobs: Sequence[Any] | None, writer: Callable[[int], str]
+    key: str,
+    *,
+    prompt_tokens: int,
+    prompt_limit: int,
+    answer_tokens: int,
+    logprobs: Sequence[Any] | None,
+    writer: Callable[[int], str],
 ) -> list[Flaw]:
-    """What is wrong with one answer. `logprobs`: of its tokens, None if not asked for; `writer`: who wrote token i."""
+    """What is wrong with one answer. `logprobs`: of its tokens, None if not asked for; `writer`: who wrote
+    token i.
+    """
     found = []
     if answer_tokens == 0:
         found.append(Flaw("empty_answer", f"answer {key} has no token", writer(0)))
@@ -84,20 +100,31 @@ def flaws_of(
     bad = [i for i, value in enumerate(logprobs or ()) if not is_finite(value)]
     if bad:
         assert logprobs is not None
-        why = f"{len(bad)} of {len(logprobs)} log-probs of answer {key} are not finite, the first {logprobs[bad[0]]!r} at token {bad[0]}"
+        why = (
+            f"{len(bad)} of {len(logprobs)} log-probs of answer {key} are not finite, the first "
+            f"{logprobs[bad[0]]!r} at token {bad[0]}"
+        )
         found.append(Flaw("nonfinite_logprobs", why, writer(bad[0])))
     return found
 
 
-def flaws_of_group(*, expected: int, present: int, unmasked: Sequence[int], unscored: Collection[str]) -> list[Flaw]:
+def flaws_of_group(
+    *, expected: int, present: int, unmasked: Sequence[int], unscored: Collection[str]
+) -> list[Flaw]:
     """What is wrong with a group as a whole.
 
-    `expected` answers were asked for, `present` came, flawed ones included; `unmasked`: tokens that count, of each
+    `expected` answers were asked for, `present` came, flawed ones included; `unmasked`: tokens that count, of
+    each
     answer without flaw; `unscored`: why some have no score.
     """
     found = []
     if present < expected:
-        found.append(Flaw("missing_answers", f"{expected - present} of {expected} answers are missing: the agent loop returned nothing"))
+        found.append(
+            Flaw(
+                "missing_answers",
+                f"{expected - present} of {expected} answers are missing: the agent loop returned nothing",
+            )
+        )
     if unmasked and not any(unmasked):
         found.append(Flaw("all_masked", f"no token of its {len(unmasked)} answers counts"))
     return found + [Flaw(NO_SCORE, why) for why in unscored]
@@ -126,8 +153,12 @@ class Verdict(NamedTuple):
 class BadData:
     """What a run has met, and which prompts it has given up."""
 
-    def __init__(self, policies: Mapping[str, str], attempts: int, say: Callable[[str], None] = lambda line: None) -> None:
-        """`policies`: by kind; `attempts`: times that a prompt is answered. `say` gets a line for the user for the first of each kind."""
+    def __init__(
+        self, policies: Mapping[str, str], attempts: int, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`policies`: by kind; `attempts`: times that a prompt is answered. `say` gets a line for the user
+        for the first of each kind.
+        """
         self.counts: Counter[str] = Counter()
         """Groups by kind; one with several flaws counts for each kind once."""
         self.writers: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -139,7 +170,8 @@ class BadData:
         self._groups = self._dropped = 0
 
     def judge(self, uid: str, prompt: str, flaws: Sequence[Flaw]) -> Verdict | None:
-        """What becomes of a group that is answered; None: it is trained. `prompt`: the same for the same prompt.
+        """What becomes of a group that is answered; None: it is trained. `prompt`: the same for the same
+        prompt.
 
         Raises BadDataError: its kind ends the run, or more than half of all groups were dropped.
         """
@@ -157,7 +189,9 @@ class BadData:
         return Verdict(str(worst), again)
 
     def refuse(self, prompt: str) -> Verdict | None:
-        """None, unless the prompt is quarantined: then nobody needs to answer it. Raises BadDataError, as `judge`."""
+        """None, unless the prompt is quarantined: then nobody needs to answer it. Raises BadDataError, as
+        `judge`.
+        """
         found = self.quarantined.get(prompt)
         if found is None:
             return None
@@ -167,10 +201,15 @@ class BadData:
 
     def metrics(self) -> dict[str, float]:
         """Groups so far, by kind, and quarantined prompts."""
-        return {**{f"bad_data/{kind}": float(self.counts[kind]) for kind in KINDS}, "bad_data/quarantined": float(len(self.quarantined))}
+        return {
+            **{f"bad_data/{kind}": float(self.counts[kind]) for kind in KINDS},
+            "bad_data/quarantined": float(len(self.quarantined)),
+        }
 
     def summary(self) -> dict[str, Any]:
-        """For `summary.json`: what was met, by kind and by who wrote it, and the first prompts that were given up."""
+        """For `summary.json`: what was met, by kind and by who wrote it, and the first prompts that were
+        given up.
+        """
         shown = list(self.quarantined.values())[:SHOWN]
         return {
             "groups": {kind: self.counts[kind] for kind in KINDS if self.counts[kind]},
@@ -192,7 +231,9 @@ class BadData:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after an earlier process."""
         self.counts, self._failures = Counter(state["counts"]), Counter(state["failures"])
-        self.quarantined = {prompt: (str(uid), str(why)) for prompt, (uid, why) in state["quarantined"].items()}
+        self.quarantined = {
+            prompt: (str(uid), str(why)) for prompt, (uid, why) in state["quarantined"].items()
+        }
         self._groups, self._dropped = int(state["groups"]), int(state["dropped"])
 
     def _count(self, uid: str, flaws: Sequence[Flaw]) -> Flaw | None:
@@ -203,7 +244,9 @@ class BadData:
             if flaw.writer:
                 self.writers[flaw.writer][kind] += 1
             if self._policies[kind] == "fail":
-                raise BadDataError(f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to go on without such groups")
+                raise BadDataError(
+                    f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to go on without such groups"
+                )
             if self.counts[kind] == 1:
                 self._say(f"bad data, {self._policies[kind]} as {_knob(kind)} says: group {uid}: {flaw}")
         return next((flaw for kind, flaw in first.items() if self._policies[kind] == "drop"), None)
@@ -212,7 +255,9 @@ class BadData:
         self._groups += 1
         self._dropped += 1
         if self._dropped >= MANY_DROPPED and self._dropped > self._groups / 2:
-            raise BadDataError(f"{self._dropped} of {self._groups} groups could not be used; the last, because {why}")
+            raise BadDataError(
+                f"{self._dropped} of {self._groups} groups could not be used; the last, because {why}"
+            )
 
 
 def _knob(kind: str) -> str:

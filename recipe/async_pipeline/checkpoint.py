@@ -9,9 +9,12 @@
         ...
       latest_checkpointed_iteration.txt    for verl's tools
 
-A checkpoint is written into a folder that nobody reads. When every file in it, and last its manifest, has reached the
-disk, a rename publishes it. So a crash leaves either all of it or a `.part`, which the next process removes. What is
-published can still be damaged or strange; it is therefore checked before it is used, and refused with the reason.
+A checkpoint is written into a folder that nobody reads. When every file in it, and last its manifest, has
+reached the
+disk, a rename publishes it. So a crash leaves either all of it or a `.part`, which the next process removes.
+What is
+published can still be damaged or strange; it is therefore checked before it is used, and refused with the
+reason.
 
 This module knows files and manifests only; what is in a checkpoint, see `verl_bridge.checkpoints`.
 """
@@ -91,7 +94,8 @@ def begin(root: Path, step: int) -> Path:
 def publish(part: Path, *, step: int, run: str, identity: Mapping[str, str], saved_unix: float) -> Path:
     """Make what was written a checkpoint; blocks until the disk has it. Returns its folder.
 
-    One of the same step that is there, refused or of another run, is replaced. Raises OSError: the disk does not take it.
+    One of the same step that is there, refused or of another run, is replaced. Raises OSError: the disk does
+    not take it.
     """
     files = sorted(path for path in part.rglob("*") if path.is_file())
     with ThreadPoolExecutor(HASH_THREADS) as threads:
@@ -125,7 +129,11 @@ def prune(root: Path, run: str, keep: int | None) -> list[Path]:
     """Delete a run's oldest checkpoints until `keep` are left; None keeps all. Returns those deleted."""
     if keep is None or keep < 1:
         return []
-    own = [folder for folder in published(root) if (found := _manifest_of(folder)) is not None and found.run == run]
+    own = [
+        folder
+        for folder in published(root)
+        if (found := _manifest_of(folder)) is not None and found.run == run
+    ]
     for folder in own[keep:]:
         remove(folder)
     return own[keep:]
@@ -143,21 +151,33 @@ def sweep(root: Path) -> None:
 
 def published(root: Path) -> list[Path]:
     """All checkpoints, the one that was written last first."""
-    found = [path for path in root.iterdir() if _PUBLISHED.fullmatch(path.name) and path.is_dir()] if root.is_dir() else []
+    found = (
+        [path for path in root.iterdir() if _PUBLISHED.fullmatch(path.name) and path.is_dir()]
+        if root.is_dir()
+        else []
+    )
     return sorted(found, key=_written, reverse=True)
 
 
 def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None) -> Manifest:
-    """Read all of a checkpoint. Raises CheckpointError: it is torn, or of a run that is not like this one, or not `run`."""
+    """Read all of a checkpoint. Raises CheckpointError: it is torn, or of a run that is not like this one,
+    or not `run`.
+    """
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} is not there")
     if not (checkpoint / MANIFEST).is_file():
-        raise CheckpointError(f"{checkpoint} has no {MANIFEST}: it was not written by this pipeline, or not to its end")
+        raise CheckpointError(
+            f"{checkpoint} has no {MANIFEST}: it was not written by this pipeline, or not to its end"
+        )
     manifest = _manifest_of(checkpoint)
     if manifest is None or manifest.sealed() != manifest:
-        raise CheckpointError(f"{checkpoint} is damaged: its {MANIFEST} cannot be read, or is not what was written")
+        raise CheckpointError(
+            f"{checkpoint} is damaged: its {MANIFEST} cannot be read, or is not what was written"
+        )
     if manifest.format != FORMAT:
-        raise CheckpointError(f"{checkpoint} has format {manifest.format}; this version of the pipeline reads {FORMAT}")
+        raise CheckpointError(
+            f"{checkpoint} has format {manifest.format}; this version of the pipeline reads {FORMAT}"
+        )
     if checkpoint.name != f"global_step_{manifest.step}":
         raise CheckpointError(f"{checkpoint} says that it is of step {manifest.step}; it was renamed")
     _check_whose(checkpoint, manifest, identity, run)
@@ -174,13 +194,20 @@ def _check_whose(checkpoint: Path, manifest: Manifest, identity: Mapping[str, st
     for name in sorted({*manifest.identity, *identity}):
         theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
         if theirs != ours:
-            raise CheckpointError(f"{checkpoint} is of another run: {name} was {theirs} there and is {ours} here")
+            raise CheckpointError(
+                f"{checkpoint} is of another run: {name} was {theirs} there and is {ours} here"
+            )
     if run not in (None, manifest.run):
-        raise CheckpointError(f"{checkpoint} is of run {manifest.run}; the ledger in the run directory is of run {run}")
+        raise CheckpointError(
+            f"{checkpoint} is of run {manifest.run}; the ledger in the run directory is of run {run}"
+        )
 
 
-def newest(root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]) -> Found | None:
-    """The last checkpoint that can be used, of a certain run or of any (None); `say` hears one line of each that cannot.
+def newest(
+    root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]
+) -> Found | None:
+    """The last checkpoint that can be used, of a certain run or of any (None); `say` hears one line of each
+    that cannot.
 
     None: there is none at all.
 
@@ -196,7 +223,8 @@ def newest(root: Path, identity: Mapping[str, str], run: str | None, say: Callab
     if refused:
         raise ConfigError(
             f"trainer.resume_mode=auto found no checkpoint in {root} that it can use; the newest is refused: "
-            f"{refused[0]}; set trainer.resume_mode=disable to begin anew, resume_path to go on from one of them, or another trainer.default_local_dir"
+            f"{refused[0]}; set trainer.resume_mode=disable to begin anew, resume_path to go on from one "
+            "of them, or another trainer.default_local_dir"
         )
     return None
 

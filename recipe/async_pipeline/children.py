@@ -12,7 +12,9 @@ _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 
 
 def end_with_parent() -> None:
-    """Be killed when the thread that started this process has ended, however it ends. Does nothing but on Linux."""
+    """Be killed when the thread that started this process has ended, however it ends. Does nothing but on
+    Linux.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `async-pipeline`: one literal table of subcommands, each a module that is loaded when asked for.
+"""The command `async-pipeline`: one literal table of subcommands, each a module that is loaded when asked
+for.
 
 Such a module has `add_arguments(parser)` and `run(args) -> int`. Exit status: 0 all is well, 2 the user's
 mistake (usage, configuration, patches), 1 ours.
@@ -34,19 +35,39 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.bench.command", "measure our strategies and verl's own trainers side by side"
     ),
     "doctor": Subcommand("recipe.async_pipeline.doctor", "check what a run needs, and say how to mend it"),
-    "explain": Subcommand("recipe.async_pipeline.explain", "print the plan of a training command, without starting Ray"),
-    "ledger": Subcommand("recipe.async_pipeline.audit", "check that a run lost no prompt and trained none twice"),
+    "explain": Subcommand(
+        "recipe.async_pipeline.explain", "print the plan of a training command, without starting Ray"
+    ),
+    "ledger": Subcommand(
+        "recipe.async_pipeline.audit", "check that a run lost no prompt and trained none twice"
+    ),
     "patch": Subcommand(
         "recipe.async_pipeline.verl_bridge.patch_command",
         "fetch the pinned verl; apply, revert or refresh patches",
     ),
-    "plan": Subcommand("recipe.async_pipeline.sim.plan_command", "search devices, pools, strategy and lag for a profile; may say: do not"),
-    "profile": Subcommand("recipe.async_pipeline.sim.profile_command", "extract a profile from a run, for simulate and plan"),
-    "report": Subcommand("recipe.async_pipeline.observe.report", "write report.html of a run, or of two side by side"),
-    "simulate": Subcommand("recipe.async_pipeline.sim.simulate_command", "run the pipeline in virtual time on any number of devices"),
-    "soak": Subcommand("recipe.async_pipeline.soak.command", "run the small task on the real stack under injected faults, and check that nothing is lost"),
+    "plan": Subcommand(
+        "recipe.async_pipeline.sim.plan_command",
+        "search devices, pools, strategy and lag for a profile; may say: do not",
+    ),
+    "profile": Subcommand(
+        "recipe.async_pipeline.sim.profile_command", "extract a profile from a run, for simulate and plan"
+    ),
+    "report": Subcommand(
+        "recipe.async_pipeline.observe.report", "write report.html of a run, or of two side by side"
+    ),
+    "simulate": Subcommand(
+        "recipe.async_pipeline.sim.simulate_command",
+        "run the pipeline in virtual time on any number of devices",
+    ),
+    "soak": Subcommand(
+        "recipe.async_pipeline.soak.command",
+        "run the small task on the real stack under injected faults, and check that nothing is lost",
+    ),
     "task": Subcommand("recipe.async_pipeline.toy.command", "make the small model and data of the smoke run"),
-    "watch": Subcommand("recipe.async_pipeline.watch", "run a training command: show its steps, log the rest, leave nothing behind"),
+    "watch": Subcommand(
+        "recipe.async_pipeline.watch",
+        "run a training command: show its steps, log the rest, leave nothing behind",
+    ),
 }
 
 
@@ -82,7 +103,9 @@ def _version() -> str:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that whoever has started processes ends them."""
+    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that whoever has started processes
+    ends them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -24,10 +24,14 @@ from .verl_bridge.patches import find_verl_root
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline explain`."""
-    parser.add_argument("--config-path", type=Path, metavar="DIR", help="as verl's entry point takes it (default: verl's own)")
+    parser.add_argument(
+        "--config-path", type=Path, metavar="DIR", help="as verl's entry point takes it (default: verl's own)"
+    )
     parser.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="(default: %(default)s)")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides, as for the training command")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides, as for the training command"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     set_verls_keys(config, found)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
-    plan = plan_of({str(k): v for k, v in resolved.items()}, found.translation.config, found.placement, found.old_logp)
+    plan = plan_of(
+        {str(k): v for k, v in resolved.items()}, found.translation.config, found.placement, found.old_logp
+    )
     notes = found.translation.notes
     if args.as_json:
         echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))

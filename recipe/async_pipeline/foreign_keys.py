@@ -37,7 +37,8 @@ class Draft:
         """Raises ConfigError: another key said something else."""
         if name in self.values and self.values[name] != value:
             raise ConfigError(
-                f"{source} asks for {name}={value} but {self.sources[name]} for {self.values[name]}; keep one of them"
+                f"{source} asks for {name}={value} but {self.sources[name]} for {self.values[name]}; keep "
+                "one of them"
             )
         self.values[name] = value
         self.sources.setdefault(name, source)
@@ -53,14 +54,18 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
     if own.get("single_mini_batch") is True:
         if batches not in (None, 1):
             raise ConfigError(
-                f"{OWN}.single_mini_batch=True is one mini-batch a step, but {draft.sources['require_batches']} asks for "
+                f"{OWN}.single_mini_batch=True is one mini-batch a step, but "
+                f"{draft.sources['require_batches']} asks for "
                 f"{batches}; keep one of them"
             )
         found[_MINI_BATCH] = batch
     if own.get("old_logp") == "rollout":
         found[BYPASS] = True
     elif own.get("old_logp") is not None and select(raw, BYPASS):
-        raise ConfigError(f"{BYPASS}=True takes old log-probs from the rollout, but {OWN}.old_logp={own['old_logp']}; keep one of them")
+        raise ConfigError(
+            f"{BYPASS}=True takes old log-probs from the rollout, but {OWN}.old_logp={own['old_logp']}; "
+            "keep one of them"
+        )
     return found | _loss(raw, draft)
 
 
@@ -71,17 +76,23 @@ def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
     own = select(raw, f"{POLICY_LOSS}.loss_mode")
     if own not in (None, "vanilla", mode):
         raise ConfigError(
-            f"{draft.sources['loss_mode']} asks for the loss {mode} but {POLICY_LOSS}.loss_mode for {own}; keep one of them"
+            f"{draft.sources['loss_mode']} asks for the loss {mode} but {POLICY_LOSS}.loss_mode for {own}; "
+            "keep one of them"
         )
     # ROLL's default, where verl has none.
-    tau = {f"{POLICY_LOSS}.dro_beta": 0.1} if mode == "dro" and select(raw, f"{POLICY_LOSS}.dro_beta") is None else {}
+    tau = (
+        {f"{POLICY_LOSS}.dro_beta": 0.1}
+        if mode == "dro" and select(raw, f"{POLICY_LOSS}.dro_beta") is None
+        else {}
+    )
     return {f"{POLICY_LOSS}.loss_mode": mode, **tau}
 
 
 def quota(draft: Draft, own_every: Any) -> list[str]:
     """The lag that a staleness threshold and a number of steps between publications come down to together.
 
-    verl lets (1 + threshold) x steps x batch groups be in flight or wait; that is one batch more than the lag.
+    verl lets (1 + threshold) x steps x batch groups be in flight or wait; that is one batch more than the
+    lag.
     `own_every`: what our own knob says of the steps, if anything; checked later.
     """
     threshold, every = draft.values.get("staleness_threshold"), draft.values.get("sync_every")
@@ -94,7 +105,9 @@ def quota(draft: Draft, own_every: Any) -> list[str]:
     batches = (1 + (threshold or 0)) * (every or 1)
     source = " and ".join(sources)
     lag = _propose_lag(batches - 1, draft, source)
-    return [f"{batches:g} {'batch' if batches == 1 else 'batches'} in flight or waiting, by {source} -> {lag}"]
+    return [
+        f"{batches:g} {'batch' if batches == 1 else 'batches'} in flight or waiting, by {source} -> {lag}"
+    ]
 
 
 def groups_of_roles(draft: Draft) -> list[str]:
@@ -130,14 +143,20 @@ def _kept(path: str, name: str, meaning: str) -> Callable[[Any, Draft], str]:
 def _generate_ahead(value: Any, draft: Draft) -> str:
     path = "trainer.generate_ahead_steps"
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_LAG + 1:
-        raise ConfigError(f"{path} must be a whole number >= 1 and at most {MOST_LAG + 1}, got {value!r}; 1 is on-policy, 2 is one-step-off")
+        raise ConfigError(
+            f"{path} must be a whole number >= 1 and at most {MOST_LAG + 1}, got {value!r}; 1 is "
+            "on-policy, 2 is one-step-off"
+        )
     return _propose_lag(value - 1, draft, path)
 
 
 def _generation_ratio(value: Any, draft: Draft) -> str:
     path = "async_generation_ratio"
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_LAG:
-        raise ConfigError(f"{path} must be a number >= 0 and at most {MOST_LAG}, got {value!r}; 0 is on-policy, 1 is one batch ahead")
+        raise ConfigError(
+            f"{path} must be a number >= 0 and at most {MOST_LAG}, got {value!r}; 0 is on-policy, 1 is one "
+            "batch ahead"
+        )
     return _propose_lag(float(value), draft, path)
 
 
@@ -146,7 +165,9 @@ def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
     whole, share = divmod(round(batches_ahead, 9), 1)
     lag = int(whole) + (share > 0)
     if lag > MOST_LAG:
-        raise ConfigError(f"{path} must come to a max_lag of at most {MOST_LAG}, got {lag}; ask for fewer batches ahead")
+        raise ConfigError(
+            f"{path} must come to a max_lag of at most {MOST_LAG}, got {lag}; ask for fewer batches ahead"
+        )
     draft.propose("max_lag", lag, path)
     draft.propose("oldest_share", share or 1.0, path)
     return f"max_lag={lag}" + (f", oldest_share={share:g}" if share else "")
@@ -157,7 +178,10 @@ def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[
         number = isinstance(value, int) or (isinstance(value, float) and not whole)
         if isinstance(value, bool) or not number or not least <= value <= MOST_LAG:
             what = "a whole number" if whole else "a number"
-            raise ConfigError(f"{path} must be {what} >= {least} and at most {MOST_LAG}, got {value!r}; it belongs to fully_async")
+            raise ConfigError(
+                f"{path} must be {what} >= {least} and at most {MOST_LAG}, got {value!r}; it belongs to "
+                "fully_async"
+            )
         draft.propose(name, value, path)
         draft.propose("strategy", "fully_async", path)
         return "strategy=fully_async" + (f", {name}={value}" if name == "sync_every" else "")
@@ -168,7 +192,9 @@ def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[
 def _partial_rollout(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         if not isinstance(value, bool):
-            raise ConfigError(f"{path} must be True or False, got {value!r}; False drains requests before a load")
+            raise ConfigError(
+                f"{path} must be True or False, got {value!r}; False drains requests before a load"
+            )
         draft.propose("in_flight", "keep" if value else "drain", path)
         return f"in_flight={'keep' if value else 'drain'}"
 
@@ -177,7 +203,9 @@ def _partial_rollout(path: str) -> Callable[[Any, Draft], str]:
 
 def _with_reward(value: Any, draft: Draft) -> str:
     if not isinstance(value, bool):
-        raise ConfigError(f"{_ROLLOUT}.with_reward must be True or False, got {value!r}; True scores while generation runs")
+        raise ConfigError(
+            f"{_ROLLOUT}.with_reward must be True or False, got {value!r}; True scores while generation runs"
+        )
     draft.propose("reward_while_generating", value, f"{_ROLLOUT}.with_reward")
     return f"reward_while_generating={value}"
 
@@ -194,7 +222,9 @@ def _strategy_key(path: str) -> Callable[[Any, Draft], str]:
 def _size_mb(path: str, name: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{path} must be a whole number of MB >= 1, got {value!r}; leave it out for the default")
+            raise ConfigError(
+                f"{path} must be a whole number of MB >= 1, got {value!r}; leave it out for the default"
+            )
         draft.propose(name, value, path)
         return f"{name}={value}"
 
@@ -205,7 +235,8 @@ def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         if not isinstance(value, str) or value not in LOSS_OF_VARIANT:
             raise ConfigError(
-                f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got {value!r}{hint(value, LOSS_OF_VARIANT)}; "
+                f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got "
+                f"{value!r}{hint(value, LOSS_OF_VARIANT)}; "
                 f"verl's other losses are named by {POLICY_LOSS}.loss_mode"
             )
         draft.propose("loss_mode", LOSS_OF_VARIANT[value], path)
@@ -217,7 +248,9 @@ def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
 def _require_batches(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{path} must be a whole number >= 1, got {value!r}; a step takes as many mini-batches")
+            raise ConfigError(
+                f"{path} must be a whole number >= 1, got {value!r}; a step takes as many mini-batches"
+            )
         draft.propose("require_batches", value, path)
         return f"{_BATCH} of {value} x {_MINI_BATCH}"
 
@@ -266,8 +299,14 @@ FOREIGN: tuple[ForeignKey, ...] = (
             ("sync_every", f"{prefix}trigger_parameter_sync_step", 1, True),
         )
     ),
-    *(ForeignKey((path,), _require_batches(path)) for path in ("require_batches", "async_training.require_batches")),
-    *(ForeignKey((path,), _pg_variant(path)) for path in ("pg_variant", "actor_rollout_ref.actor.pg_variant")),
+    *(
+        ForeignKey((path,), _require_batches(path))
+        for path in ("require_batches", "async_training.require_batches")
+    ),
+    *(
+        ForeignKey((path,), _pg_variant(path))
+        for path in ("pg_variant", "actor_rollout_ref.actor.pg_variant")
+    ),
     *(
         ForeignKey((path,), _partial_rollout(path))
         for path in ("partial_rollout", "async_training.partial_rollout")

@@ -13,7 +13,8 @@ is x without a gradient:
     cispo     -sg(clip(r, 1-e_low, 1+e_high)) A log pi     arXiv 2506.13585
     kimi15    -A log pi + tau/2 (log r)^2                  arXiv 2501.12599
 
-verl has four of them: PPO is its `vanilla`, REINFORCE its `gpg` (here `policy_gradient`, which adds a metric), kimi15 its
+verl has four of them: PPO is its `vanilla`, REINFORCE its `gpg` (here `policy_gradient`, which adds a
+metric), kimi15 its
 `dro`, and `cispo` is called so.
 """
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration comes down to: who computes where, how much is in flight, how old it gets, what it occupies.
+"""What a configuration comes down to: who computes where, how much is in flight, how old it gets, what it
+occupies.
 
 Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
 """
@@ -21,9 +22,24 @@ from .placement import Placement, drawing
 
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""
-ORDER_OF_BASE = {"AsyncPipelineTrainer": "drawn", "OnPolicyTrainer": "drawn", "OneStepOffTrainer": "drawn", "NStepAheadTrainer": "drawn", "FullyAsyncTrainer": "finished"}
+ORDER_OF_BASE = {
+    "AsyncPipelineTrainer": "drawn",
+    "OnPolicyTrainer": "drawn",
+    "OneStepOffTrainer": "drawn",
+    "NStepAheadTrainer": "drawn",
+    "FullyAsyncTrainer": "finished",
+}
 """What a strategy of one's own inherits."""
-ITEM_BYTES = {"float32": 4, "fp32": 4, "float16": 2, "fp16": 2, "half": 2, "bfloat16": 2, "bf16": 2, "auto": 2}
+ITEM_BYTES = {
+    "float32": 4,
+    "fp32": 4,
+    "float16": 2,
+    "fp16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "bf16": 2,
+    "auto": 2,
+}
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -67,7 +83,9 @@ class Plan:
     """Memory of each replica's devices beside its weights."""
 
 
-def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str) -> Plan:
+def plan_of(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str
+) -> Plan:
     """`config`: verl's, resolved; `placement` and `old_logp`: what its checks found."""
 
     def number(path: str) -> int:
@@ -80,7 +98,11 @@ def plan_of(config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Pl
     depth = knobs.max_lag if knobs.depth is None else knobs.depth
     oldest = share_of(knobs.oldest_share, batch)
     parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
-    nbytes = None if parameters is None else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
+    nbytes = (
+        None
+        if parameters is None
+        else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
+    )
     return Plan(
         strategy=knobs.strategy,
         max_lag=knobs.max_lag,
@@ -119,12 +141,18 @@ def _order(strategy: str) -> str:
     order = "finished" if strategy == "fully_async" else "drawn"
     if ":" in strategy:
         cls = find_class(strategy, f"{OWN}.strategy")
-        order = class_constant(cls, "order") or next((ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE), "")
-    return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(order, "in the order that it says itself")
+        order = class_constant(cls, "order") or next(
+            (ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE), ""
+        )
+    return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(
+        order, "in the order that it says itself"
+    )
 
 
 def count_parameters(model: Path) -> int | None:
-    """Out of the headers of its safetensors files, which say the shape of every tensor; None: there are none."""
+    """Out of the headers of its safetensors files, which say the shape of every tensor; None: there are
+    none.
+    """
     shapes = [shape for file in sorted(model.glob("*.safetensors")) for shape in _shapes(file)]
     if not shapes:
         return None
@@ -152,13 +180,20 @@ def in_words(plan: Plan) -> list[str]:
     """Lines for a person."""
     lines = [
         f"strategy        {plan.strategy}: a step takes groups {plan.order}",
-        f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of version "
+        f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of "
+        "version "
         f"s-{plan.max_lag + 1} or newer",
     ]
     if plan.oldest_groups == 0 < plan.max_lag:
-        lines.append(f"                but oldest_share is less than one of a step's {plan.groups_per_step} groups, so that none has lag {plan.max_lag}")
+        lines.append(
+            f"                but oldest_share is less than one of a step's {plan.groups_per_step} groups, "
+            f"so that none has lag {plan.max_lag}"
+        )
     elif plan.oldest_groups < plan.groups_per_step:
-        lines.append(f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups have lag {plan.max_lag}")
+        lines.append(
+            f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups "
+            f"have lag {plan.max_lag}"
+        )
     if plan.stale != "wait" and plan.max_lag > 0:
         what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]
         lines.append(f"                an unfinished group that holds a step up is {what}")
@@ -170,9 +205,11 @@ def in_words(plan: Plan) -> list[str]:
         f"correction      {plan.correction}",
         *_devices(plan),
         f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
-        f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} mini-batch(es), "
+        f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} "
+        "mini-batch(es), "
         f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank{_padding(plan)}",
-        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} answers, for {plan.engine_slots} "
+        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} answers, for "
+        f"{plan.engine_slots} "
         f"slots of the engines{_slots(plan)}",
         f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
     ]
@@ -183,7 +220,8 @@ def in_words(plan: Plan) -> list[str]:
 
 _OLD_LOGP = {
     "trainer": "of step s are those of version s-1, the trainer's before the step",
-    "logp_pool": "of step s are those of version s-2 (or the last published before it), computed beside step s-1",
+    "logp_pool": "of step s are those of version s-2 (or the last published before it), computed beside "
+    "step s-1",
     "rollout": "are what the engines said while they generated; none are computed",
 }
 
@@ -192,9 +230,15 @@ def _devices(plan: Plan) -> Iterator[str]:
     head, *lines = drawing(plan.placement)
     yield f"devices         {head}"
     yield from (f"                {line}" for line in lines)
-    yield f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights computes with train"
+    yield (
+        f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights "
+        "computes with train"
+    )
     if plan.reward_model_devices:
-        yield f"                and {plan.reward_model_devices} more for the reward model, which scores while answers are generated"
+        yield (
+            f"                and {plan.reward_model_devices} more for the reward model, which scores "
+            "while answers are generated"
+        )
 
 
 def _padding(plan: Plan) -> str:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps secrets out of what a run writes: configs for trackers, `run.log`, and messages about keys.
 
-A key that looks like one of a secret (`api_key`, `hf_token`, `password`) has its text replaced; so has, in lines of
-output and in the files of a run, the value of every environment variable with such a name, and the password of a URL. What
+A key that looks like one of a secret (`api_key`, `hf_token`, `password`) has its text replaced; so has, in
+lines of
+output and in the files of a run, the value of every environment variable with such a name, and the password
+of a URL. What
 does not look like a secret is not found.
 """
 
@@ -18,14 +20,23 @@ from functools import cache
 from typing import Any, TextIO
 
 HIDDEN = "***"
-_SERVICES = r"(?:wandb|openai|anthropic|azure|aws|gcp|google|hf|huggingface|swanlab|mlflow|comet|neptune|clearml)(?:[_-][a-z0-9]+)*"
+_SERVICES = (
+    r"(?:wandb|openai|anthropic|azure|aws|gcp|google|hf|huggingface|swanlab|mlflow|comet|neptune|clearml)"
+    r"(?:[_-][a-z0-9]+)*"
+)
 _NAMES = (
     rf"(?:(?:api|access|secret|private|ssh|encryption|{_SERVICES})[_-]?keys?|secrets?|credentials?|authorization|auth|bearer|cookies?"
     r"|passwords?|passphrases?|passwd|[a-z0-9]+[_-]pwd)"
 )
-_TOKEN = r"(?:(?:[a-z0-9]+[_-])*(?:auth|access|api|bearer|hf|hub|refresh|session|wandb|github|slack|http|security)[_-]?)?token"
+_TOKEN = (
+    r"(?:(?:[a-z0-9]+[_-])*"
+    r"(?:auth|access|api|bearer|hf|hub|refresh|session|wandb|github|slack|http|security)[_-]?)?token"
+)
 _KEY = re.compile(rf"(?:.*[_.-])?(?:{_NAMES}|{_TOKEN})", re.IGNORECASE)
-_OF_A_TOKENIZER = re.compile(r"(?:.*[_.-])?(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|stop|special|per|think)_token", re.IGNORECASE)
+_OF_A_TOKENIZER = re.compile(
+    r"(?:.*[_.-])?(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|stop|special|per|think)_token",
+    re.IGNORECASE,
+)
 _PAIR = re.compile(
     r"""(?<![\w.-])(?P<key>[\w.-]{1,100})(?P<between>["']?\s{0,9}[:=]\s{0,9})(?:(?P<quote>["'])(?P<quoted>.{0,2000}?)(?P=quote)|(?P<bare>[^\s"',}\])]+))"""
 )
@@ -50,7 +61,10 @@ def shown(key: str, value: Any) -> str:
 def redacted(value: Any) -> Any:
     """A copy of nested mappings and lists, without the texts under keys that look like secrets."""
     if isinstance(value, Mapping):
-        return {key: _hidden(inner) if isinstance(key, str) and looks_secret(key) else redacted(inner) for key, inner in value.items()}
+        return {
+            key: _hidden(inner) if isinstance(key, str) and looks_secret(key) else redacted(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redacted(inner) for inner in value]
     return value
@@ -60,10 +74,20 @@ def hider_of(environment: Mapping[str, str], *, for_programs: bool = False) -> C
     """What replaces the values of an environment's secrets in a text, JSON or not, and passwords of URLs."""
     secret = [value for name, value in environment.items() if looks_secret(name) or _VARIABLE.fullmatch(name)]
     # In what a program reads, a number would be found within other numbers.
-    long = [value for value in secret if len(value) >= LEAST_LENGTH and not (for_programs and _HARMLESS.fullmatch(value))]
-    values = {form for value in long for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])}
+    long = [
+        value
+        for value in secret
+        if len(value) >= LEAST_LENGTH and not (for_programs and _HARMLESS.fullmatch(value))
+    ]
+    values = {
+        form
+        for value in long
+        for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+    }
     # The longest first: one may be part of another.
-    found = re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)")
+    found = re.compile(
+        "|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)"
+    )
     return lambda text: _IN_URL.sub(rf"\1:{HIDDEN}", found.sub(HIDDEN, text))
 
 

@@ -2,7 +2,8 @@
 """From which checkpoint a run goes on, decided before anything is started.
 
 trainer.resume_mode      auto: the newest that can be used, or from the beginning where there is none;
-                         resume_path: the one in trainer.resume_from_path, or an error; disable: from the beginning.
+                         resume_path: the one in trainer.resume_from_path, or an error; disable: from the
+                         beginning.
 """
 
 from __future__ import annotations
@@ -45,14 +46,25 @@ def check_keys(config: Mapping[str, Any]) -> None:
     """Raises ConfigError: the keys of verl that say from where contradict each other."""
     mode, path = select(config, "trainer.resume_mode"), select(config, "trainer.resume_from_path")
     if mode not in MODES:
-        raise ConfigError(f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default")
+        raise ConfigError(
+            f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default"
+        )
     if mode == "resume_path" and not (isinstance(path, str) and Path(path).expanduser().is_dir()):
-        raise ConfigError(f"trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got {path!r}; set it")
+        raise ConfigError(
+            "trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got "
+            f"{path!r}; set it"
+        )
     if mode != "resume_path" and path is not None:
-        raise ConfigError(f"trainer.resume_from_path must be left out with resume_mode={mode}, got {path!r}; set resume_mode=resume_path to go on from there")
+        raise ConfigError(
+            f"trainer.resume_from_path must be left out with resume_mode={mode}, got {path!r}; set "
+            "resume_mode=resume_path to go on from there"
+        )
     every = -1 if select(config, "trainer.save_freq") is None else select(config, "trainer.save_freq")
     if not _whole(every) or every < -1:
-        raise ConfigError(f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it to -1 or more")
+        raise ConfigError(
+            f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it "
+            "to -1 or more"
+        )
     for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         keep = select(config, f"trainer.{name}")
         if keep is not None and not (_whole(keep) and keep >= 1):
@@ -69,7 +81,10 @@ def _check_root(root: str) -> None:
     # `Path.exists` raises where a folder above must not be looked into.
     there = next(above for above in (path, *path.parents) if os.path.exists(above))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"trainer.default_local_dir must be a folder that can be written to with save_freq above 0, got {root}, where {there} cannot; name another")
+        raise ConfigError(
+            "trainer.default_local_dir must be a folder that can be written to with save_freq above 0, "
+            f"got {root}, where {there} cannot; name another"
+        )
 
 
 def _check_contents(config: Mapping[str, Any], path: str, *, saves: bool, loads: bool) -> None:
@@ -77,9 +92,15 @@ def _check_contents(config: Mapping[str, Any], path: str, *, saves: bool, loads:
     for name, matters in (("save_contents", saves), ("load_contents", saves and loads)):
         parts = select(config, f"{path}.{name}")
         if matters and parts is not None and not set(WHOLE) <= set(parts):
-            raise ConfigError(f"{path}.{name} must have {', '.join(WHOLE)}, without which no run goes on exactly, got {parts!r}; leave it out")
+            raise ConfigError(
+                f"{path}.{name} must have {', '.join(WHOLE)}, without which no run goes on exactly, got "
+                f"{parts!r}; leave it out"
+            )
     if saves and select(config, f"{path}.async_save"):
-        raise ConfigError(f"{path}.async_save must be False, got True; a checkpoint is published when all of it has reached the disk")
+        raise ConfigError(
+            f"{path}.async_save must be False, got True; a checkpoint is published when all of it has "
+            "reached the disk"
+        )
 
 
 def _whole(value: object) -> bool:
@@ -94,7 +115,8 @@ def check_ledger(run_dir: Path, found: Found) -> None:
     seen, last = _seen_by(found.folder), last_number(ledger)
     if last < seen:
         raise CheckpointError(
-            f"{ledger} ends at record {last}, but {found.folder.name} was made after record {seen}: its end is lost; "
+            f"{ledger} ends at record {last}, but {found.folder.name} was made after record {seen}: its "
+            "end is lost; "
             "put the whole file back, or move it away, and the run begins another one"
         )
 
@@ -106,7 +128,12 @@ def _seen_by(checkpoint: Path) -> int:
 
 
 def origin_of(
-    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str, run_dir: Path, say: Callable[[str], object]
+    config: Mapping[str, Any],
+    knobs: AsyncPipelineConfig,
+    placement: Placement,
+    verl: str,
+    run_dir: Path,
+    say: Callable[[str], object],
 ) -> Origin:
     """`config`: verl's, resolved; `say` hears of each checkpoint that is refused.
 
@@ -123,7 +150,11 @@ def origin_of(
 
 
 def _found(
-    config: Mapping[str, Any], root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]
+    config: Mapping[str, Any],
+    root: Path,
+    identity: Mapping[str, str],
+    run: str | None,
+    say: Callable[[str], object],
 ) -> Found | None:
     mode = select(config, "trainer.resume_mode")
     if mode == "auto":
@@ -142,7 +173,12 @@ def identity_of(
 ) -> Mapping[str, str]:
     """What has to stay as it is from one process of a run to the next, by the name of its key."""
     train, critic = placement.pool_of("train"), placement.pool_of("critic")
-    same = ("trainer.project_name", "data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.strategy")
+    same = (
+        "trainer.project_name",
+        "data.train_batch_size",
+        "actor_rollout_ref.rollout.n",
+        "actor_rollout_ref.actor.strategy",
+    )
     return {
         **{path: str(select(config, path)) for path in same},
         f"{OWN}.strategy": knobs.strategy,
@@ -157,7 +193,9 @@ def identity_of(
 
 
 def model_of(path: str) -> str:
-    """What tells a model from others: its configuration, and names and shapes of its tensors. Else its name."""
+    """What tells a model from others: its configuration, and names and shapes of its tensors. Else its
+    name.
+    """
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         return path

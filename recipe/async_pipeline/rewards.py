@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions that may hang, hog or fail: called with a deadline, in processes that can be killed.
 
-A plain function runs in a process of its own (pebble's pool), which is killed when its time is up, so that neither an
-endless loop nor a crash of native code takes the run along, nor does `exit()`. What it has started is killed with it. Its
-memory and CPU time can be limited, too; it leaves no core dump. An `async def` function waits in the caller's event loop,
-for a service as a rule; its await is cancelled, but a loop in it that never awaits cannot be. A function that scores
+A plain function runs in a process of its own (pebble's pool), which is killed when its time is up, so that
+neither an
+endless loop nor a crash of native code takes the run along, nor does `exit()`. What it has started is killed
+with it. Its
+memory and CPU time can be limited, too; it leaves no core dump. An `async def` function waits in the caller's
+event loop,
+for a service as a rule; its await is cancelled, but a loop in it that never awaits cannot be. A function that
+scores
 many answers at once gets them in micro-batches; if one fails, its answers are tried one by one.
 
 Imports neither verl nor ray: the processes that call the functions import this, and should start fast.
@@ -89,7 +93,9 @@ class RewardGuard:
         self._batches: set[asyncio.Task[None]] = set()
         self._pool: Any = None
         self._begun, self._begins = multiprocessing.Pipe(duplex=False)
-        """Each process of the pool says its number as it begins. So few bytes are written whole: no lock that it could die with."""
+        """Each process of the pool says its number as it begins. So few bytes are written whole: no lock
+        that it could die with.
+        """
         self._groups: set[int] = set()
 
     async def score(self, **answer: Any) -> Any:
@@ -155,17 +161,25 @@ class RewardGuard:
             try:
                 arguments = {**arguments, **self._function.kwargs}
                 if self._is_async:
-                    return await asyncio.wait_for(only_errors(self._function.load())(**arguments), self._limits.timeout_s)
+                    return await asyncio.wait_for(
+                        only_errors(self._function.load())(**arguments), self._limits.timeout_s
+                    )
                 return await self._in_process(arguments)
             except (TimeoutError, FutureTimeout):
                 self._end_what_they_started()
-                raise RewardError(f"timeout: {self._function.name} took more than {self._limits.timeout_s:g} s") from None
+                raise RewardError(
+                    f"timeout: {self._function.name} took more than {self._limits.timeout_s:g} s"
+                ) from None
             except asyncio.CancelledError:
                 raise
             except Exception as error:
                 self._end_what_they_started()
                 kind = "died" if type(error).__name__ == "ProcessExpired" else "raised"
-                text = str(error) if isinstance(error, RewardError) else _in_words(kind, self._function.name, error)
+                text = (
+                    str(error)
+                    if isinstance(error, RewardError)
+                    else _in_words(kind, self._function.name, error)
+                )
                 raise RewardError(without_secrets(text)[:500]) from error
 
     def _in_process(self, arguments: dict[str, Any]) -> Awaitable[Any]:
@@ -180,7 +194,9 @@ class RewardGuard:
                 initargs=(*where, self._limits.memory_mb, self._begins),
                 context=multiprocessing.get_context("spawn"),
             )
-        called = self._pool.schedule(_call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s)
+        called = self._pool.schedule(
+            _call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s
+        )
         # pebble's clock runs from the moment at which a process has begun.
         return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
 
@@ -243,9 +259,14 @@ def checked(result: Any) -> Any:
 
 
 def _listed(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments of one call for many answers. What is no list (a router's address) is the same for all."""
+    """The arguments of one call for many answers. What is no list (a router's address) is the same for
+    all.
+    """
     first = answers[0]
-    return {LISTS.get(name, name): [a[name] for a in answers] if name in LISTS else value for name, value in first.items()}
+    return {
+        LISTS.get(name, name): [a[name] for a in answers] if name in LISTS else value
+        for name, value in first.items()
+    }
 
 
 def _one_of(found: Any, index: int, count: int) -> Any:
@@ -268,12 +289,16 @@ def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
 
 
 def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | None) -> Any:
-    """In a process of the pool. Past its CPU time the kernel ends it. Raises RewardError: whatever else went wrong."""
+    """In a process of the pool. Past its CPU time the kernel ends it. Raises RewardError: whatever else
+    went wrong.
+    """
     if cpu_s is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         soft = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
-        resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
+        )
     try:
         result = _load(path, name)(**arguments)
         ForkingPickler.dumps(result)  # the pool would only say that the process has died
@@ -297,5 +322,8 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         function: Callable[..., Any] = getattr(module, name)
     except Exception as error:  # whatever the file does when it is read
-        raise ConfigError(f"reward.custom_reward_function: {name} of {path} cannot be loaded ({error}); correct path and name") from error
+        raise ConfigError(
+            f"reward.custom_reward_function: {name} of {path} cannot be loaded ({error}); correct path and "
+            "name"
+        ) from error
     return function

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`async-pipeline watch -- COMMAND`: runs a training command, shows what matters, leaves nothing behind.
 
-Lines that start with our mark reach the terminal; everything goes to `run.log` in the run directory, without what
+Lines that start with our mark reach the terminal; everything goes to `run.log` in the run directory, without
+what
 looks like a secret.
 On Ctrl-C, on failure and at the end, every process that the command started is gone when this returns:
 orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
@@ -51,7 +52,9 @@ _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`watch -- COMMAND ...`."""
-    parser.add_argument("--verbose", action="store_true", help="show every line of the command, not only ours")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show every line of the command, not only ours"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
 
 
@@ -62,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write("async-pipeline watch: no command; write it after --\n")
         return 2
     if shutil.which(command[0]) is None:
-        sys.stderr.write(f"async-pipeline watch: {command[0]} cannot be found, or is no program; correct the command after --\n")
+        sys.stderr.write(
+            f"async-pipeline watch: {command[0]} cannot be found, or is no program; correct the command "
+            "after --\n"
+        )
         return 2
     return Watcher(command, verbose=args.verbose).run()
 
@@ -188,7 +194,11 @@ class Watcher:
     def run(self) -> int:
         """Blocks until the command and all that it started are gone; returns its status."""
         adopt_orphans()
-        environment = {**os.environ, "ASYNC_PIPELINE_STARTED_UNIX": f"{time.time():.3f}", "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "ASYNC_PIPELINE_STARTED_UNIX": f"{time.time():.3f}",
+            "PYTHONUNBUFFERED": "1",
+        }
         # Before the command starts: it then has Python's own handlers, even if we were told to ignore Ctrl-C
         # (as a shell tells its background jobs), and there is no moment in which Ctrl-C goes unnoticed.
         before = {sig: signal.signal(sig, self._stop) for sig in (signal.SIGINT, signal.SIGTERM)}
@@ -225,7 +235,8 @@ class Watcher:
                 self.screen.reassure()
 
     def _read(self, output: IO[str]) -> None:
-        # Python handles signals in the main thread; one that the kernel gives to this thread would wait there.
+        # Python handles signals in the main thread; one that the kernel gives to this thread would wait
+        # there.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGALRM})
         for line in output:
             self.screen.line(line)

@@ -13,12 +13,30 @@ from recipe.async_pipeline.bench import arena
 from recipe.async_pipeline.cli import main
 
 
-def test_every_size_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_size_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(arena, "TENSOR_BYTES", 1 << 18)
     monkeypatch.setattr(arena, "LIMIT_BYTES", 1 << 18)
     monkeypatch.setattr(arena, "BUCKET_BYTES", 1 << 20)
     out = tmp_path / "a.json"
-    assert main(["bench", "arena", "--device", "cpu", "--sizes", "0.001,0.002", "--versions", "3", "--json", str(out)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "arena",
+                "--device",
+                "cpu",
+                "--sizes",
+                "0.001,0.002",
+                "--versions",
+                "3",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
     data = json.loads(out.read_text())
     assert set(data["limits"]) == {"to_host_gb_s", "to_device_gb_s", "within_device_gb_s"}
     assert list(data["sizes"]) == ["0.001", "0.002"]
@@ -38,7 +56,12 @@ def test_every_size_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ((), "--device cuda needs a CUDA device"),
     ],
 )
-def test_mistakes_are_one_line(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_one_line(
+    options: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "arena", *options]) == 2
     assert message in capsys.readouterr().err

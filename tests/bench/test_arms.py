@@ -39,8 +39,16 @@ def test_only_ours_are_switched_on(name: str) -> None:
 
 
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(alphabet="ab:/,{}[]'\" =\\.$")),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["median", "cap"]), inner)),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(alphabet="ab:/,{}[]'\" =\\.$"),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["median", "cap"]), inner)
+    ),
     max_leaves=6,
 )
 

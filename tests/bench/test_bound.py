@@ -52,12 +52,22 @@ def test_on_shared_devices_training_and_generation_take_turns() -> None:
 
 
 @given(st.tuples(*[SECONDS] * len(StageWork._fields)), st.integers(1, 9), st.booleans(), st.booleans())
-def test_more_lag_never_hurts_and_more_work_never_helps(costs: tuple[float, ...], in_flight: int, shared: bool, bounded: bool) -> None:
+def test_more_lag_never_hurts_and_more_work_never_helps(
+    costs: tuple[float, ...], in_flight: int, shared: bool, bounded: bool
+) -> None:
     work = StageWork(*costs)
     here = bound(work, in_flight, shared=shared, bounded=bounded)
     assert bound(work, in_flight + 1, shared=shared, bounded=bounded) <= here
     for field in StageWork._fields:
-        assert bound(work._replace(**{field: getattr(work, field) + 1.0}), in_flight, shared=shared, bounded=bounded) >= here
+        assert (
+            bound(
+                work._replace(**{field: getattr(work, field) + 1.0}),
+                in_flight,
+                shared=shared,
+                bounded=bounded,
+            )
+            >= here
+        )
 
 
 @given(
@@ -78,4 +88,6 @@ def test_whole_batches_in_order_are_never_faster(
     tail = sum(map(max, answers)) / len(answers)
     work = StageWork(tail, 0.0, update_s, update_s, weights_s, 0.0, 0.0)
     # The pipeline is filled once for nothing.
-    assert trained + weights_s >= bound(work, in_flight) * (len(answers) - in_flight + 1) - max(map(max, answers))
+    assert trained + weights_s >= bound(work, in_flight) * (len(answers) - in_flight + 1) - max(
+        map(max, answers)
+    )

@@ -40,7 +40,18 @@ def bench(*arguments: object) -> int:
 
 def test_everything_is_written(ran: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "b.json"
-    status = bench("--arms", "verl_sync,one_step_off", "--repeats", 2, "--steps", 3, "--json", out, "--logs", tmp_path / "logs")
+    status = bench(
+        "--arms",
+        "verl_sync,one_step_off",
+        "--repeats",
+        2,
+        "--steps",
+        3,
+        "--json",
+        out,
+        "--logs",
+        tmp_path / "logs",
+    )
     assert status == 0
     assert [(job.arm, job.turn) for job in ran] == [
         ("verl_sync", 1), ("one_step_off", 1), ("verl_sync", 2), ("one_step_off", 2), ("verl_sync", 0),
@@ -64,7 +75,9 @@ def test_a_deeper_pipeline_is_filled_and_drained_by_all(ran: list[Job], tmp_path
 def test_an_arm_that_fails_does_not_stop_the_others(ran: list[Job], tmp_path: Path) -> None:
     out = tmp_path / "b.json"
     assert bench("--arms", "on_policy,one_step_off", "--repeats", 2, "--json", out) == 1
-    assert [job.arm for job in ran] == ["on_policy", "on_policy", "one_step_off", "one_step_off"], "it gets a second try"
+    assert [job.arm for job in ran] == ["on_policy", "on_policy", "one_step_off", "one_step_off"], (
+        "it gets a second try"
+    )
     assert ran[0].directory != ran[1].directory
     data = json.loads(out.read_text())
     assert data["failed"] == {"on_policy": "status 1: boom"}

@@ -33,7 +33,9 @@ def test_the_last_line_counts() -> None:
     assert score("46\n9") == score("") == 0.0
 
 
-def test_each_answer_has_a_wait_of_its_own_whichever_comes_first(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_answer_has_a_wait_of_its_own_whichever_comes_first(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves out of runs, their table and their picture. The runs are pretended; what they write is real in form."""
+"""Curves out of runs, their table and their picture. The runs are pretended; what they write is real in
+form.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,16 @@ from recipe.async_pipeline.cli import main
 def write_run(folder: Path, rewards: list[float]) -> None:
     folder.mkdir(parents=True)
     rows: list[dict[str, Any]] = [
-        {"critic/score/mean": reward, "timing_s/step": 2.0, "async_pipeline/lag/mean": 1.5} for reward in rewards
+        {"critic/score/mean": reward, "timing_s/step": 2.0, "async_pipeline/lag/mean": 1.5}
+        for reward in rewards
     ]
     rows.insert(1, {"val-core/x": 0.5})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, "data": row}) + "\n" for row in rows))
-    (folder / "summary.json").write_text(json.dumps({"samples_trained": 128 * len(rewards), "steps": len(rewards), "lag_max": 2}))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": 1, "data": row}) + "\n" for row in rows)
+    )
+    (folder / "summary.json").write_text(
+        json.dumps({"samples_trained": 128 * len(rewards), "steps": len(rewards), "lag_max": 2})
+    )
 
 
 def test_a_curve_of_a_run(tmp_path: Path) -> None:
@@ -45,16 +52,30 @@ def test_differences_are_paired_by_seed() -> None:
     def curve(seed: int, end: float) -> dict[str, Any]:
         return {"seed": seed, "last_fifth": end, "lag_mean": 1.0, "seconds": [100.0]}
 
-    text = table({"curves": {"on_policy": [curve(1, 0.5), curve(2, 0.6)], "one_step_off": [curve(2, 0.55), curve(3, 0.1)]}})
-    assert "| `one_step_off` | 0.550, 0.100 | 0.325 | -0.050 [-0.050 .. -0.050] | 1.00 | 100 [100 .. 100] |" in text
+    text = table(
+        {
+            "curves": {
+                "on_policy": [curve(1, 0.5), curve(2, 0.6)],
+                "one_step_off": [curve(2, 0.55), curve(3, 0.1)],
+            }
+        }
+    )
+    assert (
+        "| `one_step_off` | 0.550, 0.100 | 0.325 | -0.050 [-0.050 .. -0.050] | 1.00 | 100 [100 .. 100] |"
+        in text
+    )
     assert "| `on_policy` | 0.500, 0.600 | 0.550 |  | 1.00 |" in text
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def pretend(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
         if (name, seed) == ("one_step_off", 2):
             raise JobFailed("status 1: RuntimeError: no")
-        return Curve([0.1 * seed] * steps, [8 * i for i in range(steps)], [float(i) for i in range(steps)], 0.5, 1)
+        return Curve(
+            [0.1 * seed] * steps, [8 * i for i in range(steps)], [float(i) for i in range(steps)], 0.5, 1
+        )
 
     monkeypatch.setattr(learning, "run_variant", pretend)
     monkeypatch.setattr(learning, "ensure_toy", lambda *args, **kwargs: type("Toy", (), {"dir": tmp_path}))
@@ -67,7 +88,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_run_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran: list[tuple[int, str]] = []
 
     def pretend(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
@@ -83,9 +106,16 @@ def test_what_was_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Monke
     assert main([*command, "--variants", "on_policy,n_step_ahead", "--seeds", "2", "--go-on"]) == 0
     assert ran == [(1, "n_step_ahead"), (2, "on_policy"), (2, "n_step_ahead")]
     curves = json.loads(out.read_text())["curves"]
-    assert {name: [curve["seed"] for curve in runs] for name, runs in curves.items()} == {"on_policy": [1, 2], "one_step_off": [1], "n_step_ahead": [1, 2]}
+    assert {name: [curve["seed"] for curve in runs] for name, runs in curves.items()} == {
+        "on_policy": [1, 2],
+        "one_step_off": [1],
+        "n_step_ahead": [1, 2],
+    }
     capsys.readouterr()
-    for wrong, said in ((["--steps", "7"], "--steps must be 6, as in "), (["--json", str(tmp_path / "none.json")], "--go-on wants the --json file")):
+    for wrong, said in (
+        (["--steps", "7"], "--steps must be 6, as in "),
+        (["--json", str(tmp_path / "none.json")], "--go-on wants the --json file"),
+    ):
         assert main([*command, *wrong, "--go-on"]) == 2
         assert said in capsys.readouterr().err
     out.write_text("[]")

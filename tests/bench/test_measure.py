@@ -61,7 +61,13 @@ def test_a_stock_arm() -> None:
 
 def test_an_engine_that_gives_way_to_training_stalls_whatever_is_open_meanwhile() -> None:
     spans = [s for s in STOCK if s.name not in ("paused", "generate")]
-    m = measure([*spans, span("paused", 10.5, 15), span("generate", 8, 30)], USAGE, WORKLOAD, started=3.0, load_before=0.0)
+    m = measure(
+        [*spans, span("paused", 10.5, 15), span("generate", 8, 30)],
+        USAGE,
+        WORKLOAD,
+        started=3.0,
+        load_before=0.0,
+    )
     assert m.stall_generate_s == pytest.approx(4.5 / 2)
     assert m.generator_idle == pytest.approx(0.45)
     assert m.stall_train_s == pytest.approx(0.5)

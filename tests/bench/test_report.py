@@ -83,8 +83,12 @@ def test_the_bound_takes_the_least_disturbed_turn_of_a_like_arm() -> None:
     slow = arm(8.0, work=StageWork(9.0, 9.0, 5.0, 5.0, 0.3, 0.9, 2.0))
     found = bounds({"verl_sync": [slow], "on_policy": [ONE], "one_step_off": [slow, slow]}, 2)
     assert max(found["on_policy"].values()) == pytest.approx(3.0 + 0.9 + 0.1)
-    assert max(found["one_step_off"].values()) == pytest.approx(2.0), "waits and costs of on_policy, half of it a step"
-    assert max(found["verl_sync"].values()) == pytest.approx(3.0 + 5.0 + 0.1), "training on both devices is its own"
+    assert max(found["one_step_off"].values()) == pytest.approx(2.0), (
+        "waits and costs of on_policy, half of it a step"
+    )
+    assert max(found["verl_sync"].values()) == pytest.approx(3.0 + 5.0 + 0.1), (
+        "training on both devices is its own"
+    )
 
 
 def test_the_tables(data: dict[str, Any]) -> None:

@@ -44,7 +44,9 @@ def job_in(tmp_path: Path, arm: str) -> Job:
 
 def test_every_arm_gets_the_same_prompts_waits_and_number_of_steps(tmp_path: Path) -> None:
     workload = load("agentic_wait")
-    lines = {arm: set(overrides_of(job_in(tmp_path, arm), workload, 7)) for arm in ("verl_sync", "n_step_ahead")}
+    lines = {
+        arm: set(overrides_of(job_in(tmp_path, arm), workload, 7)) for arm in ("verl_sync", "n_step_ahead")
+    }
     for line in (
         "++data.seed=7",
         f"++trainer.total_training_steps={workload.total_steps}",
@@ -53,7 +55,10 @@ def test_every_arm_gets_the_same_prompts_waits_and_number_of_steps(tmp_path: Pat
     ):
         assert all(line in overrides for overrides in lines.values()), line
     assert "++async_strategy='n_step_ahead'" in lines["n_step_ahead"]
-    assert not any("async_pipeline" in line and "bench" not in line and "worker" not in line for line in lines["verl_sync"])
+    assert not any(
+        "async_pipeline" in line and "bench" not in line and "worker" not in line
+        for line in lines["verl_sync"]
+    )
 
 
 def test_the_agent_loop_gets_the_episode(tmp_path: Path) -> None:
@@ -74,7 +79,9 @@ def test_what_counts_prompts_gets_as_many_as_the_others(tmp_path: Path) -> None:
 
 def test_no_arm_joins_a_cluster_that_is_there_already(tmp_path: Path) -> None:
     for arm in ARMS:
-        assert "++ray_kwargs.ray_init.address='local'" in overrides_of(job_in(tmp_path, arm), Workload(reason="r"), 1)
+        assert "++ray_kwargs.ray_init.address='local'" in overrides_of(
+            job_in(tmp_path, arm), Workload(reason="r"), 1
+        )
 
 
 def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +98,15 @@ def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_job_is_told_how_long_its_reference_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tmp_path / "seen"
     fake_command(monkeypatch, f'echo "$ASYNC_PIPELINE_BENCH_REFERENCE" > {seen}; exit 1')
-    for reference_s, told in ((Lognormal(median=1, sigma=0.5, cap=2), {"seed": 7, "wait": {"median": 1, "sigma": 0.5, "cap": 2}}), (None, None)):
+    for reference_s, told in (
+        (Lognormal(median=1, sigma=0.5, cap=2), {"seed": 7, "wait": {"median": 1, "sigma": 0.5, "cap": 2}}),
+        (None, None),
+    ):
         workload = Workload(reason="r", reference_s=reference_s)
         with pytest.raises(JobFailed):
-            run_job(job_in(tmp_path / str(told is None), "on_policy"), workload, 7, tmp_path, lambda line: None)
+            run_job(
+                job_in(tmp_path / str(told is None), "on_policy"), workload, 7, tmp_path, lambda line: None
+            )
         assert (json.loads(seen.read_text()) if seen.read_text().strip() else None) == told
 
 

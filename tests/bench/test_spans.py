@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.bench import spans
 from recipe.async_pipeline.bench.spans import SPANS_DIR, Span, SpanFile, read_spans, union
 
-INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda p: (float(p[0]), float(sum(p)))))
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda p: (float(p[0]), float(sum(p))))
+)
 
 
 def seconds(intervals: list[tuple[float, float]]) -> set[int]:

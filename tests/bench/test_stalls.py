@@ -30,7 +30,8 @@ def test_a_hole_around_a_publication_is_a_stall_beyond_the_usual_pause() -> None
     (cost,) = costs(spans, warmup=0)
     assert cost.seconds == 2.0
     assert cost.trainer_stall == 0.5
-    # From 9.9 to 13 instead of 0.1: the steps at 10, 11 and 12 are missing. The other one never paused for longer.
+    # From 9.9 to 13 instead of 0.1: the steps at 10, 11 and 12 are missing. The other one never paused for
+    # longer.
     assert cost.generator_stall == pytest.approx(3.0)
 
 
@@ -54,7 +55,12 @@ def test_what_would_have_been_longer_anyway_is_not_charged() -> None:
 
 
 def test_stalls_of_all_replicas_add_up_and_warm_up_is_left_out() -> None:
-    spans = [*steps(1, (10, 12), (30, 31)), *steps(2, (11, 12), (31, 33)), publication(10.2, 11.8), publication(30.2, 32)]
+    spans = [
+        *steps(1, (10, 12), (30, 31)),
+        *steps(2, (11, 12), (31, 33)),
+        publication(10.2, 11.8),
+        publication(30.2, 32),
+    ]
     first, second = costs(spans, warmup=0)
     assert first.generator_stall == pytest.approx(2.0 + 1.0)
     assert costs(spans, warmup=1) == [second]
@@ -73,7 +79,14 @@ def test_a_stall_is_never_longer_than_the_pauses(gaps: list[float], start: float
 
 
 def test_what_is_hidden_is_the_work_that_nobody_stood_still_for() -> None:
-    facts = {"bytes": 4e9, "replicas": 2, "gather_s": 1.0, "transfer_s": 2.0, "load_s": 1.0, "tokens_read_again": 7}
+    facts = {
+        "bytes": 4e9,
+        "replicas": 2,
+        "gather_s": 1.0,
+        "transfer_s": 2.0,
+        "load_s": 1.0,
+        "tokens_read_again": 7,
+    }
     spans = [*steps(1, (10, 11)), publication(10.2, 10.8, **facts)]
     row = summary(costs(spans, warmup=0))
     assert row["hidden_fraction"]["median"] == pytest.approx(1 - (0.5 + 1.0) / 4.0)

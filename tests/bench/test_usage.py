@@ -30,21 +30,33 @@ def test_a_process_belongs_to_a_part(command: str, part: str) -> None:
 
 
 def test_time_between_samples_is_interpolated() -> None:
-    samples = [Usage(0.0, {"train": 0.0}, 0), Usage(10.0, {"train": 5.0, "other": 2.0}, 0), Usage(20.0, {"train": 25.0, "other": 2.0}, 0)]
+    samples = [
+        Usage(0.0, {"train": 0.0}, 0),
+        Usage(10.0, {"train": 5.0, "other": 2.0}, 0),
+        Usage(20.0, {"train": 25.0, "other": 2.0}, 0),
+    ]
     assert cpu_between(samples, 5.0, 15.0) == {"other": pytest.approx(1.0), "train": pytest.approx(12.5)}
     assert cpu_between(samples, -5.0, 99.0) == {"other": 2.0, "train": 25.0}
 
 
 def test_what_others_used_is_the_rest() -> None:
-    samples = [Usage(0.0, {"train": 1.0}, 0, 100.0), Usage(5.0, {}, 0, 0.0), Usage(10.0, {"train": 4.0, "other": 2.0}, 0, 110.0)]
+    samples = [
+        Usage(0.0, {"train": 1.0}, 0, 100.0),
+        Usage(5.0, {}, 0, 0.0),
+        Usage(10.0, {"train": 4.0, "other": 2.0}, 0, 110.0),
+    ]
     assert foreign_cpu(samples) == pytest.approx((10.0 - 5.0) / 10)
     assert foreign_cpu(samples[:1]) == 0.0
 
 
 def test_a_tree_that_burns_time_is_seen_and_remembered_when_it_is_gone() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
-    code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {burn!r}, 'WorkerDict']))"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    code = (
+        f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {burn!r}, 'WorkerDict']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         meter = UsageMeter(process.pid)
         assert process.stdout is not None
         process.stdout.readline()

@@ -31,7 +31,10 @@ def test_the_draws_are_lognormal() -> None:
 
 
 def test_another_seed_or_another_request_is_another_wait() -> None:
-    assert len({TOOL.draw(seed, "tool", i, turn) for seed in range(3) for i in range(5) for turn in range(2)}) == 30
+    assert (
+        len({TOOL.draw(seed, "tool", i, turn) for seed in range(3) for i in range(5) for turn in range(2)})
+        == 30
+    )
 
 
 def test_without_spread_every_wait_is_the_median() -> None:

@@ -70,7 +70,12 @@ def test_figures_are_written_and_shown(
     data = json.loads(out.read_text())
     assert (data["params"], data["replicas"], data["versions"]) == (10**8, 2, 10)
     assert data["ratios"] == pytest.approx(
-        {"generator_stall": 0.1, "trainer_stall": 0.1, "generator_stall_host": 0.05, "trainer_stall_host": 0.05}
+        {
+            "generator_stall": 0.1,
+            "trainer_stall": 0.1,
+            "generator_stall_host": 0.05,
+            "trainer_stall_host": 0.05,
+        }
     )
     assert set(data["limits"]) == {"memcpy_gb_s", "shm_gb_s"}
     shown = capsys.readouterr().out
@@ -79,7 +84,9 @@ def test_figures_are_written_and_shown(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_way_that_fails_is_said_and_the_other_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_way_that_fails_is_said_and_the_other_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def run_way(way: str, *rest: Any) -> dict[str, Any]:
         if way == "verl_stock":
             raise JobFailed("it fell over")
@@ -98,8 +105,12 @@ def test_counts_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--replicas and --versions must be >= 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--arms", "zzz"], ["--workload", "compute"], ["--repeats", "7"], ["--no-stock-poll"]])
-def test_options_of_the_other_benchmark_are_not_swallowed(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "option", [["--arms", "zzz"], ["--workload", "compute"], ["--repeats", "7"], ["--no-stock-poll"]]
+)
+def test_options_of_the_other_benchmark_are_not_swallowed(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *option, "weight-sync"]) == 2
     assert f"{option[0]} is of `bench` itself" in capsys.readouterr().err
 

@@ -25,7 +25,9 @@ def test_a_shipped_workload_gives_its_reason_and_fits_every_arm(name: str) -> No
     assert workload.warmup >= deepest, "the deepest pipeline is full when measuring begins"
     assert workload.cooldown >= deepest, "and still full when it ends"
     # Two training ranks, and micro-batches that divide what each of them gets.
-    samples = workload.overrides.get("data.train_batch_size", 16) * workload.overrides.get("actor_rollout_ref.rollout.n", 8)
+    samples = workload.overrides.get("data.train_batch_size", 16) * workload.overrides.get(
+        "actor_rollout_ref.rollout.n", 8
+    )
     micro = workload.overrides.get("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 64)
     assert samples % (2 * micro) == 0
 

@@ -16,7 +16,12 @@ from tests.sim import SimTrainer
 def whole() -> Records:
     """The ledger of a run with all fates."""
     trainer = SimTrainer(
-        max_lag=1, steps=4, groups=2, order="finished", stale="drop", filtered=lambda uid: uid == "p2.0",
+        max_lag=1,
+        steps=4,
+        groups=2,
+        order="finished",
+        stale="drop",
+        filtered=lambda uid: uid == "p2.0",
         answer_s=lambda step, index: 50.0 if (step, index) == (1, 1) else 0.5,
     )
     return Life(trainer).ledger
@@ -33,7 +38,13 @@ def renumbered(records: Records) -> Records:
 def test_a_whole_run_has_no_violation() -> None:
     found = audit(whole())
     assert found.violations == [] and found.ok
-    assert (found.status, found.steps, found.trained, found.filtered, found.expired) == ("completed", 4, 8, 1, 1)
+    assert (found.status, found.steps, found.trained, found.filtered, found.expired) == (
+        "completed",
+        4,
+        8,
+        1,
+        1,
+    )
     assert (found.dispatched, found.in_flight, found.trajectories_trained, found.lag_max) == (10, 0, 16, 1)
 
 
@@ -49,7 +60,9 @@ def without(kind: str, number: int = 0) -> Callable[[Records], Records]:
 
 
 def changed(kind: str, number: int = 0, /, **fields: Any) -> Callable[[Records], Records]:
-    return lambda records: [{**r, **fields} if i == at(records, kind, number) else r for i, r in enumerate(records)]
+    return lambda records: [
+        {**r, **fields} if i == at(records, kind, number) else r for i, r in enumerate(records)
+    ]
 
 
 def twice(kind: str, number: int = 0) -> Callable[[Records], Records]:
@@ -69,13 +82,18 @@ def trained_again(records: Records) -> Records:
 def fewer_answers(records: Records) -> Records:
     """A group of the second step lost one between its end and the step."""
     uid = records[at(records, "trained", 1)]["uids"][0]
-    return [{**r, "trajectories": r["trajectories"][1:]} if r["kind"] == "finished" and r["uid"] == uid else r for r in records]
+    return [
+        {**r, "trajectories": r["trajectories"][1:]} if r["kind"] == "finished" and r["uid"] == uid else r
+        for r in records
+    ]
 
 
 def too_old(records: Records) -> Records:
     uid = records[at(records, "trained", 3)]["uids"][0]
     return [
-        {**r, "trajectories": [{**one, "first": 0} for one in r["trajectories"]]} if r["kind"] == "finished" and r["uid"] == uid else r
+        {**r, "trajectories": [{**one, "first": 0} for one in r["trajectories"]]}
+        if r["kind"] == "finished" and r["uid"] == uid
+        else r
         for r in records
     ]
 
@@ -104,7 +122,10 @@ def too_old(records: Records) -> Records:
         (fewer_answers, "step 2 counts 4 answers, its prompts have 3"),
         (changed("trained", 1, trajectories=3), "step 2 counts 3 answers, its prompts have 4"),
         (changed("closed", 0, failed=1), "the run counts 1 prompts failed, its ledger 0"),
-        (changed("closed", 0, status="great"), "the run ended as 'great'; it can be completed, interrupted, failed"),
+        (
+            changed("closed", 0, status="great"),
+            "the run ended as 'great'; it can be completed, interrupted, failed",
+        ),
         (changed("trained", 1, step=float("inf")), "is not complete: OverflowError"),
         (changed("finished", 0, trajectories=["x"]), "is not complete: TypeError"),
         (twice("opened"), "opens a ledger that was open"),
@@ -159,8 +180,16 @@ def test_a_resumption_that_does_not_fit_is_found() -> None:
 
 def test_a_record_counts_unless_a_later_process_began_before_it() -> None:
     counts = horizon([(5, 4), (9, 2)])
-    assert [counts(place, number) for place, number in ((0, 1), (1, 2), (4, 5), (5, 4), (8, 1), (9, 2), (10, 3))] == [
-        True, False, False, False, True, True, True,
+    assert [
+        counts(place, number) for place, number in ((0, 1), (1, 2), (4, 5), (5, 4), (8, 1), (9, 2), (10, 3))
+    ] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
     ]
 
 

@@ -76,7 +76,13 @@ def test_what_is_attached_goes_on_before_each_jump_and_sets_timers_where_a_task_
         seen.append(("task", now()))
         return seen
 
-    assert run_virtual(main()) == [("event", 1.0), ("event", 2.0), ("task", 2.0), ("event", 3.0), ("task", 6.0)]
+    assert run_virtual(main()) == [
+        ("event", 1.0),
+        ("event", 2.0),
+        ("task", 2.0),
+        ("event", 3.0),
+        ("task", 6.0),
+    ]
 
 
 def test_what_is_attached_may_end_a_wait_without_a_timer() -> None:
@@ -443,7 +449,9 @@ def test_nobody_waits_for_an_answer_of_somebody_who_is_broken() -> None:
         loop = asyncio.get_running_loop()
         never: asyncio.Future[None] = loop.create_future()
         with pytest.raises(RuntimeError, match="dead"):
-            await unless_broken(never, lambda: RuntimeError("dead") if loop.time() >= 10.0 else None, poll_s=0.5)
+            await unless_broken(
+                never, lambda: RuntimeError("dead") if loop.time() >= 10.0 else None, poll_s=0.5
+            )
         assert never.cancelled()
         return loop.time()
 

@@ -20,7 +20,9 @@ from tests.sim import SimTrainer
 NEVER_S = 1e9
 
 
-def expired(trainer: SimTrainer, prepare: Callable[[AsyncTrainingFlow], Any] = lambda flow: None) -> list[Diagnosis]:
+def expired(
+    trainer: SimTrainer, prepare: Callable[[AsyncTrainingFlow], Any] = lambda flow: None
+) -> list[Diagnosis]:
     """Run until a wait expires; what each expiry was found to be."""
     found: list[Diagnosis] = []
 
@@ -48,7 +50,10 @@ def test_a_replica_that_never_answers() -> None:
         "generate[1] is RUNNING since 999.8 s, waiting for one of the groups of step 2 to be answered; "
         "generate[3] waited 1000.0 s for an item from dataloader->generate"
     )
-    assert "generate[1] waits since 999.8 s (of at most 1000 s) for one of the groups of step 2 to be answered" in first.text
+    assert (
+        "generate[1] waits since 999.8 s (of at most 1000 s) for one of the groups of step 2 to be answered"
+        in first.text
+    )
     assert "3 of 3 groups are being answered or scored" in first.text
     assert "train waits since" in first.text, "and everybody behind it"
 
@@ -71,11 +76,15 @@ def test_a_device_that_is_held_for_ever() -> None:
         async def update(self, batch: StepBatch) -> StepBatch:
             if batch.step == 3:
                 # As the bridge does around a call of verl.
-                await within(asyncio.sleep(NEVER_S), None, owner="train", what="the call of verl, _update_actor")
+                await within(
+                    asyncio.sleep(NEVER_S), None, owner="train", what="the call of verl, _update_actor"
+                )
             return await super().update(batch)
 
     first = expired(Stuck(max_lag=1))[0]
-    assert first.cause.startswith("train is RUNNING since 996.2 s, waiting for the call of verl, _update_actor; ")
+    assert first.cause.startswith(
+        "train is RUNNING since 996.2 s, waiting for the call of verl, _update_actor; "
+    )
     assert "train waits since 996.2 s (no deadline) for the call of verl" in first.text
     assert "train: held by train since 996.2 s" in first.text
     assert "  train is RUNNING since 996.2 s: step 3" in first.text
@@ -123,7 +132,13 @@ def test_a_ring_of_waits_is_called_a_deadlock_and_spelled_out() -> None:
         async def take(owner: str, first: str, then: str, other: str) -> None:
             async with locks[first]:
                 await asyncio.sleep(1)
-                await within(locks[then].acquire(), 10, owner=owner, what=then, holder=lambda: Holders(f"{other} has it", [other]))
+                await within(
+                    locks[then].acquire(),
+                    10,
+                    owner=owner,
+                    what=then,
+                    holder=lambda: Holders(f"{other} has it", [other]),
+                )
 
         results = await asyncio.gather(
             take("validation", "weights", "devices", "param_update"),

@@ -21,7 +21,10 @@ Log = list[dict[str, Any]]
 def log_of(trainer: SimTrainer) -> Log:
     flow = AsyncTrainingFlow(trainer)
     run_virtual(flow.run())
-    return [{"t": r.t, "role": r.role, "event": r.event, **({"state": r.state} if r.state else {}), **r.fields} for r in flow.log.records]
+    return [
+        {"t": r.t, "role": r.role, "event": r.event, **({"state": r.state} if r.state else {}), **r.fields}
+        for r in flow.log.records
+    ]
 
 
 @given(
@@ -51,7 +54,13 @@ def tampered(find: Callable[[dict[str, Any]], bool], **fields: Any) -> Callable[
 
 def without(event: str) -> Callable[[Log], None]:
     def tamper(log: Log) -> None:
-        log.remove(next(record for record in log if record["event"] == event and record["role"] in ("train", "param_update")))
+        log.remove(
+            next(
+                record
+                for record in log
+                if record["event"] == event and record["role"] in ("train", "param_update")
+            )
+        )
 
     return tamper
 
@@ -61,7 +70,9 @@ def is_event(name: str) -> Callable[[dict[str, Any]], bool]:
 
 
 def second_tenant(log: Log) -> None:
-    place = next(i for i, record in enumerate(log) if record["role"] == "train" and record["event"] == "LEASE")
+    place = next(
+        i for i, record in enumerate(log) if record["role"] == "train" and record["event"] == "LEASE"
+    )
     log.insert(place + 1, {**log[place], "role": "logp"})
 
 
@@ -72,14 +83,29 @@ def second_tenant(log: Log) -> None:
         (tampered(is_event("SERVED"), version=1), "version 1 is served after version 2"),
         (tampered(is_event("SERVED"), version=9), "version 9 is served, and was never gathered"),
         (tampered(is_event("SERVED"), replicas=0), "version 3 is served by nobody"),
-        (tampered(is_event("GATHERED"), version=4), "version 4 is gathered, and step 3 is the last that was trained"),
+        (
+            tampered(is_event("GATHERED"), version=4),
+            "version 4 is gathered, and step 3 is the last that was trained",
+        ),
         (tampered(is_event("TRAINED"), version=2), "step 2 is trained after step 2"),
-        (tampered(is_event("TRAINED"), **{"lag/max": 2.0}), "step 3 trains on answers with lag 2; 1 is allowed"),
-        (tampered(lambda r: r["role"] == "train" and r["event"] == "ITEM", state="RUNNING"), "ITEM leads from WAITING_INPUT to WAITING_RESOURCE, not RUNNING"),
+        (
+            tampered(is_event("TRAINED"), **{"lag/max": 2.0}),
+            "step 3 trains on answers with lag 2; 1 is allowed",
+        ),
+        (
+            tampered(lambda r: r["role"] == "train" and r["event"] == "ITEM", state="RUNNING"),
+            "ITEM leads from WAITING_INPUT to WAITING_RESOURCE, not RUNNING",
+        ),
         (second_tenant, "pool train at "),
         (without("ITEM"), "LEASE in WAITING_INPUT; legal here"),
-        (lambda log: log.append({"t": 99.0, "role": "train"}), "not a record of an event log (KeyError: 'event')"),
-        (lambda log: log.append({"t": "soon", "role": "train", "event": "ITEM"}), "not a record of an event log (ValueError"),
+        (
+            lambda log: log.append({"t": 99.0, "role": "train"}),
+            "not a record of an event log (KeyError: 'event')",
+        ),
+        (
+            lambda log: log.append({"t": "soon", "role": "train", "event": "ITEM"}),
+            "not a record of an event log (ValueError",
+        ),
     ],
 )
 def test_what_was_tampered_with_is_found(tamper: Callable[[Log], None], says: str) -> None:

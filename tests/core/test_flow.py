@@ -77,21 +77,34 @@ def test_batches_ahead_are_bounded_by_the_lag() -> None:
 
 
 def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None:
-    """Versions 4 to 7 fail: blocking after two, on-policy after four, and back in two clean stretches of three."""
+    """Versions 4 to 7 fail: blocking after two, on-policy after four, and back in two clean stretches of
+    three.
+    """
     trainer = SimTrainer(
-        max_lag=2, steps=24, costs={"publish": 2.0}, caution=Caution(after=2, clean=3), failing=lambda version: 4 <= version <= 7
+        max_lag=2,
+        steps=24,
+        costs={"publish": 2.0},
+        caution=Caution(after=2, clean=3),
+        failing=lambda version: 4 <= version <= 7,
     )
     flow, result = run_flow(trainer)
-    assert [change.level.name for change in trainer.changes] == ["BLOCKING", "ON_POLICY", "BLOCKING", "ASYNCHRONOUS"]
+    assert [change.level.name for change in trainer.changes] == [
+        "BLOCKING",
+        "ON_POLICY",
+        "BLOCKING",
+        "ASYNCHRONOUS",
+    ]
     assert "a row failed; the last, because replica 0: it died" in trainer.changes[0].why
     stepped = [(r.fields["version"], r.fields["level"]) for r in flow.log.records if r.event == "STEPPED"]
     assert stepped == [(5, "BLOCKING"), (7, "ON_POLICY"), (10, "BLOCKING"), (13, "ASYNCHRONOUS")]
     assert result.lag_max == 2
-    # What was ahead when it stepped down is still trained; then each batch is of the weights before it, until it steps up.
+    # What was ahead when it stepped down is still trained; then each batch is of the weights before it, until
+    # it steps up.
     lags = {batch.step: batch.step - 1 - batch.first_version for batch in trainer.trained}
     assert [lags[step] for step in range(10, 12)] == [0, 0]
     assert max(lags[step] for step in range(16, 25)) == 2
-    # Blocking: step 9 begins when version 8 is served; asynchronously a step begins when the one before is gathered.
+    # Blocking: step 9 begins when version 8 is served; asynchronously a step begins when the one before is
+    # gathered.
     served = {r.fields["version"]: r.t for r in flow.log.records if r.event == "SERVED"}
     begun = {r.fields["step"]: r.t for r in flow.log.records if r.role == "train" and r.event == "LEASE"}
     assert begun[9] >= served[8]
@@ -99,7 +112,9 @@ def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None
 
 
 def test_a_step_that_waits_for_a_group_that_is_overdue_goes_on_when_it_comes() -> None:
-    """A third of a step may have the full lag, every other group is filtered, and one answer in four takes longer."""
+    """A third of a step may have the full lag, every other group is filtered, and one answer in four takes
+    longer.
+    """
     times = [0.0, 0.0, 0.0, 0.1]
     stages = ("draw", "logp", "ref_logp", "update", "gather", "publish", "finish", "assemble")
     trainer = SimTrainer(
@@ -138,17 +153,27 @@ def test_the_next_update_comes_after_the_gather_of_the_last(max_lag: int) -> Non
     run_flow(trainer)
     calls = trainer.calls
     for step in range(2, 7):
-        assert calls.index(f"update:{step - 1}") < calls.index(f"gather:{step - 1}") < calls.index(f"update:{step}")
-        assert calls.index(f"gather:{step - 1}") < calls.index(f"logp:{step}"), "old log-probs of the right version"
+        assert (
+            calls.index(f"update:{step - 1}")
+            < calls.index(f"gather:{step - 1}")
+            < calls.index(f"update:{step}")
+        )
+        assert calls.index(f"gather:{step - 1}") < calls.index(f"logp:{step}"), (
+            "old log-probs of the right version"
+        )
 
 
 def test_training_goes_on_while_a_version_is_published() -> None:
-    flow, _ = run_flow(SimTrainer(max_lag=3, answer_s=lambda s, i: 0.1, costs={"publish": 0.9, "update": 1.0}))
+    flow, _ = run_flow(
+        SimTrainer(max_lag=3, answer_s=lambda s, i: 0.1, costs={"publish": 0.9, "update": 1.0})
+    )
     assert overlap(flow, "param_update", "train") > 2
 
 
 def test_a_slow_publication_holds_back_the_one_after_the_next_gather() -> None:
-    trainer = SimTrainer(max_lag=4, answer_s=lambda s, i: 0.1, costs={"publish": 20.0, "update": 1.0}, steps=5)
+    trainer = SimTrainer(
+        max_lag=4, answer_s=lambda s, i: 0.1, costs={"publish": 20.0, "update": 1.0}, steps=5
+    )
     run_flow(trainer)
     calls = trainer.calls
     assert calls.index("gather:2") > calls.index("publish:1"), "two arenas: v2 waits for v0 to be read"
@@ -194,7 +219,9 @@ LAYOUTS = [
 
 
 def test_on_pools_of_their_own_all_compute_at_once() -> None:
-    apart = SimTrainer(max_lag=1, steps=12, places=LAYOUTS[3], old="pool", costs={"logp": 1.0, "ref_logp": 1.0})
+    apart = SimTrainer(
+        max_lag=1, steps=12, places=LAYOUTS[3], old="pool", costs={"logp": 1.0, "ref_logp": 1.0}
+    )
     flow, _ = run_flow(apart)
     for a, b in combinations(("logp", "ref_logp", "train", "generate"), 2):
         assert overlap(flow, a, b) > 4, (a, b)
@@ -233,7 +260,9 @@ def test_on_the_same_devices_the_critic_comes_first() -> None:
     trainer = SimTrainer(max_lag=1, roles=WITH_CRITIC)
     flow, _ = run_flow(trainer)
     assert overlap(flow, "critic", "train") == 0
-    assert all(trainer.calls.index(f"critic:{step}") < trainer.calls.index(f"update:{step}") for step in range(1, 7))
+    assert all(
+        trainer.calls.index(f"critic:{step}") < trainer.calls.index(f"update:{step}") for step in range(1, 7)
+    )
 
 
 def test_a_step_is_finished_with_what_the_critic_found_out() -> None:
@@ -259,7 +288,17 @@ def test_values_and_critic_belong_together() -> None:
     costs=st.fixed_dictionaries(
         {
             name: st.sampled_from([0.0, 0.5, 6.0])
-            for name in ("logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "validate", "critic")
+            for name in (
+                "logp",
+                "ref_logp",
+                "update",
+                "gather",
+                "publish",
+                "finish",
+                "assemble",
+                "validate",
+                "critic",
+            )
         }
     ),
     order=st.sampled_from(["drawn", "finished"]),
@@ -346,7 +385,9 @@ def test_dropping_is_faster_than_waiting_and_says_what_it_lost() -> None:
         return 50.0 if index == 0 else 0.5
 
     waited = run_flow(SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished"))
-    dropped = run_flow(SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished", stale="drop"))
+    dropped = run_flow(
+        SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished", stale="drop")
+    )
     assert wall_s(dropped[0]) < 0.3 * wall_s(waited[0])
     assert dropped[1].groups_expired > 0
     assert {r.fields["fate"] for r in dropped[0].log.records if r.event == "RECALLED"} == {"drop"}
@@ -356,7 +397,12 @@ def test_weights_are_published_every_so_many_steps_and_at_the_end() -> None:
     trainer = SimTrainer(max_lag=2, steps=8, sync_every=3)
     _, result = run_flow(trainer)
     assert [p.version for p in result.publications] == [0, 3, 6, 8]
-    assert [c for c in trainer.calls if c.startswith("gather")] == ["gather:0", "gather:3", "gather:6", "gather:8"]
+    assert [c for c in trainer.calls if c.startswith("gather")] == [
+        "gather:0",
+        "gather:3",
+        "gather:6",
+        "gather:8",
+    ]
     assert result.lag_max == 2
 
 
@@ -374,7 +420,19 @@ def test_filtered_groups_are_replaced_within_the_same_step() -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["draw", "generate", "assemble", "logp", "ref_logp", "advantage", "update", "finish", "gather", "publish", "validate"],
+    [
+        "draw",
+        "generate",
+        "assemble",
+        "logp",
+        "ref_logp",
+        "advantage",
+        "update",
+        "finish",
+        "gather",
+        "publish",
+        "validate",
+    ],
 )
 def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
     error = RuntimeError(f"{where} broke")
@@ -393,7 +451,9 @@ def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
 @pytest.mark.parametrize("order", ["drawn", "finished"])
 def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: str) -> None:
     """What is drawn and has no fate is bounded, for however long a run goes on: prompts, answers, batches."""
-    trainer = SimTrainer(max_lag=3, steps=60, groups=4, answer_s=lambda step, index: 0.1, costs={"update": 4.0}, order=order)
+    trainer = SimTrainer(
+        max_lag=3, steps=60, groups=4, answer_s=lambda step, index: 0.1, costs={"update": 4.0}, order=order
+    )
     flow = AsyncTrainingFlow(trainer)
     live: list[int] = []
     flow.log.subscribe(lambda record: live.append(len(flow.ledger.in_flight)))

@@ -31,7 +31,9 @@ class Workload:
             "finish": (0.0, 0.1),
         }
         self.costs = {name: chance.uniform(*between) for name, between in ranges.items()}
-        self.answers = [min(scale * chance.lognormvariate(0, sigma), 8 * scale) for _ in range(GROUPS * STEPS)]
+        self.answers = [
+            min(scale * chance.lognormvariate(0, sigma), 8 * scale) for _ in range(GROUPS * STEPS)
+        ]
 
 
 def measured(work: Workload, max_lag: int, depth: int) -> list[float]:
@@ -56,7 +58,8 @@ def measured(work: Workload, max_lag: int, depth: int) -> list[float]:
 def earliest(work: Workload, max_lag: int, depth: int) -> list[float]:
     """No schedule with the same leave to draw can end step s earlier.
 
-    By then 16 s groups are finished, among them all that are due; and the training devices did the work of each step.
+    By then 16 s groups are finished, among them all that are due; and the training devices did the work of
+    each step.
     """
     costs = work.costs
     serve = costs["gather"] + costs["publish"]
@@ -89,7 +92,9 @@ def test_no_schedule_within_the_same_lag_is_a_tenth_faster(max_lag: int, depth: 
 
 
 FIXED = 0.2
-"""Share of a stage that more devices do not make shorter: fetching, balancing, waiting for the slowest, the optimizer."""
+"""Share of a stage that more devices do not make shorter: fetching, balancing, waiting for the slowest,
+the optimizer.
+"""
 WORK = {"update": 10.0, "logp": 2.0, "ref_logp": 2.0}
 """Seconds on one device: log-probs cost 40 % of training."""
 
@@ -97,7 +102,14 @@ WORK = {"update": 10.0, "logp": 2.0, "ref_logp": 2.0}
 def step_s(devices: dict[str, int], places: dict[str, str]) -> float:
     """Seconds a step, when generation is never what is waited for."""
     costs = {name: work * (FIXED + (1 - FIXED) / devices[name]) for name, work in WORK.items()}
-    trainer = SimTrainer(max_lag=2, steps=STEPS, costs=costs, places=places, old="pool" if places else "trainer", answer_s=lambda step, index: 0.5)
+    trainer = SimTrainer(
+        max_lag=2,
+        steps=STEPS,
+        costs=costs,
+        places=places,
+        old="pool" if places else "trainer",
+        answer_s=lambda step, index: 0.5,
+    )
     flow = AsyncTrainingFlow(trainer)
     run_virtual(flow.run())
     ends = [record.t for record in flow.log.records if record.event == "TRAINED"][MEASURED]

@@ -15,7 +15,9 @@ from recipe.async_pipeline.errors import ConservationError
 
 def group(uid: str, *versions: int, reward: float | None = 0.5) -> Group:
     answers = (
-        Trajectory(key=f"{uid}_{i}", first_version=v, last_version=v, num_tokens=3, spans=((v, 0),), reward=reward)
+        Trajectory(
+            key=f"{uid}_{i}", first_version=v, last_version=v, num_tokens=3, spans=((v, 0),), reward=reward
+        )
         for i, v in enumerate(versions or (0, 0))
     )
     return Group(uid=uid, step=1, trajectories=tuple(answers))
@@ -87,13 +89,35 @@ def test_records_tell_everything_and_have_no_gap() -> None:
     assert [record["n"] for record in records] == list(range(1, len(records) + 1))
     assert records[0] == {"n": 1, "kind": "opened", "step": 0, "max_lag": 1, "last_step": 2, "run": "r"}
     assert records[5] == {"n": 6, "kind": "again", "uid": "a", "why": "stale", "version": 0, "kept_tokens": 0}
-    assert records[6]["trajectories"][1] == {"key": "a_1", "first": 1, "last": 1, "tokens": 3, "spans": [[1, 0]], "reward": 0.5}
+    assert records[6]["trajectories"][1] == {
+        "key": "a_1",
+        "first": 1,
+        "last": 1,
+        "tokens": 3,
+        "spans": [[1, 0]],
+        "reward": 0.5,
+    }
     assert records[7] == {"n": 8, "kind": "scored", "uid": "a", "rewards": [0.25, 0.25]}
     assert records[8] == {"n": 9, "kind": "expired", "uid": "b", "why": "it held a step up"}
-    assert records[9] == {"n": 10, "kind": "trained", "step": 1, "uids": ["a"], "trajectories": 2, "lag_max": 0}
+    assert records[9] == {
+        "n": 10,
+        "kind": "trained",
+        "step": 1,
+        "uids": ["a"],
+        "trajectories": 2,
+        "lag_max": 0,
+    }
     assert records[11] == {
-        "n": 12, "kind": "closed", "status": "failed", "step": 1, "drawn": 3, "in_flight": 1,
-        "trained": 1, "filtered": 0, "expired": 1, "failed": 0,
+        "n": 12,
+        "kind": "closed",
+        "status": "failed",
+        "step": 1,
+        "drawn": 3,
+        "in_flight": 1,
+        "trained": 1,
+        "filtered": 0,
+        "expired": 1,
+        "failed": 0,
     }
 
 
@@ -130,8 +154,18 @@ def test_an_account_goes_on_from_its_state() -> None:
     after.open()
     assert records == [
         {
-            "n": state.number + 1, "kind": "resumed", "step": 1, "in_flight": ["b", "c", "d"], "drawn": 4,
-            "trained": 1, "filtered": 0, "expired": 0, "failed": 0, "regenerated": 0, "max_lag": 1, "last_step": 9,
+            "n": state.number + 1,
+            "kind": "resumed",
+            "step": 1,
+            "in_flight": ["b", "c", "d"],
+            "drawn": 4,
+            "trained": 1,
+            "filtered": 0,
+            "expired": 0,
+            "failed": 0,
+            "regenerated": 0,
+            "max_lag": 1,
+            "last_step": 9,
         }
     ]
     with pytest.raises(ConservationError, match="b is finished, but was finished before"):

@@ -154,7 +154,10 @@ def test_waits_for_a_version_to_be_served() -> None:
     assert run_virtual(main()) == 2
 
 
-@pytest.mark.parametrize(("share", "batch", "groups"), [(1.0, 16, 16), (0.25, 16, 4), (0.29, 100, 29), (0.1, 16, 1), (0.05, 16, 0), (0.57, 100, 57)])
+@pytest.mark.parametrize(
+    ("share", "batch", "groups"),
+    [(1.0, 16, 16), (0.25, 16, 4), (0.29, 100, 29), (0.1, 16, 1), (0.05, 16, 0), (0.57, 100, 57)],
+)
 def test_a_share_of_a_batch_is_whole_groups(share: float, batch: int, groups: int) -> None:
     """0.29 x 100 is 28.999999999999996 in floats."""
     assert share_of(share, batch) == groups
@@ -162,7 +165,14 @@ def test_a_share_of_a_batch_is_whole_groups(share: float, batch: int, groups: in
 
 @pytest.mark.parametrize(
     "settings",
-    [{"max_lag": -1}, {"batch": 0}, {"first_step": 0}, {"oldest_share": 0}, {"oldest_share": 1.5}, {"max_lag": 0, "oldest_share": 0.5}],
+    [
+        {"max_lag": -1},
+        {"batch": 0},
+        {"first_step": 0},
+        {"oldest_share": 0},
+        {"oldest_share": 1.5},
+        {"max_lag": 0, "oldest_share": 0.5},
+    ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
@@ -357,7 +367,9 @@ SECONDS = st.integers(0, 9)
 class Run:
     """Durations come from `draws_s`, in turn; groups go to the replicas in turn."""
 
-    def __init__(self, admission_lag: int, max_lag: int, replicas: int, steps: int, draws_s: list[int], **settings: Any) -> None:
+    def __init__(
+        self, admission_lag: int, max_lag: int, replicas: int, steps: int, draws_s: list[int], **settings: Any
+    ) -> None:
         self.versions = Versions()
         self.queue = MessageQueue(self.versions, batch=2, max_lag=admission_lag, last_step=steps, **settings)
         self.max_lag = max_lag
@@ -486,7 +498,9 @@ def test_a_queue_goes_on_from_its_state() -> None:
     assert before.queue.arrive(group("f")) is None
     state = before.queue.state()
     assert {e.uid: (e.number, e.due, e.group is not None, e.answer is not None) for e in state.entries} == {
-        "e": (4, 2, True, False), "f": (5, 2, False, True), "g": (6, 3, False, False),
+        "e": (4, 2, True, False),
+        "f": (5, 2, False, True),
+        "g": (6, 3, False, False),
     }
 
     after = Bench(max_lag=2, first_step=2, last_step=9, order="finished")
@@ -505,7 +519,9 @@ def test_a_queue_of_a_shorter_run_does_not_take_what_it_cannot_train() -> None:
     before.serve(0)
     before.admit()
     state = before.queue.state()
-    with pytest.raises(ConservationError, match="holds 6 groups for the steps up to 3, but step 2 is the last"):
+    with pytest.raises(
+        ConservationError, match="holds 6 groups for the steps up to 3, but step 2 is the last"
+    ):
         Bench(max_lag=2, last_step=2).queue.restore(state)
     Bench(max_lag=2, last_step=3).queue.restore(state)
 
@@ -529,7 +545,10 @@ def test_remembering_what_holds_a_step_up_changes_nothing(
     max_lag: int, order: str, stale: str, share: float, choices: list[tuple[int, bool, bool]]
 ) -> None:
     """Groups finish, are filtered and are served in any order; both queues say the same all along."""
-    benches = [Bench(max_lag=max_lag, last_step=8, order=order, stale=stale, oldest_share=share if max_lag else 1.0) for _ in range(2)]
+    benches = [
+        Bench(max_lag=max_lag, last_step=8, order=order, stale=stale, oldest_share=share if max_lag else 1.0)
+        for _ in range(2)
+    ]
     benches[1].queue.__class__ = Forgetful
     told: list[list[Any]] = [[], []]
     for bench, said in zip(benches, told, strict=True):

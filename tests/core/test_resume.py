@@ -38,7 +38,9 @@ class Life:
         self.checkpoints: Sequence[SimCheckpoint] = ()
         self.alive = True
         self.flow = AsyncTrainingFlow(trainer)
-        self.flow.ledger.subscribe(lambda record: self.ledger.append(record.as_dict()) if self._lives() else None)
+        self.flow.ledger.subscribe(
+            lambda record: self.ledger.append(record.as_dict()) if self._lives() else None
+        )
         self.flow.log.subscribe(lambda record: self._lives())
         run_virtual(self._main())
 
@@ -69,10 +71,14 @@ def written_and_read(checkpoint: SimCheckpoint) -> SimCheckpoint:
     return checkpoint._replace(flow=flow)
 
 
-def lives(make: Make, kills: Iterable[int], lost: int = 0, seen: Callable[[Life], None] = lambda life: None) -> tuple[Life, Records]:
-    """Killed after so many records, each time, then left alone. Returns the last process and the ledger of all.
+def lives(
+    make: Make, kills: Iterable[int], lost: int = 0, seen: Callable[[Life], None] = lambda life: None
+) -> tuple[Life, Records]:
+    """Killed after so many records, each time, then left alone. Returns the last process and the ledger of
+    all.
 
-    `seen`: gets every process when it has ended. `lost`: records at the end of the ledger that a kill takes along, as far as no checkpoint has seen them.
+    `seen`: gets every process when it has ended. `lost`: records at the end of the ledger that a kill takes
+    along, as far as no checkpoint has seen them.
     """
     ledger: Records = []
     newest: SimCheckpoint | None = None
@@ -86,7 +92,13 @@ def lives(make: Make, kills: Iterable[int], lost: int = 0, seen: Callable[[Life]
             return life, ledger
         if life.checkpoints:
             newest = written_and_read(life.checkpoints[-1])
-        while newest and lost and ledger and ledger[-1]["n"] > newest.flow.ledger.number and ledger[-1]["kind"] != "resumed":
+        while (
+            newest
+            and lost
+            and ledger
+            and ledger[-1]["n"] > newest.flow.ledger.number
+            and ledger[-1]["kind"] != "resumed"
+        ):
             ledger.pop()
             lost -= 1
     raise AssertionError("the last one is not killed")
@@ -113,7 +125,19 @@ def check(found: Audit, *, steps: int, groups: int, max_lag: int) -> None:
     costs=st.fixed_dictionaries(
         {
             name: st.sampled_from([0.0, 0.5, 6.0])
-            for name in ("draw", "logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "critic", "save", "restore")
+            for name in (
+                "draw",
+                "logp",
+                "ref_logp",
+                "update",
+                "gather",
+                "publish",
+                "finish",
+                "assemble",
+                "critic",
+                "save",
+                "restore",
+            )
         }
     ),
     order=st.sampled_from(["drawn", "finished"]),
@@ -193,7 +217,13 @@ def killed_everywhere(**settings: Any) -> tuple[Records, list[Records]]:
     "settings",
     [
         {"max_lag": 0, "save_every": 1},
-        {"max_lag": 1, "save_every": 2, "roles": WITH_CRITIC, "places": {"critic": "critic"}, "filtered": lambda uid: uid == "p2.1"},
+        {
+            "max_lag": 1,
+            "save_every": 2,
+            "roles": WITH_CRITIC,
+            "places": {"critic": "critic"},
+            "filtered": lambda uid: uid == "p2.1",
+        },
         {
             "max_lag": 3,
             "save_every": 1,
@@ -202,8 +232,19 @@ def killed_everywhere(**settings: Any) -> tuple[Records, list[Records]]:
             "answer_s": lambda step, index: 9.0 if index == 0 else 0.3,
             "costs": {"assemble": 0.25, "draw": 0.25},
         },
-        {"max_lag": 4, "save_every": 3, "sync_every": 3, "answer_s": lambda step, index: 0.1, "costs": {"logp": 2.0}},
-        {"max_lag": 4, "save_every": 1, "costs": {"assemble": 6.0}, "filtered": lambda uid: uid in ("p2.0", "p3.1")},
+        {
+            "max_lag": 4,
+            "save_every": 3,
+            "sync_every": 3,
+            "answer_s": lambda step, index: 0.1,
+            "costs": {"logp": 2.0},
+        },
+        {
+            "max_lag": 4,
+            "save_every": 1,
+            "costs": {"assemble": 6.0},
+            "filtered": lambda uid: uid in ("p2.0", "p3.1"),
+        },
     ],
     ids=["on_policy", "one_step_off", "fully_async", "n_step_ahead", "slow_join"],
 )
@@ -220,7 +261,13 @@ def test_what_was_finished_is_not_answered_again() -> None:
 
     def make(resume: SimCheckpoint | None = None) -> SimTrainer:
         return SimTrainer(
-            max_lag=4, steps=6, groups=2, save_every=2, answer_s=lambda step, index: 0.1, costs={"update": 5.0, "logp": 3.0}, resume=resume
+            max_lag=4,
+            steps=6,
+            groups=2,
+            save_every=2,
+            answer_s=lambda step, index: 0.1,
+            costs={"update": 5.0, "logp": 3.0},
+            resume=resume,
         )
 
     first = Life(make())
@@ -238,7 +285,9 @@ def test_versions_go_on_where_they_were() -> None:
         return SimTrainer(max_lag=2, steps=7, save_every=4, sync_every=3, resume=resume)
 
     resumed = Life(make(resume=Life(make()).checkpoints[0]))
-    assert [p.version for p in resumed.flow.publications] == [4, 6, 7], "of a step that is not published otherwise"
+    assert [p.version for p in resumed.flow.publications] == [4, 6, 7], (
+        "of a step that is not published otherwise"
+    )
     assert [batch.step for batch in resumed.trainer.trained] == [5, 6, 7]
 
 
@@ -261,7 +310,14 @@ def test_a_checkpoint_that_holds_more_than_is_left_to_train() -> None:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_only_as_far_as_weights_allow() -> None:
-    trainer = SimTrainer(max_lag=2, save_every=2, costs={"save": 30.0}, roles=WITH_CRITIC, places={"critic": "critic", "logp": "logp"}, old="rollout")
+    trainer = SimTrainer(
+        max_lag=2,
+        save_every=2,
+        costs={"save": 30.0},
+        roles=WITH_CRITIC,
+        places={"critic": "critic", "logp": "logp"},
+        old="rollout",
+    )
     Life(trainer)
     calls = trainer.calls
     assert calls.index("gather:2") < calls.index("save:2"), "replicas do not wait for it"

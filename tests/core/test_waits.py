@@ -19,7 +19,9 @@ GRAPHS = st.dictionaries(st.sampled_from("abcdef"), st.lists(st.sampled_from("ab
 def test_a_wait_is_known_while_it_lasts() -> None:
     async def main() -> None:
         waits = waits_of()
-        task = asyncio.create_task(within(asyncio.sleep(2), 5, owner="train", what="the gather", holder=lambda: "nobody"))
+        task = asyncio.create_task(
+            within(asyncio.sleep(2), 5, owner="train", what="the gather", holder=lambda: "nobody")
+        )
         await asyncio.sleep(1)
         (wait,) = waits.open
         assert (wait.owner, wait.what, wait.since, wait.timeout_s) == ("train", "the gather", 0.0, 5)

@@ -53,7 +53,9 @@ class Nodes:
         """Another node, with an address of its own."""
         self._number += 1
         address = f"127.0.0.{self._number}"
-        return self._cluster.add_node(num_cpus=64, num_gpus=devices, node_ip_address=address, resources={self._name: 1})
+        return self._cluster.add_node(
+            num_cpus=64, num_gpus=devices, node_ip_address=address, resources={self._name: 1}
+        )
 
     @property
     def _name(self) -> str:
@@ -61,7 +63,9 @@ class Nodes:
         return f"node_{self._number}"
 
     def keep_free(self) -> Callable[[], None]:
-        """Until what this returns is called, nothing that asks for a CPU gets onto the node that was added last."""
+        """Until what this returns is called, nothing that asks for a CPU gets onto the node that was added
+        last.
+        """
         ray.init(address=self._cluster.address, log_to_driver=False)
         occupied = ray.util.placement_group([{"CPU": 64, self._name: 1}])
         ray.get(occupied.ready(), timeout=60)

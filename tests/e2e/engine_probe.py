@@ -178,7 +178,11 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
         return load(llm, encode(await_manifest(writer.gather(version, weights.items()), 30)))
 
     report: dict[str, Any] = {"first": publish(1, weights)}
-    report["before"], report["engine"], report["transformers"] = before, engine_says(llm), transformers_says(model)
+    report["before"], report["engine"], report["transformers"] = (
+        before,
+        engine_says(llm),
+        transformers_says(model),
+    )
     report["repeated"] = publish(2, changed(model))
     report["engine_repeated"], report["transformers_repeated"] = engine_says(llm), transformers_says(model)
     whole = PipelineWorkerExtension._load_piece

@@ -76,7 +76,8 @@ def run_job(
     *,
     events: Sequence[Event] = (),
 ) -> Job:
-    """Run to the end; the events happen one after the other, each at the first line of output that it waits for.
+    """Run to the end; the events happen one after the other, each at the first line of output that it waits
+    for.
 
     Raises TimeoutError: the job did not end, with what it printed.
     """
@@ -130,7 +131,9 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
 
 
 def check_events(job: Job, *optional: str) -> None:
-    """No event breaks a rule, and each role ended well. `optional`: those of `core.flow.OPTIONAL` that the run has."""
+    """No event breaks a rule, and each role ended well. `optional`: those of `core.flow.OPTIONAL` that the
+    run has.
+    """
     assert audit_events(job.events()).violations == []
     seen: set[str] = set()
     last_state: dict[tuple[str, int], str] = {}

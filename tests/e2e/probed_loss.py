@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO's loss that also writes down the log-probs it is given. Named by `model.external_lib`, so that verl's workers import it."""
+"""PPO's loss that also writes down the log-probs it is given. Named by `model.external_lib`, so that
+verl's workers import it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ _calls = itertools.count()
 
 
 @register_policy_loss(NAME)
-def probed(old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def probed(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     rows = [
         (old[real].tolist(), new[real].tolist())
         for old, new, real in zip(old_log_prob.detach(), log_prob.detach(), response_mask.bool(), strict=True)

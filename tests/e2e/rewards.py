@@ -10,7 +10,9 @@ def raises(data_source: str, solution_str: str, ground_truth: str, extra_info: A
     raise ValueError("the judge fell asleep")
 
 
-def nothing(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
+def nothing(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any
+) -> float:
     """NaN for one sum in ten; else right or wrong."""
     return float("nan") if int(ground_truth) % 10 == 7 else float(solution_str == ground_truth)
 

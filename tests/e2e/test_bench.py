@@ -59,7 +59,10 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str) -> dict[str, Any]:
 def test_an_arm_of_ours(tied_task: Path, tmp_path: Path) -> None:
     data = bench(tied_task, tmp_path, "fully_async")
     assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 6
-    check_our_job(tmp_path / "logs" / "1-fully_async" / "run", steps=sum(data["workload"][part] for part in ("warmup", "steps", "cooldown")))
+    check_our_job(
+        tmp_path / "logs" / "1-fully_async" / "run",
+        steps=sum(data["workload"][part] for part in ("warmup", "steps", "cooldown")),
+    )
 
 
 @pytest.mark.nightly
@@ -70,7 +73,9 @@ def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
 
 
 def check_our_job(run_dir: Path, steps: int) -> None:
-    """The job of our arm is also the whole job with groups in the order of completion that these tests look at."""
+    """The job of our arm is also the whole job with groups in the order of completion that these tests
+    look at.
+    """
     job = Job(0, "", run_dir)
     summary = check_clean_end(job, "fully_async", 6, steps)
     check_events(job)

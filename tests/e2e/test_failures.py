@@ -77,7 +77,9 @@ def test_a_reward_function_that_raises(tied_task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(tied_task: Path, tmp_path: Path) -> None:
+def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(
+    tied_task: Path, tmp_path: Path
+) -> None:
     agents = tmp_path / "agents.json"
     agents.write_text(json.dumps([{"name": "flawed", "_target_": "tests.e2e.parts.FlawedLoop"}]))
     job = run_job(
@@ -151,7 +153,9 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
 
 @pytest.mark.nightly
 def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes: StartNodes) -> None:
-    """On it are a replica, agent loops and reward workers; trainer and samples are on the other, which was there before."""
+    """On it are a replica, agent loops and reward workers; trainer and samples are on the other, which was
+    there before.
+    """
     run_dir = tmp_path / "run"
     cluster = nodes(tied_task, 3)
     second = cluster.add(1)
@@ -199,7 +203,9 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
 
 
 @pytest.mark.nightly
-def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(tied_task: Path, tmp_path: Path) -> None:
+def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
+    tied_task: Path, tmp_path: Path
+) -> None:
     """Who generates waits until there is room, and nothing piles up elsewhere."""
     run_dir, steps, seen = tmp_path / "run", 14, []
 
@@ -208,7 +214,9 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(tied_
 
     job = run_job(
         [
-            *smoke_command(f"trainer.total_training_steps={steps}", f"trainer.v1.async_pipeline.run_dir={run_dir}"),
+            *smoke_command(
+                f"trainer.total_training_steps={steps}", f"trainer.v1.async_pipeline.run_dir={run_dir}"
+            ),
             "async_strategy=tests.e2e.parts:SlowlyTrained",
             "trainer.v1.async_pipeline.max_lag=3",
         ],
@@ -219,7 +227,9 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(tied_
     check_clean_end(job, "tests.e2e.parts:SlowlyTrained", 3, steps)
     assert max(seen) < 1.01 * seen[0]
     changes = {"DRAWN": lambda event: len(event["keys"]), "TRAINED": lambda event: -16}
-    untrained = list(accumulate(changes[event["event"]](event) for event in job.events() if event["event"] in changes))
+    untrained = list(
+        accumulate(changes[event["event"]](event) for event in job.events() if event["event"] in changes)
+    )
     assert max(untrained) == (3 + 1) * 16, "all the room there is was taken, and no more"
 
 
@@ -269,8 +279,17 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
     check_ended(job, "interrupted")
     assert audit_file(run_dir).violations == []
     assert audit_events(job.events()).violations == []
-    again = [(event["event"], event["replica"]) for event in job.events() if event["event"] in ("FENCED", "REJOINED")]
-    assert again == [("FENCED", "logp"), ("REJOINED", "logp"), ("FENCED", "ref_logp"), ("REJOINED", "ref_logp")]
+    again = [
+        (event["event"], event["replica"])
+        for event in job.events()
+        if event["event"] in ("FENCED", "REJOINED")
+    ]
+    assert again == [
+        ("FENCED", "logp"),
+        ("REJOINED", "logp"),
+        ("FENCED", "ref_logp"),
+        ("REJOINED", "ref_logp"),
+    ]
 
 
 @pytest.mark.nightly
@@ -283,7 +302,10 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
                 os.kill(int(line.partition(":")[0]), signal.SIGSTOP)
 
     job = run_job(
-        [*long_run(tmp_path), "trainer.v1.async_pipeline.wait_timeout_s=40"], run_dir, tied_task, events=[Event(" 3/1000", stop)]
+        [*long_run(tmp_path), "trainer.v1.async_pipeline.wait_timeout_s=40"],
+        run_dir,
+        tied_task,
+        events=[Event(" 3/1000", stop)],
     )
     assert job.status not in (0, None)
     assert "a deadline has passed: " in job.output
@@ -293,7 +315,14 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
     assert processes_of(run_dir) == []
     diagnosis = (run_dir / "diagnosis.txt").read_text()
     assert re.search(r"waits since \d+\.\d s \(of at most 40 s\) for the call \w+ to return", diagnosis)
-    for part in ("who waits for whom:", "roles:", "pools:", "channels:", "message queue: ", "last 30 events:"):
+    for part in (
+        "who waits for whom:",
+        "roles:",
+        "pools:",
+        "channels:",
+        "message queue: ",
+        "last 30 events:",
+    ):
         assert part in diagnosis
 
 

@@ -48,7 +48,9 @@ def test_stragglers_hold_nobody_up(tied_task: Path, tmp_path: Path, stale: str) 
 
 
 @pytest.mark.nightly
-def test_a_reward_function_that_never_comes_back_costs_its_groups_only(tied_task: Path, tmp_path: Path) -> None:
+def test_a_reward_function_that_never_comes_back_costs_its_groups_only(
+    tied_task: Path, tmp_path: Path
+) -> None:
     """It is killed; validation, in which nobody generates for training, gives such answers the default."""
     own = "trainer.v1.async_pipeline"
     job = run_job(
@@ -104,7 +106,9 @@ def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path:
     assert summary["groups_regenerated"] > 0
     assert all(writer.startswith("replica 0 with version ") for writer in found["writers"])
     rejected = [event for event in job.events() if event["event"] == "REJECTED"]
-    assert {(event["key"], event["fate"]) for event in rejected} == {(one["uid"], "failed") for one in found["quarantined"]}
+    assert {(event["key"], event["fate"]) for event in rejected} == {
+        (one["uid"], "failed") for one in found["quarantined"]
+    }
     last = job.metrics()[-1]["data"]
     assert last["async_pipeline/bad_data/quarantined"] > 0
     assert all(math.isfinite(row["data"]["actor/pg_loss"]) for row in job.metrics())
@@ -115,7 +119,8 @@ def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path:
 def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
     untied_task: Path, tmp_path: Path, nodes: StartNodes
 ) -> None:
-    """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their way.
+    """Three batches ahead, all eight roles, two training ranks, and weights that are cast and sent on their
+    way.
 
     The replica has to leave the node with two devices to the training ranks.
     """

@@ -24,7 +24,13 @@ pytestmark = pytest.mark.e2e
 STEPS = 5
 FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
 """As in `probed_loss`, which imports verl."""
-COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "critic/advantages/max", "response_length/mean")
+COMPARED = (
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "critic/score/mean",
+    "critic/advantages/max",
+    "response_length/mean",
+)
 TOLERANCE = 1e-5
 
 
@@ -102,7 +108,11 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
     saved = folder / "checkpoints" / f"global_step_{STEPS}" / "actor" / "model_world_size_1_rank_0.pt"
     return Outcome(
         answers=[_answers(folder / "dump" / f"{step}.jsonl") for step in range(1, STEPS + 1)],
-        metrics=[_metrics(row) for row in map(json.loads, rows.read_text().splitlines()) if "actor/pg_loss" in row["data"]],
+        metrics=[
+            _metrics(row)
+            for row in map(json.loads, rows.read_text().splitlines())
+            if "actor/pg_loss" in row["data"]
+        ],
         log_probs=_log_probs(probes),
         weights={name: _whole(tensor) for name, tensor in torch.load(saved, weights_only=False).items()},
     )
@@ -131,7 +141,8 @@ def _log_probs(folder: Path) -> list[list[Rows]]:
 def assert_same_log_probs(ours: list[Rows], theirs: list[Rows]) -> None:
     """Each answer of one has one of the other whose every token is as likely.
 
-    verl sums over its batch in the order in which answers arrived, so that a few tokens differ by more than the last bits.
+    verl sums over its batch in the order in which answers arrived, so that a few tokens differ by more than
+    the last bits.
     """
     left, gaps = list(theirs), []
     for row in ours:

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.e2e
 TASKS = "+trainer.sperated_node_tasks=[[logp,actor-train],ref_logp,generate]"
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...], Mapping[str, str]]] = {
     "shared": (2, ("+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]",), {}),
-    "apart": (4, ("+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",), {"logp": "logp", "ref_logp": "ref_logp"}),
+    "apart": (
+        4,
+        ("+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",),
+        {"logp": "logp", "ref_logp": "ref_logp"},
+    ),
     "two and one": (3, (TASKS, "+trainer.sperated_node_ratios=[0.34,0.33,0.33]"), {"ref_logp": "ref_logp"}),
 }
 """Devices, what says the layout, and the pool of each role that does not share the training devices."""
@@ -52,7 +56,11 @@ def moments(job: Job) -> Iterator[tuple[float, set[str], set[str]]]:
     leases: set[tuple[str, int]] = set()
     last = 0.0
     for event in job.events():
-        yield event["t"] - last, {role for (role, _), state in running.items() if state == "RUNNING"}, {role for role, _ in leases}
+        yield (
+            event["t"] - last,
+            {role for (role, _), state in running.items() if state == "RUNNING"},
+            {role for role, _ in leases},
+        )
         last = event["t"]
         lane = (event["role"], event.get("lane", 0))
         running[lane] = event.get("state", running.get(lane, ""))
@@ -66,15 +74,29 @@ def check_pools(job: Job, apart: Mapping[str, str]) -> None:
     """Never two leases on one pool."""
     for _, _, holders in moments(job):
         for pool in {"train", *apart.values()}:
-            here = {role for role in ("logp", "ref_logp", "train", "param_update") if apart.get(role, "train") == pool}
+            here = {
+                role
+                for role in ("logp", "ref_logp", "train", "param_update")
+                if apart.get(role, "train") == pool
+            }
             assert len(holders & here) <= 1, (pool, holders)
 
 
-def test_on_pools_of_their_own_any_two_compute_at_once(tied_task: Path, tmp_path: Path, nodes: StartNodes) -> None:
-    """The replica is on another node, so its weights are sent; the three pools of the first node read them in place."""
+def test_on_pools_of_their_own_any_two_compute_at_once(
+    tied_task: Path, tmp_path: Path, nodes: StartNodes
+) -> None:
+    """The replica is on another node, so its weights are sent; the three pools of the first node read them
+    in place.
+    """
     steps = 10
     job = run_layout(
-        "apart", "n_step_ahead", steps, tied_task, tmp_path, "trainer.v1.async_pipeline.ref_refresh_every=4", *nodes(tied_task, 3, 1).overrides
+        "apart",
+        "n_step_ahead",
+        steps,
+        tied_task,
+        tmp_path,
+        "trainer.v1.async_pipeline.ref_refresh_every=4",
+        *nodes(tied_task, 3, 1).overrides,
     )
     check_clean_end(job, "n_step_ahead", 3, steps)
     check_events(job, "ref_logp")
@@ -84,7 +106,9 @@ def test_on_pools_of_their_own_any_two_compute_at_once(tied_task: Path, tmp_path
         # All four at once too, as a rule; but that is for the lengths of their work to say.
         assert sum(s for s, computing, _ in seen if set(two) <= computing) > 0, two
     rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
-    assert [row["async_pipeline/version/old_logp"] for row in rows] == [max(0, step - 2) for step in range(1, steps + 1)]
+    assert [row["async_pipeline/version/old_logp"] for row in rows] == [
+        max(0, step - 2) for step in range(1, steps + 1)
+    ]
     assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 4 + [4] * 4 + [8] * 2
     # Right after a refresh, reference and policy are one.
     kls = [abs(row["actor/kl_loss"]) for row in rows]
@@ -138,15 +162,24 @@ def test_a_reward_model_scores_on_devices_of_its_own(tied_task: Path, tmp_path: 
     )
     summary = check_clean_end(job, "one_step_off", 1, 4)
     assert summary["reward_first"] >= 0.5
-    judged = [value for row in job.metrics() for name, value in row["data"].items() if "judge_characters" in name and "mean" in name]
+    judged = [
+        value
+        for row in job.metrics()
+        for name, value in row["data"].items()
+        if "judge_characters" in name and "mean" in name
+    ]
     assert judged and min(judged) >= 1
 
 
 @pytest.mark.nightly
 def test_ppo_learns_with_a_critic_of_its_own(tied_task: Path, tmp_path: Path) -> None:
-    """GAE, one batch ahead, the critic on devices of its own and alone in the first step; scores once a batch is generated."""
+    """GAE, one batch ahead, the critic on devices of its own and alone in the first step; scores once a
+    batch is generated.
+    """
     steps = 40
-    pools = "{train:{roles:[train],devices:1},critic:{roles:[critic],devices:1},generate:{roles:[generate],devices:1}}"
+    pools = "{{{}}}".format(
+        ",".join(f"{role}:{{roles:[{role}],devices:1}}" for role in ("train", "critic", "generate"))
+    )
     job = run_job(
         smoke_command(
             "algorithm.adv_estimator=gae",

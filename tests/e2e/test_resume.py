@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole run is killed, with every process of it, and the same command goes on where it was.
 
-With answers that are seeded, nothing tells such a run from one that was left alone: neither its ledger nor its weights.
+With answers that are seeded, nothing tells such a run from one that was left alone: neither its ledger nor
+its weights.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ AFTER_S = 2.0
 
 
 def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
-    """Whoever would clean up stands still meanwhile, and goes last: with it the job counts as ended, and the next begins."""
+    """Whoever would clean up stands still meanwhile, and goes last: with it the job counts as ended, and
+    the next begins.
+    """
     process.send_signal(signal.SIGSTOP)
     while others := {int(line.partition(":")[0]) for line in processes_of(run_dir)} - {process.pid}:
         for pid in others:
@@ -47,7 +50,9 @@ def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 
 def killed_at(step: int | None, seed: int, run_dir: Path, steps: int = STEPS) -> Event:
-    """A moment after a step (None: any) was reported: in its checkpoint, in the publication, or in the next step."""
+    """A moment after a step (None: any) was reported: in its checkpoint, in the publication, or in the
+    next step.
+    """
     delay_s = random.Random(seed).uniform(0.0, AFTER_S)
 
     def kill(process: subprocess.Popen[str]) -> None:
@@ -78,14 +83,20 @@ def ended_well(job: Job, steps: int = STEPS) -> dict[str, Any]:
     assert found.violations == []
     assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", steps, steps * 16, 0)
     summary = job.summary
-    assert (summary["status"], summary["steps"], summary["groups_trained"]) == ("completed", steps, steps * 16)
+    assert (summary["status"], summary["steps"], summary["groups_trained"]) == (
+        "completed",
+        steps,
+        steps * 16,
+    )
     return summary
 
 
 def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
     saved = folder / "checkpoints" / f"global_step_{steps}" / "actor" / "model_world_size_1_rank_0.pt"
     loaded = torch.load(saved, weights_only=False)
-    return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded.items()}
+    return {
+        name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded.items()
+    }
 
 
 def losses(job: Job) -> list[dict[str, float]]:
@@ -120,22 +131,38 @@ def test_killed_at_twenty_moments(tied_task: Path, tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     for folder in (alone, killed):
         folder.mkdir()
-    # What an engine computes depends in its last bits on what else is in the batch; over so many steps one of them would turn a
+    # What an engine computes depends in its last bits on what else is in the batch; over so many steps one of
+    # them would turn a
     # token into another one sooner or later.
     alone_in_batch = "actor_rollout_ref.rollout.max_num_seqs=1"
-    undisturbed = run_job(command(alone, "on_policy", f"trainer.save_freq={steps}", alone_in_batch, steps=steps), alone / "run", tied_task)
+    undisturbed = run_job(
+        command(alone, "on_policy", f"trainer.save_freq={steps}", alone_in_batch, steps=steps),
+        alone / "run",
+        tied_task,
+    )
     ended_well(undisturbed, steps)
-    again = command(killed, "on_policy", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=2", alone_in_batch, steps=steps)
+    again = command(
+        killed,
+        "on_policy",
+        "trainer.save_freq=1",
+        "trainer.max_actor_ckpt_to_keep=2",
+        alone_in_batch,
+        steps=steps,
+    )
     for seed in range(kills):
         job = run_job(again, killed / "run", tied_task, events=[killed_at(None, seed, killed / "run", steps)])
         assert job.status != 0
     last = run_job(again, killed / "run", tied_task)
     ended_well(last, steps)
-    assert losses(last) == [pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)]
+    assert losses(last) == [
+        pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)
+    ]
     assert_same_weights(weights(killed, steps), weights(alone, steps))
 
 
-def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(tied_task: Path, tmp_path: Path) -> None:
+def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(
+    tied_task: Path, tmp_path: Path
+) -> None:
     """Groups in flight, finished, and in batches of steps to come; some are filtered."""
     again = command(
         tmp_path,
@@ -157,7 +184,9 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
     assert f"checkpoint refused: {newest} is damaged: pipeline.json has" in last.output
     assert f"resumed from {before}" in last.output
     assert summary["groups_filtered"] > 0
-    assert [row["step"] for row in last.metrics() if "actor/pg_loss" in row["data"]] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in last.metrics() if "actor/pg_loss" in row["data"]] == list(
+        range(1, STEPS + 1)
+    )
     assert len(published(tmp_path / "checkpoints")) == 2
 
 
@@ -177,13 +206,20 @@ def test_answers_that_were_being_written_go_on_from_their_tokens(tied_task: Path
     assert first.status != 0
     last = run_job(again, run_dir, tied_task)
     ended_well(last)
-    records = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines() if line.endswith("}")]
+    records = [
+        json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
     resumed = next(i for i, record in enumerate(records) if record["kind"] == "resumed")
     step = records[resumed]["step"]
     kept = {record["uid"]: record["kept_tokens"] for record in records[resumed:] if record["kind"] == "again"}
     assert sum(kept.values()) > 0
-    finished = [record for record in records[resumed:] if record["kind"] == "finished" and kept.get(record["uid"])]
+    finished = [
+        record for record in records[resumed:] if record["kind"] == "finished" and kept.get(record["uid"])
+    ]
     spans = [one["spans"] for record in finished for one in record["trajectories"]]
-    # The version of the checkpoint may have been served before it was written, and is what the run goes on with.
+    # The version of the checkpoint may have been served before it was written, and is what the run goes on
+    # with.
     assert any(spans_of[0][0] <= step < spans_of[-1][0] for spans_of in spans), "begun before, finished after"
-    assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), "none is shorter or longer"
+    assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), (
+        "none is shorter or longer"
+    )

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine, loaded while it answers. Run as a script: MODEL_DIR PUBLICATIONS; prints one JSON object.
+"""A real vLLM engine, loaded while it answers. Run as a script: MODEL_DIR PUBLICATIONS; prints one JSON
+object.
 
-The published weights make the model say one token for ever, another for each version, so an answer shows which
-version wrote which token, and the recorded spans can be compared with it. A load that is half done says nonsense.
+The published weights make the model say one token for ever, another for each version, so an answer shows
+which
+version wrote which token, and the recorded spans can be compared with it. A load that is half done says
+nonsense.
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ class Probe:
                 await asyncio.sleep(0.005)
 
         async def load() -> Loaded:
-            return Loaded(*await self.engine.engine_core.call_utility_async("load_snapshot", manifest, 1 << 16, 60.0))
+            return Loaded(
+                *await self.engine.engine_core.call_utility_async("load_snapshot", manifest, 1 << 16, 60.0)
+            )
 
         started = time.perf_counter()
         await self.versioned.load(self.version, load, in_flight)

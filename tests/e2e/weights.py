@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """When two trained models are one.
 
-Adam divides each gradient by its own size, so where a gradient is next to nothing its rounding noise moves the weight like
+Adam divides each gradient by its own size, so where a gradient is next to nothing its rounding noise moves
+the weight like
 any other. Few weights are so, and none gets far: a step moves a weight by 6e-4 at most here.
 """
 
@@ -21,7 +22,8 @@ def assert_same_weights(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, t
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         if name.endswith("k_proj.bias"):
-            # It adds the same to all scores of a query, so the softmax is blind to it: its gradient is rounding noise alone.
+            # It adds the same to all scores of a query, so the softmax is blind to it: its gradient is
+            # rounding noise alone.
             continue
         apart = (tensor.double() - theirs[name].double()).abs()
         assert float(apart.max()) <= FARTHEST, (name, float(apart.max()))

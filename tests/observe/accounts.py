@@ -17,9 +17,18 @@ HOMES = {"train": ("logp", "ref_logp", "train", "param_update"), "generate": ("g
 
 
 def run_of(
-    pools: Pools, *, loop_s: float = 0.0, max_lag: int = 1, trainer: Mapping[str, float] | None = None, steps: int = STEPS, start_up_s: float = 0.0, **known: Any
+    pools: Pools,
+    *,
+    loop_s: float = 0.0,
+    max_lag: int = 1,
+    trainer: Mapping[str, float] | None = None,
+    steps: int = STEPS,
+    start_up_s: float = 0.0,
+    **known: Any,
 ) -> RunData:
-    """A run of 100 s since the first version: devices and device-seconds of each pool, the rest of which is nothing."""
+    """A run of 100 s since the first version: devices and device-seconds of each pool, the rest of which
+    is nothing.
+    """
     accounts = {}
     for name, (devices, seconds) in pools.items():
         account = PoolAccount(devices=devices, roles=HOMES.get(name, (name,)))
@@ -28,7 +37,10 @@ def run_of(
         account.seconds["start_up"] += devices * start_up_s
         assert account.seconds["none"] >= 0, "more than passed"
         accounts[name] = account
-    each = {role: share * 100.0 / max(1, steps) for role, share in (trainer or {"train": 0.6, "generate": 0.4}).items()}
+    each = {
+        role: share * 100.0 / max(1, steps)
+        for role, share in (trainer or {"train": 0.6, "generate": 0.4}).items()
+    }
     found = Accounting(
         wall_s=100.0 + start_up_s,
         pools=accounts,
@@ -38,8 +50,21 @@ def run_of(
     )
     found.check()
     home = {role: pool for pool, account in accounts.items() for role in account.roles}
-    facts: dict[str, Any] = {"name": "a/run", "path": Path("run"), "status": "completed", "strategy": "one_step_off", "steps": steps, "wall_s": 100.0}
-    facts |= {"max_lag": max_lag, "step_s": [100.0 / max(1, steps)] * steps, "samples_per_s": 10.0, "accounting": found, "home": home}
+    facts: dict[str, Any] = {
+        "name": "a/run",
+        "path": Path("run"),
+        "status": "completed",
+        "strategy": "one_step_off",
+        "steps": steps,
+        "wall_s": 100.0,
+    }
+    facts |= {
+        "max_lag": max_lag,
+        "step_s": [100.0 / max(1, steps)] * steps,
+        "samples_per_s": 10.0,
+        "accounting": found,
+        "home": home,
+    }
     return RunData(**(facts | known))
 
 

@@ -11,7 +11,9 @@ SELF_CLOSING = {"rect", "path"}
 
 
 class Page(HTMLParser):
-    """Checks as it reads; `tags` are all that it met, `texts` what is to be read outside of scripts and styles."""
+    """Checks as it reads; `tags` are all that it met, `texts` what is to be read outside of scripts and
+    styles.
+    """
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -51,7 +53,9 @@ def check(html: str) -> Page:
     page = Page(html)
     for tag, attrs in page.tags:
         assert not {"src", "href", "srcset", "action"} & attrs.keys(), f"<{tag}> refers to something outside"
-        numbers = [str(value) for name, value in attrs.items() if name in ("x", "y", "width", "height", "d", "style")]
+        numbers = [
+            str(value) for name, value in attrs.items() if name in ("x", "y", "width", "height", "d", "style")
+        ]
         assert not any(re.search(r"nan|inf|None", value) for value in numbers), (tag, numbers)
     assert not re.search(r"https?://|url\(|@import", html), "nothing is fetched"
     assert [attrs.get("lang") for attrs in page.all("html")] == ["en"]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders as a trainer leaves them, made in virtual time: the real flow, events and summary; invented costs."""
+"""Run folders as a trainer leaves them, made in virtual time: the real flow, events and summary; invented
+costs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "tra
 class RecordedTrainer(SimTrainer):
     """Answers whose lengths are lognormal, a reward that rises, and metrics as the real trainer logs them."""
 
-    def __init__(self, *, devices: Mapping[str, int] | None = None, seed: int = 1, slow: float = 1.0, gain: float = 0.6, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        devices: Mapping[str, int] | None = None,
+        seed: int = 1,
+        slow: float = 1.0,
+        gain: float = 0.6,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(answer_s=self._seconds_of, **kwargs)
         self._devices = {"train": 4, "generate": 4, **(devices or {})}
         self._random = random.Random(seed)
@@ -64,7 +74,13 @@ class RecordedTrainer(SimTrainer):
         made = await super().publish(version, snapshot)
         wobble = self._random.uniform(0.8, 1.3)
         self._last = replace(
-            made, gather_s=0.12 * wobble, transfer_s=0.3 * wobble, load_s=0.2 * wobble, stall_s=0.06 * wobble, num_bytes=1_200_000_000, replicas=2
+            made,
+            gather_s=0.12 * wobble,
+            transfer_s=0.3 * wobble,
+            load_s=0.2 * wobble,
+            stall_s=0.06 * wobble,
+            num_bytes=1_200_000_000,
+            replicas=2,
         )
         return self._last
 
@@ -99,7 +115,14 @@ class RecordedTrainer(SimTrainer):
     recorder: RunRecorder
 
 
-def write_run(folder: Path, trainer: RecordedTrainer, *, strategy: str = "one_step_off", startup_s: float = 30.0, config: Mapping[str, Any] | None = None) -> Path:
+def write_run(
+    folder: Path,
+    trainer: RecordedTrainer,
+    *,
+    strategy: str = "one_step_off",
+    startup_s: float = 30.0,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
     """Run it, and leave events.jsonl, metrics.jsonl, summary.json and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     records: list[LogRecord] = []
@@ -113,5 +136,8 @@ def write_run(folder: Path, trainer: RecordedTrainer, *, strategy: str = "one_st
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trainer.rows))
     summary = trainer.recorder.summarize(flow.result(), 0.0, records[-1].t) | trainer.accounts.summary()
     write_atomically(folder / "summary.json", summary)
-    write_atomically(folder / "config.json", config or {"trainer": {"v1": {"async_pipeline": {"strategy": strategy, "max_lag": trainer.max_lag}}}})
+    write_atomically(
+        folder / "config.json",
+        config or {"trainer": {"v1": {"async_pipeline": {"strategy": strategy, "max_lag": trainer.max_lag}}}},
+    )
     return folder

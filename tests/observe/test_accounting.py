@@ -40,7 +40,9 @@ def rounded(account: PoolAccount) -> dict[str, float]:
 
 
 def test_on_policy_either_pool_waits_for_the_other() -> None:
-    """Each step: a second of answers, then half a second of log-probs, a second of training, and the weights."""
+    """Each step: a second of answers, then half a second of log-probs, a second of training, and the
+    weights.
+    """
     found = account(run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0))
     # The stall of a load is what the replica says: a tenth of each publication but the first.
     assert rounded(found.pools["train"]) == {
@@ -76,7 +78,9 @@ def test_the_critical_role_is_the_one_that_a_step_waits_for_longest() -> None:
 
 
 def test_a_pool_of_log_probs_waits_for_the_step_that_makes_its_version() -> None:
-    trainer = SimTrainer(max_lag=2, costs={"update": 3.0}, places={"logp": "logp"}, answer_s=lambda step, index: 0.25)
+    trainer = SimTrainer(
+        max_lag=2, costs={"update": 3.0}, places={"logp": "logp"}, answer_s=lambda step, index: 0.25
+    )
     shares = account(run_log(trainer)).pools["logp"].shares()
     assert next(iter(shares)) == "wait_train"
 
@@ -87,10 +91,18 @@ def test_what_the_servers_say_replaces_what_the_roles_saw() -> None:
     pools = {"rollout": {"devices": 4, "slots": 4, "roles": ["generate"]}}
     said = {"stall_s": 2.0, "busy_s": 8.0, "replicas": 2}
     log = [
-        LogRecord(t=0.0, role="flow", event="START", state="RUNNING", fields={"graph": {"generate": []}, "pools": pools}),
+        LogRecord(
+            t=0.0,
+            role="flow",
+            event="START",
+            state="RUNNING",
+            fields={"graph": {"generate": []}, "pools": pools},
+        ),
         LogRecord(t=1.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 0}),
         LogRecord(t=1.0, role="generate", event="LEASE", state="RUNNING", fields={}),
-        LogRecord(t=11.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 1}),
+        LogRecord(
+            t=11.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 1}
+        ),
         LogRecord(t=13.0, role="param_update", event="VALIDATED", state="RUNNING", fields={"seconds": 1.5}),
     ]
     for record in log:
@@ -109,7 +121,9 @@ def test_what_the_servers_say_replaces_what_the_roles_saw() -> None:
 
 def test_a_full_channel_is_a_lease_that_nobody_computes_with() -> None:
     """The reference's pool hands on at once; the join takes long, and fills the channel behind it."""
-    trainer = SimTrainer(max_lag=6, steps=12, costs={**QUIET, "advantage": 4.0, "update": 0.1}, places={"logp": "logp"})
+    trainer = SimTrainer(
+        max_lag=6, steps=12, costs={**QUIET, "advantage": 4.0, "update": 0.1}, places={"logp": "logp"}
+    )
     found = account(run_log(trainer))
     assert found.pools["logp"].shares()["wait_reward"] > 0.5
 
@@ -118,7 +132,9 @@ def test_the_clock_may_tick_between_any_two_records() -> None:
     """On a real clock also between ITEM and LEASE of a role that needs no device."""
     records = run_log(SimTrainer(max_lag=1, steps=4))
     ticking = [replace(record, t=record.t + 1e-4 * number) for number, record in enumerate(records)]
-    assert {step.critical for step in account(ticking).steps} == {step.critical for step in account(records).steps}
+    assert {step.critical for step in account(ticking).steps} == {
+        step.critical for step in account(records).steps
+    }
 
 
 def test_shares_of_work_since_the_first_version() -> None:
@@ -132,7 +148,9 @@ def test_shares_of_work_since_the_first_version() -> None:
 def test_sums_that_do_not_add_up_are_an_error() -> None:
     pool = PoolAccount(devices=2, roles=("train",))
     pool.seconds["none"] = 3.0
-    with pytest.raises(AccountingError, match=r"pool train: 3\.0+ device-seconds are accounted for, 4\.0+ have passed"):
+    with pytest.raises(
+        AccountingError, match=r"pool train: 3\.0+ device-seconds are accounted for, 4\.0+ have passed"
+    ):
         Accounting(wall_s=2.0, pools={"train": pool}, steps=(), steady_s=0.0).check()
 
 
@@ -142,13 +160,20 @@ def test_a_log_that_was_cut_short_is_read_to_its_last_whole_line(tmp_path: Path)
     path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in records) + '{"t": 9')
     read = read_events(path)
     assert [r.as_dict() for r in read] == [r.as_dict() for r in records]
-    assert account(read).pools["train"].shares() == pytest.approx(account(records).pools["train"].shares(), abs=1e-6)
+    assert account(read).pools["train"].shares() == pytest.approx(
+        account(records).pools["train"].shares(), abs=1e-6
+    )
     path.write_text('{"t": 9\n{"t": 1.0, "role": "flow", "event": "DONE"}\n')
     with pytest.raises(json.JSONDecodeError):
         read_events(path)
 
 
-PLACES: tuple[dict[str, str], ...] = ({}, {"logp": "logp"}, {"ref_logp": "ref"}, {"logp": "logp", "ref_logp": "ref"})
+PLACES: tuple[dict[str, str], ...] = (
+    {},
+    {"logp": "logp"},
+    {"ref_logp": "ref"},
+    {"logp": "logp", "ref_logp": "ref"},
+)
 
 
 @given(
@@ -156,19 +181,34 @@ PLACES: tuple[dict[str, str], ...] = ({}, {"logp": "logp"}, {"ref_logp": "ref"},
     places=st.sampled_from(PLACES),
     order=st.sampled_from(["drawn", "finished"]),
     critic=st.booleans(),
-    costs=st.fixed_dictionaries({k: st.floats(0, 3) for k in ("logp", "update", "publish", "gather", "advantage", "validate")}),
+    costs=st.fixed_dictionaries(
+        {k: st.floats(0, 3) for k in ("logp", "update", "publish", "gather", "advantage", "validate")}
+    ),
     answers=st.lists(st.floats(0, 9), min_size=5, max_size=5),
     devices=st.integers(1, 7),
 )
 def test_device_seconds_add_up_whatever_the_schedule(
-    max_lag: int, places: dict[str, str], order: str, critic: bool, costs: dict[str, float], answers: list[float], devices: int
+    max_lag: int,
+    places: dict[str, str],
+    order: str,
+    critic: bool,
+    costs: dict[str, float],
+    answers: list[float],
+    devices: int,
 ) -> None:
     class Wide(SimTrainer):
         def pools(self) -> dict[str, int]:
             return {name: devices + number for number, name in enumerate(super().pools())}
 
     kinds: dict[str, Any] = {"roles": WITH_CRITIC if critic else ALL_ROLES, "order": order}
-    trainer = Wide(max_lag=max_lag, steps=5, costs=costs, places=places, answer_s=lambda s, i: answers[(s + i) % 5], **kinds)
+    trainer = Wide(
+        max_lag=max_lag,
+        steps=5,
+        costs=costs,
+        places=places,
+        answer_s=lambda s, i: answers[(s + i) % 5],
+        **kinds,
+    )
     log = run_log(trainer, startup_s=2.5)
     found = account(log)  # checks its sums
     assert found.wall_s == pytest.approx(log[-1].t + 2.5)
@@ -179,14 +219,18 @@ def test_device_seconds_add_up_whatever_the_schedule(
 
 
 def test_efficiency_is_the_larger_of_the_busiest_pool_and_the_loop() -> None:
-    """Answers of three seconds, a second of training: two batches under way make a step of two seconds at best."""
+    """Answers of three seconds, a second of training: two batches under way make a step of two seconds at
+    best.
+    """
 
     class Timed(SimTrainer):
         async def generate_group(self, prompt: Prompt) -> Group:
             group = await super().generate_group(prompt)
             return replace(group, trajectories=tuple(replace(t, seconds=3.0) for t in group.trajectories))
 
-    trainer = Timed(max_lag=1, steps=10, costs={**QUIET, "gather": 0.1, "publish": 0.2}, answer_s=lambda step, index: 3.0)
+    trainer = Timed(
+        max_lag=1, steps=10, costs={**QUIET, "gather": 0.1, "publish": 0.2}, answer_s=lambda step, index: 3.0
+    )
     found = account(run_log(trainer))
     assert found.loop_s == pytest.approx(10 * (3.0 + 1.0 + 0.3) / 2)
     assert found.overlap_efficiency == pytest.approx(found.loop_s / found.steady_s)

@@ -26,12 +26,18 @@ def test_moving_a_device_is_predicted_by_the_larger_share_of_work() -> None:
     """Generation's 400 device-seconds on 5 devices, training's 240 on 3: both take 80 s of what took 100."""
     found = say(advice.move_devices, work(0.6, 1.0), trainer={"train": 0.62, "generate": 0.38})
     assert found.gain == pytest.approx(100 / 80 - 1)
-    assert str(found) == "the trainer waited 38% of the time for generate: move 1 device from pool train to pool generate, predicted +25% samples/s"
+    assert (
+        str(found)
+        == "the trainer waited 38% of the time for generate: move 1 device from pool train to pool "
+        "generate, predicted +25% samples/s"
+    )
 
 
 def test_the_smallest_move_that_is_as_good_is_advised() -> None:
     found = say(advice.move_devices, work(0.1, 1.0, devices=(8, 4)), loop_s=66.0)
-    assert found.change == "move 2 devices from pool train to pool generate", "with three the loop is the limit as well"
+    assert found.change == "move 2 devices from pool train to pool generate", (
+        "with three the loop is the limit as well"
+    )
     assert found.gain == pytest.approx(100 / (400 / 6) - 1)
 
 
@@ -58,7 +64,9 @@ def test_a_device_more_where_none_can_be_spared() -> None:
 
 def test_more_lag_where_only_turns_are_waited_for() -> None:
     found = say(advice.raise_max_lag, work(0.4, 0.6), loop_s=100.0, max_lag=0)
-    assert found.gain == pytest.approx(100 / 60 - 1), "one batch more halves the loop to 50 s, and the pool of 60 s is the limit"
+    assert found.gain == pytest.approx(100 / 60 - 1), (
+        "one batch more halves the loop to 50 s, and the pool of 60 s is the limit"
+    )
     assert "max_lag to 1 instead of 0; async_strategy=one_step_off" in found.change
     deeper = say(advice.raise_max_lag, work(0.2, 0.3), loop_s=100.0, max_lag=1)
     assert "max_lag to 6 instead of 1" in deeper.change, "2/(6+1) of 100 s is below the pool's 30 s"
@@ -66,26 +74,48 @@ def test_more_lag_where_only_turns_are_waited_for() -> None:
 
 
 def test_less_lag_where_devices_are_the_limit_anyway() -> None:
-    found = say(advice.lower_max_lag, work(0.5, 1.0, devices=(1, 1)), loop_s=20.0, max_lag=3, lag_mean=Series(x=[1, 2], y=[2.5, 3.0]))
-    assert found.change.startswith("set max_lag to 0 instead of 3"), "80 s with one batch under way are less than 90 % of 100 s"
+    found = say(
+        advice.lower_max_lag,
+        work(0.5, 1.0, devices=(1, 1)),
+        loop_s=20.0,
+        max_lag=3,
+        lag_mean=Series(x=[1, 2], y=[2.5, 3.0]),
+    )
+    assert found.change.startswith("set max_lag to 0 instead of 3"), (
+        "80 s with one batch under way are less than 90 % of 100 s"
+    )
     assert "2.8 versions old" in found.finding
     assert found.gain is None
-    assert "to 2 instead of 3" in say(advice.lower_max_lag, work(0.5, 1.0, devices=(1, 1)), loop_s=60.0, max_lag=3).change
-    assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=0.0, max_lag=3)) is None, "the longest answers are not known"
-    assert advice.lower_max_lag(facts_for(work(0.3, 1.0, devices=(4, 4)), loop_s=20.0, max_lag=3)) is None, "devices are to be moved first"
+    assert (
+        "to 2 instead of 3"
+        in say(advice.lower_max_lag, work(0.5, 1.0, devices=(1, 1)), loop_s=60.0, max_lag=3).change
+    )
+    assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=0.0, max_lag=3)) is None, (
+        "the longest answers are not known"
+    )
+    assert advice.lower_max_lag(facts_for(work(0.3, 1.0, devices=(4, 4)), loop_s=20.0, max_lag=3)) is None, (
+        "devices are to be moved first"
+    )
     assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=95.0, max_lag=3)) is None
     assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=10.0, max_lag=0)) is None
 
 
 def test_long_answers_are_told_to_those_that_wait_for_them() -> None:
-    told: dict[str, Any] = {"trainer": {"train": 0.5, "generate": 0.5}, "tail_s": [9.0] * 3, "answer_s": [3.0] * 3}
+    told: dict[str, Any] = {
+        "trainer": {"train": 0.5, "generate": 0.5},
+        "tail_s": [9.0] * 3,
+        "answer_s": [3.0] * 3,
+    }
     found = say(advice.long_tail, work(0.5, 0.5), loop_s=100.0, **told)
     assert "took 3.0 times as long" in found.finding
     assert found.at_most
     assert found.gain == pytest.approx(1.0)
     assert advice.long_tail(facts_for(work(0.5, 0.5), strategy="fully_async", **told)) is None
     assert advice.long_tail(facts_for(work(0.5, 0.5), **(told | {"tail_s": [4.0]}))) is None
-    assert advice.long_tail(facts_for(work(0.5, 0.5), **(told | {"trainer": {"train": 0.9, "generate": 0.1}}))) is None
+    assert (
+        advice.long_tail(facts_for(work(0.5, 0.5), **(told | {"trainer": {"train": 0.9, "generate": 0.1}})))
+        is None
+    )
 
 
 def pools_with(train: Mapping[str, float], generate: Mapping[str, float]) -> Pools:
@@ -93,7 +123,10 @@ def pools_with(train: Mapping[str, float], generate: Mapping[str, float]) -> Poo
 
 
 def test_slow_environments() -> None:
-    found = say(advice.slow_environment, pools_with({"compute_train": 50}, {"compute_generate": 50, "wait_environment": 30}))
+    found = say(
+        advice.slow_environment,
+        pools_with({"compute_train": 50}, {"compute_generate": 50, "wait_environment": 30}),
+    )
     assert found.finding.startswith("pool generate stood idle 30% of the time")
     assert advice.slow_environment(facts_for(pools_with({}, {"wait_environment": 10}))) is None
 
@@ -102,7 +135,9 @@ def test_weights_that_hold_devices() -> None:
     found = say(advice.heavy_weights, pools_with({"compute_train": 60, "sync": 20}, {"compute_generate": 30}))
     assert found.finding == "weight updates took 20% of pool train's time"
     assert found.gain == pytest.approx(80 / 70 - 1)
-    beside = say(advice.heavy_weights, pools_with({"compute_train": 90}, {"compute_generate": 30, "sync": 20}))
+    beside = say(
+        advice.heavy_weights, pools_with({"compute_train": 90}, {"compute_generate": 30, "sync": 20})
+    )
     assert beside.gain is None, "the other pool is the limit"
     assert "stage=device" in beside.change
     assert advice.heavy_weights(facts_for(pools_with({"sync": 4}, {"sync": 4}))) is None
@@ -115,10 +150,20 @@ def test_validation_that_holds_devices() -> None:
 
 
 def test_forward_passes_that_keep_the_trainer_from_training() -> None:
-    found = say(advice.pool_of_its_own, pools_with({"compute_train": 70, "compute_ref_logp": 25, "compute_logp": 5}, {"compute_generate": 40}))
+    found = say(
+        advice.pool_of_its_own,
+        pools_with(
+            {"compute_train": 70, "compute_ref_logp": 25, "compute_logp": 5}, {"compute_generate": 40}
+        ),
+    )
     assert found.finding.startswith("ref_logp took 25% of the time")
     assert found.gain == pytest.approx(100 / 75 - 1)
-    assert advice.pool_of_its_own(facts_for(pools_with({"compute_train": 40, "compute_ref_logp": 25}, {"compute_generate": 99}))) is None
+    assert (
+        advice.pool_of_its_own(
+            facts_for(pools_with({"compute_train": 40, "compute_ref_logp": 25}, {"compute_generate": 99}))
+        )
+        is None
+    )
 
 
 def test_a_slow_join() -> None:
@@ -131,7 +176,11 @@ def test_a_slow_join() -> None:
 @pytest.mark.parametrize("fate", ["filtered", "expired", "failed"])
 def test_groups_that_were_not_trained(fate: str) -> None:
     found = say(advice.not_trained, work(0.5, 0.5), fates={"trained": 75, fate: 25})
-    assert found.finding == f"25% of the groups that were drawn were not trained (25 {fate}), about 50 device-seconds of generation"
+    assert (
+        found.finding
+        == f"25% of the groups that were drawn were not trained (25 {fate}), about 50 device-seconds of "
+        "generation"
+    )
     assert advice.not_trained(facts_for(work(0.5, 0.5), fates={"trained": 95, fate: 5})) is None
     assert advice.not_trained(facts_for(work(0.5, 0.5), fates={})) is None
 
@@ -143,12 +192,16 @@ def test_weights_of_samples_that_leave_little() -> None:
 
 
 def test_a_start_that_takes_most_of_the_run() -> None:
-    assert say(advice.long_start, work(0.5, 0.5), start_up_s=100.0).finding.startswith("50% of the run was start-up, 100 s")
+    assert say(advice.long_start, work(0.5, 0.5), start_up_s=100.0).finding.startswith(
+        "50% of the run was start-up, 100 s"
+    )
     assert advice.long_start(facts_for(work(0.5, 0.5), start_up_s=10.0)) is None
 
 
 def test_the_largest_gain_comes_first_and_a_balanced_run_needs_nothing() -> None:
-    found = advise(run_of(work(0.6, 1.0), trainer={"train": 0.6, "generate": 0.25, "reward": 0.15}, start_up_s=90.0))
+    found = advise(
+        run_of(work(0.6, 1.0), trainer={"train": 0.6, "generate": 0.25, "reward": 0.15}, start_up_s=90.0)
+    )
     gains = [one.gain or 0.0 for one in found]
     assert gains == sorted(gains, reverse=True)
     assert [one.rule for one in found] == ["move_devices", "slow_reward", "long_start"]

@@ -19,13 +19,20 @@ def test_the_bound_is_the_largest_of_pools_and_loop() -> None:
 
 
 def test_the_loop_has_the_forward_passes_of_the_slowest_pool() -> None:
-    pools = {"train": (2, {"compute_train": 40.0, "compute_logp": 20.0, "compute_ref_logp": 4.0}), "ref": (1, {"compute_ref_logp": 10.0})}
+    pools = {
+        "train": (2, {"compute_train": 40.0, "compute_logp": 20.0, "compute_ref_logp": 4.0}),
+        "ref": (1, {"compute_ref_logp": 10.0}),
+    }
     assert facts_for(pools, loop_s=50.0, max_lag=1).model.loop_s == pytest.approx(50 + 12 / 2)
-    assert facts_for(pools, loop_s=0.0, max_lag=1).model.loop_s == 0.0, "a run whose longest answers are not known"
+    assert facts_for(pools, loop_s=0.0, max_lag=1).model.loop_s == 0.0, (
+        "a run whose longest answers are not known"
+    )
 
 
 def test_facts_are_shares_of_the_time_since_the_first_version() -> None:
-    facts = facts_for(work(0.6, 1.0, sync=40.0), trainer={"train": 0.5, "generate": 0.3, "logp": 0.2}, start_up_s=50.0)
+    facts = facts_for(
+        work(0.6, 1.0, sync=40.0), trainer={"train": 0.5, "generate": 0.3, "logp": 0.2}, start_up_s=50.0
+    )
     assert facts.trainer == pytest.approx({"train": 0.5, "generate": 0.3, "logp": 0.2})
     assert facts.most_awaited == ("generate", pytest.approx(0.3))
     assert facts.share("train", "sync") == pytest.approx(0.1)
@@ -39,7 +46,12 @@ def test_without_an_account_or_steps_there_are_no_facts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gain", "at_most", "text"), [(0.21, False, "predicted +21% samples/s"), (0.3, True, "predicted at most +30% samples/s"), (None, False, "")]
+    ("gain", "at_most", "text"),
+    [
+        (0.21, False, "predicted +21% samples/s"),
+        (0.3, True, "predicted at most +30% samples/s"),
+        (None, False, ""),
+    ],
 )
 def test_a_prediction_reads_as_what_it_is(gain: float | None, at_most: bool, text: str) -> None:
     assert Advice(rule="r", finding="f", change="c", gain=gain, at_most=at_most).predicted == text

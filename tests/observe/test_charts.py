@@ -54,46 +54,104 @@ def test_a_long_series_is_thinned_by_means() -> None:
 
 
 def test_a_line_goes_through_its_points_and_carries_its_values() -> None:
-    html = line_chart("Reward", [Line(label="mean", series=Series(x=[1, 2, 3], y=[0.0, 1.0, 0.5]), colour="c-train")], x_label="step")
+    html = line_chart(
+        "Reward",
+        [Line(label="mean", series=Series(x=[1, 2, 3], y=[0.0, 1.0, 0.5]), colour="c-train")],
+        x_label="step",
+    )
     page = Page(html)
     drawn = next(attrs["d"] for attrs in page.all("path") if "line" in str(attrs["class"]))
     assert drawn == "M0.0 100.00L500.0 0.00L1000.0 50.00"
     data = json.loads(next(str(attrs["data-line"]) for attrs in page.all("div") if "data-line" in attrs))
     assert data["lines"] == [{"label": "mean", "x": [1, 2, 3], "y": ["0", "1", "0.5"]}]
     assert any("from 0 to 0.5, at most 1" in text for text in page.texts), "said in words"
-    assert line_chart("Reward", [Line(label="mean", series=Series(x=[], y=[]), colour="c")], x_label="step") == ""
+    assert (
+        line_chart("Reward", [Line(label="mean", series=Series(x=[], y=[]), colour="c")], x_label="step")
+        == ""
+    )
 
 
-@pytest.mark.parametrize("series", [Series(x=[1], y=[0.0]), Series(x=[1, 2], y=[3.0, 3.0]), Series(x=[5], y=[-1.5])])
+@pytest.mark.parametrize(
+    "series", [Series(x=[1], y=[0.0]), Series(x=[1, 2], y=[3.0, 3.0]), Series(x=[5], y=[-1.5])]
+)
 def test_few_and_equal_values_are_drawn(series: Series) -> None:
-    html = line_chart("x", [Line(label="", series=series, colour="c"), Line(label="v", series=series, colour="c", dots=True)], x_label="step", steps=True)
+    html = line_chart(
+        "x",
+        [Line(label="", series=series, colour="c"), Line(label="v", series=series, colour="c", dots=True)],
+        x_label="step",
+        steps=True,
+    )
     assert "nan" not in html
 
 
 def test_columns_are_as_high_as_their_parts_and_say_them() -> None:
-    html = column_chart("t", [(1, {"a": 1.0, "b": 3.0}), (2, {"a": 2.0})], {"a": "c-train", "b": "c-logp idle"}, {"a": "A", "b": "B"}, x_label="step", text=seconds)
+    html = column_chart(
+        "t",
+        [(1, {"a": 1.0, "b": 3.0}), (2, {"a": 2.0})],
+        {"a": "c-train", "b": "c-logp idle"},
+        {"a": "A", "b": "B"},
+        x_label="step",
+        text=seconds,
+    )
     page = Page(html)
     heights = [(attrs["class"], attrs["height"]) for attrs in page.all("rect") if attrs["class"] != "hit"]
     assert heights == [("c-train", "25.00"), ("c-logp idle", "75.00"), ("c-train", "50.00")]
-    assert [attrs["data-tip"] for attrs in page.all("g")] == ["step 1: 4 s\nA: 1 s\nB: 3 s", "step 2: 2 s\nA: 2 s"]
+    assert [attrs["data-tip"] for attrs in page.all("g")] == [
+        "step 1: 4 s\nA: 1 s\nB: 3 s",
+        "step 2: 2 s\nA: 2 s",
+    ]
 
 
 def test_many_columns_are_averaged() -> None:
-    html = column_chart("t", [(float(n), {"a": float(n % 2)}) for n in range(1000)], {"a": "c"}, {"a": "A"}, x_label="step", text=amount)
+    html = column_chart(
+        "t",
+        [(float(n), {"a": float(n % 2)}) for n in range(1000)],
+        {"a": "c"},
+        {"a": "A"},
+        x_label="step",
+        text=amount,
+    )
     assert len(Page(html).all("g")) <= MAX_COLUMNS
     assert "step 0 to 8 (mean)" in html
 
 
 def test_a_bar_of_shares_shows_each_and_names_the_large() -> None:
-    page = Page(share_bar([("c-train", 0.9, "training: 90%"), ("c-sync idle", 0.1, "waiting: 10%"), ("c-none", 0.0, "nothing")], "pool train"))
-    assert [(attrs["class"], attrs["style"]) for attrs in page.all("b")] == [("c-train", "width:90.000%"), ("c-sync idle", "width:10.000%")]
+    page = Page(
+        share_bar(
+            [
+                ("c-train", 0.9, "training: 90%"),
+                ("c-sync idle", 0.1, "waiting: 10%"),
+                ("c-none", 0.0, "nothing"),
+            ],
+            "pool train",
+        )
+    )
+    assert [(attrs["class"], attrs["style"]) for attrs in page.all("b")] == [
+        ("c-train", "width:90.000%"),
+        ("c-sync idle", "width:10.000%"),
+    ]
     assert page.texts == ["90%", "10%"]
     assert page.all("div")[0]["aria-label"] == "pool train"
 
 
 def test_a_histogram_of_two_runs_has_a_column_of_each_lag_of_either() -> None:
-    page = Page(histogram("Lag", {"0": 0.25, "1": 0.75}, colour="c-generate", other=({"1": 1.0, "2": 0.0}, "c-train"), x_label="lag"))
-    assert [attrs["style"] for attrs in page.all("i")] == ["height:25.0%", "height:0.0%", "height:75.0%", "height:100.0%", "height:0.0%", "height:0.0%"]
+    page = Page(
+        histogram(
+            "Lag",
+            {"0": 0.25, "1": 0.75},
+            colour="c-generate",
+            other=({"1": 1.0, "2": 0.0}, "c-train"),
+            x_label="lag",
+        )
+    )
+    assert [attrs["style"] for attrs in page.all("i")] == [
+        "height:25.0%",
+        "height:0.0%",
+        "height:75.0%",
+        "height:100.0%",
+        "height:0.0%",
+        "height:0.0%",
+    ]
 
 
 def test_a_strip_is_paler_where_a_role_computed_in_part() -> None:
@@ -110,8 +168,20 @@ def test_a_stack_has_work_below_waits_and_fills_its_row() -> None:
     widths: dict[str, float] = {}
     for attrs in page.all("rect"):
         widths[str(attrs["class"])] = widths.get(str(attrs["class"]), 0.0) + float(str(attrs["width"]))
-    assert widths == {"c-train": pytest.approx(250, abs=1), "c-generate idle": pytest.approx(500, abs=1), "c-sync": pytest.approx(250, abs=1)}
-    both = Page(stack([(0.0, 0.001, "compute_train"), (0.001, 0.002, "wait_generate"), (0.002, 1.0, "none")], colour_of, 0.0, 1.0, is_work))
+    assert widths == {
+        "c-train": pytest.approx(250, abs=1),
+        "c-generate idle": pytest.approx(500, abs=1),
+        "c-sync": pytest.approx(250, abs=1),
+    }
+    both = Page(
+        stack(
+            [(0.0, 0.001, "compute_train"), (0.001, 0.002, "wait_generate"), (0.002, 1.0, "none")],
+            colour_of,
+            0.0,
+            1.0,
+            is_work,
+        )
+    )
     low, high = both.all("rect")[:2]
     assert (low["class"], high["class"]) == ("c-train", "c-generate idle"), "both are within the first bin"
     assert re.match(r"\d", str(high["y"]))

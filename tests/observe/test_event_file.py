@@ -43,7 +43,9 @@ def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
     assert line["why"] == "two\nlines, ünïcode"
 
 
-def test_no_file_of_a_run_holds_a_secret_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_a_run_holds_a_secret_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hide = redaction.hider_of({"HF_TOKEN": "hf_secret_0123"}, for_programs=True)
     monkeypatch.setattr(redaction, "_hider_of_this_process", lambda: hide)
     with EventFile(tmp_path / "events.jsonl") as write:

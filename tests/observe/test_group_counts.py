@@ -21,10 +21,16 @@ def test_a_group_is_in_one_place_at_a_time() -> None:
     moves = [
         (record("dataloader", "DRAWN", keys=["a", "b", "c"]), {"answering": 3, "finished": 0, "batched": 0}),
         (record("generate", "OUTPUT", key="a"), {"answering": 2, "finished": 1, "batched": 0}),
-        (record("generate", "RECALLED", key="b", fate="resume"), {"answering": 2, "finished": 1, "batched": 0}),
+        (
+            record("generate", "RECALLED", key="b", fate="resume"),
+            {"answering": 2, "finished": 1, "batched": 0},
+        ),
         (record("generate", "RECALLED", key="b", fate="drop"), {"answering": 1, "finished": 1, "batched": 0}),
         (record("generate", "OUTPUT", key="c"), {"answering": 0, "finished": 2, "batched": 0}),
-        (record("rollout", "REJECTED", key="c", fate="filtered"), {"answering": 0, "finished": 1, "batched": 0}),
+        (
+            record("rollout", "REJECTED", key="c", fate="filtered"),
+            {"answering": 0, "finished": 1, "batched": 0},
+        ),
         (record("rollout", "ASSEMBLED", step=1, keys=["a"]), {"answering": 0, "finished": 0, "batched": 1}),
         (record("train", "TRAINED", step=1), {"answering": 0, "finished": 0, "batched": 0}),
     ]
@@ -40,7 +46,13 @@ def test_other_events_move_nobody() -> None:
 
 
 def test_a_whole_run_ends_with_nobody_on_the_way() -> None:
-    trainer = SimTrainer(max_lag=2, steps=6, order="finished", answer_s=lambda s, i: 1.0 + i, filtered=lambda uid: uid.endswith(".1"))
+    trainer = SimTrainer(
+        max_lag=2,
+        steps=6,
+        order="finished",
+        answer_s=lambda s, i: 1.0 + i,
+        filtered=lambda uid: uid.endswith(".1"),
+    )
     flow = AsyncTrainingFlow(trainer)
     counts, most = GroupCounts(), 0
 

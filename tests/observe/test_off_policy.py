@@ -39,14 +39,20 @@ class Response:
         return [v for v in self.versions if v is not None]
 
     def described(self) -> TrajectoryVersions:
-        return TrajectoryVersions(first=min(self.written, default=TRAINER), last=max(self.written, default=TRAINER), spans=self.spans)
+        return TrajectoryVersions(
+            first=min(self.written, default=TRAINER),
+            last=max(self.written, default=TRAINER),
+            spans=self.spans,
+        )
 
     def lags(self) -> list[int]:
         """Of its generated tokens, as far as they are known."""
         return [TRAINER - (v if self.known else min(self.written)) for v in self.written]
 
     def pairs(self) -> list[tuple[float, float]]:
-        return [(r, o) for v, r, o in zip(self.versions, self.rollout, self.old, strict=True) if v is not None]
+        return [
+            (r, o) for v, r, o in zip(self.versions, self.rollout, self.old, strict=True) if v is not None
+        ]
 
 
 LOG_PROBS = st.floats(-6, 0) | st.sampled_from([math.nan, -math.inf, math.inf])
@@ -54,7 +60,9 @@ LOG_PROBS = st.floats(-6, 0) | st.sampled_from([math.nan, -math.inf, math.inf])
 
 @st.composite
 def responses(draw: st.DrawFn) -> Response:
-    """Turns of one or more spans, tools between them; spans of all turns, of the first, or of none are known."""
+    """Turns of one or more spans, tools between them; spans of all turns, of the first, or of none are
+    known.
+    """
     versions: list[int | None] = []
     spans: list[list[int]] = []
     of_first = 0
@@ -81,7 +89,13 @@ def one(versions: Sequence[int], log_ratios: Sequence[float] | None = None) -> R
     """A single turn; log-ratio 0 unless told."""
     ratios = list(log_ratios or [0.0] * len(versions))
     starts = [i for i, v in enumerate(versions) if i == 0 or versions[i - 1] != v]
-    return Response(list(versions), [[versions[i], i] for i in starts], True, [-1.0] * len(ratios), [r - 1.0 for r in ratios])
+    return Response(
+        list(versions),
+        [[versions[i], i] for i in starts],
+        True,
+        [-1.0] * len(ratios),
+        [r - 1.0 for r in ratios],
+    )
 
 
 def measured(*batch: Response, padding: int | None = None) -> dict[str, float]:
@@ -92,7 +106,10 @@ def measured(*batch: Response, padding: int | None = None) -> dict[str, float]:
         [r.described() for r in batch],
         trainer_version=TRAINER,
         max_lag=MAX_LAG,
-        mask=[[float(v is not None) for v in r.versions] + [0.0] * n for r, n in zip(batch, missing, strict=True)],
+        mask=[
+            [float(v is not None) for v in r.versions] + [0.0] * n
+            for r, n in zip(batch, missing, strict=True)
+        ],
         rollout_log_probs=np.array([r.rollout + [math.nan] * n for r, n in zip(batch, missing, strict=True)])
         if padding is not None
         else [r.rollout for r in batch],
@@ -125,8 +142,12 @@ def test_lags_are_those_of_a_loop(batch: list[Response], padding: int | None) ->
         shares = {str(k): pytest.approx(counts[k] / len(lags)) for k in range(MAX_LAG + 1)}
         assert only(metrics, f"lag/{share}_share/") == shares
     assert metrics["lag/trajectories_without_spans"] == sum(not r.known for r in batch)
-    assert metrics["lag/mixed_version_share"] == pytest.approx(sum(len(set(r.written)) > 1 for r in batch) / len(batch))
-    spans = [1 + sum(a != b for a, b in zip(r.written, r.written[1:], strict=False)) for r in batch if r.known]
+    assert metrics["lag/mixed_version_share"] == pytest.approx(
+        sum(len(set(r.written)) > 1 for r in batch) / len(batch)
+    )
+    spans = [
+        1 + sum(a != b for a, b in zip(r.written, r.written[1:], strict=False)) for r in batch if r.known
+    ]
     if spans:
         assert metrics["lag/spans_mean"] == pytest.approx(sum(spans) / len(spans))
         assert metrics["lag/spans_max"] == max(spans)
@@ -192,7 +213,9 @@ def test_a_token_has_the_version_of_its_span() -> None:
 
 def test_positions_of_spans_count_the_tokens_of_tools() -> None:
     generated = np.array([1, 1, 0, 0, 1, 1, 1], dtype=bool)
-    versions, known = token_versions(TrajectoryVersions(first=3, last=5, spans=[[3, 0], [4, 4], [5, 6]]), generated)
+    versions, known = token_versions(
+        TrajectoryVersions(first=3, last=5, spans=[[3, 0], [4, 4], [5, 6]]), generated
+    )
     assert known
     assert versions.tolist() == [3, 3, 4, 4, 5]
 
@@ -207,7 +230,9 @@ def test_positions_of_spans_count_the_tokens_of_tools() -> None:
         pytest.param([[3, 0], [4, 4], [5, 0]], id="not in order"),
     ],
 )
-def test_without_the_spans_of_all_turns_each_token_is_as_old_as_the_oldest(spans: list[list[int]] | None) -> None:
+def test_without_the_spans_of_all_turns_each_token_is_as_old_as_the_oldest(
+    spans: list[list[int]] | None,
+) -> None:
     generated = np.array([1, 1, 0, 0, 1, 1], dtype=bool)
     versions, known = token_versions(TrajectoryVersions(first=3, last=5, spans=spans), generated)
     assert not known
@@ -262,7 +287,9 @@ def test_a_trajectory_without_tokens_has_a_lag_only_itself(mask: list[int]) -> N
 
 
 def test_without_log_probs_there_are_only_lags() -> None:
-    metrics = off_policy_metrics([one([7]).described()], trainer_version=TRAINER, max_lag=1, mask=[[1]], old_log_probs=[[0.0]])
+    metrics = off_policy_metrics(
+        [one([7]).described()], trainer_version=TRAINER, max_lag=1, mask=[[1]], old_log_probs=[[0.0]]
+    )
     assert metrics
     assert not only(metrics, "off_policy/")
 
@@ -284,7 +311,9 @@ def test_the_policy_itself_is_on_policy() -> None:
     assert found.pop("non_finite_share") == 0
     assert {name.split("/")[1] for name in found} == {"all", "lag_0"}
     for name, value in found.items():
-        assert value == (1 if name.startswith(("ratio_mean", "ratio_max", "ess", "trajectory_ess")) else 0), name
+        assert value == (1 if name.startswith(("ratio_mean", "ratio_max", "ess", "trajectory_ess")) else 0), (
+            name
+        )
 
 
 @pytest.mark.parametrize("extreme", [800.0, -800.0])

@@ -21,7 +21,14 @@ from tests.observe.run_folder import RecordedTrainer, write_run
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Generation on two of eight devices is what all wait for.
-    trainer = RecordedTrainer(max_lag=3, steps=12, groups=8, order="finished", costs={"update": 0.5}, devices={"train": 6, "generate": 2})
+    trainer = RecordedTrainer(
+        max_lag=3,
+        steps=12,
+        groups=8,
+        order="finished",
+        costs={"update": 0.5},
+        devices={"train": 6, "generate": 2},
+    )
     return write_run(tmp_path_factory.mktemp("runs") / "run", trainer, strategy="fully_async")
 
 
@@ -51,7 +58,9 @@ def test_json_has_the_account_and_the_advice(folder: Path, capsys: pytest.Captur
     assert found["advice"][0]["rule"] == "move_devices"
     assert found["advice"][0]["gain"] > 0.05
     seconds = found["device_seconds"]["train"]
-    assert sum(s for reason, s in seconds.items() if reason != "devices") == pytest.approx(6 * json.loads((folder / "summary.json").read_text())["wall_s"], rel=0.01)
+    assert sum(s for reason, s in seconds.items() if reason != "devices") == pytest.approx(
+        6 * json.loads((folder / "summary.json").read_text())["wall_s"], rel=0.01
+    )
     assert sum(found["trainer"].values()) == pytest.approx(1.0)
 
 
@@ -73,7 +82,14 @@ def test_a_trace_older_than_its_events_is_written_again(folder: Path) -> None:
 
 
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
 )
 
@@ -88,15 +104,36 @@ def test_chromium_draws_it(folder: Path, tmp_path: Path, scheme: str, width: int
     main(["report", str(folder), "--out", str(tmp_path / "page.html")])
     page = tmp_path / "page.html"
     told = "addEventListener('error', (e) => (document.title = 'failed: ' + e.message));"
-    width_of = "document.title += ' wide ' + (document.documentElement.scrollWidth - innerWidth) + ' brush ' + document.querySelectorAll('.brush').length"
-    html = page.read_text().replace("<head>", f"<head><script>{told}</script>").replace("</body>", f"<script>{width_of}</script></body>")
+    width_of = (
+        "document.title += ' wide ' + (document.documentElement.scrollWidth - innerWidth) + ' brush "
+        "' + document.querySelectorAll('.brush').length"
+    )
+    html = (
+        page.read_text()
+        .replace("<head>", f"<head><script>{told}</script>")
+        .replace("</body>", f"<script>{width_of}</script></body>")
+    )
     page.write_text(html)
     picture = tmp_path / "page.png"
-    common = [*FLAGS, f"--window-size={width},1200", f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"]
-    shot = [browser, *common, f"--user-data-dir={tmp_path / 'shot'}", f"--screenshot={picture}", page.as_uri()]
+    common = [
+        *FLAGS,
+        f"--window-size={width},1200",
+        f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}",
+    ]
+    shot = [
+        browser,
+        *common,
+        f"--user-data-dir={tmp_path / 'shot'}",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
     subprocess.run(shot, capture_output=True, timeout=120, check=True)
     dumped = subprocess.run(
-        [browser, *common, f"--user-data-dir={tmp_path / 'dump'}", "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+        [browser, *common, f"--user-data-dir={tmp_path / 'dump'}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     ).stdout
     title = dumped.partition("<title>")[2].partition("</title>")[0]
     assert "failed" not in title

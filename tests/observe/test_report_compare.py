@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs side by side: settings that differ, figures with the right sign, and nothing invented for a partial run."""
+"""Two runs side by side: settings that differ, figures with the right sign, and nothing invented for a
+partial run.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,23 @@ def run_in(folder: Path, **kwargs: object) -> RunData:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunData, RunData]:
     folder = tmp_path_factory.mktemp("runs")
-    return run_in(folder / "slow", max_lag=0), run_in(folder / "fast", max_lag=2, order="finished", places={"ref_logp": "ref"})
+    return run_in(folder / "slow", max_lag=0), run_in(
+        folder / "fast", max_lag=2, order="finished", places={"ref_logp": "ref"}
+    )
 
 
 def test_the_comparison_is_whole_and_on_its_own(runs: tuple[RunData, RunData]) -> None:
     page = check(compare_page(*runs))
-    assert [attrs["id"] for attrs in page.all("section")] == ["figures", "settings", "devices", "steps", "learning", "freshness", "advice", "samples"]
+    assert [attrs["id"] for attrs in page.all("section")] == [
+        "figures",
+        "settings",
+        "devices",
+        "steps",
+        "learning",
+        "freshness",
+        "advice",
+        "samples",
+    ]
     at = page.texts.index("trainer.v1.async_pipeline.max_lag")
     assert page.texts[at + 1 : at + 3] == ["0", "2"]
     assert "trainer.v1.async_pipeline.run_dir" not in page.texts
@@ -55,7 +68,14 @@ def test_a_change_is_good_or_bad_by_what_it_is_of(runs: tuple[RunData, RunData])
 
 def test_a_partial_run_is_compared_as_far_as_it_goes(runs: tuple[RunData, RunData]) -> None:
     a, b = runs
-    partial = replace(b, accounting=None, warm=None, pools={}, config={}, missing=("events.jsonl is not there: no timeline",))
+    partial = replace(
+        b,
+        accounting=None,
+        warm=None,
+        pools={},
+        config={},
+        missing=("events.jsonl is not there: no timeline",),
+    )
     page = check(compare_page(a, partial))
     assert "B: events.jsonl is not there: no timeline" in page.texts
     assert "Not known: config.json is not there in both." in page.texts

@@ -17,7 +17,9 @@ STEPS, GROUPS, N = 10, 4, 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    trainer = RecordedTrainer(max_lag=2, steps=STEPS, groups=GROUPS, n=N, order="finished", filtered=lambda uid: uid.endswith(".3"))
+    trainer = RecordedTrainer(
+        max_lag=2, steps=STEPS, groups=GROUPS, n=N, order="finished", filtered=lambda uid: uid.endswith(".3")
+    )
     return write_run(tmp_path_factory.mktemp("runs") / "run", trainer, strategy="fully_async")
 
 
@@ -63,10 +65,23 @@ def test_publications_queues_and_steps_come_from_events(run: RunData) -> None:
 def test_validation_is_by_version(folder: Path, tmp_path: Path) -> None:
     rows = (folder / "metrics.jsonl").read_text()
     for version, value in ((0, 0.1), (5, 0.4)):
-        rows += json.dumps({"step": 9, "data": {"async_pipeline/validation/version": version, "val-core/toy/reward/mean@1": value}}) + "\n"
+        rows += (
+            json.dumps(
+                {
+                    "step": 9,
+                    "data": {
+                        "async_pipeline/validation/version": version,
+                        "val-core/toy/reward/mean@1": value,
+                    },
+                }
+            )
+            + "\n"
+        )
     (tmp_path / "metrics.jsonl").write_text(rows)
     found = data_of(read_run(tmp_path))
-    assert {name: (list(s.x), list(s.y)) for name, s in found.validation.items()} == {"val-core/toy/reward/mean@1": ([0, 5], [0.1, 0.4])}
+    assert {name: (list(s.x), list(s.y)) for name, s in found.validation.items()} == {
+        "val-core/toy/reward/mean@1": ([0, 5], [0.1, 0.4])
+    }
     assert found.accounting is None, "there are no events"
     assert found.status == "unfinished"
 
@@ -80,23 +95,39 @@ def test_a_run_without_metrics_still_has_its_account(folder: Path, tmp_path: Pat
     assert found.fates["filtered"] > 0
 
 
-def test_events_of_another_version_are_left_out_with_a_line_that_says_so(folder: Path, tmp_path: Path) -> None:
+def test_events_of_another_version_are_left_out_with_a_line_that_says_so(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
-    (tmp_path / "events.jsonl").write_text((folder / "events.jsonl").read_text().replace('"replicas"', '"copies"'))
+    (tmp_path / "events.jsonl").write_text(
+        (folder / "events.jsonl").read_text().replace('"replicas"', '"copies"')
+    )
     found = data_of(read_run(tmp_path))
-    assert any(text.startswith("events.jsonl cannot be understood (KeyError: 'replicas')") for text in found.missing)
+    assert any(
+        text.startswith("events.jsonl cannot be understood (KeyError: 'replicas')") for text in found.missing
+    )
     assert found.accounting is None
     assert len(found.reward.x) == STEPS
 
 
 def test_settings_that_differ_are_told_and_names_and_places_are_not() -> None:
-    a = {"trainer": {"v1": {"max_lag": 1, "run_dir": "a"}, "experiment_name": "a"}, "data": {"train_files": "a", "shuffle": True}, "lr": 1e-6}
-    b = {"trainer": {"v1": {"max_lag": 3, "run_dir": "b", "depth": 2}, "experiment_name": "b"}, "data": {"train_files": "b", "shuffle": True}, "lr": 1e-6}
+    a = {
+        "trainer": {"v1": {"max_lag": 1, "run_dir": "a"}, "experiment_name": "a"},
+        "data": {"train_files": "a", "shuffle": True},
+        "lr": 1e-6,
+    }
+    b = {
+        "trainer": {"v1": {"max_lag": 3, "run_dir": "b", "depth": 2}, "experiment_name": "b"},
+        "data": {"train_files": "b", "shuffle": True},
+        "lr": 1e-6,
+    }
     assert changed_settings(a, b) == [("trainer.v1.max_lag", "1", "3"), ("trainer.v1.depth", "not set", "2")]
     assert changed_settings(a, a) == []
 
 
-def test_what_a_cold_start_cost_is_not_taken_for_what_steps_are_like(folder: Path, run: RunData, tmp_path: Path) -> None:
+def test_what_a_cold_start_cost_is_not_taken_for_what_steps_are_like(
+    folder: Path, run: RunData, tmp_path: Path
+) -> None:
     """The same run, of which all that came after the first version was served came 1,000 s later."""
     assert run.warm is not None
     assert run.warm.steady_s < run.accounting.steady_s

@@ -20,7 +20,13 @@ SECTIONS = ["advice", "timeline", "devices", "steps", "learning", "freshness", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    trainer = RecordedTrainer(max_lag=1, steps=12, places={"ref_logp": "ref"}, costs={"validate": 0.5, "draw": 0.1}, filtered=lambda uid: uid.endswith(".2"))
+    trainer = RecordedTrainer(
+        max_lag=1,
+        steps=12,
+        places={"ref_logp": "ref"},
+        costs={"validate": 0.5, "draw": 0.1},
+        filtered=lambda uid: uid.endswith(".2"),
+    )
     path = write_run(tmp_path_factory.mktemp("runs") / "run", trainer)
     rows = (path / "metrics.jsonl").read_text()
     row = {"step": 6, "data": {"async_pipeline/validation/version": 6, "val-core/toy/reward/mean@1": 0.4}}
@@ -38,10 +44,16 @@ def test_the_page_is_whole_and_on_its_own(run: RunData) -> None:
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
     assert "validation: toy/reward/mean@1" in page.texts
     assert run.accounting is not None
-    shown = [float(text.replace(",", "")) for text in page.texts if "." in text and text.replace(",", "").replace(".", "").isdigit()]
+    shown = [
+        float(text.replace(",", ""))
+        for text in page.texts
+        if "." in text and text.replace(",", "").replace(".", "").isdigit()
+    ]
     for pool in run.accounting.pools.values():
         largest = max(pool.seconds.values())
-        assert any(value == pytest.approx(largest, abs=0.06) for value in shown), "device-seconds are in the table"
+        assert any(value == pytest.approx(largest, abs=0.06) for value in shown), (
+            "device-seconds are in the table"
+        )
 
 
 def test_tiles_have_units_and_the_numbers_of_the_run(run: RunData) -> None:
@@ -64,7 +76,9 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, tmp_path: P
 def test_a_run_of_events_alone_is_shown(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text((folder / "events.jsonl").read_text())
     page = check(run_page(data_of(read_run(tmp_path))))
-    assert {"timeline", "devices", "steps", "queues", "weights"} <= {attrs["id"] for attrs in page.all("section")}
+    assert {"timeline", "devices", "steps", "queues", "weights"} <= {
+        attrs["id"] for attrs in page.all("section")
+    }
 
 
 def test_a_failure_is_told_first_and_escaped(run: RunData) -> None:
@@ -73,7 +87,9 @@ def test_a_failure_is_told_first_and_escaped(run: RunData) -> None:
 
 
 def test_runs_of_few_steps_and_none_get_no_advice(run: RunData) -> None:
-    assert "Advice needs 5 steps; this run has 0." in advice_list([], replace(run, accounting=_without_steps(run)))
+    assert "Advice needs 5 steps; this run has 0." in advice_list(
+        [], replace(run, accounting=_without_steps(run))
+    )
     assert "Without events" in advice_list([], replace(run, accounting=None))
     assert "Nothing stands out" in advice_list([], run)
 
@@ -96,4 +112,8 @@ def test_a_long_first_step_does_not_dwarf_the_others(run: RunData) -> None:
     steps[0] = replace(steps[0], seconds={"generate": 900.0, "train": 1.0})
     slow = replace(run, accounting=replace(run.accounting, steps=steps))
     assert "The first step is left out: it took 15 min, of which 15 min for generate." in step_chart(slow)
-    assert "left out" not in step_chart(replace(run, accounting=replace(run.accounting, steps=[replace(s, seconds={"train": 1.0}) for s in steps])))
+    assert "left out" not in step_chart(
+        replace(
+            run, accounting=replace(run.accounting, steps=[replace(s, seconds={"train": 1.0}) for s in steps])
+        )
+    )

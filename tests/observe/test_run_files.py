@@ -15,13 +15,20 @@ def test_what_is_set_aside_gets_the_next_number(tmp_path: Path) -> None:
     for text in "ab":
         path.write_text(text)
         set_aside(path)
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"events.1.jsonl": "a", "events.2.jsonl": "b"}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {
+        "events.1.jsonl": "a",
+        "events.2.jsonl": "b",
+    }
 
 
 def test_metrics_up_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     validation = [{"step": 2, "data": {"async_pipeline/validation/version": v}} for v in (1, 2)]
-    rows = [*({"step": step, "data": {"reward": step}} for step in (1, 2)), *validation, {"step": 3, "data": {"reward": 3}}]
+    rows = [
+        *({"step": step, "data": {"reward": step}} for step in (1, 2)),
+        *validation,
+        {"step": 3, "data": {"reward": 3}},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "da')
     assert rows_until(path, 2) == rows[:3], "version 2 is validated anew"
     assert rows_until(tmp_path / "none", 2) == []

@@ -74,7 +74,9 @@ def test_validations_are_apart_by_the_version_that_they_are_of(folder: Path) -> 
 
 
 def test_what_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(RunFilesError, match=r"nowhere is no folder of a run; give the one that holds events\.jsonl"):
+    with pytest.raises(
+        RunFilesError, match=r"nowhere is no folder of a run; give the one that holds events\.jsonl"
+    ):
         read_run(tmp_path / "nowhere")
     with pytest.raises(RunFilesError, match="has neither events nor metrics of a run") as caught:
         read_run(tmp_path)
@@ -83,4 +85,6 @@ def test_what_is_no_run_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_run_that_was_resumed_says_whose_events_are_not_shown(folder: Path) -> None:
     (folder / "events.1.jsonl").write_text("")
-    assert read_run(folder).missing == ("the run was resumed: the events of 1 earlier process are not shown, their metrics are",)
+    assert read_run(folder).missing == (
+        "the run was resumed: the events of 1 earlier process are not shown, their metrics are",
+    )

@@ -70,7 +70,10 @@ def test_moments_of_too_few_values() -> None:
 
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
-@given(st.lists(st.integers(0, 1000), min_size=2, max_size=30), st.lists(st.integers(0, 1000), min_size=2, max_size=30))
+@given(
+    st.lists(st.integers(0, 1000), min_size=2, max_size=30),
+    st.lists(st.integers(0, 1000), min_size=2, max_size=30),
+)
 def test_t_and_shift_are_those_of_their_definitions(trained: list[int], lost: list[int]) -> None:
     found = Comparison(moments(trained), moments(lost))
     error = math.sqrt(variance(trained) / len(trained) + variance(lost) / len(lost))
@@ -142,8 +145,10 @@ def test_dropping_the_long_ones_is_said_with_its_remedy() -> None:
     record(meter, "trained", [200, 300] * 400)
     record(meter, "dropped", [600, 700] * 100)
     assert meter.warning() == (
-        "selection bias: because 200 of 1000 answers were dropped, those trained have 0.48 sd fewer tokens than all "
-        "of them (on average 250, those dropped 650); if they held steps up, raise max_lag or set stale=wait; if their data or rewards were bad, see bad_data/* and failed"
+        "selection bias: because 200 of 1000 answers were dropped, those trained have 0.48 sd fewer tokens "
+        "than all "
+        "of them (on average 250, those dropped 650); if they held steps up, raise max_lag or set "
+        "stale=wait; if their data or rewards were bad, see bad_data/* and failed"
     )
 
 
@@ -225,9 +230,15 @@ def test_the_largest_is_said_first_and_the_next_one_after_it() -> None:
     for i in range(600):
         lost: Fate = "dropped" if i % 3 == 0 else "trained"
         worse = i % 3 == 0
-        meter.record(lost, tokens=500 + i % 50 + 300 * worse, turns=2 + i % 4 + 2 * worse, reward=(i % 2) - 0.5 * worse)
+        meter.record(
+            lost, tokens=500 + i % 50 + 300 * worse, turns=2 + i % 4 + 2 * worse, reward=(i % 2) - 0.5 * worse
+        )
     lines = [meter.warning() for _ in range(4)]
-    assert ["fewer tokens" in (lines[0] or ""), "fewer turns" in (lines[1] or ""), "more reward" in (lines[2] or "")] == [True] * 3
+    assert [
+        "fewer tokens" in (lines[0] or ""),
+        "fewer turns" in (lines[1] or ""),
+        "more reward" in (lines[2] or ""),
+    ] == [True] * 3
     assert lines[3] is None
 
 

@@ -42,7 +42,9 @@ def test_steps_add_up_to_the_run() -> None:
         told = sum(step.get(f"{kind}/train/{reason}_s", 0.0) for step in [*trainer.told, rest])
         assert told == pytest.approx(whole.pools["train"].seconds[reason]), reason
     assert told > 0
-    assert all(0 <= step["bubble_ratio"] <= 1 and 0 <= step["overlap_efficiency"] <= 1 for step in trainer.told)
+    assert all(
+        0 <= step["bubble_ratio"] <= 1 and 0 <= step["overlap_efficiency"] <= 1 for step in trainer.told
+    )
     assert not any("start_up" in name for step in trainer.told for name in step)
     assert set(trainer.critical) <= {"train", "logp", "ref_logp", "generate", "param_update"}
     assert accounts.summary() == summary_of(whole)

@@ -121,7 +121,9 @@ def test_a_run_that_was_resumed_says_how_many_steps_its_time_is_of() -> None:
 
 
 def test_groups_that_were_answered_again_are_told() -> None:
-    assert any("in flight; 4 answered again" in line for line in closing({**SUMMARY, "groups_regenerated": 4}))
+    assert any(
+        "in flight; 4 answered again" in line for line in closing({**SUMMARY, "groups_regenerated": 4})
+    )
 
 
 def test_closing_lines_of_a_run_that_failed_before_its_first_step() -> None:

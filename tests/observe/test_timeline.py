@@ -18,12 +18,21 @@ from tests.observe.run_folder import RecordedTrainer, write_run
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
-    trainer = RecordedTrainer(max_lag=1, steps=12, places={"ref_logp": "ref"}, costs={"advantage": 0.1, "assemble": 0.1, "draw": 0.1})
+    trainer = RecordedTrainer(
+        max_lag=1,
+        steps=12,
+        places={"ref_logp": "ref"},
+        costs={"advantage": 0.1, "assemble": 0.1, "draw": 0.1},
+    )
     return data_of(read_run(write_run(tmp_path_factory.mktemp("runs") / "run", trainer)))
 
 
 def test_rows_are_pools_with_their_roles_then_those_without_devices(run: RunData) -> None:
-    names = [text for text in Page(timeline(run)).texts if text in {*run.roles, "no device"} or text.split(":")[0] in run.pools]
+    names = [
+        text
+        for text in Page(timeline(run)).texts
+        if text in {*run.roles, "no device"} or text.split(":")[0] in run.pools
+    ]
     once = names[: len(names) // 2]
     assert once == [
         *("train: 4 devices", "logp", "train", "param_update"),
@@ -36,10 +45,24 @@ def test_rows_are_pools_with_their_roles_then_those_without_devices(run: RunData
 
 def test_the_close_up_is_of_steps_of_the_middle_and_zooms(run: RunData) -> None:
     page = Page(timeline(run))
-    data = json.loads(next(str(attrs["data-timeline"]) for attrs in page.all("div") if "data-timeline" in attrs))
+    data = json.loads(
+        next(str(attrs["data-timeline"]) for attrs in page.all("div") if "data-timeline" in attrs)
+    )
     ends = list(run.step_ends.values())
     assert (data["from"], data["to"]) == (pytest.approx(ends[3], abs=1e-3), pytest.approx(ends[7], abs=1e-3))
-    assert [row["pool"] for row in data["rows"]] == [True, False, False, False, True, False, True, False, False, False, False]
+    assert [row["pool"] for row in data["rows"]] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     for row in data["rows"]:
         assert all(0 <= span[0] < span[1] <= data["end"] for span in row["spans"])
     kinds = [kind["name"] for kind in data["kinds"]]
@@ -47,7 +70,9 @@ def test_the_close_up_is_of_steps_of_the_middle_and_zooms(run: RunData) -> None:
     assert any("Steps 5 to 8" in text for text in page.texts)
 
 
-def test_a_run_of_too_many_spans_is_drawn_but_does_not_zoom(run: RunData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_too_many_spans_is_drawn_but_does_not_zoom(
+    run: RunData, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_SPANS", 10)
     html = timeline(run)
     assert "data-timeline" not in html

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace is what the format asks for, what happened, and what Perfetto's own trace processor reads out of it."""
+"""The trace is what the format asks for, what happened, and what Perfetto's own trace processor reads out
+of it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,15 @@ GROUPS, STEPS = 4, 12
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("run")
-    trainer = RecordedTrainer(max_lag=2, steps=STEPS, groups=GROUPS, n=2, places={"ref_logp": "ref"}, order="finished", costs={"validate": 1.0, "draw": 0.01})
+    trainer = RecordedTrainer(
+        max_lag=2,
+        steps=STEPS,
+        groups=GROUPS,
+        n=2,
+        places={"ref_logp": "ref"},
+        order="finished",
+        costs={"validate": 1.0, "draw": 0.01},
+    )
     return write_run(path, trainer, strategy="fully_async")
 
 
@@ -85,7 +95,13 @@ def test_every_wait_says_what_for(events: list[TraceEvent]) -> None:
 
 def test_each_pool_shows_who_holds_it(events: list[TraceEvent]) -> None:
     pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert sorted(pools.values()) == ["no device", "pool generate: 4 devices", "pool ref: 1 device", "pool train: 4 devices", "run"]
+    assert sorted(pools.values()) == [
+        "no device",
+        "pool generate: 4 devices",
+        "pool ref: 1 device",
+        "pool train: 4 devices",
+        "run",
+    ]
     held = {pools[e["pid"]]: e["name"] for e in slices(events, cat="lease") if e["pid"] > 2}
     assert held["pool ref: 1 device"] == "ref_logp"
     assert {e["name"] for e in slices(events, cat="lease", pid=3)} >= {"train", "logp", "param_update"}
@@ -109,7 +125,11 @@ def test_an_arrow_follows_each_trained_group_from_prompt_to_step(events: list[Tr
 
 def around(events: list[TraceEvent], point: TraceEvent) -> str:
     """The slice that an arrow passes through."""
-    found = [e["name"] for e in slices(events, pid=point["pid"], tid=point["tid"]) if e["ts"] <= point["ts"] < e["ts"] + e["dur"]]
+    found = [
+        e["name"]
+        for e in slices(events, pid=point["pid"], tid=point["tid"])
+        if e["ts"] <= point["ts"] < e["ts"] + e["dur"]
+    ]
     assert len(found) == 1
     return str(found[0])
 
@@ -150,7 +170,9 @@ def test_a_run_that_was_cut_short_has_a_trace_to_its_end(folder: Path, tmp_path:
 
 
 def test_a_log_without_pools_is_refused_and_a_run_does_not_fail_of_it(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"t": 0.0, "role": "flow", "event": "START", "state": "RUNNING"}\n')
+    (tmp_path / "events.jsonl").write_text(
+        '{"t": 0.0, "role": "flow", "event": "START", "state": "RUNNING"}\n'
+    )
     with pytest.raises(RunFilesError, match="which roles and pools"):
         write_trace(tmp_path)
     said: list[str] = []
@@ -164,7 +186,8 @@ QUERIES = {
     "slices": "select count(*) n, max(depth) depth from slice",
     "flows": "select s.name out_of, d.name into_, count(*) n from flow f join slice s on f.slice_out = s.id "
     "join slice d on f.slice_in = d.id group by 1, 2",
-    "counters": "select t.name, count(*) n, max(c.value) most from counter c join counter_track t on c.track_id = t.id group by 1",
+    "counters": "select t.name, count(*) n, max(c.value) most from counter c join counter_track t on "
+    "c.track_id = t.id group by 1",
     "train_s": "select sum(dur) / 1e9 s from slice where name = 'train' and category = 'run'",
     "processes": "select name from process where name is not null order by pid",
 }
@@ -173,8 +196,15 @@ QUERIES = {
 def test_perfetto_reads_the_trace_as_it_is_meant(folder: Path, events: list[TraceEvent]) -> None:
     node = shutil.which("node")
     if node is None or not (PROCESSOR / "trace_processor.wasm").exists():
-        pytest.skip("needs node and Perfetto's trace processor; `bash run_scripts/trace_processor.sh` fetches it")
-    command = [node, str(REPOSITORY / "tests" / "perfetto" / "query.mjs"), str(PROCESSOR), str(write_trace(folder))]
+        pytest.skip(
+            "needs node and Perfetto's trace processor; `bash run_scripts/trace_processor.sh` fetches it"
+        )
+    command = [
+        node,
+        str(REPOSITORY / "tests" / "perfetto" / "query.mjs"),
+        str(PROCESSOR),
+        str(write_trace(folder)),
+    ]
     done = subprocess.run(command, input=json.dumps(QUERIES), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     read = json.loads(done.stdout)
@@ -182,10 +212,18 @@ def test_perfetto_reads_the_trace_as_it_is_meant(folder: Path, events: list[Trac
     assert read["slices"] == [{"n": len(slices(events)) + sum(e["ph"] == "i" for e in events), "depth": 0}]
     edges = {(row["out_of"], row["into_"]): row["n"] for row in read["flows"]}
     trained = STEPS * GROUPS
-    assert edges["dataloader", "generate"] == edges["generate", "rollout"] == edges["reward", "train"] == trained
+    assert (
+        edges["dataloader", "generate"] == edges["generate", "rollout"] == edges["reward", "train"] == trained
+    )
     assert sum(edges.values()) == trained * 6, "no arrow is lost"
     counters = {row["name"]: row for row in read["counters"]}
     assert counters["version served"]["most"] == STEPS
     assert counters["lag max"]["n"] == STEPS
     assert read["train_s"][0]["s"] == pytest.approx(STEPS * 1.0, rel=1e-6)
-    assert [row["name"] for row in read["processes"]] == ["run", "no device", "pool train: 4 devices", "pool generate: 4 devices", "pool ref: 1 device"]
+    assert [row["name"] for row in read["processes"]] == [
+        "run",
+        "no device",
+        "pool train: 4 devices",
+        "pool generate: 4 devices",
+        "pool ref: 1 device",
+    ]

@@ -88,7 +88,10 @@ def test_a_call_that_holds_the_interpreter_itself_is_seen_too(tmp_path: Path) ->
     async def main() -> None:
         with Armed(path, stalled_after_s=0.02, say=lambda line: None):
             assert await asyncio.to_thread(armed.wait, DEADLINE_S)
-            assert ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, DEADLINE_S * 1000) == 1
+            assert (
+                ctypes.PyDLL(None).poll(struct.pack("iHH", reader, select.POLLIN, 0), 1, DEADLINE_S * 1000)
+                == 1
+            )
 
     asyncio.run(main())
     written = os.read(reader, 1 << 16).decode()
@@ -130,7 +133,9 @@ def test_a_disk_that_is_full_costs_the_file_only(tmp_path: Path) -> None:
             dog.tell(Diagnosis("c", "t" * 100_000))
 
     asyncio.run(main())
-    assert said == ["a deadline has passed: c; diagnosis.txt cannot be written: [Errno 28] No space left on device"]
+    assert said == [
+        "a deadline has passed: c; diagnosis.txt cannot be written: [Errno 28] No space left on device"
+    ]
 
 
 def test_a_loop_that_was_closed_ends_the_watch(tmp_path: Path) -> None:

@@ -20,7 +20,13 @@ from recipe.async_pipeline.observe.wording import (
     seconds,
 )
 
-REASONS = [f"{kind}_{role}" for kind in ("compute", "wait", "lease") for role in (*GRAPH, "audit")] + ["sync", "validation", "wait_environment", "start_up", "none"]
+REASONS = [f"{kind}_{role}" for kind in ("compute", "wait", "lease") for role in (*GRAPH, "audit")] + [
+    "sync",
+    "validation",
+    "wait_environment",
+    "start_up",
+    "none",
+]
 STYLE = files("recipe.async_pipeline.observe").joinpath("report.css").read_text(encoding="utf-8")
 
 
@@ -40,14 +46,26 @@ def test_every_role_has_a_colour_of_its_own() -> None:
 
 
 def test_colours_are_defined_for_light_and_dark() -> None:
-    light, dark = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL))
+    light, dark = (
+        set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
+    )
     assert dark <= light
     assert {f"--{name}" for name in re.findall(r"\.c-\w+ \{ --c: var\(--(\w+)\)", STYLE)} <= dark
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 s"), (0.0123, "12.3 ms"), (0.25, "0.25 s"), (4.1, "4.1 s"), (30.0, "30 s"), (123.4, "123 s"), (436, "7.3 min"), (1000, "17 min"), (9000, "2.5 h")],
+    [
+        (0, "0 s"),
+        (0.0123, "12.3 ms"),
+        (0.25, "0.25 s"),
+        (4.1, "4.1 s"),
+        (30.0, "30 s"),
+        (123.4, "123 s"),
+        (436, "7.3 min"),
+        (1000, "17 min"),
+        (9000, "2.5 h"),
+    ],
 )
 def test_seconds_have_a_unit_that_fits(value: float, text: str) -> None:
     assert seconds(value) == text
@@ -55,5 +73,10 @@ def test_seconds_have_a_unit_that_fits(value: float, text: str) -> None:
 
 def test_numbers() -> None:
     assert [amount(v) for v in (0, 0.5, 19.04, 1234.5, 0.0001)] == ["0", "0.5", "19", "1,234", "1.0e-04"]
-    assert [number_of_bytes(v) for v in (12, 2_366_976, 1.2e9, 3e15)] == ["12 B", "2.37 MB", "1.2 GB", "3e+03 TB"]
+    assert [number_of_bytes(v) for v in (12, 2_366_976, 1.2e9, 3e15)] == [
+        "12 B",
+        "2.37 MB",
+        "1.2 GB",
+        "3e+03 TB",
+    ]
     assert [percent(v) for v in (0, 0.004, 0.0994, 0.38, 1)] == ["0%", "0.4%", "9.9%", "38%", "100%"]

@@ -163,7 +163,11 @@ def main_ppo_starts_the_sample_store_beside_the_runner() -> None:
     }
     waits = mock.patch.object(ray, "get", side_effect=lambda running: happened.append("wait"))
     started = mock.patch.object(ray, "is_initialized", return_value=True)
-    with waits, started, mock.patch.dict(sys.modules, {launch.__name__: launch, interrupts.__name__: interrupts}):
+    with (
+        waits,
+        started,
+        mock.patch.dict(sys.modules, {launch.__name__: launch, interrupts.__name__: interrupts}),
+    ):
         main_ppo.run_ppo(OmegaConf.create(base), runner)
         assert happened == ["run", "wait"], f"a run without the pipeline did {happened}"
         happened.clear()
@@ -400,9 +404,16 @@ def value_model_has_the_attention_of_its_config() -> None:
     from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
     from verl.utils.model import load_valuehead_model
 
-    sizes: dict[str, int] = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes: dict[str, int] = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
+        Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(
+            folder
+        )
         config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
         config.num_labels = 1
         model = load_valuehead_model(folder, torch.float32, config, False)
@@ -466,7 +477,9 @@ def subclass_stores_trajectories_its_own_way() -> None:
         async def _store_trajectories(self, keys: Any, fields: Any, tags: Any, partition_id: str) -> None:
             stored.append((keys, fields[0]["uid"], tags[0]["seq_len"], partition_id))
 
-    answer = AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2, metrics={})
+    answer = AgentLoopOutput(
+        prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2, metrics={}
+    )
     put = mock.AsyncMock(side_effect=AssertionError("it went to the sample store"))
     with mock.patch.object(transfer_queue, "async_kv_batch_put", put):
         asyncio.run(Keeping()._agent_loop_postprocess(answer, False, uid="u", session_id=0, global_steps=1))

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.real_engine
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("probes.py")
 LIMIT_S = 480.0
-"""A tree. Seen on two shared cores: 40 s for both, two minutes when overloaded; nearly all of it is imports."""
+"""A tree. Seen on two shared cores: 40 s for both, two minutes when overloaded; nearly all of it is
+imports.
+"""
 
 Results = Mapping[str, str | None]
 
@@ -102,9 +104,13 @@ def test_vllm_cpu_is_recognised(results: dict[str, Results]) -> None:
 
 
 def test_sender_raises_when_receiver_dies(results: dict[str, Results]) -> None:
-    assert_mended(results, "sender_raises_when_receiver_dies", "TimeoutError: still waiting|sender ended with ZMQError")
+    assert_mended(
+        results, "sender_raises_when_receiver_dies", "TimeoutError: still waiting|sender ended with ZMQError"
+    )
     assert_mended(results, "sender_raises_when_receiver_never_answers", "TimeoutError: still waiting")
-    assert_mended(results, "sender_names_the_peer_whose_death_swallowed_a_message", "sender ended with ZMQError")
+    assert_mended(
+        results, "sender_names_the_peer_whose_death_swallowed_a_message", "sender ended with ZMQError"
+    )
     assert_mended(results, "receiver_raises_without_a_sender", "TimeoutError: still waiting")
 
 

@@ -64,7 +64,11 @@ class SimTrainer:
         falls_at: float | None = None,
         **queue: Any,
     ) -> None:
-        """`resume`: goes on from there. `falls_at`: when the last replica is gone for good. `places`: role -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica fenced for it?"""
+        """`resume`: goes on from there. `falls_at`: when the last replica is gone for good. `places`: role
+        -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further
+        settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica
+        fenced for it?
+        """
         self.caution, self.failing, self.falls_at = caution, failing, falls_at
         self.changes: list[Change] = []
         self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
@@ -188,7 +192,11 @@ class SimTrainer:
             self.in_flight -= 1
         trajectories = tuple(
             Trajectory(
-                key=f"{prompt.uid}_{i}_0", first_version=first, last_version=self.served, num_tokens=1, reward=0.5
+                key=f"{prompt.uid}_{i}_0",
+                first_version=first,
+                last_version=self.served,
+                num_tokens=1,
+                reward=0.5,
             )
             for i in range(self.n)
         )
@@ -249,7 +257,9 @@ class SimTrainer:
         made = SimCheckpoint(state, self._drawn, self.criticised)
         assert len(self.trained) + self.first_step - 1 == state.step
         await self._cost("save", state.step)
-        assert len(self.trained) + self.first_step - 1 == state.step, "the weights changed while they were saved"
+        assert len(self.trained) + self.first_step - 1 == state.step, (
+            "the weights changed while they were saved"
+        )
         assert self.criticised == made.critic, "so did the critic"
         self.checkpoints.append(made)
         return True
@@ -265,7 +275,15 @@ class SimTrainer:
         assert version > self.served, "versions only move forward"
         self.served = version
         return Publication(
-            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, busy_s=1e9, tensors_proved=1, replicas=1,
+            version=version,
+            num_bytes=8,
+            gather_s=0.1,
+            transfer_s=0.1,
+            load_s=0.1,
+            stall_s=0.1,
+            busy_s=1e9,
+            tensors_proved=1,
+            replicas=1,
             failure="replica 0: it died" if self.failing(version) else "",
         )
 

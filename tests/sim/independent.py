@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same pipeline written a second time, with simpy and without any of our scheduling: to check the simulator against.
+"""The same pipeline written a second time, with simpy and without any of our scheduling: to check the
+simulator against.
 
-Engines go step by step, a token for each answer in each, instead of in virtual time; batches are trained in the order of
+Engines go step by step, a token for each answer in each, instead of in virtual time; batches are trained in
+the order of
 their prompts, on one pool for training and log-probs. Only the draws of the answers are shared.
 """
 

@@ -15,7 +15,9 @@ from recipe.async_pipeline.sim.trainer import Setting, SimulatedTrainer
 
 
 class TellingTrainer(SimulatedTrainer):
-    """Also says what the trainer of a real run says of each group. For engines that are as fast however much they do."""
+    """Also says what the trainer of a real run says of each group. For engines that are as fast however
+    much they do.
+    """
 
     log: EventLog
 
@@ -49,7 +51,10 @@ def leave_behind(setting: Setting, directory: Path) -> None:
     lines = [json.dumps(record.as_dict()) for record in flow.log.records]
     (directory / "events.jsonl").write_text("\n".join(lines) + "\n")
     knobs = setting.knobs
-    settings = {name: getattr(knobs, name) for name in ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")}
+    settings = {
+        name: getattr(knobs, name)
+        for name in ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
+    }
     settings |= {
         "placement": setting.placement.as_list(),
         "groups": setting.groups,

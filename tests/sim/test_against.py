@@ -25,7 +25,9 @@ KNOWN = profile(
 
 
 @pytest.mark.parametrize(("strategy", "lag"), [("on_policy", 0), ("one_step_off", 1), ("n_step_ahead", 3)])
-def test_a_run_is_predicted_from_itself(strategy: str, lag: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_predicted_from_itself(
+    strategy: str, lag: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     leave_behind(setting(KNOWN, strategy, max_lag=lag, generate=3, steps=30), tmp_path)
     assert cli.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -41,7 +43,9 @@ def test_a_profile_of_another_run_may_be_named(tmp_path: Path, capsys: pytest.Ca
     assert "\none_step_off, max_lag 1: predicted 50." in told
 
 
-def test_a_short_run_is_compared_over_its_later_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_is_compared_over_its_later_half(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     leave_behind(setting(KNOWN, "n_step_ahead", max_lag=3, generate=3, steps=18), tmp_path)
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines()
@@ -52,7 +56,10 @@ def test_a_short_run_is_compared_over_its_later_half(tmp_path: Path, capsys: pyt
     fourth = next(i for i, line in enumerate(lines) if '"TRAINED"' in line and json.loads(line)["step"] == 4)
     events.write_text("\n".join(lines[: fourth + 1]) + "\n")
     assert cli.main(["simulate", "--against", str(tmp_path)]) == cli.EXIT_USERS
-    assert "has 4 steps, of which too few are without a warm-up; give a run of 8 or more" in capsys.readouterr().err
+    assert (
+        "has 4 steps, of which too few are without a warm-up; give a run of 8 or more"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_the_run_says_cannot_be_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

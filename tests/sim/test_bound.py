@@ -25,7 +25,10 @@ from .workloads import profile, random_profile, setting
 
 
 def test_work_is_that_of_the_answers_that_are_drawn() -> None:
-    of = profile(answers=Answers(tokens=10.0, prompt_tokens=5.0, turns=2.0, observation_tokens=3.0), decode=Decode(token_s=(0.1,), prefill_token_s=0.01))
+    of = profile(
+        answers=Answers(tokens=10.0, prompt_tokens=5.0, turns=2.0, observation_tokens=3.0),
+        decode=Decode(token_s=(0.1,), prefill_token_s=0.01),
+    )
     work = work_of(of, 4, 3, 1)
     assert work.written_tokens == 4 * 2 * 10
     assert work.trained_tokens == 4 * 2 * (10 + 5 + 3)
@@ -48,7 +51,10 @@ def test_an_engines_rate_is_made_concave_from_above() -> None:
 
 
 def test_terms_by_hand() -> None:
-    of = profile(stages=Stages(update=Stage(fixed_s=0.5), logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1)), sync=Sync(load_s=0.15))
+    of = profile(
+        stages=Stages(update=Stage(fixed_s=0.5), logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1)),
+        sync=Sync(load_s=0.15),
+    )
     terms = bound_terms(setting(of, "n_step_ahead", max_lag=3, depth=1))
     assert terms["train"] == pytest.approx(0.8)
     assert terms["loop"] == pytest.approx((1.0 + 0.5 + 0.1 + 0.3) / 4)
@@ -67,8 +73,16 @@ def test_engines_that_stand_still_have_less_time() -> None:
 def test_pools_of_their_own_have_bounds_of_their_own() -> None:
     from recipe.async_pipeline.placement import Placement, Pool
 
-    of = profile(stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.2), ref_logp=Stage(fixed_s=0.5)), sync=Sync(pull_s=0.1))
-    pools = (Pool("train", ("train",), (1,)), Pool("logp", ("logp",), (1,)), Pool("ref", ("ref_logp",), (1,)), Pool("generate", ("generate",), (2,)))
+    of = profile(
+        stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.2), ref_logp=Stage(fixed_s=0.5)),
+        sync=Sync(pull_s=0.1),
+    )
+    pools = (
+        Pool("train", ("train",), (1,)),
+        Pool("logp", ("logp",), (1,)),
+        Pool("ref", ("ref_logp",), (1,)),
+        Pool("generate", ("generate",), (2,)),
+    )
     terms = bound_terms(replace(setting(of, "n_step_ahead"), placement=Placement(pools)))
     assert (terms["train"], terms["logp"], terms["ref"]) == pytest.approx((0.6, 0.3, 0.5))
 

@@ -68,7 +68,9 @@ def test_impossible_lognormals_are_refused(median: float, sigma: float, cap: flo
         Lognormal(median=median, sigma=sigma, cap=cap)
 
 
-@pytest.mark.parametrize(("values", "weights"), [((), ()), ((2, 1), (1, 1)), ((1, 2), (1,)), ((1, 2), (0, 0)), ((1, 2), (-1, 2))])
+@pytest.mark.parametrize(
+    ("values", "weights"), [((), ()), ((2, 1), (1, 1)), ((1, 2), (1,)), ((1, 2), (0, 0)), ((1, 2), (-1, 2))]
+)
 def test_impossible_histograms_are_refused(values: tuple[float, ...], weights: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match="a histogram needs"):
         Histogram(values=values, weights=weights)

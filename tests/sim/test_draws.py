@@ -22,7 +22,17 @@ def test_a_group_depends_on_its_number_alone() -> None:
 
 
 def test_turns_share_the_tokens_and_tools_come_between() -> None:
-    of = profile(answers=Answers(tokens=11.0, turns=3.0, tool_s=0.5, observation_tokens=4.0, prompt_tokens=7.0, request_s=0.1, reward_s=0.2))
+    of = profile(
+        answers=Answers(
+            tokens=11.0,
+            turns=3.0,
+            tool_s=0.5,
+            observation_tokens=4.0,
+            prompt_tokens=7.0,
+            request_s=0.1,
+            reward_s=0.2,
+        )
+    )
     (answer, _) = Draws(of, 1).group(0).answers
     assert answer.turn_tokens == (3, 3, 5)
     assert answer.tool_s == pytest.approx((0.6, 0.6))
@@ -32,7 +42,10 @@ def test_turns_share_the_tokens_and_tools_come_between() -> None:
 
 def test_answers_to_one_prompt_are_alike_as_far_as_the_profile_says() -> None:
     def correlation(share: float) -> float:
-        of = profile(batch=Batch(groups=1, answers=2), answers=Answers(tokens=Lognormal(median=1e6, sigma=1, cap=1e12), prompt_share=share))
+        of = profile(
+            batch=Batch(groups=1, answers=2),
+            answers=Answers(tokens=Lognormal(median=1e6, sigma=1, cap=1e12), prompt_share=share),
+        )
         tokens = np.concatenate([np.log(Draws(of, 1).chunk(at).tokens) for at in range(20)])
         return float(np.corrcoef(tokens.T)[0, 1])
 
@@ -47,7 +60,14 @@ def test_so_many_groups_fail() -> None:
 
 def test_alone_an_answer_takes_the_sum_of_its_parts() -> None:
     of = profile(
-        answers=Answers(tokens=10.0, prompt_tokens=5.0, turns=Histogram(values=(1, 3), weights=(1, 1)), tool_s=0.5, observation_tokens=2.0, reward_s=0.25),
+        answers=Answers(
+            tokens=10.0,
+            prompt_tokens=5.0,
+            turns=Histogram(values=(1, 3), weights=(1, 1)),
+            tool_s=0.5,
+            observation_tokens=2.0,
+            reward_s=0.25,
+        ),
         decode=Decode(token_s=(0.1,), prefill_token_s=0.01),
     )
     chunk = Draws(of, 1).chunk(0)

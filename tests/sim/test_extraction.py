@@ -40,7 +40,12 @@ KNOWN = profile(
         reward_s=0.4,
     ),
     decode=Decode(token_s=(0.02,), slots=512),
-    stages=Stages(update=Stage(fixed_s=0.4, token_s=4e-4), logp=Stage(fixed_s=0.1), gather=Stage(fixed_s=0.05), assemble=Stage(fixed_s=0.02)),
+    stages=Stages(
+        update=Stage(fixed_s=0.4, token_s=4e-4),
+        logp=Stage(fixed_s=0.1),
+        gather=Stage(fixed_s=0.05),
+        assemble=Stage(fixed_s=0.02),
+    ),
     sync=Sync(transfer_s=0.1, load_s=0.2, stall_s=0.0),
 )
 
@@ -63,14 +68,20 @@ def test_answers_are_as_long_and_as_alike(found: Profile) -> None:
     known, seen = (from_normal(of.answers.tokens, z) for of in (KNOWN, found))
     assert np.percentile(seen, [25, 50, 90]) == pytest.approx(np.percentile(known, [25, 50, 90]), rel=0.15)
     assert found.answers.prompt_share == pytest.approx(0.6, abs=0.12)
-    assert (found.answers.prompt_tokens, found.answers.turns, found.answers.observation_tokens) == (20.0, 3.0, 5.0)
+    assert (found.answers.prompt_tokens, found.answers.turns, found.answers.observation_tokens) == (
+        20.0,
+        3.0,
+        5.0,
+    )
 
 
 def test_waits_are_told_from_work(found: Profile) -> None:
     z = np.random.default_rng(0).standard_normal(20_000)
     assert found.answers.request_s == pytest.approx(0.05, rel=0.05)
     # Of an answer the mean of its two calls is seen.
-    assert from_normal(found.answers.tool_s, z).mean() == pytest.approx(from_normal(KNOWN.answers.tool_s, z).mean(), rel=0.1)
+    assert from_normal(found.answers.tool_s, z).mean() == pytest.approx(
+        from_normal(KNOWN.answers.tool_s, z).mean(), rel=0.1
+    )
     assert from_normal(found.answers.reward_s, z).mean() == pytest.approx(0.4, rel=0.1)
 
 
@@ -80,7 +91,11 @@ def test_the_engine_is_found(found: Profile) -> None:
 
 
 def test_stages_are_carried_over_by_the_share_that_was_named(found: Profile) -> None:
-    tokens = 8 * 4 * (np.mean(from_normal(KNOWN.answers.tokens, np.random.default_rng(0).standard_normal(20_000))) + 30)
+    tokens = (
+        8
+        * 4
+        * (np.mean(from_normal(KNOWN.answers.tokens, np.random.default_rng(0).standard_normal(20_000))) + 30)
+    )
     known, seen = (of.stages.update.seconds(float(tokens), 2) for of in (KNOWN, found))
     assert seen == pytest.approx(known, rel=0.1)
     assert found.stages.update.fixed_s == pytest.approx(0.2 * seen, rel=0.1)
@@ -90,7 +105,9 @@ def test_stages_are_carried_over_by_the_share_that_was_named(found: Profile) -> 
 
 
 def test_publications_are_taken_apart(found: Profile) -> None:
-    assert (found.sync.transfer_s, found.sync.load_s, found.sync.stall_s) == pytest.approx((0.1, 0.2, 0.0), abs=1e-3)
+    assert (found.sync.transfer_s, found.sync.load_s, found.sync.stall_s) == pytest.approx(
+        (0.1, 0.2, 0.0), abs=1e-3
+    )
 
 
 def test_failures_and_validations_are_counted(tmp_path: Path) -> None:
@@ -108,13 +125,26 @@ def test_an_engine_that_gets_slower_with_more_answers_is_fitted(tmp_path: Path) 
 
     def group(key: int, begun: float, tokens: list[int], token_s: float) -> LogRecord:
         spent = [n * token_s for n in tokens]
-        columns = {"prompt_tokens": [1] * len(tokens), "tokens": tokens, "observation_tokens": [0] * len(tokens), "turns": [1] * len(tokens)}
+        columns = {
+            "prompt_tokens": [1] * len(tokens),
+            "tokens": tokens,
+            "observation_tokens": [0] * len(tokens),
+            "turns": [1] * len(tokens),
+        }
         times = {"generate_s": spent, "environment_s": [0.0] * len(tokens), "score_s": [0.0] * len(tokens)}
-        return LogRecord(t=begun + max(spent), role="generate", event="ANSWERED", state=None, fields={"key": str(key), "seconds": max(spent), **columns, **times})
+        return LogRecord(
+            t=begun + max(spent),
+            role="generate",
+            event="ANSWERED",
+            state=None,
+            fields={"key": str(key), "seconds": max(spent), **columns, **times},
+        )
 
     from recipe.async_pipeline.sim.extraction import _fit_engine, _Table
 
-    records = [group(k, 100.0 * k, [40 + k] * (1 if k % 2 else 4), 0.02 if k % 2 else 0.05) for k in range(40)]
+    records = [
+        group(k, 100.0 * k, [40 + k] * (1 if k % 2 else 4), 0.02 if k % 2 else 0.05) for k in range(40)
+    ]
     trained = LogRecord(t=0.0, role="train", event="TRAINED", state=None, fields={"step": 1})
     run = RunLog(tmp_path, {}, [trained, *records])
     request_s, first_s, more_s = _fit_engine(_Table(run), replicas=1)
@@ -122,7 +152,9 @@ def test_an_engine_that_gets_slower_with_more_answers_is_fitted(tmp_path: Path) 
 
 
 def test_what_was_asked_before_the_first_step_was_trained_is_left_out(tmp_path: Path) -> None:
-    """Its engines were a hundred times slower then; only the end of the warm-up is moved, the run is the same."""
+    """Its engines were a hundred times slower then; only the end of the warm-up is moved, the run is the
+    same.
+    """
     leave_behind(setting(KNOWN, "n_step_ahead", train=2, generate=4, steps=40), tmp_path)
     events = tmp_path / "events.jsonl"
     records = [json.loads(line) for line in events.read_text().splitlines()]
@@ -136,4 +168,6 @@ def test_what_was_asked_before_the_first_step_was_trained_is_left_out(tmp_path: 
     assert "warm-up" not in warm.note
     short = [r for r in records if r["t"] <= first + 1e-6]
     events.write_text("".join(json.dumps(record) + "\n" for record in short))
-    assert extract(read_run(tmp_path)).note.endswith("too few to leave the warm-up out (only 0 prompts went out after the first of them)")
+    assert extract(read_run(tmp_path)).note.endswith(
+        "too few to leave the warm-up out (only 0 prompts went out after the first of them)"
+    )

@@ -26,7 +26,10 @@ TOGETHER = ("train", "logp")
 
 def test_pools_are_placed_as_for_a_real_run() -> None:
     placement = placement_of(profile(), pools_of({TOGETHER: 6}, 2), 8)
-    assert {p.name: (p.roles, p.devices) for p in placement.pools} == {"train": (TOGETHER, 6), "generate": (("generate",), 2)}
+    assert {p.name: (p.roles, p.devices) for p in placement.pools} == {
+        "train": (TOGETHER, 6),
+        "generate": (("generate",), 2),
+    }
 
 
 @pytest.mark.parametrize(
@@ -56,12 +59,18 @@ def test_a_batch_that_grows_is_rounded_so_that_it_can_be_dealt_out() -> None:
 
 def test_a_batch_that_cannot_be_dealt_out_is_refused() -> None:
     of = profile(batch=Batch(groups=16, answers=2))
-    with pytest.raises(ConfigError, match=r"batch.groups x batch.answers of the profile, 32 samples, .* 6 devices of pool train; nearest sizes are 4 and 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"batch.groups x batch.answers of the profile, 32 samples, .* 6 devices of pool train; "
+        r"nearest sizes are 4 and 8",
+    ):
         groups_of(of, placement_of(of, pools_of({TOGETHER: 6}, 2), 8))
 
 
 def test_strategies_imply_their_lag() -> None:
-    assert [knobs_of(name).max_lag for name in ("on_policy", "one-step-off", "n_step_ahead", "fully_async")] == [0, 1, 3, 3]
+    assert [
+        knobs_of(name).max_lag for name in ("on_policy", "one-step-off", "n_step_ahead", "fully_async")
+    ] == [0, 1, 3, 3]
     with pytest.raises(ConfigError, match="--strategy must be one of"):
         knobs_of("mine:Own")
     with pytest.raises(ConfigError, match="max_lag must be 1 with strategy one_step_off, got 3"):

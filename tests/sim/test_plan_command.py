@@ -56,19 +56,26 @@ def test_a_person_gets_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFi
     assert lines[5].split()[:3] == ["strategy", "max_lag", "depth"]
 
 
-def test_a_profile_that_trains_most_of_the_time_is_told_to_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile_that_trains_most_of_the_time_is_told_to_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "p.yaml"
     file.write_text(dump(TRAINING))
     assert cli.main(planned(str(file), "--json")) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["verdict"] == "sync"
     assert facts["recommendation"] == {"strategy": "sync", "devices": 16}
-    assert facts["alternatives"][0]["speedup_vs_sync"] == pytest.approx(facts["predicted"]["step_s"] / facts["alternatives"][0]["step_s"], rel=0.02)
+    assert facts["alternatives"][0]["speedup_vs_sync"] == pytest.approx(
+        facts["predicted"]["step_s"] / facts["alternatives"][0]["step_s"], rel=0.02
+    )
 
 
 def test_without_lag_the_lag_is_the_reason(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(planned(path, "--max-lag", "0")) == 0
-    assert "with max_lag 0 a batch is generated only when the one before it is trained" in capsys.readouterr().out
+    assert (
+        "with max_lag 0 a batch is generated only when the one before it is trained"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.real_engine
@@ -77,11 +84,37 @@ def test_what_is_to_be_pasted_is_accepted_by_explain(path: str, capsys: pytest.C
     printed = capsys.readouterr().out
     assert not printed.rstrip().endswith("\\")
     overrides = shlex.split(printed.replace("\\\n", " "))
-    own = ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.model.path=/nowhere", "+ray_kwargs.ray_init.num_gpus=16"]
-    assert cli.main(["explain", "--json", *overrides, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.strategy=fsdp2", *own]) == 0
+    own = [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.model.path=/nowhere",
+        "+ray_kwargs.ray_init.num_gpus=16",
+    ]
+    assert (
+        cli.main(
+            [
+                "explain",
+                "--json",
+                *overrides,
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.actor.strategy=fsdp2",
+                *own,
+            ]
+        )
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["--devices", "1"], "--devices must be >= 2"), (["--seeds", "2"], "--seeds must be >= 3"), (["--max-lag", "-1"], "--max-lag must be >= 0"), (["--seed", "-1"], "--seed must be >= 0")])
-def test_mistakes_are_one_line(path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "1"], "--devices must be >= 2"),
+        (["--seeds", "2"], "--seeds must be >= 3"),
+        (["--max-lag", "-1"], "--max-lag must be >= 0"),
+        (["--seed", "-1"], "--seed must be >= 0"),
+    ],
+)
+def test_mistakes_are_one_line(
+    path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*planned(path), *arguments]) == cli.EXIT_USERS
     assert said in capsys.readouterr().err

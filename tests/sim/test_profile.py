@@ -56,9 +56,17 @@ def test_the_smallest_profile_is_read(tmp_path: Path) -> None:
         ("groups: 4", "answers: 4", r"batch must have groups or groups_per_device"),
         ("[0.1]", "[0.1, 0.2]", r"decode.token_s must have one value for each concurrency"),
         ("[0.1]", "[0.2, 0.1], concurrency: [1, 2]", r"decode.token_s must be > 0 and not fall"),
-        ("fixed_s: 1.0", "fixed_s: -1.0", r"fixed_s of a stage must be >= 0, got -1.0.* at `\$.stages.update`"),
+        (
+            "fixed_s: 1.0",
+            "fixed_s: -1.0",
+            r"fixed_s of a stage must be >= 0, got -1.0.* at `\$.stages.update`",
+        ),
         ("stages: {", "stages: {critic: {fixed_s: 1}, ", r"values and stages.critic belong together"),
-        ("note: for a test", "note: x\nsync: {load_s: 1, stall_s: 2}", r"sync.stall_s must be at most load_s"),
+        (
+            "note: for a test",
+            "note: x\nsync: {load_s: 1, stall_s: 2}",
+            r"sync.stall_s must be at most load_s",
+        ),
         ("note: for a test", "note: x\nfailures: {group: 1.0}", r"failures.group must be from 0 to below 1"),
         ("origin: assumed", "origin: guessed", r"Invalid enum value 'guessed'"),
     ],
@@ -83,7 +91,9 @@ def test_a_batch_may_grow_with_the_cluster() -> None:
 
 def test_an_engine_is_interpolated_between_its_points_and_goes_on_beyond() -> None:
     decode = Decode(concurrency=(2, 4, 8), token_s=(1.0, 2.0, 3.0))
-    assert [decode.step_s(c) for c in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
+    assert [decode.step_s(c) for c in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx(
+        [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+    )
 
 
 def test_a_stage_scales_as_it_says() -> None:
@@ -96,4 +106,10 @@ def test_a_stage_scales_as_it_says() -> None:
 def test_roles_are_those_that_cost_something() -> None:
     assert profile().roles() == ("train", "logp", "generate")
     critic = Stages(update=Stage(), ref_logp=Stage(), values=Stage(), critic=Stage())
-    assert msgspec.structs.replace(random_profile(1), stages=critic).roles() == ("train", "logp", "ref_logp", "critic", "generate")
+    assert msgspec.structs.replace(random_profile(1), stages=critic).roles() == (
+        "train",
+        "logp",
+        "ref_logp",
+        "critic",
+        "generate",
+    )

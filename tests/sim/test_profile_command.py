@@ -20,7 +20,9 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_it_writes_a_profile_that_can_be_read(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_writes_a_profile_that_can_be_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "p.yaml"
     assert cli.main(["profile", str(run), "--out", str(out), "--fixed-share", "1"]) == 0
     assert f"async-pipeline plan --profile {out}" in capsys.readouterr().out

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: answers progress alike, more of them more slowly; nothing is lost when they are given up or a replica dies."""
+"""Engines: answers progress alike, more of them more slowly; nothing is lost when they are given up or a
+replica dies.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ from recipe.async_pipeline.sim.replicas import LeastBusy, Replica, ReplicaPool
 SLOWER = Decode(concurrency=(1, 2, 4), token_s=(1.0, 1.5, 2.0), slots=4)
 
 
-def cost(tokens: int, *, turns: int = 1, tool_s: float = 0.0, reward_s: float = 0.0, prompt: float = 0.0) -> AnswerCost:
+def cost(
+    tokens: int, *, turns: int = 1, tool_s: float = 0.0, reward_s: float = 0.0, prompt: float = 0.0
+) -> AnswerCost:
     return AnswerCost(prompt, (tokens,) * turns, (tool_s,) * (turns - 1), reward_s, tokens * turns)
 
 
-def timed(pool: Callable[[], ReplicaPool], *asks: tuple[float, list[AnswerCost]], beside: Callable[[ReplicaPool], Awaitable[Any]] | None = None) -> list[float]:
+def timed(
+    pool: Callable[[], ReplicaPool],
+    *asks: tuple[float, list[AnswerCost]],
+    beside: Callable[[ReplicaPool], Awaitable[Any]] | None = None,
+) -> list[float]:
     """When each group was done, that was asked for at its time."""
 
     async def run() -> list[float]:
@@ -46,30 +54,41 @@ def timed(pool: Callable[[], ReplicaPool], *asks: tuple[float, list[AnswerCost]]
 
 
 def test_two_answers_share_an_engine() -> None:
-    # Alone until 2 (2 tokens), then together at 1.5 s a token: the first needs 2 more, until 5; the other 3 - 2 alone.
+    # Alone until 2 (2 tokens), then together at 1.5 s a token: the first needs 2 more, until 5; the other 3 -
+    # 2 alone.
     assert timed(lambda: ReplicaPool(1, SLOWER), (0, [cost(4)]), (2, [cost(3)])) == pytest.approx([5.0, 6.0])
 
 
 def test_a_group_is_done_with_its_last_score() -> None:
-    assert timed(lambda: ReplicaPool(2, SLOWER), (0, [cost(1, reward_s=9.0), cost(5)])) == pytest.approx([10.0])
+    assert timed(lambda: ReplicaPool(2, SLOWER), (0, [cost(1, reward_s=9.0), cost(5)])) == pytest.approx(
+        [10.0]
+    )
 
 
 def test_requests_go_to_the_least_busy_replica() -> None:
-    assert timed(lambda: ReplicaPool(3, SLOWER), *((0, [cost(4)]) for _ in range(3))) == pytest.approx([4.0] * 3)
+    assert timed(lambda: ReplicaPool(3, SLOWER), *((0, [cost(4)]) for _ in range(3))) == pytest.approx(
+        [4.0] * 3
+    )
 
 
 def test_what_finds_no_slot_waits_in_order() -> None:
     one_slot = Decode(token_s=(1.0,), slots=1)
-    assert timed(lambda: ReplicaPool(1, one_slot), (0, [cost(3)]), (1, [cost(2)]), (2, [cost(1)])) == pytest.approx([3.0, 5.0, 6.0])
+    assert timed(
+        lambda: ReplicaPool(1, one_slot), (0, [cost(3)]), (1, [cost(2)]), (2, [cost(1)])
+    ) == pytest.approx([3.0, 5.0, 6.0])
 
 
 def test_reading_a_prompt_holds_the_others_up() -> None:
     reading = Decode(token_s=(1.0,), prefill_token_s=0.5, slots=4)
-    assert timed(lambda: ReplicaPool(1, reading), (0, [cost(3)]), (1, [cost(1, prompt=4.0)])) == pytest.approx([5.0, 4.0])
+    assert timed(
+        lambda: ReplicaPool(1, reading), (0, [cost(3)]), (1, [cost(1, prompt=4.0)])
+    ) == pytest.approx([5.0, 4.0])
 
 
 def test_tools_come_between_turns_and_later_turns_stay_where_they_were() -> None:
-    assert timed(lambda: ReplicaPool(1, SLOWER, 0.0), (0, [cost(2, turns=2, tool_s=3.0)])) == pytest.approx([7.0])
+    assert timed(lambda: ReplicaPool(1, SLOWER, 0.0), (0, [cost(2, turns=2, tool_s=3.0)])) == pytest.approx(
+        [7.0]
+    )
 
 
 def test_a_stalled_replica_makes_no_step() -> None:
@@ -88,7 +107,9 @@ def test_what_a_dead_replica_was_writing_is_written_again_elsewhere() -> None:
         await asyncio.sleep(10.0)
         pool.revive(pool.replicas[0], 7)
 
-    assert timed(lambda: ReplicaPool(2, SLOWER), (0, [cost(4)]), (0.5, [cost(8)]), beside=fail) == pytest.approx([9.0, 10.75], abs=3)
+    assert timed(
+        lambda: ReplicaPool(2, SLOWER), (0, [cost(4)]), (0.5, [cost(8)]), beside=fail
+    ) == pytest.approx([9.0, 10.75], abs=3)
 
 
 def test_without_a_replica_requests_wait_for_one() -> None:
@@ -98,7 +119,9 @@ def test_without_a_replica_requests_wait_for_one() -> None:
         await asyncio.sleep(4.0)
         pool.revive(pool.replicas[0], 1)
 
-    assert timed(lambda: ReplicaPool(1, SLOWER), (0, [cost(3)]), (2, [cost(3)]), beside=fail) == pytest.approx([9.5, 9.5])
+    assert timed(
+        lambda: ReplicaPool(1, SLOWER), (0, [cost(3)]), (2, [cost(3)]), beside=fail
+    ) == pytest.approx([9.5, 9.5])
 
 
 def test_a_group_that_is_given_up_leaves_its_engine_to_the_others() -> None:
@@ -137,7 +160,11 @@ def test_open_seconds_are_those_with_a_request() -> None:
         first = pool.take_open_s(pool.replicas[0])
         task = asyncio.create_task(pool.answer([cost(3)]))
         await asyncio.sleep(1.0)
-        return [first, pool.take_open_s(pool.replicas[0]), (await task) and pool.take_open_s(pool.replicas[0])]
+        return [
+            first,
+            pool.take_open_s(pool.replicas[0]),
+            (await task) and pool.take_open_s(pool.replicas[0]),
+        ]
 
     assert run_virtual(run()) == pytest.approx([3.0, 1.0, 2.0])
 
@@ -145,7 +172,10 @@ def test_open_seconds_are_those_with_a_request() -> None:
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 30)), min_size=1, max_size=12))
 def test_virtual_time_is_what_stepping_through_time_gives(requests: list[tuple[float, int]]) -> None:
     """Against small steps of real time: each answer makes dt / step_s(c) tokens of progress."""
-    ends = timed(lambda: ReplicaPool(1, Decode(concurrency=(1, 12), token_s=(0.1, 0.4), slots=12)), *((at, [cost(n)]) for at, n in requests))
+    ends = timed(
+        lambda: ReplicaPool(1, Decode(concurrency=(1, 12), token_s=(0.1, 0.4), slots=12)),
+        *((at, [cost(n)]) for at, n in requests),
+    )
     decode, dt = Decode(concurrency=(1, 12), token_s=(0.1, 0.4), slots=12), 0.005
     left, now, found = [float(n) for _, n in requests], 0.0, [0.0] * len(requests)
     while any(n > 0 for n in left):

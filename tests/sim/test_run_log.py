@@ -16,7 +16,15 @@ from .runs import leave_behind
 from .workloads import profile, setting
 
 COSTS = {
-    "draw": 0.01, "assemble": 0.02, "logp": 0.3, "ref_logp": 0.2, "values": 0.25, "advantage": 0.04, "update": 0.5, "critic": 0.35, "gather": 0.15,
+    "draw": 0.01,
+    "assemble": 0.02,
+    "logp": 0.3,
+    "ref_logp": 0.2,
+    "values": 0.25,
+    "advantage": 0.04,
+    "update": 0.5,
+    "critic": 0.35,
+    "gather": 0.15,
     "finish": 0.06,
 }
 

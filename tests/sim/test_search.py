@@ -27,7 +27,10 @@ LONG_TAIL = profile(
     devices_per_node=8,
 )
 TRAINING = msgspec.structs.replace(
-    LONG_TAIL, answers=Answers(tokens=Lognormal(median=100, sigma=0.2, cap=200)), stages=Stages(update=Stage(token_s=0.011)), sync=Sync()
+    LONG_TAIL,
+    answers=Answers(tokens=Lognormal(median=100, sigma=0.2, cap=200)),
+    stages=Stages(update=Stage(token_s=0.011)),
+    sync=Sync(),
 )
 """Generation is about a tenth of a synchronous step."""
 
@@ -39,9 +42,21 @@ def long_tail() -> Plan:
 
 def generating(of: Profile) -> float:
     placement = placement_of(of, pools_of({("train", "logp"): 8}, 8), 16)
-    sync = simulate(synchronous(Setting(profile=of, placement=placement, knobs=knobs_of("on_policy"), groups=groups_of(of, placement), steps=12)))
+    sync = simulate(
+        synchronous(
+            Setting(
+                profile=of,
+                placement=placement,
+                knobs=knobs_of("on_policy"),
+                groups=groups_of(of, placement),
+                steps=12,
+            )
+        )
+    )
     shares = sync.accounting.pools["all"].shares()
-    return sum(share for reason, share in shares.items() if reason in ("compute_generate", "wait_environment"))
+    return sum(
+        share for reason, share in shares.items() if reason in ("compute_generate", "wait_environment")
+    )
 
 
 def test_a_long_tail_pays(long_tail: Plan) -> None:
@@ -82,9 +97,25 @@ def test_no_more_lag_than_allowed() -> None:
 
 
 def test_pools_apart_are_tried_where_there_is_somebody_to_put_there() -> None:
-    of = msgspec.structs.replace(LONG_TAIL, stages=Stages(update=Stage(token_s=1e-3), logp=Stage(token_s=2e-4), ref_logp=Stage(token_s=2e-4), values=Stage(), critic=Stage(token_s=1e-3)))
+    of = msgspec.structs.replace(
+        LONG_TAIL,
+        stages=Stages(
+            update=Stage(token_s=1e-3),
+            logp=Stage(token_s=2e-4),
+            ref_logp=Stage(token_s=2e-4),
+            values=Stage(),
+            critic=Stage(token_s=1e-3),
+        ),
+    )
     found = {c.shape for c in _candidates(of, 32, 1, 1)}
-    assert found == {"together", "reference apart", "log-probs apart", "four pools", "critic apart", "critic and reference apart"}
+    assert found == {
+        "together",
+        "reference apart",
+        "log-probs apart",
+        "four pools",
+        "critic apart",
+        "critic and reference apart",
+    }
 
 
 def test_layouts_obey_nodes_replicas_and_batches() -> None:
@@ -98,7 +129,9 @@ def test_layouts_obey_nodes_replicas_and_batches() -> None:
 
 def test_devices_that_fit_nothing_are_an_error() -> None:
     of = msgspec.structs.replace(LONG_TAIL, devices_per_replica=8)
-    with pytest.raises(ConfigError, match=r"--devices 4: no split into training and whole replicas of 8 devices"):
+    with pytest.raises(
+        ConfigError, match=r"--devices 4: no split into training and whole replicas of 8 devices"
+    ):
         plan(of, 4)
 
 
@@ -106,5 +139,8 @@ def test_overrides_say_all_that_the_plan_means(long_tail: Plan) -> None:
     found = long_tail.found[0]
     lines = overrides(replace(found))
     assert "+async_pipeline=True" in lines
-    assert any(line.startswith("++trainer.v1.async_pipeline.pools={train:{roles:[train,logp],devices:") for line in lines)
+    assert any(
+        line.startswith("++trainer.v1.async_pipeline.pools={train:{roles:[train,logp],devices:")
+        for line in lines
+    )
     assert f"data.train_batch_size={found.candidate.setting.groups}" in lines

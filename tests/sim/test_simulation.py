@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator against what can be worked out by hand, against its bounds, and against a model written independently."""
+"""The simulator against what can be worked out by hand, against its bounds, and against a model written
+independently.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ def test_on_policy_is_the_sum_of_its_parts() -> None:
 
 def test_one_step_off_takes_as_long_as_the_slower_half() -> None:
     of = staged(logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1))
-    # Prompt to weights to the prompt after next: 1.0 + 0.7 + 0.1 + 0.3, for two steps; training itself takes 0.8.
+    # Prompt to weights to the prompt after next: 1.0 + 0.7 + 0.1 + 0.3, for two steps; training itself takes
+    # 0.8.
     assert simulate(setting(of, "one_step_off")).step_s == pytest.approx(2.1 / 2, rel=1e-9)
 
 
@@ -62,9 +65,15 @@ def test_deep_pipelines_are_limited_by_the_training_devices() -> None:
 
 
 def test_a_pool_of_its_own_overlaps() -> None:
-    of = profile(stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.1), ref_logp=Stage(fixed_s=0.5)))
+    of = profile(
+        stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.1), ref_logp=Stage(fixed_s=0.5))
+    )
     together = setting(of, "n_step_ahead", max_lag=4, steps=30)
-    pools = (Pool("train", ("train", "logp"), (1,)), Pool("ref", ("ref_logp",), (1,)), Pool("generate", ("generate",), (2,)))
+    pools = (
+        Pool("train", ("train", "logp"), (1,)),
+        Pool("ref", ("ref_logp",), (1,)),
+        Pool("generate", ("generate",), (2,)),
+    )
     apart = replace(together, placement=Placement(pools))
     assert simulate(together).step_s == pytest.approx(1.2, rel=1e-9)
     assert simulate(apart).step_s == pytest.approx(0.7, rel=1e-9)
@@ -73,7 +82,9 @@ def test_a_pool_of_its_own_overlaps() -> None:
 def test_engines_are_the_limit_if_they_are_slowest() -> None:
     # 8 answers of 10 tokens on one replica with two slots: 4 rounds of 1 s.
     of = profile(decode=Decode(token_s=(0.1,), slots=2))
-    assert simulate(setting(of, "n_step_ahead", max_lag=3, generate=1, steps=24)).step_s == pytest.approx(4.0, rel=1e-9)
+    assert simulate(setting(of, "n_step_ahead", max_lag=3, generate=1, steps=24)).step_s == pytest.approx(
+        4.0, rel=1e-9
+    )
 
 
 def test_more_answers_at_once_are_slower() -> None:
@@ -100,7 +111,9 @@ def test_turns_tools_and_scores_take_their_time() -> None:
 
 def test_the_synchronous_layout_has_all_devices_for_both_phases() -> None:
     of = profile(
-        decode=Decode(concurrency=(1, 8), token_s=(0.1, 0.45), slots=64), stages=Stages(update=Stage(device_s=4.0)), sync=Sync(load_s=0.1, switch_s=0.05)
+        decode=Decode(concurrency=(1, 8), token_s=(0.1, 0.45), slots=64),
+        stages=Stages(update=Stage(device_s=4.0)),
+        sync=Sync(load_s=0.1, switch_s=0.05),
     )
     sync = simulate(synchronous(setting(of, generate=1)))
     # Two replicas with 4 answers each; two devices that train; both loads at once; room for one another.
@@ -109,8 +122,14 @@ def test_the_synchronous_layout_has_all_devices_for_both_phases() -> None:
 
 
 def test_a_critic_learns_beside_the_policy_where_it_has_devices() -> None:
-    of = profile(stages=Stages(update=Stage(fixed_s=0.5), values=Stage(fixed_s=0.1), critic=Stage(fixed_s=0.6)))
-    pools = (Pool("train", ("train", "logp"), (1,)), Pool("critic", ("critic",), (1,)), Pool("generate", ("generate",), (2,)))
+    of = profile(
+        stages=Stages(update=Stage(fixed_s=0.5), values=Stage(fixed_s=0.1), critic=Stage(fixed_s=0.6))
+    )
+    pools = (
+        Pool("train", ("train", "logp"), (1,)),
+        Pool("critic", ("critic",), (1,)),
+        Pool("generate", ("generate",), (2,)),
+    )
     together = setting(of, "n_step_ahead", max_lag=4, steps=30)
     assert simulate(together).step_s == pytest.approx(1.2, rel=1e-9)
     assert simulate(replace(together, placement=Placement(pools))).step_s == pytest.approx(0.7, rel=1e-9)
@@ -167,7 +186,10 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def test_groups_that_fail_are_drawn_again() -> None:
     of = profile(failures=Failures(group=0.3), sync=SYNC)
-    assert simulate(setting(of, "n_step_ahead", steps=24)).step_s > simulate(setting(profile(sync=SYNC), "n_step_ahead", steps=24)).step_s
+    assert (
+        simulate(setting(of, "n_step_ahead", steps=24)).step_s
+        > simulate(setting(profile(sync=SYNC), "n_step_ahead", steps=24)).step_s
+    )
 
 
 def test_replicas_that_die_cost_time_and_no_answer() -> None:
@@ -179,12 +201,18 @@ def test_replicas_that_die_cost_time_and_no_answer() -> None:
 
 def test_what_is_validated_holds_the_next_version_up() -> None:
     of = msgspec.structs.replace(profile(sync=SYNC), validation=Validation(every=1, seconds=3.0))
-    assert simulate(setting(of, "one_step_off")).step_s > 2 * simulate(setting(profile(sync=SYNC), "one_step_off")).step_s
+    assert (
+        simulate(setting(of, "one_step_off")).step_s
+        > 2 * simulate(setting(profile(sync=SYNC), "one_step_off")).step_s
+    )
 
 
 def test_stale_groups_may_be_given_up() -> None:
     of = profile(answers=Answers(tokens=Lognormal(median=20, sigma=1.5, cap=600)))
-    waiting, dropping = (simulate(setting(of, "fully_async", max_lag=1, generate=4, steps=40, stale=stale)) for stale in ("wait", "drop"))
+    waiting, dropping = (
+        simulate(setting(of, "fully_async", max_lag=1, generate=4, steps=40, stale=stale))
+        for stale in ("wait", "drop")
+    )
     assert dropping.step_s < waiting.step_s
     assert dropping.lag_max <= 1
 

@@ -20,7 +20,11 @@ from .workloads import profile, setting
 
 
 def apart(of: Setting) -> Setting:
-    pools = (Pool("train", ("train",), (1,)), Pool("logp", ("logp",), (1,)), Pool("generate", ("generate",), (2,)))
+    pools = (
+        Pool("train", ("train",), (1,)),
+        Pool("logp", ("logp",), (1,)),
+        Pool("generate", ("generate",), (2,)),
+    )
     return replace(of, placement=Placement(pools))
 
 
@@ -94,7 +98,9 @@ def test_stages_spread_as_the_profile_says() -> None:
     of = profile(stages=Stages(update=Stage(fixed_s=1.0, cv=0.2)))
     flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, steps=200)))
     took: list[Any] = []
-    flow.log.subscribe(lambda r: took.append(r.t) if r.role == "train" and r.event in ("LEASE", "TRAINED") else None)
+    flow.log.subscribe(
+        lambda r: took.append(r.t) if r.role == "train" and r.event in ("LEASE", "TRAINED") else None
+    )
     run_virtual(flow.run())
     seconds = [end - begin for begin, end in zip(took[::2], took[1::2], strict=True)]
     mean = sum(seconds) / len(seconds)

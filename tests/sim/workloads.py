@@ -14,7 +14,9 @@ from recipe.async_pipeline.sim.trainer import Setting
 
 
 def profile(**changes: Any) -> Profile:
-    """Four prompts x 2 answers of 10 tokens; a token takes 0.1 s however many answers there are, training 0.5 s."""
+    """Four prompts x 2 answers of 10 tokens; a token takes 0.1 s however many answers there are, training
+    0.5 s.
+    """
     facts: dict[str, Any] = {
         "origin": "assumed",
         "note": "for tests",
@@ -32,15 +34,31 @@ def two_pools(profile: Profile, train: int, generate: int) -> Placement:
     return Placement((Pool("train", roles, (train,)), Pool("generate", ("generate",), (generate,))))
 
 
-def setting(of: Profile, strategy: str = "on_policy", *, train: int = 1, generate: int = 2, steps: int = 16, seed: int = 1, **knobs: Any) -> Setting:
+def setting(
+    of: Profile,
+    strategy: str = "on_policy",
+    *,
+    train: int = 1,
+    generate: int = 2,
+    steps: int = 16,
+    seed: int = 1,
+    **knobs: Any,
+) -> Setting:
     groups = of.batch.on(train + generate)
     return Setting(
-        profile=of, placement=two_pools(of, train, generate), knobs=knobs_of(strategy, **knobs), groups=groups, steps=steps, seed=seed
+        profile=of,
+        placement=two_pools(of, train, generate),
+        knobs=knobs_of(strategy, **knobs),
+        groups=groups,
+        steps=steps,
+        seed=seed,
     )
 
 
 def random_profile(seed: int) -> Profile:
-    """No reference policy, whose place in the queue for the training devices would be one more thing to model twice."""
+    """No reference policy, whose place in the queue for the training devices would be one more thing to
+    model twice.
+    """
     chance = random.Random(seed)
     median = chance.uniform(20, 200)
     load_s = chance.uniform(0.0, 1.0)
@@ -56,7 +74,10 @@ def random_profile(seed: int) -> Profile:
             reward_s=chance.uniform(0.0, 2.0),
         ),
         decode=Decode(
-            concurrency=(1, 8), token_s=(0.02, 0.02 + chance.uniform(0.0, 0.03)), prefill_token_s=chance.uniform(0, 1e-3), slots=chance.choice([4, 64])
+            concurrency=(1, 8),
+            token_s=(0.02, 0.02 + chance.uniform(0.0, 0.03)),
+            prefill_token_s=chance.uniform(0, 1e-3),
+            slots=chance.choice([4, 64]),
         ),
         stages=Stages(
             update=Stage(fixed_s=chance.uniform(0.5, 6.0), token_s=chance.uniform(0, 1e-3)),

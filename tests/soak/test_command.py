@@ -38,13 +38,17 @@ def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path: Pat
         command.run(parsed("--logs", str(tmp_path / "mine" / "logs")))
 
 
-def test_one_that_ends_early_says_where_its_logs_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_ends_early_says_where_its_logs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "ensure_toy", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        command.run(parsed("--minutes", "2", "--faults", "burst,kill_run,kill_engine", "--logs", str(tmp_path)))
+        command.run(
+            parsed("--minutes", "2", "--faults", "burst,kill_run,kill_engine", "--logs", str(tmp_path))
+        )
     said = capsys.readouterr().err
     assert "--minutes 2 has room for about 2 of 3 kinds of faults" in said
     assert f"logs are in {tmp_path}" in said

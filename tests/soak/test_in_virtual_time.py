@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nemesis in virtual time: the real pipeline, the real distribution of weights, and everything else goes wrong.
+"""The nemesis in virtual time: the real pipeline, the real distribution of weights, and everything else goes
+wrong.
 
-What the soak does to processes is done to their stand-ins: replicas die, hang and corrupt loads, the judge is slow, raises
+What the soak does to processes is done to their stand-ins: replicas die, hang and corrupt loads, the judge is
+slow, raises
 and hangs, the disk is full, the whole run is killed. Hundreds of runs a minute, each from a seed.
 """
 
@@ -73,7 +75,11 @@ class Hurt(SimTrainer):
         bad = dice.choice([0.0, 0.02, 0.1])
         self.replicas = [Replica(f"replica {i}", dice, bad) for i in range(dice.choice([1, 2, 3]))]
         self.distribution = Distribution(
-            self.replicas, lambda line: None, load_timeout_s=DEADLINE_S, restart_timeout_s=2 * RESTART_S, grace_s=1.0
+            self.replicas,
+            lambda line: None,
+            load_timeout_s=DEADLINE_S,
+            restart_timeout_s=2 * RESTART_S,
+            grace_s=1.0,
         )
 
     async def generate_group(self, prompt: Prompt) -> Group:
@@ -81,9 +87,18 @@ class Hurt(SimTrainer):
             await asyncio.sleep(50.0)
         group = await super().generate_group(prompt)
         while not any(replica.up.is_set() for replica in self.replicas):
-            await asyncio.wait([asyncio.create_task(replica.up.wait()) for replica in self.replicas], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [asyncio.create_task(replica.up.wait()) for replica in self.replicas],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
         if self.dice.random() < 0.1:
-            return Group(uid=prompt.uid, step=prompt.step, trajectories=group.trajectories, flaw="no_score", again=self.dice.random() < 0.7)
+            return Group(
+                uid=prompt.uid,
+                step=prompt.step,
+                trajectories=group.trajectories,
+                flaw="no_score",
+                again=self.dice.random() < 0.7,
+            )
         return group
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
@@ -100,8 +115,16 @@ class Hurt(SimTrainer):
         failed = [f"{name}: {why}" for name, why in self.distribution.fenced.items() if name not in fenced]
         self.served = version
         return Publication(
-            version=version, num_bytes=8, gather_s=0.1, transfer_s=0.1, load_s=0.1, stall_s=0.1, busy_s=1e9, tensors_proved=1,
-            replicas=len(reports), failure="; ".join(failed),
+            version=version,
+            num_bytes=8,
+            gather_s=0.1,
+            transfer_s=0.1,
+            load_s=0.1,
+            stall_s=0.1,
+            busy_s=1e9,
+            tensors_proved=1,
+            replicas=len(reports),
+            failure="; ".join(failed),
         )
 
     async def watch(self) -> None:
@@ -128,7 +151,10 @@ def hurt(seed: int) -> None:
         return made[-1]
 
     def look(life: Life) -> None:
-        log = [{"t": r.t, "role": r.role, "event": r.event, "state": r.state, **r.fields} for r in life.flow.log.records]
+        log = [
+            {"t": r.t, "role": r.role, "event": r.event, "state": r.state, **r.fields}
+            for r in life.flow.log.records
+        ]
         assert audit_events(log).violations == [], seed
 
     kills = [dice.randint(1, 400) for _ in range(dice.randint(0, 3))]

@@ -27,14 +27,20 @@ def test_every_kind_comes_once_before_any_comes_again(seed: int, kinds: set[str]
         assert all(a != b for a, b in zip(cards, cards[1:], strict=False))
 
 
-@pytest.mark.parametrize(("seconds", "kinds", "faults"), [(490, 11, 11), (60, 11, 11), (3600, 11, 77), (490, 1, 11), (-1, 3, 3)])
+@pytest.mark.parametrize(
+    ("seconds", "kinds", "faults"), [(490, 11, 11), (60, 11, 11), (3600, 11, 77), (490, 1, 11), (-1, 3, 3)]
+)
 def test_faults_come_in_whole_rounds_with_time_between_them(seconds: float, kinds: int, faults: int) -> None:
     assert nemesis.faults_within(seconds, kinds) == faults
 
 
 def outcome() -> nemesis.Outcome:
     return nemesis.Outcome(
-        struck=[nemesis.Struck("kill_engine", 20.0, 30.0), nemesis.Struck("burst", 60.0, 4.0), nemesis.Struck("kill_engine", 90.0)],
+        struck=[
+            nemesis.Struck("kill_engine", 20.0, 30.0),
+            nemesis.Struck("burst", 60.0, 4.0),
+            nemesis.Struck("kill_engine", 90.0),
+        ],
         hangs=["the run did not recover after kill_engine: TimeoutError"],
         quiet_steps=20,
         quiet_s=40.0,
@@ -45,7 +51,9 @@ def outcome() -> nemesis.Outcome:
 
 def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
-    (tmp_path / "events.1.jsonl").write_text(json.dumps(record("SERVED", version=1, replicas=1)) + '\n{"t": 2.0, "ro')
+    (tmp_path / "events.1.jsonl").write_text(
+        json.dumps(record("SERVED", version=1, replicas=1)) + '\n{"t": 2.0, "ro'
+    )
     found = nemesis.report(outcome(), tmp_path, ["burst", "kill_run", "kill_engine"])
     assert found["faults_injected"] == {"burst": 1, "kill_engine": 2}
     assert found["not_injected"] == ["kill_run"]

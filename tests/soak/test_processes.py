@@ -16,7 +16,10 @@ SLEEPS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()
 def test_children_of_children_are_found_until_they_are_gone() -> None:
     mark = f"ASYNC_PIPELINE_TEST_{os.getpid()}"
     with subprocess.Popen(
-        [sys.executable, "-c", SLEEPS + "; print()"], env={**os.environ, mark: "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", SLEEPS + "; print()"],
+        env={**os.environ, mark: "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
         while len(found := processes_with(mark, "1")) < 2:
             assert process.poll() is None

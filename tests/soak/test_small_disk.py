@@ -32,5 +32,8 @@ def test_who_may_not_mount_is_told_so(tmp_path: Path, monkeypatch: pytest.Monkey
     (bad / "mount").write_text("#!/bin/sh\necho must be superuser >&2\nexit 1\n")
     (bad / "mount").chmod(0o755)
     monkeypatch.setenv("PATH", str(bad))
-    with pytest.raises(ConfigError, match="mounting one failed .must be superuser.; be root, or leave it out"), small_disk(tmp_path / "disk"):
+    with (
+        pytest.raises(ConfigError, match="mounting one failed .must be superuser.; be root, or leave it out"),
+        small_disk(tmp_path / "disk"),
+    ):
         pass

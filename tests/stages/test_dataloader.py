@@ -68,7 +68,9 @@ def test_a_prompt_that_comes_twice_is_caught(alone: MakeRole) -> None:
     class Repeats(SimTrainer):
         async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
             return PromptBatch(
-                step=ticket.step, prompts=(Prompt(uid="same", step=ticket.step),), admitted_version=ticket.version
+                step=ticket.step,
+                prompts=(Prompt(uid="same", step=ticket.step),),
+                admitted_version=ticket.version,
             )
 
     machine = alone("dataloader", Repeats(max_lag=4))

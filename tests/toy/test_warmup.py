@@ -67,7 +67,10 @@ def test_the_careless_teacher_goes_on_while_the_policy_is_too_bad_for_rl(
     lines: list[str] = []
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=0.1, **SHORT)
     assert warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lines.append) == 0.5
-    assert [line.split("after ")[-1].split(",")[0] for line in lines[1:]] == ["1 careless steps", "2 careless steps"]
+    assert [line.split("after ")[-1].split(",")[0] for line in lines[1:]] == [
+        "1 careless steps",
+        "2 careless steps",
+    ]
 
 
 @pytest.mark.real_engine

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of several real training ranks: shards a model with FSDP2 and gathers it. Run as a script: RANK COUNT FILE.
+"""One of several real training ranks: shards a model with FSDP2 and gathers it. Run as a script: RANK COUNT
+FILE.
 
 The first one prints a line for each tensor that did not arrive as it is.
 """
@@ -23,7 +24,9 @@ from recipe.async_pipeline.weight_sync.shards import load_parts, prove_parts
 def make_model() -> torch.nn.Module:
     """Heights that do not divide, one that is less than the ranks, and a buffer."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1), torch.nn.Linear(1, 300))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1), torch.nn.Linear(1, 300)
+    )
     model.register_buffer("steps", torch.tensor(3))
     return model
 
@@ -42,7 +45,11 @@ def load_back(model: torch.nn.Module, manifest: Manifest, version: int) -> None:
 
 def main(rank: int, count: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count)
-    mesh = init_device_mesh("cpu", (count,)) if count < 4 else init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = (
+        init_device_mesh("cpu", (count,))
+        if count < 4
+        else init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicate", "shard"))
+    )
     model = make_model()
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -60,7 +67,9 @@ def main(rank: int, count: int, file: str) -> None:
             for parameter in model.parameters():
                 parameter.add_(version)
         weights = model.state_dict()
-        ticket = ranks.share(writer.gather_parts(version, [part_of(name, weight) for name, weight in weights.items()]))
+        ticket = ranks.share(
+            writer.gather_parts(version, [part_of(name, weight) for name, weight in weights.items()])
+        )
         assert ticket is not None
         load_back(copy, await_manifest(ticket, 30), version)
         ranks.barrier()

@@ -26,7 +26,13 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
 
     class Worker(agent_loop.PushAgentLoopWorker):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
-            self._groups, self._finished, self._before, self._answering, self._transcripts = {}, {}, {}, {}, {}
+            self._groups, self._finished, self._before, self._answering, self._transcripts = (
+                {},
+                {},
+                {},
+                {},
+                {},
+            )
             self._given_up = set()
             self.begun = 0
 

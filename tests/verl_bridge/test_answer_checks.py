@@ -32,7 +32,11 @@ def checks(ours: ModuleType, **policies: str) -> Any:
 def output(load: Load, *, prompt: int = 4, answer: int = 3, logprobs: list[float] | None = None) -> Any:
     module = load("verl.experimental.agent_loop.agent_loop")
     return module.AgentLoopOutput(
-        prompt_ids=[1] * prompt, response_ids=[2] * answer, response_mask=[1] * answer, response_logprobs=logprobs, metrics={}
+        prompt_ids=[1] * prompt,
+        response_ids=[2] * answer,
+        response_mask=[1] * answer,
+        response_logprobs=logprobs,
+        metrics={},
     )
 
 
@@ -47,9 +51,12 @@ def test_a_sound_answer_passes(ours: ModuleType, load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("token", "writer"), [(0, "replica 0 with version 3"), (2, "replica 0 with version 4"), (5, "replica 1 with version 4")]
+    ("token", "writer"),
+    [(0, "replica 0 with version 3"), (2, "replica 0 with version 4"), (5, "replica 1 with version 4")],
 )
-def test_a_log_prob_that_is_none_is_put_down_to_who_wrote_the_token(ours: ModuleType, load: Load, token: int, writer: str) -> None:
+def test_a_log_prob_that_is_none_is_put_down_to_who_wrote_the_token(
+    ours: ModuleType, load: Load, token: int, writer: str
+) -> None:
     logprobs = [-1.0] * 6
     logprobs[token] = float("nan")
     passes, (flaw,) = noted(ours, checks(ours), output(load, answer=6, logprobs=logprobs))
@@ -109,16 +116,27 @@ def test_answers_that_are_written_at_once_keep_their_flaws_apart(ours: ModuleTyp
 
 
 def stored(session: int, mask: list[int], why: str = "") -> dict[str, Any]:
-    return {"session_id": session, "response_mask": torch.tensor(mask), "extra_fields": {"reward_extra_info": {"unscored": why}}}
+    return {
+        "session_id": session,
+        "response_mask": torch.tensor(mask),
+        "extra_fields": {"reward_extra_info": {"unscored": why}},
+    }
 
 
 def test_a_group_is_looked_at_as_a_whole(ours: ModuleType) -> None:
     flaw = Flaw("empty_answer", "x")
     assert ours.flaws_together(2, [[], []], [stored(0, [1]), stored(1, [0])]) == []
     assert ours.flaws_together(2, [[], [flaw]], [stored(0, [1])]) == [flaw], "it is not missing besides"
-    assert [f.kind for f in ours.flaws_together(3, [[], [flaw], []], [stored(0, [1])])] == ["empty_answer", "missing_answers"]
-    assert [f.kind for f in ours.flaws_together(2, [[], []], [stored(0, [0]), stored(1, [0])])] == ["all_masked"]
-    assert ours.flaws_together(1, [[]], [stored(0, [1]), stored(0, [1])]) == [], "several outputs of one answer"
+    assert [f.kind for f in ours.flaws_together(3, [[], [flaw], []], [stored(0, [1])])] == [
+        "empty_answer",
+        "missing_answers",
+    ]
+    assert [f.kind for f in ours.flaws_together(2, [[], []], [stored(0, [0]), stored(1, [0])])] == [
+        "all_masked"
+    ]
+    assert ours.flaws_together(1, [[]], [stored(0, [1]), stored(0, [1])]) == [], (
+        "several outputs of one answer"
+    )
     assert ours.flaws_together(1, [[]], [stored(0, [1], "died")]) == [Flaw("no_score", "died")]
 
 
@@ -126,7 +144,9 @@ def test_a_group_is_looked_at_as_a_whole(ours: ModuleType) -> None:
 
 
 def scored(score: Any, info: dict[str, Any] | None = None) -> Any:
-    return SimpleNamespace(reward_score=score, extra_fields={} if info is None else {"reward_extra_info": info})
+    return SimpleNamespace(
+        reward_score=score, extra_fields={} if info is None else {"reward_extra_info": info}
+    )
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("-inf"), "1"])
@@ -142,7 +162,9 @@ def test_a_score_that_is_one_is_left_alone(ours: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "score"])
-def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(ours: ModuleType, on_failure: str) -> None:
+def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(
+    ours: ModuleType, on_failure: str
+) -> None:
     scores = ours.Scores(on_failure, -1.0)
     good, bad, died = scored(1.0, {"acc": 1.0}), scored(float("nan"), {}), scored(None)
     scores.settle(good, "")
@@ -151,7 +173,10 @@ def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(ou
     assert good.extra_fields == {"reward_extra_info": {"acc": 1.0, "unscored": ""}}
     assert (bad.reward_score, died.reward_score) == (-1.0, -1.0)
     assert died.extra_fields["reward_extra_info"] == {"acc": -1.0, "unscored": "raised: ValueError: x"}
-    assert bad.extra_fields["reward_extra_info"]["unscored"] == "invalid: the score must be a finite number, got nan"
+    assert (
+        bad.extra_fields["reward_extra_info"]["unscored"]
+        == "invalid: the score must be a finite number, got nan"
+    )
 
 
 def test_what_a_guard_said_before_stays(ours: ModuleType) -> None:

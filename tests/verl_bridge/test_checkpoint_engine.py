@@ -100,7 +100,9 @@ def test_versions_go_from_two_trainer_ranks_to_two_replicas(engines: Engines) ->
 
 
 def test_the_master_returns_the_ticket(engines: Engines) -> None:
-    manifest = await_manifest(decode_ticket(engines.make(is_master=True).gather(iter(weights(0).items()), 7)), 30)
+    manifest = await_manifest(
+        decode_ticket(engines.make(is_master=True).gather(iter(weights(0).items()), 7)), 30
+    )
     assert manifest.version == 7
     assert [(e.name, e.dtype) for e in manifest.tensors] == [
         ("a", "bfloat16"),

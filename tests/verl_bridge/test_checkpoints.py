@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of a flow holds comes back as it was, samples included; one that is not complete says so."""
+"""What a checkpoint of a flow holds comes back as it was, samples included; one that is not complete says
+so.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ class Store:
     def kv_batch_put(self, *, keys: list[str], partition_id: str, fields: Any, tags: Any = None) -> None:
         for name in fields.keys():
             column = fields[name]
-            for key, value in zip(keys, column.unbind(0) if hasattr(column, "unbind") else column, strict=True):
+            for key, value in zip(
+                keys, column.unbind(0) if hasattr(column, "unbind") else column, strict=True
+            ):
                 self.rows.setdefault(key, {})[name] = value
         self.tags.update(zip(keys, tags or [], strict=False))
 
     def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        return list_of_dict_to_tensordict([{name: self.rows[key][name] for name in select_fields} for key in keys])
+        return list_of_dict_to_tensordict(
+            [{name: self.rows[key][name] for name in select_fields} for key in keys]
+        )
 
 
 @pytest.fixture
@@ -79,9 +85,14 @@ def flow_state(store: Store) -> FlowState:
 def with_columns(group: Group) -> Group:
     import dataclasses
 
-    answers = tuple(dataclasses.replace(one, payload={"status": "success", "response_len": np.int64(3)}) for one in group.trajectories)
+    answers = tuple(
+        dataclasses.replace(one, payload={"status": "success", "response_len": np.int64(3)})
+        for one in group.trajectories
+    )
     alike = sum(group.uid.encode()) % 2
-    return dataclasses.replace(group, trajectories=answers, payload=[sorted(sample(1))] * (1 if alike else len(answers)))
+    return dataclasses.replace(
+        group, trajectories=answers, payload=[sorted(sample(1))] * (1 if alike else len(answers))
+    )
 
 
 def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] = lambda group: False) -> Any:
@@ -93,7 +104,10 @@ def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] 
         queue=dataclasses.replace(
             queue,
             entries=tuple(
-                dataclasses.replace(e, group=e.group and with_columns(e.group), answer=e.answer and with_columns(e.answer)) for e in queue.entries
+                dataclasses.replace(
+                    e, group=e.group and with_columns(e.group), answer=e.answer and with_columns(e.answer)
+                )
+                for e in queue.entries
             ),
             taken={step: tuple(map(with_columns, groups)) for step, groups in queue.taken.items()},
         ),
@@ -101,7 +115,12 @@ def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] 
     groups = [group for group in flow.finished() if not reject(group)]
     prompts = ours.PromptSourceState(before=0, drawn=3, places={}, undealt=[], in_flight=flow.in_flight())
     state = ours.RunState(
-        flow=flow, prompts=prompts, kept=tuple(g.uid for g in groups), reference=None, kl_coef=0.25, meters={"x": [1.5]}
+        flow=flow,
+        prompts=prompts,
+        kept=tuple(g.uid for g in groups),
+        reference=None,
+        kl_coef=0.25,
+        meters={"x": [1.5]},
     )
     said = ours.Said([1], [2], [-0.5], [[0, 0]], None, "replica 0")
     return ours.Snapshot(state, groups, {"yielded": 3}, {"yielded": 4}, {"p9.0": [[said], []]})
@@ -114,8 +133,15 @@ def checkpoints(ours: ModuleType, root: Path, ranks: int = 1, synced: list[str] 
             (folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt").write_bytes(b"w")
 
     return ours.Checkpoints(
-        root=root, run="r", identity={"verl": "x"}, keep=2, partition="train", save_models=save_models,
-        sync_ledger=lambda: (synced if synced is not None else []).append(",".join(sorted(p.name for p in root.iterdir()))),
+        root=root,
+        run="r",
+        identity={"verl": "x"},
+        keep=2,
+        partition="train",
+        save_models=save_models,
+        sync_ledger=lambda: (synced if synced is not None else []).append(
+            ",".join(sorted(p.name for p in root.iterdir()))
+        ),
     )
 
 
@@ -149,10 +175,14 @@ def test_columns_that_stages_have_added_are_left_out(ours: ModuleType, store: St
     assert all("old_log_probs" not in row for row in found.samples.values())
 
 
-def test_samples_of_groups_that_are_not_trained_are_left_out(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_samples_of_groups_that_are_not_trained_are_left_out(
+    ours: ModuleType, store: Store, tmp_path: Path
+) -> None:
     flow = flow_state(store)
     rejected = next(flow.finished()).uid
-    found = ours.read(checkpoints(ours, tmp_path).write(snapshot(ours, flow, lambda group: group.uid == rejected)))
+    found = ours.read(
+        checkpoints(ours, tmp_path).write(snapshot(ours, flow, lambda group: group.uid == rejected))
+    )
     assert rejected not in {group.uid for group in ours.kept_groups(found.state)}
     assert not any(key.startswith(f"{rejected}_") for key in found.samples)
 
@@ -172,7 +202,9 @@ def test_ranks_that_wrote_elsewhere_are_missed(ours: ModuleType, store: Store, t
     assert list(tmp_path.iterdir()) == [], "nothing is left of it"
 
 
-def test_what_cannot_be_written_says_so_and_leaves_nothing(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_what_cannot_be_written_says_so_and_leaves_nothing(
+    ours: ModuleType, store: Store, tmp_path: Path
+) -> None:
     flow = flow_state(store)
     for row in store.rows.values():
         row["extra_fields"] = {"tool": SimpleNamespace()}
@@ -181,7 +213,9 @@ def test_what_cannot_be_written_says_so_and_leaves_nothing(ours: ModuleType, sto
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_do_not_belong_together_are_refused(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_files_that_do_not_belong_together_are_refused(
+    ours: ModuleType, store: Store, tmp_path: Path
+) -> None:
     folder = checkpoints(ours, tmp_path).write(snapshot(ours, flow_state(store)))
     samples = ours.plain_tree.read(folder / "samples")
     lost = sorted(samples)[0]

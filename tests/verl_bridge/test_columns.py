@@ -37,9 +37,14 @@ def answer(prompt: int, response: int, number: int) -> dict[str, Any]:
     }
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=100, deadline=None)
-def test_transfer_queue_is_told_and_sends_the_same(ours: ModuleType, lengths: list[tuple[int, int]], random: Any) -> None:
+def test_transfer_queue_is_told_and_sends_the_same(
+    ours: ModuleType, lengths: list[tuple[int, int]], random: Any
+) -> None:
     import torch
     from transfer_queue.metadata import extract_field_schema
     from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
@@ -57,13 +62,17 @@ def test_transfer_queue_is_told_and_sends_the_same(ours: ModuleType, lengths: li
         if name == "mostly":  # a tensor among others: compared by hand
             assert [value is None for value in plain[name]] == [i % 2 == 1 for i in range(len(rows))]
             continue
-        sent, verls_sent = (AsyncSimpleStorageManager._select_by_positions(one[name], positions) for one in (plain, verls))
+        sent, verls_sent = (
+            AsyncSimpleStorageManager._select_by_positions(one[name], positions) for one in (plain, verls)
+        )
         assert isinstance(sent, list) == isinstance(verls_sent, list)
         for one, other in zip(sent, verls_sent, strict=True):
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_training_workers_get_what_can_be_computed_with(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_workers_get_what_can_be_computed_with(
+    ours: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transfer_queue import KVBatchMeta
 
     asked = []
@@ -71,8 +80,16 @@ def test_training_workers_get_what_can_be_computed_with(ours: ModuleType, monkey
     class Client:
         def kv_retrieve_meta(self, keys: list[str], partition_id: str) -> Any:
             asked.append((keys, partition_id))
-            names = {"responses": False, "advantages": False, "raw_prompt": True, "extra_fields": True, "multi_modal_inputs": True}
-            return SimpleNamespace(field_schema={name: {"is_non_tensor": flag} for name, flag in names.items()})
+            names = {
+                "responses": False,
+                "advantages": False,
+                "raw_prompt": True,
+                "extra_fields": True,
+                "multi_modal_inputs": True,
+            }
+            return SimpleNamespace(
+                field_schema={name: {"is_non_tensor": flag} for name, flag in names.items()}
+            )
 
     monkeypatch.setattr(ours.tq, "get_client", Client)
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])

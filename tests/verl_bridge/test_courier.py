@@ -21,7 +21,9 @@ from recipe.async_pipeline.weight_sync.manifest import decode, encode
 
 pytestmark = pytest.mark.real_engine
 BUCKET_BYTES = 1 << 20
-WEIGHTS = {f"layer.{i}.weight": torch.randn(300, 300, generator=torch.Generator().manual_seed(i)) for i in range(9)}
+WEIGHTS = {
+    f"layer.{i}.weight": torch.randn(300, 300, generator=torch.Generator().manual_seed(i)) for i in range(9)
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +45,12 @@ class Replica:
     def __init__(self) -> None:
         self.inbox = Inbox()
 
-    async def load(self, manifest: bytes, courier: Any, spoil: int | None) -> tuple[dict[str, float], list[str]]:
-        """Sums of the tensors that arrived, and what became of each bucket. `spoil`: one comes broken at first."""
+    async def load(
+        self, manifest: bytes, courier: Any, spoil: int | None
+    ) -> tuple[dict[str, float], list[str]]:
+        """Sums of the tensors that arrived, and what became of each bucket. `spoil`: one comes broken at
+        first.
+        """
         pull = pull_through(courier, manifest)
         pulled: list[int] = []
 
@@ -56,7 +62,9 @@ class Replica:
 
         local = await self.inbox.receive(decode(manifest), fetch)
         reader = ArenaReader()
-        sums = {name: float(t.double().sum()) for piece in reader.read(local, BUCKET_BYTES) for name, t in piece}
+        sums = {
+            name: float(t.double().sum()) for piece in reader.read(local, BUCKET_BYTES) for name, t in piece
+        }
         return sums, sorted(verdict.value for verdict in self.inbox.verdicts.elements())
 
     def node(self) -> str:
@@ -91,7 +99,9 @@ def test_all_replicas_pull_the_same_copy_and_a_bad_one_is_replaced(nodes: tuple[
     writer = ArenaWriter(BUCKET_BYTES, 4, None)
     try:
         manifest = encode(await_manifest(writer.gather(0, WEIGHTS.items()), 30))
-        (first,), (second,), (fresh,) = ray.get([courier.offer.remote(manifest, 0, f) for f in (False, False, True)])
+        (first,), (second,), (fresh,) = ray.get(
+            [courier.offer.remote(manifest, 0, f) for f in (False, False, True)]
+        )
         assert first == second != fresh
         later = encode(await_manifest(writer.gather(1, WEIGHTS.items()), 30))
         (next_version,) = ray.get(courier.offer.remote(later, 0, False))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine core's process begins with its server's, and knows what its server has learned since. (Whole jobs run with it.)"""
+"""An engine core's process begins with its server's, and knows what its server has learned since. (Whole
+jobs run with it.)
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the fork server was told, instead of starting one."""
     said: list[Any] = []
     monkeypatch.setattr(forkserver, "set_forkserver_preload", said.append)
-    monkeypatch.setattr(forkserver, "ensure_running", lambda: said.append((EARLY in os.environ, util.abstract_sockets_supported)))
+    monkeypatch.setattr(
+        forkserver,
+        "ensure_running",
+        lambda: said.append((EARLY in os.environ, util.abstract_sockets_supported)),
+    )
     monkeypatch.setattr(util, "abstract_sockets_supported", True)
     monkeypatch.setattr(early_engine, "_begun", type(early_engine._begun)())
     return said
@@ -33,14 +39,18 @@ def test_only_the_process_of_a_server_begins_one(started: list[Any]) -> None:
     early_engine.use()
 
 
-def test_a_server_begins_one_that_is_told_of_no_server(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_begins_one_that_is_told_of_no_server(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(EARLY, "1")
     begin()
     assert started == [[HOME], (False, False)], "and its socket is in a folder of its own"
     assert early_engine._begun.is_set()
 
 
-def test_vllm_is_given_processes_that_are_forked_from_there(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_given_processes_that_are_forked_from_there(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     utils = pytest.importorskip("vllm.v1.engine.utils")
     asked = []
     monkeypatch.setattr(utils, "get_mp_context", lambda: asked.append("vLLM's own"))
@@ -56,7 +66,9 @@ def _tell(file: Path) -> None:
     file.write_text(json.dumps(said))
 
 
-def test_a_process_has_the_environment_of_the_one_that_made_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_the_environment_of_the_one_that_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BEFORE", "there when the fork server was started")
     forkserver.ensure_running()
     monkeypatch.delenv("BEFORE")
@@ -75,5 +87,10 @@ def test_ray_is_told_beside_what_verl_tells_it() -> None:
         def options(self, **options: Any) -> dict[str, Any]:
             return options
 
-    made = started_early(Class()).options(name="a server", runtime_env={"env_vars": {"A": "1"}, "working_dir": None})
-    assert made == {"name": "a server", "runtime_env": {"env_vars": {"A": "1", EARLY: "1"}, "working_dir": None}}
+    made = started_early(Class()).options(
+        name="a server", runtime_env={"env_vars": {"A": "1"}, "working_dir": None}
+    )
+    assert made == {
+        "name": "a server",
+        "runtime_env": {"env_vars": {"A": "1", EARLY: "1"}, "working_dir": None},
+    }

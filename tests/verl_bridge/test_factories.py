@@ -24,7 +24,9 @@ HERE = f"{__name__}.Made"
 CONFIGS: list[Any] = [
     {"_target_": HERE},
     {"_target_": HERE, "name": "x", "seed": 3, "nothing": None},
-    OmegaConf.create({"_target_": HERE, "episode": {"turns": 2, "lengths": [1, 2]}, "twice": "${episode.turns}"}),
+    OmegaConf.create(
+        {"_target_": HERE, "episode": {"turns": 2, "lengths": [1, 2]}, "twice": "${episode.turns}"}
+    ),
     {"_target_": HERE, "inner": {"_target_": HERE, "a": 1}},
     {"_target_": HERE, "inner": [{"_target_": HERE}]},
     {"_target_": HERE, "a": {"b": 1}, "_convert_": "all"},

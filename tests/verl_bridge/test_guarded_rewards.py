@@ -42,11 +42,21 @@ def manager(load: Load) -> Iterator[Make]:
         config = OmegaConf.create(
             {
                 "trainer": {"v1": {"async_pipeline": own}},
-                "reward": {"custom_reward_function": {"path": FUNCTIONS, "name": "one", "reward_kwargs": {"bonus": 0.5}}},
+                "reward": {
+                    "custom_reward_function": {
+                        "path": FUNCTIONS,
+                        "name": "one",
+                        "reward_kwargs": {"bonus": 0.5},
+                    }
+                },
             }
         )
         tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(int(i)) for i in ids))
-        made.append(load("recipe.async_pipeline.verl_bridge.guarded_rewards").GuardedRewardManager(config, tokenizer, None))
+        made.append(
+            load("recipe.async_pipeline.verl_bridge.guarded_rewards").GuardedRewardManager(
+                config, tokenizer, None
+            )
+        )
         return made[-1]
 
     yield make
@@ -62,7 +72,11 @@ def answers(load: Load, *texts: str) -> list[Any]:
         others = {"data_source": "toy", "reward_model": {"ground_truth": "46"}, "extra_info": {}}
         found.append(
             load("verl").DataProto.from_single_dict(
-                {"responses": ids, "attention_mask": torch.ones_like(ids), **{k: np.array([v], dtype=object) for k, v in others.items()}}
+                {
+                    "responses": ids,
+                    "attention_mask": torch.ones_like(ids),
+                    **{k: np.array([v], dtype=object) for k, v in others.items()},
+                }
             )
         )
     return found
@@ -83,7 +97,9 @@ def test_scores_are_verls(load: Load, manager: Make) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "score"])
-def test_an_answer_without_a_score_is_marked_and_looks_like_the_others(load: Load, manager: Make, on_failure: str) -> None:
+def test_an_answer_without_a_score_is_marked_and_looks_like_the_others(
+    load: Load, manager: Make, on_failure: str
+) -> None:
     good, bad = score(manager, on_failure, answers(load, "dict", "raise"))
     assert bad["reward_score"] == -1.0
     assert bad["reward_extra_info"].keys() == good["reward_extra_info"].keys() == {"score", "acc", "unscored"}

@@ -29,7 +29,9 @@ def test_spans(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
         @staticmethod
-        def trace_span(name: str, *, start_time_ns: int, end_time_ns: int, attributes: dict[str, Any]) -> None:
+        def trace_span(
+            name: str, *, start_time_ns: int, end_time_ns: int, attributes: dict[str, Any]
+        ) -> None:
             spans.append((name, start_time_ns, end_time_ns, attributes))
 
     monkeypatch.setattr(module, "RLInsightLogger", Tracker)
@@ -39,7 +41,13 @@ def test_spans(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         function(*args)
 
     states = module.InsightStates(submit, lambda: next(clock))
-    for event, state in (("START", "WAITING_INPUT"), ("ITEM", "WAITING_RESOURCE"), ("LEASE", "RUNNING"), ("TRAINED", "RUNNING"), ("FINISH", "WAITING_INPUT")):
+    for event, state in (
+        ("START", "WAITING_INPUT"),
+        ("ITEM", "WAITING_RESOURCE"),
+        ("LEASE", "RUNNING"),
+        ("TRAINED", "RUNNING"),
+        ("FINISH", "WAITING_INPUT"),
+    ):
         states(record(event, state, step=3))
     states(record("LEASE", "RUNNING", step=3, lane=1))
     states(LogRecord(t=0.0, role="flow", event="DONE", state="DONE", fields={}))

@@ -32,7 +32,9 @@ def ctrl_c() -> Iterator[None]:
 
 
 class Trainer:
-    """An actor as verl's: a method that blocks while its event loop turns. With an async method Ray would make it another kind."""
+    """An actor as verl's: a method that blocks while its event loop turns. With an async method Ray would
+    make it another kind.
+    """
 
     def run(self, log: Path, how: str) -> str:
         log.write_text("begun\n")
@@ -85,7 +87,9 @@ def test_a_run_that_ends_is_left_to_its_caller(tmp_path: Path, how: str) -> None
             ray.get(running)
 
 
-def test_a_run_that_does_not_hear_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_hear_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Deaf:
         def run(self, log: Path) -> None:
             log.touch()

@@ -30,6 +30,8 @@ pytestmark = pytest.mark.real_engine
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
+
+
 @pytest.fixture(scope="module")
 def launch(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.launch")
@@ -189,7 +191,9 @@ def test_a_real_directory_called_latest_is_left_alone(launch: ModuleType, smoke:
 
 
 @pytest.mark.parametrize(("tp", "remedy"), [(0, "set it to 1 or"), (3, "give the rollout 3 or 6 devices")])
-def test_tensor_parallelism_must_divide_the_devices(launch: ModuleType, smoke: Smoke, tp: int, remedy: str) -> None:
+def test_tensor_parallelism_must_divide_the_devices(
+    launch: ModuleType, smoke: Smoke, tp: int, remedy: str
+) -> None:
     config = smoke({f"{ROLLOUT}.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": tp})
     with pytest.raises(ConfigError, match=f"must divide the 4 rollout devices, got {tp}; .*{remedy}"):
         launch.checked(config)
@@ -216,27 +220,39 @@ JUDGE: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({f"{MODEL}.enable_resource_pool": False}, f"{MODEL}.enable_resource_pool must be True, got False; .* devices of its own"),
+        (
+            {f"{MODEL}.enable_resource_pool": False},
+            f"{MODEL}.enable_resource_pool must be True, got False; .* devices of its own",
+        ),
         ({f"{MODEL}.nnodes": 0}, f"{MODEL}.nnodes must be >= 1, got 0"),
         ({f"{MODEL}.n_gpus_per_node": None}, f"{MODEL}.n_gpus_per_node must be >= 1, got None"),
         ({f"{MODEL}.rollout.free_cache_engine": True}, "free_cache_engine must be False, got True"),
-        ({f"{MODEL}.rollout.tensor_model_parallel_size": 3}, "tensor_model_parallel_size must divide its 2 devices, got 3"),
+        (
+            {f"{MODEL}.rollout.tensor_model_parallel_size": 3},
+            "tensor_model_parallel_size must divide its 2 devices, got 3",
+        ),
         ({"ray_kwargs.ray_init.num_gpus": 3}, "and a reward model, together 4, got 3"),
     ],
 )
-def test_a_reward_model_has_devices_of_its_own(launch: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str) -> None:
+def test_a_reward_model_has_devices_of_its_own(
+    launch: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str
+) -> None:
     launch.checked(smoke(JUDGE))
     with pytest.raises(ConfigError, match=error):
         launch.checked(smoke(JUDGE | changes))
 
 
-@pytest.mark.parametrize(("path", "value"), [(f"{ROLLOUT}.nnodes", 0), (f"{ROLLOUT}.n_gpus_per_node", None), ("trainer.nnodes", 0)])
+@pytest.mark.parametrize(
+    ("path", "value"), [(f"{ROLLOUT}.nnodes", 0), (f"{ROLLOUT}.n_gpus_per_node", None), ("trainer.nnodes", 0)]
+)
 def test_both_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{path} must be >= 1, got {value}"):
         launch.checked(smoke({path: value}))
 
 
-def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(launch: ModuleType, smoke: Smoke) -> None:
+def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
+    launch: ModuleType, smoke: Smoke
+) -> None:
     config = smoke({f"{OWN}.reward_timeout_s": 5, "reward.reward_manager.name": "dapo"})
     launch.prepare(config)
     manager = config.reward.reward_manager
@@ -248,11 +264,30 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(laun
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({f"{CORRECTION}.rollout_is": "token", f"{ROLLOUT}.calculate_log_probs": False}, "calculate_log_probs must be True with .*rollout_is, got False; set it"),
-        ({f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.bypass_mode": True, f"{ROLLOUT}.calculate_log_probs": True}, "rollout_is must be null where old .*got 'token'; .*set it to null"),
-        ({"reward.custom_reward_function.path": "/no/such/reward.py"}, "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it"),
-        ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None}, "wants a reward function of your own, got None"),
-        ({f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"}, "cannot be loaded .* correct path and name"),
+        (
+            {f"{CORRECTION}.rollout_is": "token", f"{ROLLOUT}.calculate_log_probs": False},
+            "calculate_log_probs must be True with .*rollout_is, got False; set it",
+        ),
+        (
+            {
+                f"{CORRECTION}.rollout_is": "token",
+                f"{CORRECTION}.bypass_mode": True,
+                f"{ROLLOUT}.calculate_log_probs": True,
+            },
+            "rollout_is must be null where old .*got 'token'; .*set it to null",
+        ),
+        (
+            {"reward.custom_reward_function.path": "/no/such/reward.py"},
+            "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it",
+        ),
+        (
+            {f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None},
+            "wants a reward function of your own, got None",
+        ),
+        (
+            {f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"},
+            "cannot be loaded .* correct path and name",
+        ),
         ({f"{OWN}.reward_batch": 4}, "reward_batch wants a limit for the calls"),
         ({f"{OWN}.reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
     ],
@@ -271,7 +306,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
         "trainer",
     ),
     "quarters": (
-        {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.n_gpus_per_node": 4},
+        {
+            "trainer.use_nodes_ratios": [0.25] * 4,
+            "trainer.n_gpus_per_node": 4,
+            f"{ROLLOUT}.n_gpus_per_node": 4,
+        },
         {role: ([role], 2) for role in ("train", "logp", "ref_logp", "generate")},
         "logp_pool",
     ),
@@ -296,7 +335,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
             "algorithm.adv_estimator": "gae",
             "trainer.critic_warmup": 2,
         },
-        {"policy": (["train", "logp"], 2), "value": (["critic", "ref_logp"], 1), "rollout": (["generate"], 1)},
+        {
+            "policy": (["train", "logp"], 2),
+            "value": (["critic", "ref_logp"], 1),
+            "rollout": (["generate"], 1),
+        },
         "trainer",
     ),
     "our own": (
@@ -318,13 +361,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> None:
     changes, pools, old_logp = LAYOUTS[name]
-    config = smoke({**changes, "actor_rollout_ref.actor.use_kl_loss": True, "ray_kwargs.ray_init.num_gpus": 8})
+    config = smoke(
+        {**changes, "actor_rollout_ref.actor.use_kl_loss": True, "ray_kwargs.ray_init.num_gpus": 8}
+    )
     launch.prepare(config)
     own = config.trainer.v1.async_pipeline
     assert {pool.name: (pool.roles, sum(pool.per_node)) for pool in own.placement} == pools
     assert own.old_logp == old_logp
-    sizes = [(part.nnodes, part.n_gpus_per_node) for part in (config.trainer, config.actor_rollout_ref.rollout)]
-    assert sizes == [(1, next(n for roles, n in pools.values() if role in roles)) for role in ("train", "generate")]
+    sizes = [
+        (part.nnodes, part.n_gpus_per_node) for part in (config.trainer, config.actor_rollout_ref.rollout)
+    ]
+    assert sizes == [
+        (1, next(n for roles, n in pools.values() if role in roles)) for role in ("train", "generate")
+    ]
 
 
 POOLS_OF_THREE = {
@@ -337,23 +386,74 @@ POOLS_OF_THREE = {
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"trainer.use_nodes_ratios": [0.25] * 4}, "trainer.use_nodes_ratios: pool (logp|ref_logp) gets no device"),
-        ({"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3, "use_ref": False}, "has no ref_logp"),
-        ({"trainer.use_nodes_ratios": [0.75, 0.75, 0.75, 0.25], "trainer.n_gpus_per_node": 3}, "mini-batch .* 128 samples, .* 3 devices of pool train; nearest sizes are 2 and 4"),
+        (
+            {"trainer.use_nodes_ratios": [0.25] * 4},
+            "trainer.use_nodes_ratios: pool (logp|ref_logp) gets no device",
+        ),
+        (
+            {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3, "use_ref": False},
+            "has no ref_logp",
+        ),
+        (
+            {"trainer.use_nodes_ratios": [0.75, 0.75, 0.75, 0.25], "trainer.n_gpus_per_node": 3},
+            "mini-batch .* 128 samples, .* 3 devices of pool train; nearest sizes are 2 and 4",
+        ),
         ({"trainer.critic_warmup": 2}, "critic_warmup must be 0 without a critic, got 2"),
-        ({"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"}, "critic.strategy must be fsdp or fsdp2, got megatron"),
-        ({"algorithm.adv_estimator": "gae", "trainer.n_gpus_per_node": 2, "critic.ppo_mini_batch_size": 1, f"{ROLLOUT}.n": 1}, "mini-batch .* cannot be dealt out evenly to the 2 devices"),
-        ({f"{OWN}.old_logp": "logp_pool"}, "wants logp on a pool without train, but it shares the training devices"),
-        ({"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"}, "older than the one that answers"),
-        ({"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2}, "needs every version published"),
-        ({"quarters": True, f"{OWN}.old_logp": "rollout", f"{CORRECTION}.rollout_is": None}, "this run has no logp"),
+        (
+            {"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"},
+            "critic.strategy must be fsdp or fsdp2, got megatron",
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gae",
+                "trainer.n_gpus_per_node": 2,
+                "critic.ppo_mini_batch_size": 1,
+                f"{ROLLOUT}.n": 1,
+            },
+            "mini-batch .* cannot be dealt out evenly to the 2 devices",
+        ),
+        (
+            {f"{OWN}.old_logp": "logp_pool"},
+            "wants logp on a pool without train, but it shares the training devices",
+        ),
+        (
+            {"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"},
+            "older than the one that answers",
+        ),
+        (
+            {"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2},
+            "needs every version published",
+        ),
+        (
+            {"quarters": True, f"{OWN}.old_logp": "rollout", f"{CORRECTION}.rollout_is": None},
+            "this run has no logp",
+        ),
         ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
-        ({f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where ref_logp loads"),
-        ({"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"}, "LoRA rank 8 cannot be combined"),
-        ({"quarters": True, "actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True}, "LoRA rank 8 cannot be combined"),
+        (
+            {f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
+            "must be fsdp2 where ref_logp loads",
+        ),
+        (
+            {"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"},
+            "LoRA rank 8 cannot be combined",
+        ),
+        (
+            {
+                "quarters": True,
+                "actor_rollout_ref.model.lora_rank": 8,
+                "actor_rollout_ref.model.lora.merge": True,
+            },
+            "LoRA rank 8 cannot be combined",
+        ),
         ({f"{OWN}.ref_refresh_every": 4, "use_ref": False}, "must be 0 without a reference policy"),
-        ({f"{OWN}.old_logp": "rollout", f"{ROLLOUT}.calculate_log_probs": False}, "calculate_log_probs must be True"),
-        ({f"{OWN}.pools": POOLS_OF_THREE, "trainer.n_gpus_per_node": 7}, "a batch of logp .* 128 samples, .* 3 devices of pool l"),
+        (
+            {f"{OWN}.old_logp": "rollout", f"{ROLLOUT}.calculate_log_probs": False},
+            "calculate_log_probs must be True",
+        ),
+        (
+            {f"{OWN}.pools": POOLS_OF_THREE, "trainer.n_gpus_per_node": 7},
+            "a batch of logp .* 128 samples, .* 3 devices of pool l",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be(
@@ -366,7 +466,9 @@ def test_a_layout_that_cannot_be(
     with_ref = changes.pop("use_ref", True) and not lora
     if lora:
         changes["trainer.use_nodes_ratios"] = [0.25, 0.5, 0.5, 0.25]
-    config = smoke({"actor_rollout_ref.actor.use_kl_loss": with_ref, "ray_kwargs.ray_init.num_gpus": None, **changes})
+    config = smoke(
+        {"actor_rollout_ref.actor.use_kl_loss": with_ref, "ray_kwargs.ray_init.num_gpus": None, **changes}
+    )
     assert re.search(part, refused(launch, config, capsys))
 
 
@@ -374,7 +476,10 @@ def test_a_layout_that_cannot_be(
     ("role", "part"),
     [
         ("json:JSONDecoder@reward->train", "must be a RoleStateMachine"),
-        ("recipe.async_pipeline.stages.reward:RewardStateMachine@reward->train", "is in the pipeline already"),
+        (
+            "recipe.async_pipeline.stages.reward:RewardStateMachine@reward->train",
+            "is in the pipeline already",
+        ),
     ],
 )
 def test_a_role_of_ones_own_must_fit(
@@ -456,18 +561,61 @@ def test_a_stock_trainer_starts_its_own_store(launch: ModuleType, store: dict[st
 READ = [
     *(path for path, _ in MISTAKES),
     *(f"{OWN}.{name}" for name in own_fields()),
-    *(f"{ROLLOUT}.{name}" for name in ("tensor_model_parallel_size", "nnodes", "n_gpus_per_node", "load_format", "calculate_log_probs", "dtype")),
-    *(f"trainer.{name}" for name in ("nnodes", "n_gpus_per_node", "critic_warmup", "logger", "project_name", "experiment_name")),
+    *(
+        f"{ROLLOUT}.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "nnodes",
+            "n_gpus_per_node",
+            "load_format",
+            "calculate_log_probs",
+            "dtype",
+        )
+    ),
+    *(
+        f"trainer.{name}"
+        for name in (
+            "nnodes",
+            "n_gpus_per_node",
+            "critic_warmup",
+            "logger",
+            "project_name",
+            "experiment_name",
+        )
+    ),
     *(f"critic.{name}" for name in ("strategy", "ppo_mini_batch_size", "enable")),
     *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora.rank", "lora.merge")),
     *(f"actor_rollout_ref.actor.{name}" for name in ("use_kl_loss", "policy_loss", "policy_loss.loss_mode")),
-    *(f"actor_rollout_ref.actor.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode")),
-    *(f"actor_rollout_ref.actor.policy_loss.{name}" for name in ("tis_upper_bound", "dro_beta", "clip_cov_ratio", "nonsense")),
-    *(f"algorithm.{name}" for name in ("adv_estimator", "filter_groups.enable", "filter_groups.metric", "use_kl_in_reward")),
-    *(f"algorithm.rollout_correction{name}" for name in ("", ".bypass_mode", ".rollout_is", ".rollout_is_threshold", ".rollout_rs", ".rollout_rs_threshold", ".loss_type")),
+    *(
+        f"actor_rollout_ref.actor.{name}"
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode")
+    ),
+    *(
+        f"actor_rollout_ref.actor.policy_loss.{name}"
+        for name in ("tis_upper_bound", "dro_beta", "clip_cov_ratio", "nonsense")
+    ),
+    *(
+        f"algorithm.{name}"
+        for name in ("adv_estimator", "filter_groups.enable", "filter_groups.metric", "use_kl_in_reward")
+    ),
+    *(
+        f"algorithm.rollout_correction{name}"
+        for name in (
+            "",
+            ".bypass_mode",
+            ".rollout_is",
+            ".rollout_is_threshold",
+            ".rollout_rs",
+            ".rollout_rs_threshold",
+            ".loss_type",
+        )
+    ),
     *(f"transfer_queue{name}" for name in ("", ".backend", ".backend.SimpleStorage")),
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "train_files")),
-    *(f"reward.{name}" for name in ("custom_reward_function.path", "custom_reward_function.name", "reward_manager")),
+    *(
+        f"reward.{name}"
+        for name in ("custom_reward_function.path", "custom_reward_function.name", "reward_manager")
+    ),
     *(f"ray_kwargs.ray_init.{name}" for name in ("num_gpus", "num_cpus")),
     "async_strategy",
     "trainer.use_nodes_ratios",
@@ -478,13 +626,39 @@ ODD = st.one_of(
     st.booleans(),
     st.integers(-2, 5),
     st.floats(-2, 8),
-    st.sampled_from([10**30, float("nan"), float("inf"), "", "x", "gae", "fsdp", "a/b", "pkg://os", "m:C", "${nowhere}", [], [1], {}, {"a": 1}]),
+    st.sampled_from(
+        [
+            10**30,
+            float("nan"),
+            float("inf"),
+            "",
+            "x",
+            "gae",
+            "fsdp",
+            "a/b",
+            "pkg://os",
+            "m:C",
+            "${nowhere}",
+            [],
+            [1],
+            {},
+            {"a": 1},
+        ]
+    ),
 )
 
 
-@settings(max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(changes=st.dictionaries(st.sampled_from(READ), ODD, min_size=1, max_size=3))
-def test_any_values_are_taken_or_refused_in_one_line(launch: ModuleType, smoke: Smoke, changes: dict[str, Any]) -> None:
+def test_any_values_are_taken_or_refused_in_one_line(
+    launch: ModuleType, smoke: Smoke, changes: dict[str, Any]
+) -> None:
     try:
         config = smoke(changes)
     except (OmegaConfBaseException, ValueError):  # not even a config
@@ -502,19 +676,41 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
     ("changes", "part"),
     [
         ({f"{LOSS}.loss_mode": "nonsense"}, r"loss_mode must be one of .*, tis, topr, .*got 'nonsense'"),
-        ({"pg_variant": "tis", f"{LOSS}.tis_upper_bound": "abc"}, "tis_upper_bound must be a number, got 'abc'"),
+        (
+            {"pg_variant": "tis", f"{LOSS}.tis_upper_bound": "abc"},
+            "tis_upper_bound must be a number, got 'abc'",
+        ),
         ({"pg_variant": "kimi15", f"{LOSS}.dro_beta": 0}, "dro_beta must be a number > 0"),
         ({f"{CORRECTION}.rollout_is": "tokens"}, "rollout_is must be one of token, sequence or null"),
-        ({f"{CORRECTION}.rollout_is_threshold": "abc"}, "rollout_is=token with rollout_is_threshold, got 'abc': .*Invalid rollout_is_threshold 'abc'; e.g. 2.0"),
+        (
+            {f"{CORRECTION}.rollout_is_threshold": "abc"},
+            "rollout_is=token with rollout_is_threshold, got 'abc': .*Invalid rollout_is_threshold 'abc'; "
+            "e.g. 2.0",
+        ),
         ({f"{CORRECTION}.rollout_is_threshold": -1}, "got -1: .*must be positive"),
         ({f"{CORRECTION}.rollout_is_threshold": None}, "got None: "),
         ({f"{CORRECTION}.rollout_is_threshold": "0.1_0.9"}, "got '0.1_0.9': .*for a band that holds 1"),
-        ({"pg_variant": "tis", f"{LOSS}.tis_uper_bound": 2}, "tis_uper_bound is unknown, got 2 .did you mean 'tis_upper_bound'"),
-        ({"pg_variant": "tis", "tis_upper_bound": 2}, f"tis_upper_bound is misplaced, got 2; it belongs at {LOSS}.tis_upper_bound"),
-        ({f"{ROLLOUT}.stale": "drop"}, f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.stale"),
+        (
+            {"pg_variant": "tis", f"{LOSS}.tis_uper_bound": 2},
+            "tis_uper_bound is unknown, got 2 .did you mean 'tis_upper_bound'",
+        ),
+        (
+            {"pg_variant": "tis", "tis_upper_bound": 2},
+            f"tis_upper_bound is misplaced, got 2; it belongs at {LOSS}.tis_upper_bound",
+        ),
+        (
+            {f"{ROLLOUT}.stale": "drop"},
+            f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.stale",
+        ),
         ({"algorithm.single_mini_batch": True}, "algorithm.single_mini_batch is misplaced"),
-        ({f"{CORRECTION}.rollout_rs": "token_k9"}, "Invalid rollout_rs option|rollout_rs_threshold must be provided"),
-        ({f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "5_1"}, "lower <= upper"),
+        (
+            {f"{CORRECTION}.rollout_rs": "token_k9"},
+            "Invalid rollout_rs option|rollout_rs_threshold must be provided",
+        ),
+        (
+            {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "5_1"},
+            "lower <= upper",
+        ),
         ({f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.max_lag": 1}, "no such class .did you mean"),
     ],
 )
@@ -531,16 +727,29 @@ def test_a_threshold_that_gives_no_weight(launch: ModuleType, smoke: Smoke) -> N
 
 @pytest.mark.parametrize("name", ["gspo", "policy_gradient", "topr", "cispo"])
 def test_losses_of_verl_and_of_ours_are_known(launch: ModuleType, smoke: Smoke, name: str) -> None:
-    launch.checked(smoke({f"{LOSS}.loss_mode": name, f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"}))
+    launch.checked(
+        smoke(
+            {
+                f"{LOSS}.loss_mode": name,
+                f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+                f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0",
+            }
+        )
+    )
 
 
 def test_a_loss_that_an_external_library_may_add_is_let_through(launch: ModuleType, smoke: Smoke) -> None:
     launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "my_losses"}))
 
 
-def test_age_that_nothing_corrects_for_is_said(launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]) -> None:
+def test_age_that_nothing_corrects_for_is_said(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
     launch.prepare(smoke({f"{CORRECTION}.rollout_is": None}))
-    assert "correction for age: none, though answers may have lag 1; algorithm.rollout_correction.rollout_is=token is one" in capsys.readouterr().out
+    assert (
+        "correction for age: none, though answers may have lag 1; "
+        "algorithm.rollout_correction.rollout_is=token is one" in capsys.readouterr().out
+    )
     launch.prepare(smoke({"async_strategy": "on_policy", f"{CORRECTION}.rollout_is": None}))
     launch.prepare(smoke({}))
     assert "correction" not in capsys.readouterr().out
@@ -548,7 +757,11 @@ def test_age_that_nothing_corrects_for_is_said(launch: ModuleType, smoke: Smoke,
 
 def test_our_keys_that_say_nothing_do_not_reach_verl(launch: ModuleType, smoke: Smoke) -> None:
     """verl makes dataclasses of these sections, which refuse a key that they do not know."""
-    nothing = {"async_strategy": None, "actor_rollout_ref.async_strategy": None, f"{ROLLOUT}.with_reward": None}
+    nothing = {
+        "async_strategy": None,
+        "actor_rollout_ref.async_strategy": None,
+        f"{ROLLOUT}.with_reward": None,
+    }
     config = smoke(nothing)
     launch.prepare(config)
     for path in nothing:

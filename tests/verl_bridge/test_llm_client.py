@@ -108,7 +108,9 @@ WAIT_S = 0.2
 def client_of(ours: ModuleType, balancer: Balancer) -> Any:
     rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
     v1 = SimpleNamespace(async_pipeline=SimpleNamespace(wait_timeout_s=WAIT_S))
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(v1=v1))
+    config = SimpleNamespace(
+        actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(v1=v1)
+    )
     return ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
 
 
@@ -166,7 +168,9 @@ def test_whoever_comes_too_late_learns_what_the_last_one_died_of(ours: ModuleTyp
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
-def test_where_nobody_is_left_a_request_waits_for_whoever_comes_back(ours: ModuleType, death: Exception) -> None:
+def test_where_nobody_is_left_a_request_waits_for_whoever_comes_back(
+    ours: ModuleType, death: Exception
+) -> None:
     balancer = Balancer()
 
     async def dies() -> Any:
@@ -278,10 +282,14 @@ def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytes
 
 
 def said(ours: ModuleType, tokens: list[int], stop: str | None) -> Any:
-    return importlib.import_module(f"{ours.__package__}.transcripts").Said([1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0")
+    return importlib.import_module(f"{ours.__package__}.transcripts").Said(
+        [1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0"
+    )
 
 
-async def resumed(ours: ModuleType, before: list[Any], answers: list[Any], prompts: list[list[int]]) -> tuple[list[Any], Any, list[Any]]:
+async def resumed(
+    ours: ModuleType, before: list[Any], answers: list[Any], prompts: list[list[int]]
+) -> tuple[list[Any], Any, list[Any]]:
     """The outputs to some prompts, the transcript after them, and what servers were asked for."""
     transcripts = importlib.import_module(f"{ours.__package__}.transcripts")
     asked: list[Any] = []
@@ -293,27 +301,44 @@ async def resumed(ours: ModuleType, before: list[Any], answers: list[Any], promp
         def _handle(self, name: str) -> Any:
             handle = super()._handle(name)
             generate = handle.generate.remote
-            handle.generate.remote = lambda **kwargs: (asked.append((kwargs["prompt_ids"], kwargs["sampling_params"])), generate(**kwargs))[1]
+            handle.generate.remote = lambda **kwargs: (
+                asked.append((kwargs["prompt_ids"], kwargs["sampling_params"])),
+                generate(**kwargs),
+            )[1]
             return handle
 
     client = client_of(ours, Server(a=answer))
     transcript = transcripts.Transcript(before)
     with transcripts.kept_transcript(transcript):
-        outputs = [await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7}) for i, prompt in enumerate(prompts)]
+        outputs = [
+            await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7})
+            for i, prompt in enumerate(prompts)
+        ]
     return outputs, transcript, asked
 
 
 def output(tokens: list[int], version: int) -> Any:
     from verl.workers.rollout.replica import TokenOutput
 
-    fields = {"version_spans": [[version, 0]], "min_global_steps": version, "max_global_steps": version, "global_steps": version}
-    return TokenOutput(token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason="completed", extra_fields=fields)
+    fields = {
+        "version_spans": [[version, 0]],
+        "min_global_steps": version,
+        "max_global_steps": version,
+        "global_steps": version,
+    }
+    return TokenOutput(
+        token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason="completed", extra_fields=fields
+    )
 
 
 def test_what_was_answered_is_not_asked_for_again(ours: ModuleType) -> None:
     (again,), transcript, asked = asyncio.run(resumed(ours, [said(ours, [5, 6], "completed")], [], [[1]]))
     assert asked == []
-    assert (again.token_ids, again.log_probs, again.extra_fields["version_spans"]) == ([5, 6], [-0.5, -0.5], [[3, 0]])
+    assert (again.token_ids, again.log_probs, again.extra_fields["version_spans"]) == (
+        [5, 6],
+        [-0.5, -0.5],
+        [[3, 0]],
+    )
     assert (again.extra_fields["min_global_steps"], again.extra_fields["max_global_steps"]) == (3, 3)
     assert [one.token_ids for one in transcript.said] == [[5, 6]], "the next checkpoint has it as well"
 
@@ -327,7 +352,10 @@ def test_what_was_begun_goes_on(ours: ModuleType) -> None:
     assert whole.extra_fields["version_spans"] == [[3, 0], [4, 2]]
     assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (3, 4)
     assert other.token_ids == [8], "another prompt has nothing to do with it"
-    assert [(list(one.prompt_ids), one.token_ids) for one in transcript.said] == [([1], [5, 6, 7]), ([2], [8])]
+    assert [(list(one.prompt_ids), one.token_ids) for one in transcript.said] == [
+        ([1], [5, 6, 7]),
+        ([2], [8]),
+    ]
 
 
 def test_what_was_begun_and_may_not_be_longer_is_finished(ours: ModuleType) -> None:

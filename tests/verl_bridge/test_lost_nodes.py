@@ -20,13 +20,20 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 LIMIT_S = 60.0
-SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 200, "health_check_failure_threshold": 3}
+SOON = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_failure_threshold": 3,
+}
 """Ray holds a node for lost within a second."""
 
 
 class Nodes:
     def __init__(self) -> None:
-        self.cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False, "_system_config": SOON})
+        self.cluster: Any = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 4, "include_dashboard": False, "_system_config": SOON},
+        )
         self.others = 0
 
     def add(self) -> Any:
@@ -53,7 +60,9 @@ class Worker:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
-def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_before(load: Load, nodes: Nodes) -> None:
+def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_before(
+    load: Load, nodes: Nodes
+) -> None:
     lasting = load("recipe.async_pipeline.verl_bridge.lasting").lasting(Worker)
     lost = nodes.add()
     there = NodeAffinitySchedulingStrategy(lost.node_id, soft=True)
@@ -75,7 +84,9 @@ def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
     manager.rollout_config, manager._load_balancer_cls = config.actor_rollout_ref.rollout, None
     for _ in range(4):
         asyncio.run(manager._init_global_load_balancer())
-        where = manager.global_load_balancer.__ray_call__.remote(load("recipe.async_pipeline.verl_bridge.device_holder").node_id)
+        where = manager.global_load_balancer.__ray_call__.remote(
+            load("recipe.async_pipeline.verl_bridge.device_holder").node_id
+        )
         assert ray.get(where, timeout=LIMIT_S) == ray.get_runtime_context().get_node_id()
 
 
@@ -91,7 +102,9 @@ def replica_of(ours: ModuleType) -> Any:
             self.launched: list[str] = []
 
         async def launch_servers(self) -> None:
-            self.launched += [node for node, _ in await asyncio.gather(*(worker.where() for worker in self.workers))]
+            self.launched += [
+                node for node, _ in await asyncio.gather(*(worker.where() for worker in self.workers))
+            ]
 
     return Replica()
 
@@ -113,5 +126,9 @@ def test_a_replica_gets_devices_of_another_node_as_soon_as_there_are_any(load: L
         assert replica.launched == [lost.node_id] * 2 + [other.node_id]
 
     asyncio.run(story())
-    pending = [group for group in ray.util.placement_group_table().values() if group["state"] not in ("CREATED", "REMOVED")]
+    pending = [
+        group
+        for group in ray.util.placement_group_table().values()
+        if group["state"] not in ("CREATED", "REMOVED")
+    ]
     assert pending == [], "nobody waits for devices any more"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank's parts make up the whole: of FSDP2 on real ranks, and of fused experts under verl's own names."""
+"""Each rank's parts make up the whole: of FSDP2 on real ranks, and of fused experts under verl's own
+names.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,13 @@ def test_fused_experts_are_taken_apart_as_verl_does(load: Load, name: str, dim: 
         offset += block.shape[dim]
         part = Part(full_name, tuple(whole.shape), whole.dtype, at, block)
         parts.append(list(load(PARTS).unfused(part, "qwen3_moe")))
-    parts.append(list(load(PARTS).unfused(parts[0][0]._replace(name=full_name, shape=(4, 6, 8), values=None), "qwen3_moe")))
+    parts.append(
+        list(
+            load(PARTS).unfused(
+                parts[0][0]._replace(name=full_name, shape=(4, 6, 8), values=None), "qwen3_moe"
+            )
+        )
+    )
     found = assembled(parts)
     for expected_name, expected in verl:
         assert torch.equal(found.pop(expected_name), expected)
@@ -85,7 +93,9 @@ def test_fused_experts_are_taken_apart_as_verl_does(load: Load, name: str, dim: 
         ("model.layers.0.mlp.down_proj.weight", (4, 6, 8), "qwen3_moe"),
     ],
 )
-def test_other_tensors_stay_as_they_are(load: Load, name: str, shape: tuple[int, ...], model_type: str) -> None:
+def test_other_tensors_stay_as_they_are(
+    load: Load, name: str, shape: tuple[int, ...], model_type: str
+) -> None:
     part = Part(name, shape, torch.float32, (0,) * len(shape), torch.zeros(shape))
     assert list(load(PARTS).unfused(part, model_type)) == [part]
 

@@ -50,7 +50,13 @@ def test_tensors_with_shape_and_type(tree: Any, tmp_path: Path) -> None:
     import torch
 
     base = torch.arange(12).reshape(3, 4)
-    value = {"rows": list(base.unbind(0)), "half": torch.ones(2, dtype=torch.bfloat16), "none": torch.zeros(0, 3), "one": torch.tensor(True), "turned": base.t()}
+    value = {
+        "rows": list(base.unbind(0)),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(True),
+        "turned": base.t(),
+    }
     found = back(tree, tmp_path, value)
     for name in ("half", "none", "one", "turned"):
         assert found[name].dtype == value[name].dtype and torch.equal(found[name], value[name])
@@ -60,7 +66,12 @@ def test_tensors_with_shape_and_type(tree: Any, tmp_path: Path) -> None:
 def test_arrays(tree: Any, tmp_path: Path) -> None:
     import numpy as np
 
-    value = {"n": np.arange(6.0).reshape(2, 3)[:, ::-1], "s": np.array(["a", "bc"]), "o": np.array([[1], {"k": (2,)}, None], dtype=object), "i": np.int64(7)}
+    value = {
+        "n": np.arange(6.0).reshape(2, 3)[:, ::-1],
+        "s": np.array(["a", "bc"]),
+        "o": np.array([[1], {"k": (2,)}, None], dtype=object),
+        "i": np.int64(7),
+    }
     found = back(tree, tmp_path, value)
     np.testing.assert_array_equal(found["n"], value["n"])
     assert found["s"].tolist() == ["a", "bc"] and found["o"].dtype == object
@@ -81,9 +92,22 @@ def test_what_could_only_be_pickled_is_refused(tree: Any, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(["x.msgpack", "x.safetensors"]), data=st.binary(max_size=40), at=st.integers(0, 200), whole=st.booleans())
-def test_whatever_stands_in_the_files_only_our_error_comes_out(tree: Any, tmp_path: Path, name: str, data: bytes, at: int, whole: bool) -> None:
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    name=st.sampled_from(["x.msgpack", "x.safetensors"]),
+    data=st.binary(max_size=40),
+    at=st.integers(0, 200),
+    whole=st.booleans(),
+)
+def test_whatever_stands_in_the_files_only_our_error_comes_out(
+    tree: Any, tmp_path: Path, name: str, data: bytes, at: int, whole: bool
+) -> None:
     import numpy as np
 
     tree.write(tmp_path / "x", {"a": [np.arange(3), (1, {2: "b"}), np.array(["c"], dtype=object)]})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts are found again, in whatever batch of whatever epoch they were drawn, and only if they are still the same."""
+"""Prompts are found again, in whatever batch of whatever epoch they were drawn, and only if they are still
+the same.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def make(load: Load) -> Any:
         generator = torch.Generator()
         generator.manual_seed(seed)
         loader = StatefulDataLoader(
-            data, batch_size=BATCH, drop_last=True, collate_fn=list, sampler=RandomSampler(data, generator=generator)
+            data,
+            batch_size=BATCH,
+            drop_last=True,
+            collate_fn=list,
+            sampler=RandomSampler(data, generator=generator),
         )
         place: dict[str, Any] = {"iterator": None, "drawn": 0}
 
@@ -45,7 +51,9 @@ def make(load: Load) -> Any:
                 batch = next(place["iterator"])
             place["drawn"] += 1
             uids = [f"{id(place)}.{place['drawn']}.{i}" for i in range(BATCH)]
-            return tu.get_tensordict({**{name: [row[name] for row in batch] for name in batch[0]}, "uid": uids})
+            return tu.get_tensordict(
+                {**{name: [row[name] for row in batch] for name in batch[0]}, "uid": uids}
+            )
 
         return module.PromptSource(next_batch, loader)
 
@@ -86,7 +94,9 @@ def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> 
     assert [p.uid for p in found] == in_flight
     assert says(found) == says(left[1:])
     assert [p.step for p in found] == [p.step for p in left[1:]]
-    assert [after.place(uid) for uid in (*finished, *in_flight)] == [before.place(uid) for uid in (*finished, *in_flight)]
+    assert [after.place(uid) for uid in (*finished, *in_flight)] == [
+        before.place(uid) for uid in (*finished, *in_flight)
+    ]
     for number in (1, 5, 2, 8):
         ours, theirs = deal(after, number), deal(before, number)
         assert says(ours) == says(theirs)
@@ -118,5 +128,7 @@ def test_other_data_is_refused(make: Any, change: dict[str, Any]) -> None:
     before = make()
     prompts = deal(before, 3)
     state, loader = before.state([p.uid for p in prompts], [])
-    with pytest.raises(CheckpointError, match="row 3 of batch 1 is not the one that was drawn before; data.train_files"):
+    with pytest.raises(
+        CheckpointError, match="row 3 of batch 1 is not the one that was drawn before; data.train_files"
+    ):
         make(**change).restore(state, loader)

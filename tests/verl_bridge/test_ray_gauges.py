@@ -36,4 +36,7 @@ def test_own_numbers_are_shown_and_made_once(load: Load, monkeypatch: pytest.Mon
 
 def test_names_are_what_prometheus_takes(load: Load) -> None:
     module = load("recipe.async_pipeline.verl_bridge.ray_gauges")
-    assert module.gauge_name("async_pipeline/idle/my-pool/wait_generate_s") == "async_pipeline_idle_my_pool_wait_generate_s"
+    assert (
+        module.gauge_name("async_pipeline/idle/my-pool/wait_generate_s")
+        == "async_pipeline_idle_my_pool_wait_generate_s"
+    )

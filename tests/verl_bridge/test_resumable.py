@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which errors of a checkpoint are the disk's. The rest of the module is driven by whole jobs, see tests/e2e/test_resume.py."""
+"""Which errors of a checkpoint are the disk's. The rest of the module is driven by whole jobs, see
+tests/e2e/test_resume.py.
+"""
 
 from __future__ import annotations
 

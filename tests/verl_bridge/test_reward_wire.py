@@ -28,7 +28,10 @@ def answers(rows: int) -> Any:
     from tensordict import TensorDict
     from verl import DataProto
 
-    tensors = {name: torch.arange(rows * 5).reshape(rows, 5) for name in ("prompts", "responses", "attention_mask", "input_ids")}
+    tensors = {
+        name: torch.arange(rows * 5).reshape(rows, 5)
+        for name in ("prompts", "responses", "attention_mask", "input_ids")
+    }
     tensors["position_ids"] = torch.arange(rows * 20).reshape(rows, 4, 5)
     prompt = [{"role": "user", "content": "1+1="}]
     others = {
@@ -81,7 +84,9 @@ def test_a_reward_manager_gets_all_of_it(ours: ModuleType, rows: int) -> None:
     assert worker.seen[0:1].non_tensor_batch["data_source"].tolist() == ["addition"]
 
 
-def test_a_reward_function_that_calls_exit_raises_an_error(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_function_that_calls_exit_raises_an_error(
+    ours: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it has no process of its own, the worker's event loop would end, and nobody be told."""
 
     def leaves(**_: Any) -> float:

@@ -66,7 +66,13 @@ def test_an_option_that_cannot_be_honoured(rules: ModuleType, smoke: Smoke, path
     assert f"got {value!r}; " in str(caught.value)
 
 
-SECTIONS = [("actor_rollout_ref.actor.policy_loss", 1), ("transfer_queue", "a/b"), ("trainer.v1", 3), ("critic", None), ("actor_rollout_ref.model", None)]
+SECTIONS = [
+    ("actor_rollout_ref.actor.policy_loss", 1),
+    ("transfer_queue", "a/b"),
+    ("trainer.v1", 3),
+    ("critic", None),
+    ("actor_rollout_ref.model", None),
+]
 
 
 @pytest.mark.parametrize(("path", "value"), SECTIONS)
@@ -75,9 +81,13 @@ def test_a_value_where_there_is_a_section(rules: ModuleType, smoke: Smoke, path:
         rules.check_sections(smoke({path: value}))
 
 
-def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(rules: ModuleType, smoke: Smoke) -> None:
+def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(
+    rules: ModuleType, smoke: Smoke
+) -> None:
     rules.check_sections(smoke())
-    rules.check_sections(smoke({"algorithm.rollout_correction": None, "actor_rollout_ref.model.override_config": {"a": 1}}))
+    rules.check_sections(
+        smoke({"algorithm.rollout_correction": None, "actor_rollout_ref.model.override_config": {"a": 1}})
+    )
     without = smoke()
     del without.actor_rollout_ref.actor.fsdp_config
     rules.check_sections(without)
@@ -86,10 +96,14 @@ def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(rules:
 @pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
 def test_adapters_must_be_merged(rules: ModuleType, smoke: Smoke, path: str) -> None:
     load_format = "actor_rollout_ref.rollout.load_format"
-    with pytest.raises(ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"
+    ):
         rules.check_verl_config(smoke({path: 8, load_format: "dummy"}))
     with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
-        rules.check_verl_config(smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True}))
+        rules.check_verl_config(
+            smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True})
+        )
     rules.check_verl_config(smoke({path: 8, load_format: "auto"}))
     merged = {path: 8, "actor_rollout_ref.model.lora.merge": True}
     rules.check_verl_config(smoke(merged))

@@ -44,7 +44,9 @@ class Evil:
 
 def test_a_file_that_would_run_something_is_refused(ours: ModuleType, tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2), "rng": Evil(tmp_path / "it_ran")}, tmp_path / "evil.pt")
-    with pytest.raises(CheckpointError, match=r"the_folder holds more than tensors and plain values, and was not loaded"):
+    with pytest.raises(
+        CheckpointError, match=r"the_folder holds more than tensors and plain values, and was not loaded"
+    ):
         with ours.weights_only(Path("the_folder")):
             torch.load(tmp_path / "evil.pt", weights_only=False)
     assert not (tmp_path / "it_ran").exists()
@@ -53,11 +55,17 @@ def test_a_file_that_would_run_something_is_refused(ours: ModuleType, tmp_path: 
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def test_all_that_a_rank_saves_can_be_loaded(ours: ModuleType, load: Load, one_rank: None, tmp_path: Path) -> None:
-    """As verl's FSDP checkpoint manager writes it: sharded model and optimizer, scheduler, state of random numbers."""
+def test_all_that_a_rank_saves_can_be_loaded(
+    ours: ModuleType, load: Load, one_rank: None, tmp_path: Path
+) -> None:
+    """As verl's FSDP checkpoint manager writes it: sharded model and optimizer, scheduler, state of random
+    numbers.
+    """
     manager = load("verl.utils.checkpoint.checkpoint_manager").BaseCheckpointManager
     model = torch.nn.Linear(4, 3)
-    torch.distributed.fsdp.fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    torch.distributed.fsdp.fully_shard(
+        model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(max, 1))
     model(torch.ones(1, 4)).sum().backward()

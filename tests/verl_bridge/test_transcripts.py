@@ -53,7 +53,10 @@ def test_what_engines_have_written_belongs_to_it(ours: ModuleType) -> None:
     }
     found = asyncio.run(ours.written_so_far(list(transcript.open.values())))
     assert (one.asked, other.asked) == (1, 1), "each server once"
-    assert [(list(s.token_ids), list(s.log_probs), [list(x) for x in s.spans]) for s in transcript.with_open(found)] == [
+    assert [
+        (list(s.token_ids), list(s.log_probs), [list(x) for x in s.spans])
+        for s in transcript.with_open(found)
+    ] == [
         ([1], [-0.25], [[2, 0]]),
         ([7, 7, 2], [-0.5, -0.5, -0.25], [[1, 0], [2, 2]]),
         ([3], [-0.25], [[2, 0]]),
@@ -83,11 +86,15 @@ def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(ours: ModuleType) 
         ({"max_tokens": 2}, None),
     ],
 )
-def test_what_is_left_is_as_much_as_verls_server_would_have_allowed(ours: ModuleType, params: Any, left: Any) -> None:
+def test_what_is_left_is_as_much_as_verls_server_would_have_allowed(
+    ours: ModuleType, params: Any, left: Any
+) -> None:
     two = ours.Said([1, 1, 1], [5, 6], [-1.0, -1.0], [[0, 0]], None)
     assert ours.continued(params, two, prompt_length=4, response_length=10) == left
     later_turn = two._replace(prompt_ids=[1] * 9)
-    assert ours.continued({}, later_turn, prompt_length=4, response_length=10) == {"max_tokens": 3}, "of the room for all turns"
+    assert ours.continued({}, later_turn, prompt_length=4, response_length=10) == {"max_tokens": 3}, (
+        "of the room for all turns"
+    )
 
 
 def test_in_a_file_and_back(ours: ModuleType) -> None:
@@ -101,7 +108,11 @@ def test_what_cannot_be_repeated_from_numbers_is_not_kept(ours: ModuleType) -> N
 
     transcript = ours.Transcript()
     spans = {"version_spans": [[0, 0]]}
-    for strange in ({"routed_experts": object(), "extra_fields": spans}, {"stop_reason": "aborted", "extra_fields": spans}, {}):
+    for strange in (
+        {"routed_experts": object(), "extra_fields": spans},
+        {"stop_reason": "aborted", "extra_fields": spans},
+        {},
+    ):
         transcript.keep([1], TokenOutput(token_ids=[2], log_probs=[-1.0], **strange))
     assert transcript.said == []
     transcript.keep([1], TokenOutput(token_ids=[2], log_probs=[-1.0], extra_fields=spans))

@@ -50,7 +50,12 @@ def test_costs_are_added_up_over_turns() -> None:
     # A prompt of 5; 4 tokens, a tool's 3, 2 tokens.
     turns = [Turn(5, [[7, 0]], tokens=4, seconds=0.5), Turn(12, [[7, 0]], tokens=2, seconds=0.25)]
     assert costs_of(turns, 2.0) == {
-        "turns": 2, "prompt_tokens": 5, "tokens": 6, "observation_tokens": 3, "generate_s": 0.75, "environment_s": 1.25,
+        "turns": 2,
+        "prompt_tokens": 5,
+        "tokens": 6,
+        "observation_tokens": 3,
+        "generate_s": 0.75,
+        "environment_s": 1.25,
     }
 
 

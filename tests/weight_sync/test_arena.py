@@ -170,7 +170,9 @@ def test_a_version_may_need_more_than_the_one_before(writer: ArenaWriter) -> Non
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 8])
-def test_all_tensors_are_proved_in_turn_also_if_versions_are_left_out(writer: ArenaWriter, every: int) -> None:
+def test_all_tensors_are_proved_in_turn_also_if_versions_are_left_out(
+    writer: ArenaWriter, every: int
+) -> None:
     names, proved = set(weights()), set()
     for number in range(-(-len(names) // 2)):
         proved |= {sample.name for sample in gathered(writer, number * every, weights().items()).samples}
@@ -283,7 +285,9 @@ def test_the_samples_of_the_proof_come_from_the_arena() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_every_bucket_has_its_own_checksum(writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_every_bucket_has_its_own_checksum(
+    writer: ArenaWriter, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
     monkeypatch.setattr("recipe.async_pipeline.weight_sync.arena.HASH_THREADS", threads)
     for version in range(3):
         manifest = gathered(writer, version, ((f"w{i}", torch.randn(7 + 90 * i)) for i in range(30)))
@@ -312,7 +316,9 @@ def test_a_gather_returns_before_its_checksums_are_known(writer: ArenaWriter, go
     assert ticket.version == 0
     assert ticket.num_bytes > 4 * BUCKET
     assert ticket.gather_s > 0
-    with pytest.raises(WeightSyncError, match="v0 was gathered, but process .* did not finish its checksums within 0 s"):
+    with pytest.raises(
+        WeightSyncError, match="v0 was gathered, but process .* did not finish its checksums within 0 s"
+    ):
         await_manifest(ticket, timeout_s=0)
     second = writer.gather(1, weights(1).items())
     go.set()
@@ -337,7 +343,9 @@ def test_a_failure_after_the_gather_reaches_receivers_and_then_the_trainer(
     with monkeypatch.context() as broken:
         broken.setattr(Arena, "describe", lambda *_: 1 / 0)
         ticket = writer.gather(0, weights(0).items())
-        with pytest.raises(WeightSyncError, match="v0 was gathered, but then: ZeroDivisionError: division by zero"):
+        with pytest.raises(
+            WeightSyncError, match="v0 was gathered, but then: ZeroDivisionError: division by zero"
+        ):
             await_manifest(ticket, 30)
     assert_same(received(gathered(writer, 1, weights(1).items())), weights(1))
     with pytest.raises(ZeroDivisionError):

@@ -95,7 +95,9 @@ def test_a_trainer_that_is_killed_in_the_middle_is_named_at_once(board: Board) -
     trainer = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with trainer:
         trainer.send_signal(signal.SIGKILL)
-    with pytest.raises(WeightSyncError, match=f"the trainer's process {trainer.pid} died before v3 was complete"):
+    with pytest.raises(
+        WeightSyncError, match=f"the trainer's process {trainer.pid} died before v3 was complete"
+    ):
         await_manifest(ticket(board, pid=trainer.pid), timeout_s=600)
 
 

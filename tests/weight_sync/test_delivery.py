@@ -164,7 +164,9 @@ def test_experts_are_proved_where_engines_keep_them(rank: int, size: int) -> Non
     assert prove(manifest(weights), model) == 3 * EXPERTS
 
 
-@pytest.mark.parametrize("pair", [("0.gate_proj", "0.up_proj"), ("0.gate_proj", "1.gate_proj"), ("1.down_proj", "2.down_proj")])
+@pytest.mark.parametrize(
+    "pair", [("0.gate_proj", "0.up_proj"), ("0.gate_proj", "1.gate_proj"), ("1.down_proj", "2.down_proj")]
+)
 def test_experts_that_changed_places(pair: tuple[str, str]) -> None:
     weights, wrong = experts(), experts()
     a, b = (f"{LAYER}.mlp.experts.{name}.weight" for name in pair)
@@ -179,7 +181,9 @@ def test_an_expert_that_nobody_serves() -> None:
     with pytest.raises(ProofError, match="no served parameter holds it"):
         prove(manifest(weights), ServedModel({}, PACKED))
     fewer = {name: tensor[:2] for name, tensor in kept.items()}
-    with pytest.raises(ProofError, match="experts.2.gate_proj.weight was published but .*w13_weight is served as"):
+    with pytest.raises(
+        ProofError, match="experts.2.gate_proj.weight was published but .*w13_weight is served as"
+    ):
         prove(manifest(weights), ServedModel(fewer, PACKED))
 
 

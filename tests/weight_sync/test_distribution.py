@@ -77,9 +77,16 @@ class Replica:
             raise ProofError(f"{self.name}: other values")
 
 
-def distribute(*replicas: Replica, say: Callable[[str], None] = lambda line: None, **more: Any) -> Distribution:
+def distribute(
+    *replicas: Replica, say: Callable[[str], None] = lambda line: None, **more: Any
+) -> Distribution:
     return Distribution(
-        replicas, say, load_timeout_s=LOAD_TIMEOUT_S, restart_timeout_s=RESTART_TIMEOUT_S, grace_s=GRACE_S, **more
+        replicas,
+        say,
+        load_timeout_s=LOAD_TIMEOUT_S,
+        restart_timeout_s=RESTART_TIMEOUT_S,
+        grace_s=GRACE_S,
+        **more,
     )
 
 
@@ -194,7 +201,11 @@ def test_where_nobody_is_left_a_publication_waits_for_the_first_to_return() -> N
 
     run(scenario)
     assert notes == [
-        ("FENCED", "a", None), ("FENCED", "b", None), ("ABSENT", "a", None), ("REJOINED", "b", 1), ("REJOINED", "a", 2)
+        ("FENCED", "a", None),
+        ("FENCED", "b", None),
+        ("ABSENT", "a", None),
+        ("REJOINED", "b", 1),
+        ("REJOINED", "a", 2),
     ]
 
 
@@ -213,7 +224,9 @@ def watched(distribution: Distribution) -> asyncio.Task[None]:
 
 
 @pytest.mark.parametrize(("what", "seconds"), [("raise", 0.0), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
-def test_one_that_stops_working_between_publications_is_fenced_and_comes_back(what: str, seconds: float) -> None:
+def test_one_that_stops_working_between_publications_is_fenced_and_comes_back(
+    what: str, seconds: float
+) -> None:
     said: list[str] = []
     replica = Replica("a", checks=["ok", what])
 
@@ -312,9 +325,15 @@ def test_whoever_needs_the_weights_to_stay_can_hold_them() -> None:
 
 def test_weights_that_nobody_gives_back_are_not_waited_for_for_ever() -> None:
     async def scenario() -> None:
-        distribution = Distribution([Replica("a")], lambda line: None, load_timeout_s=10, restart_timeout_s=50, wait_timeout_s=300)
+        distribution = Distribution(
+            [Replica("a")], lambda line: None, load_timeout_s=10, restart_timeout_s=50, wait_timeout_s=300
+        )
         async with distribution.weights("validation"):
-            with pytest.raises(WaitTimeout, match="param_update waited 300 s for the replicas' weights to stand still; validation has them"):
+            with pytest.raises(
+                WaitTimeout,
+                match="param_update waited 300 s for the replicas' weights to stand still; validation has "
+                "them",
+            ):
                 await publish(distribution, 0)
         assert len(await publish(distribution, 0)) == 1, "and nothing is held by the one that gave up"
 
@@ -344,7 +363,9 @@ def test_a_balancer_that_does_not_answer_ends_it() -> None:
 
     async def scenario() -> None:
         distribution = distribute(Deaf("a", loads=["raise"]), Replica("b"))
-        with pytest.raises(WaitTimeout, match="param_update waited 60 s for the balancer to give a no more work"):
+        with pytest.raises(
+            WaitTimeout, match="param_update waited 60 s for the balancer to give a no more work"
+        ):
             await publish(distribution, 0)
 
     run(scenario)
@@ -363,7 +384,10 @@ RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
 def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
     scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float], at_once: int
 ) -> None:
-    replicas = [Replica(f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c)) for i, (a, b, c) in enumerate(scripts)]
+    replicas = [
+        Replica(f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c))
+        for i, (a, b, c) in enumerate(scripts)
+    ]
 
     async def scenario() -> None:
         distribution = distribute(*replicas, at_once=at_once)
@@ -372,7 +396,11 @@ def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
             for version, gap in enumerate(gaps):
                 assert await publish(distribution, version)
                 for replica in replicas:
-                    assert (replica in distribution.serving) == replica.working == (replica.name not in distribution.fenced)
+                    assert (
+                        (replica in distribution.serving)
+                        == replica.working
+                        == (replica.name not in distribution.fenced)
+                    )
                     if replica.working:
                         assert replica.version == version
                 await asyncio.sleep(gap)

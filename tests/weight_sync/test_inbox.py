@@ -187,7 +187,9 @@ def test_any_header_has_a_verdict(data: st.DataObject) -> None:
         whole = bytearray(header_of(manifest(1), 0))
         for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=3)):
             whole[at] = data.draw(st.integers(0, 255))
-        header = data.draw(st.one_of(st.just(bytes(whole)), st.binary(max_size=30), st.just(pickle.dumps(print))))
+        header = data.draw(
+            st.one_of(st.just(bytes(whole)), st.binary(max_size=30), st.just(pickle.dumps(print)))
+        )
         size = data.draw(st.sampled_from([0, SIZES[0], 10 * SIZES[0]]))
         assert inbox.accept(header, payload(1, 0, size)) in Verdict
     finally:
@@ -223,7 +225,9 @@ def test_a_bucket_that_comes_broken_is_fetched_again(inbox: Inbox) -> None:
 def test_a_bucket_that_always_comes_broken_ends_the_load_and_leaves_the_old_version(inbox: Inbox) -> None:
     local = asyncio.run(inbox.receive(manifest(4), fetching(4, lambda s, a, data: data)))
     broken = fetching(5, lambda s, a, data: bytes(len(data)))
-    with pytest.raises(WeightSyncError, match=f"bucket 0 of v5 was asked for {ATTEMPTS} times and came corrupt"):
+    with pytest.raises(
+        WeightSyncError, match=f"bucket 0 of v5 was asked for {ATTEMPTS} times and came corrupt"
+    ):
         asyncio.run(inbox.receive(manifest(5), broken))
     assert (inbox.version, read(local)) == (4, whole(4))
     again = asyncio.run(inbox.receive(manifest(6), fetching(6, lambda s, a, data: data)))

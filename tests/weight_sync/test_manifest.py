@@ -83,8 +83,14 @@ def with_entry(**changes: Any) -> Manifest:
         (with_entry(name="a"), "two of its tensors have one name"),
         (manifest(tensor("a"), sizes=(-1,)), "not a weight manifest"),
         (msgspec.structs.replace(manifest(tensor("a")), version=-1), "not a weight manifest"),
-        (msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("b", b""),)), "the sample of b is not of such a tensor"),
-        (msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("a", b"123"),)), "the sample of a is not of such a tensor"),
+        (
+            msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("b", b""),)),
+            "the sample of b is not of such a tensor",
+        ),
+        (
+            msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("a", b"123"),)),
+            "the sample of a is not of such a tensor",
+        ),
         (msgspec.structs.replace(manifest(), adapter="nonsense"), "not described by a JSON object"),
         (msgspec.structs.replace(manifest(), adapter="[" * 100_000), "not described by a JSON object"),
     ],
@@ -116,7 +122,9 @@ def test_a_pickle_is_not_unpickled(parse: Callable[[bytes], Any]) -> None:
 
 
 @pytest.mark.parametrize("parse", DECODERS)
-def test_a_message_that_is_too_large_is_not_even_parsed(parse: Callable[[bytes], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_large_is_not_even_parsed(
+    parse: Callable[[bytes], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("recipe.async_pipeline.weight_sync.manifest.MAX_BYTES", 16)
     with pytest.raises(WeightSyncError, match="17 bytes, and no message has more than 16"):
         parse(bytes(17))
@@ -140,7 +148,13 @@ def test_any_bytes(data: bytes) -> None:
 @HOSTILE
 @given(data=st.data())
 def test_a_true_message_that_was_cut_or_changed_on_its_way(data: st.DataObject) -> None:
-    whole = encode(data.draw(st.sampled_from([manifest(tensor("a"), tensor("b", 8)), Ticket(3, "b", 7, 96, 0.25), Failure("x")])))
+    whole = encode(
+        data.draw(
+            st.sampled_from(
+                [manifest(tensor("a"), tensor("b", 8)), Ticket(3, "b", 7, 96, 0.25), Failure("x")]
+            )
+        )
+    )
     survives(whole[: data.draw(st.integers(0, len(whole)))])
     changed = bytearray(whole)
     for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=4)):
@@ -150,7 +164,9 @@ def test_a_true_message_that_was_cut_or_changed_on_its_way(data: st.DataObject) 
 
 NUMBERS = st.one_of(st.integers(-3, 70), st.integers(-(2**63), 2**64 - 1))
 WORDS = st.one_of(st.sampled_from(["a", "b", "uint8", "float32", "load", "../x"]), st.text(max_size=8))
-ENTRIES = st.builds(TensorEntry, WORDS, st.lists(NUMBERS, max_size=4).map(tuple), WORDS, NUMBERS, NUMBERS, NUMBERS)
+ENTRIES = st.builds(
+    TensorEntry, WORDS, st.lists(NUMBERS, max_size=4).map(tuple), WORDS, NUMBERS, NUMBERS, NUMBERS
+)
 MANIFESTS = st.builds(
     Manifest,
     NUMBERS,
@@ -198,7 +214,9 @@ def test_a_ticket_is_no_manifest_and_the_other_way_round() -> None:
 
 @settings(deadline=None, database=None, derandomize=True)
 @given(sizes=st.lists(st.integers(0, 300), max_size=20), bucket_bytes=st.integers(1, 400))
-def test_a_layout_keeps_the_order_wastes_no_bucket_and_overlaps_nothing(sizes: list[int], bucket_bytes: int) -> None:
+def test_a_layout_keeps_the_order_wastes_no_bucket_and_overlaps_nothing(
+    sizes: list[int], bucket_bytes: int
+) -> None:
     layout = Layout(bucket_bytes)
     placed = [layout.place(f"t{i}", (size,), "uint8", 1) for i, size in enumerate(sizes)]
     assert layout.tensors == placed
@@ -208,7 +226,9 @@ def test_a_layout_keeps_the_order_wastes_no_bucket_and_overlaps_nothing(sizes: l
             assert after.offset >= before.offset + before.nbytes
         else:
             assert after.bucket == before.bucket + 1
-            assert -(-(before.offset + before.nbytes) // ALIGN) * ALIGN + after.nbytes > bucket_bytes, "it would have fitted"
+            assert -(-(before.offset + before.nbytes) // ALIGN) * ALIGN + after.nbytes > bucket_bytes, (
+                "it would have fitted"
+            )
     for bucket, used in enumerate(layout.used):
         inside = [entry for entry in placed if entry.bucket == bucket]
         assert used == max(entry.offset + entry.nbytes for entry in inside)

@@ -27,7 +27,10 @@ def test_an_end_without_a_beginning_is_refused() -> None:
         OpenTime().end(1.0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=12), st.sets(st.integers(0, 80), max_size=4))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=12),
+    st.sets(st.integers(0, 80), max_size=4),
+)
 def test_whatever_overlaps_the_union_is_counted(spans: list[tuple[int, int]], asked: set[int]) -> None:
     time, total = OpenTime(), 0.0
     moments = [(begin, 1) for begin, _ in spans] + [(begin + length, 0) for begin, length in spans]
@@ -38,4 +41,6 @@ def test_whatever_overlaps_the_union_is_counted(spans: list[tuple[int, int]], as
             time.begin(float(moment))
         else:
             time.end(float(moment))
-    assert total + time.take(100.0) == len({at for begin, length in spans for at in range(begin, begin + length)})
+    assert total + time.take(100.0) == len(
+        {at for begin, length in spans for at in range(begin, begin + length)}
+    )

@@ -66,7 +66,9 @@ def publish(writer: ArenaWriter, version: int) -> tuple[Manifest, dict[str, torc
     return manifest, ArenaReader().tensors(manifest)
 
 
-def record(writer: ArenaWriter, served: Served, loader: Loader = load_weights) -> tuple[RecordedLoad | None, str | None]:
+def record(
+    writer: ArenaWriter, served: Served, loader: Loader = load_weights
+) -> tuple[RecordedLoad | None, str | None]:
     manifest, published = publish(writer, 0)
     with torch.no_grad(), Recorder(published) as recorder:
         loader(served, published)

@@ -20,7 +20,10 @@ Published = tuple[Manifest, dict[str, torch.Tensor]]
 def weights(seed: int) -> dict[str, torch.Tensor]:
     chance = torch.Generator().manual_seed(seed)
     shapes = {"embed": (40, 6), "norm": (6,), "experts": (4, 5, 3), "scale": (1,)}
-    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()} | {"empty": torch.zeros(0, 3), "steps": torch.tensor(3.0 + seed)}
+    return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()} | {
+        "empty": torch.zeros(0, 3),
+        "steps": torch.tensor(3.0 + seed),
+    }
 
 
 @pytest.fixture
@@ -33,7 +36,9 @@ def published() -> Iterator[Published]:
 
 
 def cut(tensors: dict[str, torch.Tensor], rank: int, ranks: int, dim: int) -> list[Part]:
-    """What one of several ranks holds, if each tensor is cut along one dimension; the last may hold nothing."""
+    """What one of several ranks holds, if each tensor is cut along one dimension; the last may hold
+    nothing.
+    """
     parts = []
     for name, whole in tensors.items():
         if whole.dim() == 0:
@@ -97,4 +102,6 @@ def test_another_model_is_refused_before_anything_is_written(published: Publishe
         load_parts(7, tensors, more)
     with pytest.raises(WeightSyncError, match=r"v7: norm has the shape \(6,\), here \(5,\)"):
         load_parts(7, tensors, cut({**weights(2), "norm": torch.zeros(5)}, 0, 1, 0))
-    assert all(torch.equal(part.values, b) for part, b in zip(more, before, strict=True) if part.values is not None)
+    assert all(
+        torch.equal(part.values, b) for part, b in zip(more, before, strict=True) if part.values is not None
+    )

@@ -86,7 +86,9 @@ class Engine:
             for name, request in list(self.live.items()):
                 if self.paused is None or (self.paused == "wait" and request.tokens):
                     request.tokens.append(self.weights)
-                    self.say(name, request, "length" if len(request.tokens) == request.params.max_tokens else None)
+                    self.say(
+                        name, request, "length" if len(request.tokens) == request.params.max_tokens else None
+                    )
 
     def say(self, name: str, request: Request, reason: str | None) -> None:
         tokens = list(request.tokens)
@@ -94,7 +96,9 @@ class Engine:
         # As vLLM: a request that was stopped before its first token has no completion.
         outputs = [completion] if tokens else []
         output = SimpleNamespace(
-            outputs=outputs, finished=reason is not None, prompt_token_ids=list(request.prompt["prompt_token_ids"])
+            outputs=outputs,
+            finished=reason is not None,
+            prompt_token_ids=list(request.prompt["prompt_token_ids"]),
         )
         told = output if reason is not None or request.params.output_kind is Kind.CUMULATIVE else None
         asyncio.get_running_loop().call_later(self.late_s, request.arrive, tokens, told, reason is not None)
@@ -127,7 +131,9 @@ class Engine:
             self.live.update(self.inbox)
             self.inbox.clear()
 
-    async def generate(self, prompt: dict[str, Any], params: Params, request_id: str) -> AsyncGenerator[Any, None]:
+    async def generate(
+        self, prompt: dict[str, Any], params: Params, request_id: str
+    ) -> AsyncGenerator[Any, None]:
         request = await self.add_request(request_id, prompt, params)
         finished = False
         while not finished:
@@ -161,7 +167,9 @@ class Engine:
         return load
 
 
-async def answer(engine: Engine, name: str, tokens: int, after: float = 0.0) -> tuple[Any, list[tuple[int, int]]]:
+async def answer(
+    engine: Engine, name: str, tokens: int, after: float = 0.0
+) -> tuple[Any, list[tuple[int, int]]]:
     """The last output and the spans."""
     await asyncio.sleep(after)
     with recorded_spans() as spans:
@@ -197,7 +205,12 @@ MOMENTS = st.floats(0, 30, allow_nan=False).map(lambda t: round(t, 2))
 )
 @settings(max_examples=300, deadline=None)
 def test_spans_are_what_the_tokens_say(
-    asks: list[Ask], gaps: list[tuple[float, float]], in_flight: str, late_s: float, send_s: float, looks: list[float]
+    asks: list[Ask],
+    gaps: list[tuple[float, float]],
+    in_flight: str,
+    late_s: float,
+    send_s: float,
+    looks: list[float],
 ) -> None:
     """Those of a whole answer, and those of what there is of it at any moment."""
     engine = Engine(late_s, send_s)
@@ -247,7 +260,9 @@ def test_spans_are_what_the_tokens_say(
             assert len(spans) == 1
 
 
-def run_two_versions(in_flight: str, tokens: int = 6, load_at: float = 2.5) -> tuple[Engine, Any, Any, tuple[Any, int]]:
+def run_two_versions(
+    in_flight: str, tokens: int = 6, load_at: float = 2.5
+) -> tuple[Engine, Any, Any, tuple[Any, int]]:
     engine = Engine()
 
     async def main() -> tuple[Any, Any, tuple[Any, int]]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`async-pipeline bench arena`: how fast weights go from a device to host memory and back, with torch alone.
 
-No engine and no trainer: tensors on one device are gathered into the arena, copied from there to a spare copy beside
+No engine and no trainer: tensors on one device are gathered into the arena, copied from there to a spare copy
+beside
 a served one, and committed. Each is set beside what the link to the device does with plain pinned memory.
 """
 
@@ -40,10 +41,23 @@ WARMUP = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench arena`."""
-    parser.add_argument("--sizes", default="1,4,16", metavar="A,B,...", help="GiB of weights (default: %(default)s); the device needs three times that")
-    parser.add_argument("--versions", type=int, default=5, metavar="N", help="publications to measure of each size (default: %(default)s)")
+    parser.add_argument(
+        "--sizes",
+        default="1,4,16",
+        metavar="A,B,...",
+        help="GiB of weights (default: %(default)s); the device needs three times that",
+    )
+    parser.add_argument(
+        "--versions",
+        type=int,
+        default=5,
+        metavar="N",
+        help="publications to measure of each size (default: %(default)s)",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there")
+    parser.add_argument(
+        "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,10 +69,17 @@ def run(args: argparse.Namespace) -> int:
     if min(sizes) <= 0 or args.versions < 1:
         raise ConfigError(f"--sizes must be > 0 and --versions >= 1, got {args.sizes} and {args.versions}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda needs a CUDA device, and torch sees none; try --device cpu for a dry run")
+        raise ConfigError(
+            "--device cuda needs a CUDA device, and torch sees none; try --device cpu for a dry run"
+        )
     check_outputs(args.json, None, None)
     device = torch.device(args.device)
-    data: dict[str, Any] = {"machine": machine(), "device": _name(device), "limits": limits(device), "sizes": {}}
+    data: dict[str, Any] = {
+        "machine": machine(),
+        "device": _name(device),
+        "limits": limits(device),
+        "sizes": {},
+    }
     for size in sizes:
         data["sizes"][f"{size:g}"] = found = measure(int(size * 2**30), device, args.versions)
         echo(f"{size:g} GiB: " + ", ".join(f"{name} {value['median']:.4g}" for name, value in found.items()))
@@ -101,11 +122,16 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
                 taken["gather"].append(ticket.gather_s)
                 taken["stage"].append(stage_s)
                 taken["commit"].append(commit_s)
-        assert all(torch.equal(a, b) for a, b in zip(served, trained, strict=True)), "the last version is served"
+        assert all(torch.equal(a, b) for a, b in zip(served, trained, strict=True)), (
+            "the last version is served"
+        )
     finally:
         writer.close()
     total = sum(t.nbytes for t in trained)
-    rates = {f"{name}_gb_s": spread([total / s / 1e9 for s in taken[name]])._asdict() for name in ("gather", "stage")}
+    rates = {
+        f"{name}_gb_s": spread([total / s / 1e9 for s in taken[name]])._asdict()
+        for name in ("gather", "stage")
+    }
     return rates | {"commit_s": spread(taken["commit"])._asdict()}
 
 
@@ -123,18 +149,26 @@ def limits(device: torch.device) -> dict[str, float]:
         "to_device_gb_s": lambda: here.copy_(pinned, non_blocking=True),
         "within_device_gb_s": lambda: there.copy_(here),
     }
-    return {name: LIMIT_BYTES / median(_seconds(device, copy) for _ in range(5)) / 1e9 for name, copy in copies.items()}
+    return {
+        name: LIMIT_BYTES / median(_seconds(device, copy) for _ in range(5)) / 1e9
+        for name, copy in copies.items()
+    }
 
 
 def table(data: dict[str, Any]) -> str:
     """A Markdown table, with [smallest .. largest], and the share of the link's limit."""
     limit = data["limits"]
-    lines = [f"{data['device']}; limits, GB/s: " + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in limit.items()), ""]
+    lines = [
+        f"{data['device']}; limits, GB/s: "
+        + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in limit.items()),
+        "",
+    ]
     lines += ["| GiB | gather, GB/s | of limit | stage, GB/s | of limit | commit, ms |", "|---" * 6 + "|"]
     for size, row in data["sizes"].items():
         gather, stage = row["gather_gb_s"]["median"], row["stage_gb_s"]["median"]
         lines.append(
-            f"| {size} | {_cell(row['gather_gb_s'], 1)} | {gather / limit['to_host_gb_s']:.0%} | {_cell(row['stage_gb_s'], 1)} "
+            f"| {size} | {_cell(row['gather_gb_s'], 1)} | {gather / limit['to_host_gb_s']:.0%} | "
+            f"{_cell(row['stage_gb_s'], 1)} "
             f"| {stage / limit['to_device_gb_s']:.0%} | {_cell(row['commit_s'], 1e3)} |"
         )
     return "\n".join(lines)

@@ -73,7 +73,8 @@ _LAG_3 = {
     "trainer.v1.sampler.max_off_policy_strategy": "wait",
 }
 
-# `experimental/fully_async_policy`, which has an entry point and a configuration of its own. As many samples may be
+# `experimental/fully_async_policy`, which has an entry point and a configuration of its own. As many samples
+# may be
 # in flight or queued as in four batches; answers that a weight update interrupts go on.
 _FULLY_ASYNC = _STOCK | {
     f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
@@ -123,10 +124,14 @@ ARMS: dict[str, Arm] = {
     # As many groups on their way as in the arms with four batches; the slow ones may get as old as verl's do.
     "fully_async": _ours("fully_async", 6, depth=3),
     # The reference policy on a third logical device; for workloads in which it waits for other machines.
-    "one_step_off_ref_apart": _ours("one_step_off", 1)._replace(overrides=_ours("one_step_off", 1).overrides | _REF_APART),
-    # Scores once a batch is generated, as where the reward model shares devices; for workloads whose judges wait.
+    "one_step_off_ref_apart": _ours("one_step_off", 1)._replace(
+        overrides=_ours("one_step_off", 1).overrides | _REF_APART
+    ),
+    # Scores once a batch is generated, as where the reward model shares devices; for workloads whose judges
+    # wait.
     "on_policy_rewards_late": _ours("on_policy", 0)._replace(
-        overrides=_ours("on_policy", 0).overrides | {"trainer.v1.async_pipeline.reward_while_generating": False}
+        overrides=_ours("on_policy", 0).overrides
+        | {"trainer.v1.async_pipeline.reward_while_generating": False}
     ),
     # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
     "n_step_ahead_lag6": _ours("n_step_ahead", 6),

@@ -31,11 +31,18 @@ class StageWork(NamedTuple):
 
 
 def bound_terms(
-    work: StageWork, *, batches_in_flight: int, bounded_lag: bool, shared_devices: bool, cores: int, devices: int
+    work: StageWork,
+    *,
+    batches_in_flight: int,
+    bounded_lag: bool,
+    shared_devices: bool,
+    cores: int,
+    devices: int,
 ) -> dict[str, float]:
     """Seconds a step that each constraint takes; no schedule is faster than the largest.
 
-    `loop`: with a bounded lag, `batches_in_flight` is that lag + 1, and the slowest answer of each batch must be
+    `loop`: with a bounded lag, `batches_in_flight` is that lag + 1, and the slowest answer of each batch must
+    be
     there in time. Without, fast answers overtake slow ones, and only the average counts (Little's law).
     `devices`: one trains while one generates; shared ones do both in turn. `cores`: all processes together.
     """

@@ -27,7 +27,10 @@ from .runner import Job, JobFailed, jobs_in_turns, run_job
 from .workload import Workload, load, names
 
 _OTHERS: Mapping[str, tuple[Any, str]] = {
-    "weight-sync": (weight_sync, "what a publication of weights costs, with our ways and with verl's, on real engines"),
+    "weight-sync": (
+        weight_sync,
+        "what a publication of weights costs, with our ways and with verl's, on real engines",
+    ),
     "learning": (learning, "whether asynchrony keeps what is learned, by samples and by the clock"),
     "arena": (arena, "how fast weights go from a device to host memory and back, with torch alone"),
 }
@@ -35,15 +38,45 @@ _OTHERS: Mapping[str, tuple[Any, str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench`."""
-    parser.add_argument("--workload", default="agentic_wait", metavar="NAME", help=f"one of {', '.join(names())}, or a file (default: %(default)s)")
-    parser.add_argument("--arms", default=",".join(DEFAULT_ARMS), metavar="A,B,...", help=f"of {', '.join(ARMS)}, in the order of their turns (default: %(default)s)")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps to measure, beside warm-up (default: the workload's)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="R", help="turns of each arm (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="decides prompts and waits (default: %(default)s)")
+    parser.add_argument(
+        "--workload",
+        default="agentic_wait",
+        metavar="NAME",
+        help=f"one of {', '.join(names())}, or a file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--arms",
+        default=",".join(DEFAULT_ARMS),
+        metavar="A,B,...",
+        help=f"of {', '.join(ARMS)}, in the order of their turns (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps to measure, beside warm-up (default: the workload's)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="R", help="turns of each arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="decides prompts and waits (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after each job")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
-    parser.add_argument("--no-stock-poll", action="store_true", help="do not also run verl's arms once with their polling interval as shipped")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="DIR",
+        help="keep what the jobs print and write (default: kept only if one fails)",
+    )
+    parser.add_argument(
+        "--no-stock-poll",
+        action="store_true",
+        help="do not also run verl's arms once with their polling interval as shipped",
+    )
     others = parser.add_subparsers(dest="instead", title="other measurements")
     for name, (module, text) in _OTHERS.items():
         module.add_arguments(others.add_parser(name, help=text, description=text))
@@ -52,9 +85,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run all jobs. Status 0: all arms completed; 1: some failed."""
     if args.instead is not None:
-        for option, default in (("workload", "agentic_wait"), ("arms", ",".join(DEFAULT_ARMS)), ("repeats", 3), ("no_stock_poll", False)):
+        for option, default in (
+            ("workload", "agentic_wait"),
+            ("arms", ",".join(DEFAULT_ARMS)),
+            ("repeats", 3),
+            ("no_stock_poll", False),
+        ):
             if getattr(args, option) != default:
-                raise ConfigError(f"--{option.replace('_', '-')} is of `bench` itself, {args.instead} has no such option; leave it out")
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} is of `bench` itself, {args.instead} has no such "
+                    "option; leave it out"
+                )
         status: int = _OTHERS[args.instead][0].run(args)
         return status
     arms = parse_arms(args.arms)
@@ -79,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
-    """With as many steps before and after the measured ones as fill and drain the deepest of these pipelines."""
+    """With as many steps before and after the measured ones as fill and drain the deepest of these
+    pipelines.
+    """
     deepest = max(ARMS[arm].batches_in_flight for arm in arms)
     return msgspec.structs.replace(
         workload, warmup=max(workload.warmup, deepest), cooldown=max(workload.cooldown, deepest)
@@ -90,13 +133,18 @@ def _run_all(
     args: argparse.Namespace, arms: list[str], workload: Workload, root: Path, failed: dict[str, str]
 ) -> dict[str, Any]:
     """Everything that was measured; also written to `--json` after each job."""
-    task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
+    task = ensure_toy(
+        ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
+    )
     jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
     done: dict[str, list[Measured]] = {arm: [] for arm in arms}
     stock: dict[str, Measured] = {}
     data: dict[str, Any] = {}
     started = time.monotonic()
-    echo(f"{args.workload}: {workload.reason}\n{len(jobs)} jobs of {workload.total_steps} steps; logs in {root}")
+    echo(
+        f"{args.workload}: {workload.reason}\n{len(jobs)} jobs of {workload.total_steps} steps; logs in "
+        f"{root}"
+    )
     for number, job in enumerate(jobs, start=1):
         if job.arm in failed:
             continue
@@ -134,7 +182,13 @@ def _run_twice_at_most(job: Job, workload: Workload, seed: int, task: Path) -> M
         return run_job(job, workload, seed, task, echo)
     except JobFailed as error:
         echo(f"  failed, once more: {error}")
-        return run_job(job._replace(directory=job.directory.with_name(f"{job.directory.name}-again")), workload, seed, task, echo)
+        return run_job(
+            job._replace(directory=job.directory.with_name(f"{job.directory.name}-again")),
+            workload,
+            seed,
+            task,
+            echo,
+        )
 
 
 def _complete(done: Mapping[str, list[Measured]], failed: Mapping[str, str]) -> dict[str, list[Measured]]:
@@ -146,7 +200,9 @@ def _complete(done: Mapping[str, list[Measured]], failed: Mapping[str, str]) -> 
 
 def _line(measured: Measured) -> str:
     return (
-        f"{measured.samples_per_s:.1f} samples/s, {measured.step_s:.2f} s/step, trainer idle {measured.trainer_idle:.0%}, "
-        f"lag {measured.lag_mean:.2f} (max {measured.lag_max}), {sum(measured.cpu_s.values()):.2f} CPU-s/step, "
+        f"{measured.samples_per_s:.1f} samples/s, {measured.step_s:.2f} s/step, trainer idle "
+        f"{measured.trainer_idle:.0%}, "
+        f"lag {measured.lag_mean:.2f} (max {measured.lag_max}), {sum(measured.cpu_s.values()):.2f} "
+        "CPU-s/step, "
         f"first step after {measured.first_step_s:.0f} s, others used {measured.foreign_cpu:.2f} cores"
     )

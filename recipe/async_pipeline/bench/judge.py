@@ -22,10 +22,11 @@ async def compute_score(
     wait: dict[str, float],
     **_: Any,
 ) -> float:
-    """Score the last line of an answer, after a wait that the seed, the prompt and the answer's number decide."""
+    """Score the last line of an answer, after a wait that the seed, the prompt and the answer's number
+    decide.
+    """
     prompt, session = int(extra_info["index"]), int(extra_info["session"])
     started = time.monotonic()
     await asyncio.sleep(Lognormal(**wait).draw(seed, "judge", prompt, session))
     of_this_job().add("judge", started, prompt=prompt)
     return toy_score(data_source, solution_str.rpartition("\n")[2], ground_truth)
-

@@ -51,7 +51,9 @@ VARIANTS: dict[str, Variant] = {
 
 
 class Curve(NamedTuple):
-    """One run: after each step, mean reward of the step's answers, samples trained so far, seconds since the flow began."""
+    """One run: after each step, mean reward of the step's answers, samples trained so far, seconds since
+    the flow began.
+    """
 
     reward: list[float]
     samples: list[int]
@@ -66,24 +68,62 @@ class Curve(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench learning`."""
-    parser.add_argument("--variants", default="on_policy,one_step_off,fully_async", metavar="A,B,...", help=f"of {', '.join(VARIANTS)} (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each, on prompts in another order (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, metavar="N", help="optimizer steps of each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all curves there, after each run")
-    parser.add_argument("--go-on", action="store_true", help="run only what the file of --json does not have yet")
-    parser.add_argument("--picture", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write a PNG there (default: beside --json)")
-    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
+    parser.add_argument(
+        "--variants",
+        default="on_policy,one_step_off,fully_async",
+        metavar="A,B,...",
+        help=f"of {', '.join(VARIANTS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="runs of each, on prompts in another order (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=60, metavar="N", help="optimizer steps of each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="write all curves there, after each run",
+    )
+    parser.add_argument(
+        "--go-on", action="store_true", help="run only what the file of --json does not have yet"
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="write a PNG there (default: beside --json)",
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="keep what the jobs print and write (default: kept only if one fails)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all, seed by seed. Status 0: all completed; 1: some failed."""
     variants = [name.strip() for name in args.variants.split(",")]
     if not set(variants) <= VARIANTS.keys() or args.seeds < 1 or args.steps < 5:
-        raise ConfigError(f"--variants must be of {', '.join(VARIANTS)}, --seeds >= 1 and --steps >= 5, got {args.variants}, {args.seeds}, {args.steps}")
+        raise ConfigError(
+            f"--variants must be of {', '.join(VARIANTS)}, --seeds >= 1 and --steps >= 5, got "
+            f"{args.variants}, {args.seeds}, {args.steps}"
+        )
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
     before = runs_of(args.json, args.steps) if args.go_on else {}
-    toy = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
+    toy = ensure_toy(
+        ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
+    )
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
@@ -92,7 +132,9 @@ def run(args: argparse.Namespace) -> int:
         "failed": {},
     }
     there = {(curve["seed"], name) for name, curves in before.items() for curve in curves}
-    runs = [(seed, name) for seed in range(1, args.seeds + 1) for name in variants if (seed, name) not in there]
+    runs = [
+        (seed, name) for seed in range(1, args.seeds + 1) for name in variants if (seed, name) not in there
+    ]
     with job_logs(args.logs, data["failed"]) as root:
         for number, (seed, name) in enumerate(runs, start=1):
             echo(f"[{number}/{len(runs)}] {name}, seed {seed}; log in {root / f'{seed}-{name}'}")
@@ -103,7 +145,10 @@ def run(args: argparse.Namespace) -> int:
                 data["failed"][f"{name}, seed {seed}"] = str(error)
                 continue
             data["curves"][name].append(curve._asdict() | {"seed": seed, "last_fifth": curve.last_fifth})
-            echo(f"  reward {curve.last_fifth:.3f} in the last fifth, lag {curve.lag_mean:.2f} (max {curve.lag_max}), {curve.seconds[-1]:.0f} s")
+            echo(
+                f"  reward {curve.last_fifth:.3f} in the last fifth, lag {curve.lag_mean:.2f} (max "
+                f"{curve.lag_max}), {curve.seconds[-1]:.0f} s"
+            )
             if args.json:
                 args.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
     echo("\n" + table(data))
@@ -113,14 +158,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def runs_of(file: Path | None, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """The curves that an earlier call has written. Raises ConfigError: there is no such file, or its runs are shorter or longer."""
+    """The curves that an earlier call has written. Raises ConfigError: there is no such file, or its runs
+    are shorter or longer.
+    """
     if file is None or not file.is_file():
-        raise ConfigError(f"--go-on wants the --json file of an earlier call, got {file}; name it, or leave --go-on out")
+        raise ConfigError(
+            f"--go-on wants the --json file of an earlier call, got {file}; name it, or leave --go-on out"
+        )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         found, curves = int(data["steps"]), dict(data["curves"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--json {file} is none of this command's ({error}); name another, or leave --go-on out") from None
+        raise ConfigError(
+            f"--json {file} is none of this command's ({error}); name another, or leave --go-on out"
+        ) from None
     if found != steps:
         raise ConfigError(f"--steps must be {found}, as in {file}, got {steps}; say --steps {found}")
     return {name: list(runs) for name, runs in curves.items() if name in VARIANTS}
@@ -139,7 +190,13 @@ def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path) -
         f"{_OWN}.run_dir": str(directory / "run"),
     }
     command = command_of("verl.trainer.main_ppo", hydra_overrides(values))
-    run_watched(directory, command, {"ASYNC_PIPELINE_TASK": str(task)}, counting=("none", steps, "step"), say=lambda text: None)
+    run_watched(
+        directory,
+        command,
+        {"ASYNC_PIPELINE_TASK": str(task)},
+        counting=("none", steps, "step"),
+        say=lambda text: None,
+    )
     return read_curve(directory / "run")
 
 
@@ -164,7 +221,11 @@ def read_curve(run_dir: Path) -> Curve:
 
 def table(data: Mapping[str, Any]) -> str:
     """Markdown: reward at the end of each, and the difference to its yardstick, paired by seed."""
-    lines = ["| variant | reward in the last fifth, by seed | mean | minus yardstick, paired | lag, mean | seconds |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| variant | reward in the last fifth, by seed | mean | minus yardstick, paired | lag, mean | "
+        "seconds |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, curves in data["curves"].items():
         if not curves:
             continue

@@ -22,7 +22,8 @@ SYNC = "sync"
 WEIGHTS = "weights"
 """From a version's gather until all replicas serve it."""
 PAUSED = "paused"
-"""The engines stand still although requests may be open: with verl for its update, and if training needs their
+"""The engines stand still although requests may be open: with verl for its update, and if training needs
+their
 devices as long as it trains; with ours for the load."""
 
 
@@ -47,7 +48,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     first_step_s: float
     """From the start of the command to the end of the first optimizer step."""
     load_before: float
-    """Load average of the machine when the job began; what the job before it left fades from it within minutes."""
+    """Load average of the machine when the job began; what the job before it left fades from it within
+    minutes.
+    """
     foreign_cpu: float
     """Cores that others kept busy meanwhile."""
     work: StageWork
@@ -111,7 +114,9 @@ def measure(
     )
 
 
-def clip(spans: Sequence[Span], names: Sequence[str], window: tuple[float, float]) -> list[tuple[float, float]]:
+def clip(
+    spans: Sequence[Span], names: Sequence[str], window: tuple[float, float]
+) -> list[tuple[float, float]]:
     """The parts of the named spans that lie in the window."""
     low, high = window
     inside = [(max(s.start, low), min(s.end, high)) for s in spans if s.name in names]
@@ -126,7 +131,8 @@ def covered(intervals: Sequence[tuple[float, float]]) -> float:
 def latencies(spans: Sequence[Span], window: tuple[float, float], prompts: int) -> tuple[float, float]:
     """Seconds from a prompt's first request to its last reward: of a batch's slowest, and of all, on average.
 
-    A batch is so many prompts in the order in which they were begun, as a strict trainer would take them. Only
+    A batch is so many prompts in the order in which they were begun, as a strict trainer would take them.
+    Only
     batches that ended in the window count.
     """
     begun: dict[int, float] = {}

@@ -18,7 +18,9 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("the picture needs matplotlib; `pip install matplotlib`, or leave out --picture") from None
+        raise ConfigError(
+            "the picture needs matplotlib; `pip install matplotlib`, or leave out --picture"
+        ) from None
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -61,7 +63,9 @@ def _split(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
             at = 0.0
             for label, share in zip(KINDS, (max(0.0, 1 - idle - stall), stall, idle), strict=True):
                 first = row == 0 and kind == "train"
-                axes.barh(row + offset, share, 0.34, left=at, color=KINDS[label], label=label if first else None)
+                axes.barh(
+                    row + offset, share, 0.34, left=at, color=KINDS[label], label=label if first else None
+                )
                 at += share
             axes.text(1.01, row + offset, kind, va="center", fontsize=8, color="#555")
     axes.set_yticks(range(len(names)), names)

@@ -62,13 +62,16 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
 
 
 def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
     """The terms of the bound of each arm, from the smallest costs seen in any turn.
 
-    Waits and weights are the same for all arms, so their smallest is of any arm. What devices and processes do
+    Waits and weights are the same for all arms, so their smallest is of any arm. What devices and processes
+    do
     differs between arms that share their devices and those that do not, so that is of a like arm.
     """
     everywhere = [m.work for turns in results.values() for m in turns]
@@ -139,7 +142,9 @@ def _arm(turns: Sequence[Measured], terms: Mapping[str, float]) -> dict[str, Any
     for name in ("stall_train_s", "stall_generate_s"):
         row[name] = row[name]["median"]
     row["lag_max"] = max(m.lag_max for m in turns)
-    row["cpu_s"] = {part: spread([m.cpu_s.get(part, 0.0) for m in turns]).median for part in sorted(turns[0].cpu_s)}
+    row["cpu_s"] = {
+        part: spread([m.cpu_s.get(part, 0.0) for m in turns]).median for part in sorted(turns[0].cpu_s)
+    }
     row["bound_terms_s"] = dict(terms)
     row["bound_step_s"] = max(terms.values())
     row["overlap_efficiency"] = spread([row["bound_step_s"] / m.step_s for m in turns])._asdict()
@@ -148,7 +153,9 @@ def _arm(turns: Sequence[Measured], terms: Mapping[str, float]) -> dict[str, Any
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Three Markdown tables: how fast, where the time went, at what cost. Medians with [smallest .. largest]."""
+    """Three Markdown tables: how fast, where the time went, at what cost. Medians with [smallest ..
+    largest].
+    """
     arms: Mapping[str, Any] = data["arms"]
     base = "verl_sync" if "verl_sync" in arms else next(iter(arms), "")
     speed, time_, cost = [], [], []
@@ -189,17 +196,42 @@ def table(data: Mapping[str, Any]) -> str:
         )
     blocks = [
         _rows(
-            ["arm", "samples/s", f"× {base}", "s/step", "lag, mean", "lag, max", "samples/s, polling as shipped (one job)"],
+            [
+                "arm",
+                "samples/s",
+                f"× {base}",
+                "s/step",
+                "lag, mean",
+                "lag, max",
+                "samples/s, polling as shipped (one job)",
+            ],
             speed,
         ),
         f"verl's arms look for finished answers every {data['polls_s']['compared']:g} s, "
         f"as shipped every {data['polls_s']['shipped']:g} s.",
         _rows(
-            ["arm", "trainer idle", "generator idle", "stall train, ms", "stall generate, ms", "bound, s/step", "of bound"],
+            [
+                "arm",
+                "trainer idle",
+                "generator idle",
+                "stall train, ms",
+                "stall generate, ms",
+                "bound, s/step",
+                "of bound",
+            ],
             time_,
         ),
         _rows(
-            ["arm", "CPU s/step: train", "generate", "other", "memory GiB", "first step, s", "foreign CPU, cores"], cost
+            [
+                "arm",
+                "CPU s/step: train",
+                "generate",
+                "other",
+                "memory GiB",
+                "first step, s",
+                "foreign CPU, cores",
+            ],
+            cost,
         ),
         *_against_verl(data),
         *(f"`{arm}` failed: {why}" for arm, why in data["failed"].items()),

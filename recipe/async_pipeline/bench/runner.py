@@ -24,7 +24,9 @@ from .workload import CONFIGS, DEFAULT_ANSWERS, Workload
 FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
 """How often verl's replay buffer looks for finished answers: in a comparison, and as shipped."""
 START_LIMIT_S, EACH_LIMIT_S = 900.0, 60.0
-"""A job that takes longer to start, and longer than this for each thing that it does, is ended and reported."""
+"""A job that takes longer to start, and longer than this for each thing that it does, is ended and
+reported.
+"""
 LOG = "job.log"
 PROGRESS_S = 30.0
 WATCH_S = 1.0
@@ -52,9 +54,7 @@ def jobs_in_turns(arms: Sequence[str], repeats: int, root: Path, *, stock_poll: 
         Job(arm, turn, FAST_POLL_S, root / f"{turn}-{arm}") for turn in range(1, repeats + 1) for arm in arms
     ]
     if stock_poll:
-        turns += [
-            Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}") for arm in arms if not ARMS[arm].ours
-        ]
+        turns += [Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}") for arm in arms if not ARMS[arm].ours]
     return turns
 
 
@@ -145,7 +145,8 @@ def run_watched(
 ) -> list[Usage]:
     """Run a command to its end; its output goes to `job.log` and its spans to files, both in `directory`.
 
-    `counting`: a span's name, how many are expected and what they are called, for a line of progress now and then.
+    `counting`: a span's name, how many are expected and what they are called, for a line of progress now and
+    then.
     Returns what the processes used. Raises JobFailed: it failed, or hung.
     """
     settings = {
@@ -179,7 +180,10 @@ def failure(directory: Path, why: str) -> JobFailed:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], directory: Path, counting: tuple[str, int, str], say: Callable[[str], None]
+    process: subprocess.Popen[bytes],
+    directory: Path,
+    counting: tuple[str, int, str],
+    say: Callable[[str], None],
 ) -> int:
     name, expected, unit = counting
     limit_s = START_LIMIT_S + EACH_LIMIT_S * expected

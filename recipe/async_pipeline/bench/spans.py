@@ -37,7 +37,9 @@ class Span(NamedTuple):
 
 
 class SpanFile:
-    """Appends to a file of this process. Each span is one short write, so a killed job keeps what it wrote."""
+    """Appends to a file of this process. Each span is one short write, so a killed job keeps what it
+    wrote.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / f"spans-{os.getpid()}.jsonl"

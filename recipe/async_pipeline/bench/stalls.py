@@ -13,7 +13,8 @@ from .spans import Span
 from .statistics import spread
 
 STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
-"""Names of spans. A step says which process made it; a publication says what it cost, and how long the trainer
+"""Names of spans. A step says which process made it; a publication says what it cost, and how long the
+trainer
 could not train; limits say what a plain copy gets of the machine beside generation."""
 
 Interval = tuple[float, float]
@@ -34,7 +35,8 @@ def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
     """The publications after the first `warmup` ones.
 
     A replica stands still where it makes no step for longer than usual; usual is its median pause between two
-    steps while nothing is published. It always has requests, so it pauses for nothing else. What its pauses are
+    steps while nothing is published. It always has requests, so it pauses for nothing else. What its pauses
+    are
     longer than usual by while nothing is published, in the same time, is not charged to a publication.
     """
     steps: dict[int, list[Interval]] = defaultdict(list)
@@ -46,7 +48,10 @@ def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
     pauses = {pid: pauses_of(sorted(made)) for pid, made in steps.items()}
     found = []
     for span, window in list(zip(publications, windows, strict=True))[warmup:]:
-        stall = sum(stall_in(mine, window, usual_pause(mine, windows), noise(mine, windows)) for mine in pauses.values())
+        stall = sum(
+            stall_in(mine, window, usual_pause(mine, windows), noise(mine, windows))
+            for mine in pauses.values()
+        )
         facts = {k: float(v) for k, v in span.facts.items()}
         found.append(Cost(span.seconds, facts.pop("trainer_stall"), stall, facts))
     return found
@@ -75,7 +80,9 @@ def usual_pause(pauses: Sequence[Interval], windows: Sequence[Interval]) -> floa
 
 
 def stall_in(pauses: Sequence[Interval], window: Interval, usual: float, noise: float) -> float:
-    """Seconds beyond the usual of the pauses that the window touches, less the noise that it would have anyway."""
+    """Seconds beyond the usual of the pauses that the window touches, less the noise that it would have
+    anyway.
+    """
     longer = sum(max(0.0, end - start - usual) for start, end in pauses if touch((start, end), window))
     return max(0.0, longer - noise * (window[1] - window[0]))
 
@@ -101,7 +108,9 @@ def summary(found: Sequence[Cost]) -> dict[str, Any]:
         for part in parts:
             copies = 1 if part == "gather_s" else "replicas"
             rates = [
-                cost.facts["bytes"] * (cost.facts[copies] if isinstance(copies, str) else copies) / cost.facts[part]
+                cost.facts["bytes"]
+                * (cost.facts[copies] if isinstance(copies, str) else copies)
+                / cost.facts[part]
                 for cost in found
             ]
             row[f"{part.removesuffix('_s')}_gb_s"] = median(rates) / 1e9

@@ -13,7 +13,9 @@ import psutil
 
 EVERY_S = 1.0
 PARTS = {"VLLM::": "generate", "WorkerDict": "train"}
-"""Words in a command line that tell what a process is for; all others count as `other`, the servers before the engines too."""
+"""Words in a command line that tell what a process is for; all others count as `other`, the servers before
+the engines too.
+"""
 
 
 class Usage(NamedTuple):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline bench weight-sync`: what a publication costs, with our ways and with verl's, on real engines."""
+"""`async-pipeline bench weight-sync`: what a publication costs, with our ways and with verl's, on real
+engines.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    # `stage: device`: all that a publication does can be hidden behind generation but an exchange; it takes a spare copy.
+    # `stage: device`: all that a publication does can be hidden behind generation but an exchange; it takes a
+    # spare copy.
     "dual_buffer": Way("one_step_off", {"trainer.v1.async_pipeline.stage": "device"}),
     # `stage: host`, which is what a run does by default.
     "dual_buffer_host": Way("one_step_off"),
@@ -55,11 +58,32 @@ LIMIT_BYTES = 256 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench weight-sync`."""
-    parser.add_argument("--params", default="100M", metavar="N", help="parameters of the model, e.g. 20M (default: %(default)s)")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="rollout replicas, generating all the while (default: %(default)s)")
-    parser.add_argument("--versions", type=int, default=10, metavar="N", help="publications to measure (default: %(default)s)")
-    parser.add_argument("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there")
-    parser.add_argument("--logs", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="keep what the jobs print and write (default: kept only if one fails)")
+    parser.add_argument(
+        "--params",
+        default="100M",
+        metavar="N",
+        help="parameters of the model, e.g. 20M (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=2,
+        metavar="N",
+        help="rollout replicas, generating all the while (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--versions", type=int, default=10, metavar="N", help="publications to measure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="keep what the jobs print and write (default: kept only if one fails)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,7 +138,9 @@ def run_way(
         "ASYNC_PIPELINE_BENCH_REQUESTS": str(REQUESTS),
     }
     command = command_of(ENTRY, overrides_of(way, directory, replicas))
-    run_watched(directory, command, environment, counting=(PUBLICATION, versions + WARMUP, "publication"), say=say)
+    run_watched(
+        directory, command, environment, counting=(PUBLICATION, versions + WARMUP, "publication"), say=say
+    )
     spans = read_spans(directory)
     loaded = next(span.facts for span in spans if span.name == LIMITS)
     return {**summary(costs(spans, WARMUP)), "limits_under_load": dict(loaded)}
@@ -142,7 +168,9 @@ def make_task(parameters: int, directory: Path) -> Path:
 
     from ..toy.model import make_model
 
-    toy = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
+    toy = ensure_toy(
+        ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
+    )
     directory.mkdir(parents=True)
     for name in ("train.parquet", "val.parquet"):
         (directory / name).symlink_to(toy.dir / name)
@@ -161,11 +189,15 @@ def shape_of(parameters: int) -> Any:
     layers, head = 12, 64
     # A block has 4 d^2 parameters for attention and 3 d (8/3 d) for the rest.
     width = max(head, round((parameters / layers / 12) ** 0.5 / head) * head)
-    return ModelSpec(num_layers=layers, hidden_size=width, head_dim=head, intermediate_size=width * 8 // 3, init_std=0.02)
+    return ModelSpec(
+        num_layers=layers, hidden_size=width, head_dim=head, intermediate_size=width * 8 // 3, init_std=0.02
+    )
 
 
 def limits() -> dict[str, float]:
-    """GB/s that one thread gets of this machine: a copy between two warm blocks, and one into warm shared memory."""
+    """GB/s that one thread gets of this machine: a copy between two warm blocks, and one into warm shared
+    memory.
+    """
     source, target = torch.ones(LIMIT_BYTES, dtype=torch.uint8), torch.empty(LIMIT_BYTES, dtype=torch.uint8)
     segment = create_segment(LIMIT_BYTES)
     threads = torch.get_num_threads()
@@ -189,7 +221,8 @@ def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
 def ratios(data: Mapping[str, Any]) -> dict[str, float]:
     """Our stalls over verl's, of the medians."""
     return {
-        name.removesuffix("_s") + way.removeprefix("dual_buffer"): data[way][name]["median"] / data["verl_stock"][name]["median"]
+        name.removesuffix("_s") + way.removeprefix("dual_buffer"): data[way][name]["median"]
+        / data["verl_stock"][name]["median"]
         for way in WAYS
         if way != "verl_stock"
         for name in ("generator_stall_s", "trainer_stall_s")
@@ -199,21 +232,31 @@ def ratios(data: Mapping[str, Any]) -> dict[str, float]:
 def table(data: Mapping[str, Any]) -> str:
     """A Markdown table: medians in milliseconds, with [smallest .. largest]."""
     names = ("trainer_stall_s", "generator_stall_s", "publication_s", "gather_s", "transfer_s", "load_s")
-    lines = ["| ms | " + " | ".join(name.removesuffix("_s").replace("_", " ") for name in names) + " | hidden |"]
+    lines = [
+        "| ms | " + " | ".join(name.removesuffix("_s").replace("_", " ") for name in names) + " | hidden |"
+    ]
     lines.append("| --- " * (len(names) + 2) + "|")
     for way in WAYS:
         if way in data:
             hidden = data[way].get("hidden_fraction")
-            cells = [_ms(data[way].get(name)) for name in names] + [f"{hidden['median']:.0%}" if hidden else ""]
+            cells = [_ms(data[way].get(name)) for name in names] + [
+                f"{hidden['median']:.0%}" if hidden else ""
+            ]
             lines.append(f"| `{way}` | " + " | ".join(cells) + " |")
     if "ratios" in data:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in data["ratios"].items())
         lines.append(f"\nours / verl_stock: {shown}")
     rates = {way: {k: v for k, v in data[way].items() if k.endswith("_gb_s")} for way in WAYS if way in data}
-    loaded = {f"limits beside generation ({w})": data[w]["limits_under_load"] for w in rates if "limits_under_load" in data[w]}
+    loaded = {
+        f"limits beside generation ({w})": data[w]["limits_under_load"]
+        for w in rates
+        if "limits_under_load" in data[w]
+    }
     for title, row in (rates | {"limits of the idle machine": data["limits"]} | loaded).items():
         if row:
-            lines.append(f"{title}, GB/s: " + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in row.items()))
+            lines.append(
+                f"{title}, GB/s: " + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in row.items())
+            )
     return "\n".join(lines)
 
 

@@ -28,7 +28,8 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if self.turns < 1 or (self.turns > 1) != (self.tool_s is not None):
             raise ConfigError(
-                f"episode.turns must be >= 1, and episode.tool_s belongs to several turns, got turns={self.turns} "
+                "episode.turns must be >= 1, and episode.tool_s belongs to several turns, got "
+                f"turns={self.turns} "
                 f"and tool_s={self.tool_s}; mend it in the workload's file"
             )
 
@@ -48,14 +49,17 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     judge_s: Lognormal | None = None
     """Seconds that the reward of one trajectory takes."""
     reference_s: Lognormal | None = None
-    """Seconds that the reference policy takes for a batch beside its computation, as one on other machines does."""
+    """Seconds that the reference policy takes for a batch beside its computation, as one on other machines
+    does.
+    """
     overrides: dict[str, Any] = {}
     """Hydra overrides on `configs/smoke_cpu.yaml`, for every arm."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 1 or self.cooldown < 0:
             raise ConfigError(
-                f"steps and warmup must be >= 1 and cooldown >= 0, got {self.steps}, {self.warmup} and {self.cooldown}; "
+                f"steps and warmup must be >= 1 and cooldown >= 0, got {self.steps}, {self.warmup} and "
+                f"{self.cooldown}; "
                 "the first step is never measured"
             )
 
@@ -79,6 +83,8 @@ def load(name: str) -> Workload:
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Workload)
     except FileNotFoundError:
-        raise ConfigError(f"no workload {name!r}; there are {', '.join(names())}, or give a .yaml file") from None
+        raise ConfigError(
+            f"no workload {name!r}; there are {', '.join(names())}, or give a .yaml file"
+        ) from None
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"workload {path}: {' '.join(str(error).split())}") from None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a ledger holds together: read record by record, as an auditor who was not there would.
 
-    conservation     every prompt that was dispatched has exactly one fate, or is in flight; none, if the run completed
+    conservation     every prompt that was dispatched has exactly one fate, or is in flight; none, if the run
+    completed
     no double use    no trajectory is in two steps
     order            steps are committed one after the other; versions that are served only grow
     lag              no trajectory was older than `max_lag` when its step began
@@ -31,7 +32,9 @@ class Audit:
     """What was found."""
 
     status: str = "running"
-    """What the run said at its end: completed, interrupted or failed; running if it has not said anything yet."""
+    """What the run said at its end: completed, interrupted or failed; running if it has not said anything
+    yet.
+    """
     steps: int = 0
     dispatched: int = 0
     trained: int = 0
@@ -91,11 +94,21 @@ class _Books:
     def read(self, record: Record) -> None:
         kind, number = str(record.get("kind")), record.get("n")
         if not isinstance(number, int) or kind not in self._handlers:
-            self._violation(kind if kind.startswith("line ") else f"a record that no ledger has: {str(dict(record))[:120]}")
+            self._violation(
+                kind
+                if kind.startswith("line ")
+                else f"a record that no ledger has: {str(dict(record))[:120]}"
+            )
             return
         first = self._number == 0 and kind == "resumed"
         if number != self._number + 1 and not first:
-            wrong = "those between are missing" if number > self._number else "it comes twice" if number == self._number else "out of order"
+            wrong = (
+                "those between are missing"
+                if number > self._number
+                else "it comes twice"
+                if number == self._number
+                else "out of order"
+            )
             self._violation(f"record {number} ({kind}) follows record {self._number}: {wrong}")
         self._number = number
         try:
@@ -151,10 +164,15 @@ class _Books:
             self.audit.begun_elsewhere = True
         self._begin(record)
         if int(record["step"]) != self.audit.steps:
-            self._violation(f"the run was resumed after step {record['step']}, but step {self.audit.steps} was the last")
+            self._violation(
+                f"the run was resumed after step {record['step']}, but step {self.audit.steps} was the last"
+            )
         if set(record["in_flight"]) != set(self._live):
             differing = sorted(set(record["in_flight"]) ^ set(self._live))
-            self._violation(f"{len(differing)} prompts are in flight only before or after step {record['step']} was resumed: {differing[:3]}")
+            self._violation(
+                f"{len(differing)} prompts are in flight only before or after step {record['step']} was "
+                f"resumed: {differing[:3]}"
+            )
 
     _finished_elsewhere: set[str] = set()
     """Prompts whose answers another ledger may tell of."""
@@ -217,7 +235,10 @@ class _Books:
             lag = step - 1 - first
             self.audit.lag_max = max(self.audit.lag_max, lag)
             if self.audit.max_lag is not None and not 0 <= lag <= self.audit.max_lag:
-                self._violation(f"trajectory {key} has lag {lag} in step {step}; from 0 to {self.audit.max_lag} is allowed")
+                self._violation(
+                    f"trajectory {key} has lag {lag} in step {step}; from 0 to {self.audit.max_lag} is "
+                    "allowed"
+                )
 
     def _serves(self, record: Record) -> None:
         version = int(record["version"])
@@ -233,7 +254,10 @@ class _Books:
             self._violation(f"the run ended as {self.audit.status!r}; it can be {', '.join(ENDS)}")
         if self.audit.status == "completed":
             if self._live:
-                self._violation(f"the run completed with {len(self._live)} prompts in flight, e.g. {sorted(self._live)[:3]}")
+                self._violation(
+                    f"the run completed with {len(self._live)} prompts in flight, e.g. "
+                    f"{sorted(self._live)[:3]}"
+                )
             if self.audit.steps < self._last_step:
                 self._violation(f"the run completed after step {self.audit.steps} of {self._last_step}")
         if int(record["drawn"]) != self.audit.dispatched or int(record["in_flight"]) != len(self._live):
@@ -255,7 +279,12 @@ def audit(records: Iterable[Record], void: int = 0) -> Audit:
     found.void = void
     if found.processes == 0:
         begun = found.num_violations or found.dispatched
-        found.violations.insert(0, "the first record is missing, which opens the ledger" if begun else "the ledger has no whole record")
+        found.violations.insert(
+            0,
+            "the first record is missing, which opens the ledger"
+            if begun
+            else "the ledger has no whole record",
+        )
         found.num_violations += 1
     return found
 

@@ -58,7 +58,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     ready and no timer is set nothing can ever happen again, and `run_*` raises WaitTimeout with the
     names of the tasks that wait.
 
-    A model with millions of events of its own, few of which concern a task, need not set a timer for each: see `attach`.
+    A model with millions of events of its own, few of which concern a task, need not set a timer for each:
+    see `attach`.
     """
 
     _scheduled: list[asyncio.TimerHandle]  # asyncio's own heap; its head is live whenever it selects
@@ -71,9 +72,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._attached: list[Callable[[float], object]] = []
 
     def attach(self, go_on: Callable[[float], object]) -> None:
-        """Have `go_on(until)` called before each jump: until then nothing else happens, infinity if no timer is set.
+        """Have `go_on(until)` called before each jump: until then nothing else happens, infinity if no timer
+        is set.
 
-        It lets what it models go on, to `until` at most, and where that concerns a task sets a timer for it and stops.
+        It lets what it models go on, to `until` at most, and where that concerns a task sets a timer for it
+        and stops.
         """
         self._attached.append(go_on)
 
@@ -165,10 +168,14 @@ async def within(
             deadline.settle()
 
 
-async def unless_broken(awaitable: Awaitable[T], broken: Callable[[], BaseException | None], poll_s: float = 0.5) -> T:
-    """Await something that will never come if whoever should bring it is broken, which `broken` tells by the error to raise.
+async def unless_broken(
+    awaitable: Awaitable[T], broken: Callable[[], BaseException | None], poll_s: float = 0.5
+) -> T:
+    """Await something that will never come if whoever should bring it is broken, which `broken` tells by the
+    error to raise.
 
-    Raises that error, within `poll_s` seconds; what the awaitable raises comes through. Whatever ends the wait cancels it, and
+    Raises that error, within `poll_s` seconds; what the awaitable raises comes through. Whatever ends the
+    wait cancels it, and
     it has ended by then.
     """
     bringing = asyncio.ensure_future(awaitable)

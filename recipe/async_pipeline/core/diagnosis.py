@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a pipeline stands still, in words: who waits for whom, what everybody does, what happened last.
 
-Composes text from what is in memory and changes nothing, so it may be asked for at any moment on the loop; the
+Composes text from what is in memory and changes nothing, so it may be asked for at any moment on the loop;
+the
 moment of interest is the one at which the deadline of a wait has passed, before the roles are stopped.
 """
 
@@ -48,11 +49,20 @@ def diagnose(flow: AsyncTrainingFlow, expired: Wait | None = None) -> Diagnosis:
         ("who waits for whom", _waits(owners, now)),
         ("roles", [f"{_state(m, flow)}{_item(m)}" for m in flow.machines]),
         ("pools", [] if flow.pools is None else [flow.pools.get(name).describe() for name in flow.pools]),
-        ("channels", [f"{ch.name}: {len(ch)} of {ch.capacity}{', closed' if ch.closed else ''}" for ch in _channels(flow.machines)]),
+        (
+            "channels",
+            [
+                f"{ch.name}: {len(ch)} of {ch.capacity}{', closed' if ch.closed else ''}"
+                for ch in _channels(flow.machines)
+            ],
+        ),
         ("queue and versions", _counts(flow)),
         (f"last {LAST_EVENTS} events", [str(r.as_dict()) for r in flow.log.records[-LAST_EVENTS:]]),
     )
-    return Diagnosis(cause, "\n\n".join("\n  ".join([f"{title}:", *(lines or ["none"])]) for title, lines in paragraphs) + "\n")
+    return Diagnosis(
+        cause,
+        "\n\n".join("\n  ".join([f"{title}:", *(lines or ["none"])]) for title, lines in paragraphs) + "\n",
+    )
 
 
 def _owners() -> dict[str, _Owner]:
@@ -77,7 +87,10 @@ def _cause(
 ) -> str:
     cycle = cycle_in(graph)
     if cycle:
-        links = (f"{name} waits for {following} ({_what(owners[name])})" for name, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+        links = (
+            f"{name} waits for {following} ({_what(owners[name])})"
+            for name, following in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
+        )
         return f"deadlock: {', '.join(links)}"
     if expired is None:
         return "no deadlock"
@@ -87,13 +100,17 @@ def _cause(
     return f"{max(ends)[1]}; {waited}" if ends else waited
 
 
-def _end(flow: AsyncTrainingFlow, owners: Mapping[str, _Owner], name: str, waiter: str, now: float) -> tuple[float, str]:
+def _end(
+    flow: AsyncTrainingFlow, owners: Mapping[str, _Owner], name: str, waiter: str, now: float
+) -> tuple[float, str]:
     """For how long, in seconds, somebody has been what keeps `waiter` waiting; and that in words."""
     machine = next((m for m in flow.machines if m.name == name), None)
     if machine is not None:
         doing = f", {_what(owners[name])}" if name in owners else ""
         return flow.log.elapsed() - machine.machine.since_t, f"{_state(machine, flow)}{doing}"
-    return max(now - wait.since for wait in owners[waiter].waits), f"{name} holds up {waiter}, {_what(owners[waiter])}"
+    return max(
+        now - wait.since for wait in owners[waiter].waits
+    ), f"{name} holds up {waiter}, {_what(owners[waiter])}"
 
 
 def _ends(graph: Mapping[str, Sequence[str]], start: str) -> Iterator[tuple[str, str]]:
@@ -127,7 +144,9 @@ def _what(owner: _Owner) -> str:
 
 
 def _state(machine: RoleStateMachine, flow: AsyncTrainingFlow) -> str:
-    return f"{machine.name} is {machine.state.name} since {flow.log.elapsed() - machine.machine.since_t:.1f} s"
+    return (
+        f"{machine.name} is {machine.state.name} since {flow.log.elapsed() - machine.machine.since_t:.1f} s"
+    )
 
 
 def _item(machine: RoleStateMachine) -> str:
@@ -143,7 +162,8 @@ def _counts(flow: AsyncTrainingFlow) -> list[str]:
     queue, versions, ledger = flow.queue, flow.versions, flow.ledger
     fates = ", ".join(f"{ledger.count(fate)} {fate}" for fate in ("trained", "filtered", "expired", "failed"))
     return [
-        f"message queue: {queue.untrained} groups untrained, {queue.finished} of them finished, room for {queue.room()}",
+        f"message queue: {queue.untrained} groups untrained, {queue.finished} of them finished, room for "
+        f"{queue.room()}",
         f"versions: trained {versions.trained}, gathered {versions.gathered}, served {versions.served}",
         f"groups: {ledger.drawn} drawn, {fates}, {len(ledger.in_flight)} without a fate",
         f"steps trained: {ledger.step} of {flow.trainer.last_step}",

@@ -4,7 +4,8 @@
     time          never goes back
     roles         move by the table of `machine`, lane by lane
     pools         have no more tenants at once than slots
-    versions      are trained one after another, gathered once trained, served once gathered, and never go back
+    versions      are trained one after another, gathered once trained, served once gathered, and never go
+    back
     lag           of what is trained keeps to the bound
 
 Whether every prompt has one fate, the ledger says; see `audit`.
@@ -80,7 +81,10 @@ class EventAudit:
             self._say(f"{lane[0]}[{lane[1]}] at {self._t:.6f} s: {error}")
             after = StageState[said]
         if after.name != said:
-            self._say(f"{lane[0]}[{lane[1]}] at {self._t:.6f} s: {event.name} leads from {before.name} to {after.name}, not {said}")
+            self._say(
+                f"{lane[0]}[{lane[1]}] at {self._t:.6f} s: {event.name} leads from {before.name} to "
+                f"{after.name}, not {said}"
+            )
         self._states[lane] = after
 
     def _lease(self, pool: str, lane: tuple[str, int], event: str, state: str) -> None:
@@ -89,7 +93,10 @@ class EventAudit:
             tenants.add(lane)
             if len(tenants) > self._slots[pool]:
                 held = ", ".join(f"{role}[{number}]" for role, number in sorted(tenants))
-                self._say(f"pool {pool} at {self._t:.6f} s: {len(tenants)} leases on {self._slots[pool]} slots: {held}")
+                self._say(
+                    f"pool {pool} at {self._t:.6f} s: {len(tenants)} leases on {self._slots[pool]} slots: "
+                    f"{held}"
+                )
         elif event in RELEASING or state in RELEASING:
             tenants.discard(lane)
 

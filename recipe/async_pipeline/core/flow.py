@@ -105,7 +105,8 @@ class AsyncTrainingFlow:
         keep_records: int | None = None,
         startup_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`keep_records` bounds the events kept in memory; subscribers see all of them. `startup_s` says how long
+        """`keep_records` bounds the events kept in memory; subscribers see all of them. `startup_s` says how
+        long
         the run has been coming up when the flow begins.
         """
         self.trainer = trainer
@@ -117,7 +118,10 @@ class AsyncTrainingFlow:
         self.versions = Versions()
         self.queue = trainer.message_queue(self.versions, self.max_lag)
         self.ledger = Ledger(
-            max_lag=self.max_lag, first_step=trainer.first_step, last_step=trainer.last_step, facts=trainer.facts
+            max_lag=self.max_lag,
+            first_step=trainer.first_step,
+            last_step=trainer.last_step,
+            facts=trainer.facts,
         )
         self.queue.on_drop(lambda uid: self.ledger.give_up(uid, "expired", "it held a step up"))
         self.publications: list[Publication] = []
@@ -136,7 +140,9 @@ class AsyncTrainingFlow:
             self.versions.advance_critic(trainer.first_step - 1)
             self.versions.advance_saved(trainer.first_step - 1)
         self.resumed = trainer.resumed
-        """What a checkpoint says of an earlier process, in whose place this one goes on; None: there was none."""
+        """What a checkpoint says of an earlier process, in whose place this one goes on; None: there was
+        none.
+        """
         if self.resumed is not None:
             self.queue.restore(self.resumed.queue)
             self.ledger.restore(self.resumed.ledger, {group.uid for group in self.resumed.finished()})
@@ -194,11 +200,14 @@ class AsyncTrainingFlow:
         )
 
     def check_books(self) -> None:
-        """Raises ConservationError: the prompts without a fate are not those that are somewhere in the pipeline."""
+        """Raises ConservationError: the prompts without a fate are not those that are somewhere in the
+        pipeline.
+        """
         self.ledger.check(self.queue.live)
 
     def state(self, step: int) -> FlowState:
-        """What a checkpoint of `step` has to hold; to be called after that step was trained, before the next one is.
+        """What a checkpoint of `step` has to hold; to be called after that step was trained, before the next
+        one is.
 
         Raises ConservationError: the books do not balance.
         """
@@ -208,7 +217,9 @@ class AsyncTrainingFlow:
     def published(self, publication: Publication) -> Change | None:
         """A publication is over; says whether less, or more, is done asynchronously from now on."""
         self.publications.append(publication)
-        change = self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
+        change = (
+            self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
+        )
         if change is not None:
             cautious = min(self._depth, self.trainer.caution.depth)
             self.queue.depth = cautious if change.level is Level.ON_POLICY else self._depth
@@ -244,7 +255,9 @@ class AsyncTrainingFlow:
             }
         )
         channels: dict[tuple[str, str], Channel[Any]] = {
-            (a, b): Channel(f"{a}->{b}", EDGE_CAPACITY, producers=lanes[a]) for a, bs in self.graph.items() for b in bs
+            (a, b): Channel(f"{a}->{b}", EDGE_CAPACITY, producers=lanes[a])
+            for a, bs in self.graph.items()
+            for b in bs
         }
         for role in self.graph:
             pool = self.trainer.pool_of(role)
@@ -258,7 +271,11 @@ class AsyncTrainingFlow:
     def _facts_of(self, pool: str) -> dict[str, Any]:
         assert self.pools is not None
         tenants = [role for role in self.graph if self.trainer.pool_of(role) == pool]
-        return {"devices": self.pools.get(pool).devices, "slots": self.pools.get(pool).slots, "roles": tenants}
+        return {
+            "devices": self.pools.get(pool).devices,
+            "slots": self.pools.get(pool).slots,
+            "roles": tenants,
+        }
 
     def _slots(self, pool: str, lanes: Mapping[str, int]) -> int:
         """A pool is exclusive unless the only role on it has several lanes, which then share it."""
@@ -279,7 +296,6 @@ class AsyncTrainingFlow:
             self.log.append("flow", "FAILED", "FAILED", why=f"{role}: {type(error).__name__}: {error}"[:500])
             raise error
 
-
     async def _watch(self, roles: Iterable[asyncio.Task[None]]) -> None:
         try:
             await self.trainer.watch()
@@ -296,7 +312,9 @@ def _role(name: str) -> type[RoleStateMachine]:
 
 
 def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The graph of these roles only. Raises ConfigError: an unknown role, or one that nobody may leave out."""
+    """The graph of these roles only. Raises ConfigError: an unknown role, or one that nobody may leave
+    out.
+    """
     wanted = set(roles)
     unknown = wanted - GRAPH.keys()
     if unknown:
@@ -315,7 +333,9 @@ def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str
     Raises ConfigError: no such role or edge, or the role is in the graph already.
     """
     if role_name not in ROLES:
-        raise ConfigError(f"no role is called {role_name!r}; decorate its class with @register_role({role_name!r})")
+        raise ConfigError(
+            f"no role is called {role_name!r}; decorate its class with @register_role({role_name!r})"
+        )
     if role_name in graph:
         raise ConfigError(f"role {role_name!r} is in the pipeline already")
     if before not in graph.get(after, ()):

@@ -5,11 +5,15 @@
         ▲  │           └──────► filtered, failed    not trained, and another prompt is drawn instead
      again └──────────────────► expired             given up, because it held a step up
 
-Each change is one record, numbered without a gap, that goes to the subscribers. What is kept in memory does not grow
-with the run: prompts without a fate, sums, and the groups of the last step, so that its commit may be repeated.
+Each change is one record, numbered without a gap, that goes to the subscribers. What is kept in memory does
+not grow
+with the run: prompts without a fate, sums, and the groups of the last step, so that its commit may be
+repeated.
 
-A checkpoint holds the account (`state`) with the number of the last record that it has seen. A run that goes on from
-it numbers its first record, `resumed`, next to that one. So all records with that number or a higher one that stand
+A checkpoint holds the account (`state`) with the number of the last record that it has seen. A run that goes
+on from
+it numbers its first record, `resumed`, next to that one. So all records with that number or a higher one that
+stand
 before it in the file are void: they tell of work that the checkpoint does not hold and that is done anew.
 """
 
@@ -23,10 +27,14 @@ from ..errors import ConservationError
 from .items import Group
 
 Fate = Literal["trained", "filtered", "expired", "failed"]
-"""filtered: finished, and teaches nothing. expired: given up, because it held a step up. failed: its data is bad."""
+"""filtered: finished, and teaches nothing. expired: given up, because it held a step up. failed: its data
+is bad.
+"""
 NotTrained = Literal["filtered", "expired", "failed"]
 Why = Literal["stale", "flawed", "resumed"]
-"""Why a prompt is answered again: it held a step up, its data was bad, or the process that waited for it ended."""
+"""Why a prompt is answered again: it held a step up, its data was bad, or the process that waited for it
+ended.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +70,9 @@ class LedgerState:
 class Ledger:
     """The account. Belongs to one event loop."""
 
-    def __init__(self, *, max_lag: int, last_step: int, first_step: int = 1, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, *, max_lag: int, last_step: int, first_step: int = 1, facts: Mapping[str, Any] | None = None
+    ) -> None:
         """`facts`: what else the first record says of the run."""
         self._facts = {"max_lag": max_lag, "last_step": last_step, **(facts or {})}
         self._number = 0
@@ -135,7 +145,8 @@ class Ledger:
         self._append("dispatched", uid=uid, step=step, version=version)
 
     def answer_again(self, uid: str, why: Why, version: int, kept_tokens: int = 0) -> None:
-        """A prompt goes out once more, while `version` is served; so many tokens of its answers need not be written anew.
+        """A prompt goes out once more, while `version` is served; so many tokens of its answers need not be
+        written anew.
 
         Raises ConservationError: it is not in flight.
         """
@@ -145,7 +156,9 @@ class Ledger:
         self._append("again", uid=uid, why=why, version=version, kept_tokens=kept_tokens)
 
     def finish(self, group: Group) -> None:
-        """All answers of a group are there. Raises ConservationError: it is not in flight, or was finished before."""
+        """All answers of a group are there. Raises ConservationError: it is not in flight, or was finished
+        before.
+        """
         self._require(group.uid, "finished")
         if self._in_flight[group.uid]:
             raise ConservationError(f"prompt {group.uid} is finished, but was finished before")
@@ -164,9 +177,11 @@ class Ledger:
         self._append(fate, uid=uid, **({"why": why} if why else {}))
 
     def commit(self, step: int, groups: Sequence[Group]) -> None:
-        """The optimizer has taken `step`, over these groups. The last commit may be repeated, and is then not another one.
+        """The optimizer has taken `step`, over these groups. The last commit may be repeated, and is then not
+        another one.
 
-        Raises ConservationError: not the next step, a repetition with other groups, or a group that is not in flight.
+        Raises ConservationError: not the next step, a repetition with other groups, or a group that is not in
+        flight.
         """
         uids = [group.uid for group in groups]
         if step == self._step and self._last == frozenset(uids):
@@ -176,7 +191,9 @@ class Ledger:
         for uid in uids:
             self._require(uid, f"trained in step {step}")
         if len(set(uids)) < len(uids):
-            raise ConservationError(f"step {step} holds a group twice: {sorted(u for u in uids if uids.count(u) > 1)[0]}")
+            raise ConservationError(
+                f"step {step} holds a group twice: {sorted(u for u in uids if uids.count(u) > 1)[0]}"
+            )
         for uid in uids:
             del self._in_flight[uid]
         answers = [one for group in groups for one in group.trajectories]
@@ -210,10 +227,16 @@ class Ledger:
         lost, strange = self._in_flight.keys() - set(live), set(live) - self._in_flight.keys()
         if lost or strange:
             what = [f"{len(lost)} prompts were lost, e.g. {sorted(lost)[:3]}"] if lost else []
-            what += [f"{len(strange)} have a fate and are still about, e.g. {sorted(strange)[:3]}"] if strange else []
+            what += (
+                [f"{len(strange)} have a fate and are still about, e.g. {sorted(strange)[:3]}"]
+                if strange
+                else []
+            )
             raise ConservationError(f"after step {self._step}, of {self._drawn} prompts {'; '.join(what)}")
         if self._drawn != self.settled + len(self._in_flight):
-            raise ConservationError(f"{self._drawn} prompts drawn, {self.settled} settled, {len(self._in_flight)} in flight")
+            raise ConservationError(
+                f"{self._drawn} prompts drawn, {self.settled} settled, {len(self._in_flight)} in flight"
+            )
 
     # Checkpoints.
 
@@ -230,7 +253,9 @@ class Ledger:
         )
 
     def restore(self, state: LedgerState, finished: Collection[str]) -> None:
-        """Go on from a checkpoint, before anything else happens. `finished`: prompts whose answers it holds."""
+        """Go on from a checkpoint, before anything else happens. `finished`: prompts whose answers it
+        holds.
+        """
         self._resumed = True
         self._number, self._step, self._drawn = state.number, state.step, state.drawn
         self._in_flight = {uid: uid in finished for uid in state.in_flight}
@@ -243,7 +268,9 @@ class Ledger:
 
     def _require(self, uid: str, what: str) -> None:
         if uid not in self._in_flight:
-            raise ConservationError(f"prompt {uid} is {what}, but is not in flight: never drawn, or it has a fate already")
+            raise ConservationError(
+                f"prompt {uid} is {what}, but is not in flight: never drawn, or it has a fate already"
+            )
 
     def _append(self, kind: str, **fields: Any) -> None:
         self._number += 1

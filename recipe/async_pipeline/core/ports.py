@@ -60,7 +60,9 @@ class PipelineTrainer(Protocol):
         """
 
     def reference(self, step: int) -> int | None:
-        """The published version that is the reference policy of the step; None: it is what the run began with."""
+        """The published version that is the reference policy of the step; None: it is what the run began
+        with.
+        """
 
     def saves(self, step: int) -> bool:
         """Is there to be a checkpoint of `step`?"""
@@ -103,7 +105,8 @@ class PipelineTrainer(Protocol):
         """Log the metrics of a trained batch and free its samples."""
 
     async def save(self, state: FlowState) -> bool:
-        """Make a checkpoint. What the trainer adds of its own that changes beside, it takes before it first waits.
+        """Make a checkpoint. What the trainer adds of its own that changes beside, it takes before it first
+        waits.
 
         False: it could not be written, and the run is to go on without.
         """
@@ -118,8 +121,11 @@ class PipelineTrainer(Protocol):
         """Less, or more, is done asynchronously from now on; for the user to know."""
 
     async def watch(self) -> None:
-        """Look after whatever serves, beside the roles and for as long as they run. Raises what is to end the run."""
+        """Look after whatever serves, beside the roles and for as long as they run. Raises what is to end
+        the run.
+        """
 
     async def validate(self, version: int) -> float | None:
-        """Validate a version that was just served, if that is due; it stays served meanwhile. Returns the seconds."""
-
+        """Validate a version that was just served, if that is due; it stays served meanwhile. Returns the
+        seconds.
+        """

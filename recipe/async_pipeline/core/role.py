@@ -85,7 +85,10 @@ class RoleStateMachine(ABC):
 
         Waits for: every producer. Raises ChannelClosed: the inputs have ended and are drained.
         """
-        items = [await self._wait(ch.receive(), f"an item from {ch.name}", self._producers(ch)) for ch in self.inputs]
+        items = [
+            await self._wait(ch.receive(), f"an item from {ch.name}", self._producers(ch))
+            for ch in self.inputs
+        ]
         steps = {getattr(item, "step", None) for item in items}
         if len(steps) > 1:
             raise StageProtocolError(f"{self.name} joined items of different steps {sorted(map(str, steps))}")
@@ -134,13 +137,18 @@ class RoleStateMachine(ABC):
     async def until(self, kind: Kind, version: int) -> None:
         """Return once a version is trained, gathered or served, or the critic has learned from that step.
 
-        A wait is noted as GATED, `on` the role that makes it. Waits for: that role. Unblocked by: its next step.
+        A wait is noted as GATED, `on` the role that makes it. Waits for: that role. Unblocked by: its next
+        step.
         """
         if self.pipeline.versions.reached(kind) >= version:
             return
         maker = MADE_BY[kind]
         self.note("GATED", on=maker, version=version)
-        what = f"the critic to have learned from step {version}" if kind == "critic" else f"version {version} to be {kind}"
+        what = (
+            f"the critic to have learned from step {version}"
+            if kind == "critic"
+            else f"version {version} to be {kind}"
+        )
         await self._wait(
             self.pipeline.versions.wait_for(kind, version),
             what,
@@ -184,7 +192,9 @@ class RoleStateMachine(ABC):
     async def _acquire(self) -> Lease | None:
         if self.pool is None:
             return None
-        return await self._wait(self.pool.acquire(self.name), f"a lease on pool {self.pool.name}", self.pool.describe)
+        return await self._wait(
+            self.pool.acquire(self.name), f"a lease on pool {self.pool.name}", self.pool.describe
+        )
 
     def _end(self, error: BaseException) -> None:
         self.release()
@@ -239,7 +249,9 @@ def create_role_state_machine(
     try:
         cls = ROLES[role_name]
     except KeyError:
-        raise ConfigError(f"no role is called {role_name!r}; registered: {', '.join(sorted(ROLES))}") from None
+        raise ConfigError(
+            f"no role is called {role_name!r}; registered: {', '.join(sorted(ROLES))}"
+        ) from None
     return cls(pipeline=pipeline, trainer=trainer, lane=lane)
 
 

@@ -52,7 +52,8 @@ def check_lag(step: int, first_version: int, max_lag: int, what: str) -> int:
 class Versions:
     """The newest version that was trained, gathered and served: served <= gathered <= trained, always.
 
-    Beside them, the step that the critic has learned from; it has versions of its own, and nobody publishes those. And
+    Beside them, the step that the critic has learned from; it has versions of its own, and nobody publishes
+    those. And
     the step whose checkpoint, if it gets one, is complete.
 
     Nothing is gathered or served (-1) until version 0 was published. Each counter only grows; it may
@@ -82,11 +83,15 @@ class Versions:
         self._advance("trained", version)
 
     def advance_critic(self, version: int) -> None:
-        """The critic has learned from step `version`. Raises StalenessViolation: it had from a later one before."""
+        """The critic has learned from step `version`. Raises StalenessViolation: it had from a later one
+        before.
+        """
         self._advance("critic", version)
 
     def advance_saved(self, step: int) -> None:
-        """Nothing of step `step` is to be saved any more. Raises StalenessViolation: a later one was saved before."""
+        """Nothing of step `step` is to be saved any more. Raises StalenessViolation: a later one was saved
+        before.
+        """
         self._advance("saved", step)
 
     def advance_gathered(self, version: int) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the pipeline has to remember to go on after a step in another process: no tensors, no tasks, no clock.
 
-It is taken in one turn of the event loop, after the step was trained and before the weights change again. Everything
+It is taken in one turn of the event loop, after the step was trained and before the weights change again.
+Everything
 that was drawn is in exactly one place then:
 
     trained, filtered, expired, failed   in the ledger's sums only
@@ -9,9 +10,11 @@ that was drawn is in exactly one place then:
     finished                             an entry with a group: it waits in the queue
     answered                             an entry with an answer: nobody has judged yet whether it is trained
     in flight                            an entry with neither: its prompt goes out again
-    not entered                          with the trainer, which deals prompts out in the order in which it drew them
+    not entered                          with the trainer, which deals prompts out in the order in which it
+    drew them
 
-Leave to draw prompts is not kept: whoever goes on has to ask again, and gets it as soon as weights are served.
+Leave to draw prompts is not kept: whoever goes on has to ask again, and gets it as soon as weights are
+served.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much asynchrony the weight updates bear: less after repeated failures, more again after a clean stretch.
+"""How much asynchrony the weight updates bear: less after repeated failures, more again after a clean
+stretch.
 
     asynchronous ──► blocking ──► on-policy          `after` failed publications in a row, one level down
                  ◄──          ◄──                    `clean` good ones in a row, one level up
 
-A publication has failed if any replica had to be fenced for it. *Blocking*: a step waits until the weights of the one
-before are served everywhere, so that nothing competes with the load. *On-policy*: besides, no batch is generated ahead.
+A publication has failed if any replica had to be fenced for it. *Blocking*: a step waits until the weights of
+the one
+before are served everywhere, so that nothing competes with the load. *On-policy*: besides, no batch is
+generated ahead.
 The run goes on in each case, only slower; lag never exceeds what was asked for.
 """
 

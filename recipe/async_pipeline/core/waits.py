@@ -3,7 +3,8 @@
 
     [train waits for the gather of version 3]  ─ holders ─►  [param_update waits for ...]  ─►  ...
 
-Followed from one wait to the next this is a wait-for graph. A holder that does not wait itself, or whose wait names
+Followed from one wait to the next this is a wait-for graph. A holder that does not wait itself, or whose wait
+names
 nobody, may still go on, and so may all who wait for it; where nobody of a set may, the set is deadlocked.
 """
 
@@ -17,7 +18,9 @@ from weakref import WeakKeyDictionary
 
 
 class Holders(str):
-    """Who holds what is waited for, in words that also know the names of those who can be followed further."""
+    """Who holds what is waited for, in words that also know the names of those who can be followed
+    further.
+    """
 
     names: tuple[str, ...]
 
@@ -54,7 +57,9 @@ class Waits:
     def __init__(self) -> None:
         self._open: dict[Wait, None] = {}
         self.on_expiry: Callable[[Wait], str] | None = None
-        """Called on the loop when the deadline of a wait has passed, before anybody learns of it; says what it comes down to."""
+        """Called on the loop when the deadline of a wait has passed, before anybody learns of it; says
+        what it comes down to.
+        """
 
     @property
     def open(self) -> tuple[Wait, ...]:
@@ -88,7 +93,8 @@ def waits_of(loop: asyncio.AbstractEventLoop | None = None) -> Waits:
 
 
 def deadlocked(graph: Mapping[str, Iterable[str]]) -> set[str]:
-    """Those who can never go on. `graph`: who waits -> those of whom any one could end that; who does not wait is not in it.
+    """Those who can never go on. `graph`: who waits -> those of whom any one could end that; who does not
+    wait is not in it.
 
     A wait that names nobody may end from elsewhere (an engine, a timer), and so may all that follow from it.
     """
@@ -99,7 +105,9 @@ def deadlocked(graph: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def cycle_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
-    """Some deadlocked names, each waiting for the next and the last for the first; none if there is no deadlock."""
+    """Some deadlocked names, each waiting for the next and the last for the first; none if there is no
+    deadlock.
+    """
     stuck = deadlocked(graph)
     path: list[str] = sorted(stuck)[:1]
     while path:

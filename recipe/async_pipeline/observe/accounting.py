@@ -8,12 +8,14 @@ Each second of each device of each pool has exactly one reason:
     validation        a version is validated on the rollout's devices
     wait_environment  answers are open, and all of them are with an agent loop, a tool or a reward function
     lease_<role>      a role holds the pool and waits for room to hand on what it made
-    wait_<role>       nobody holds the pool, and this is the nearest role, going back from those that live on it,
+    wait_<role>       nobody holds the pool, and this is the nearest role, going back from those that live on
+    it,
                       that is at work: whom the pool waits for
     start_up          until the first version is served
     none              nobody anywhere is at work: the run is ending
 
-What happened inside the rollout's servers is known when they next load a version: how long they had requests open,
+What happened inside the rollout's servers is known when they next load a version: how long they had requests
+open,
 how long they stood still. Until then their pool's seconds are pending, and count as the roles saw them.
 """
 
@@ -96,7 +98,9 @@ class Accounting:
     steady_s: float
     """Without start-up: seconds since the first version was served."""
     loop_s: float = 0.0
-    """Of `steady_s`, what the steps would have taken had each only waited its turn for its longest answer; see `overlap_efficiency`."""
+    """Of `steady_s`, what the steps would have taken had each only waited its turn for its longest answer;
+    see `overlap_efficiency`.
+    """
 
     def check(self) -> None:
         """Raises AccountingError: a pool's seconds are not its devices times the wall clock."""
@@ -104,17 +108,24 @@ class Accounting:
             expected = pool.devices * self.wall_s
             if abs(pool.total - expected) > _TOLERANCE * max(1.0, expected):
                 raise AccountingError(
-                    f"pool {name}: {pool.total:.6f} device-seconds are accounted for, {expected:.6f} have passed"
+                    f"pool {name}: {pool.total:.6f} device-seconds are accounted for, {expected:.6f} have "
+                    "passed"
                 )
 
     def after(self, earlier: Accounting, loop_s: float) -> Accounting:
         """What came on top of an earlier account of the same run; `loop_s` of that part."""
         pools = {
-            name: PoolAccount(devices=p.devices, roles=p.roles, seconds=_sum(p.seconds, _negative(earlier.pools[name].seconds)))
+            name: PoolAccount(
+                devices=p.devices,
+                roles=p.roles,
+                seconds=_sum(p.seconds, _negative(earlier.pools[name].seconds)),
+            )
             for name, p in self.pools.items()
         }
         wall_s = self.wall_s - earlier.wall_s
-        result = Accounting(wall_s=wall_s, pools=pools, steps=self.steps[len(earlier.steps) :], steady_s=wall_s, loop_s=loop_s)
+        result = Accounting(
+            wall_s=wall_s, pools=pools, steps=self.steps[len(earlier.steps) :], steady_s=wall_s, loop_s=loop_s
+        )
         result.check()
         return result
 
@@ -126,15 +137,19 @@ class Accounting:
 
     @property
     def busiest(self) -> float:
-        """Share of that time in which the busiest pool worked: 1 if no schedule could be faster on these pools."""
+        """Share of that time in which the busiest pool worked: 1 if no schedule could be faster on these
+        pools.
+        """
         busy = [pool.busy / pool.devices for pool in self.pools.values() if pool.devices]
         return min(1.0, max(busy, default=0.0) / self.steady_s) if self.steady_s else 0.0
 
     @property
     def overlap_efficiency(self) -> float:
-        """How close the steps were to the fastest that any schedule could make of the same work on these pools.
+        """How close the steps were to the fastest that any schedule could make of the same work on these
+        pools.
 
-        Two bounds, of which the larger counts. A pool cannot do its work in less time than it takes. And of the loop
+        Two bounds, of which the larger counts. A pool cannot do its work in less time than it takes. And of
+        the loop
         prompt, longest answer, optimizer step, weights only max_lag + 1 batches can be under way at a time.
         """
         return min(1.0, max(self.busiest, self.loop_s / self.steady_s)) if self.steady_s else 0.0
@@ -178,7 +193,9 @@ class Accountant:
     def account(self) -> Accounting:
         """Everything up to the last record. Raises AccountingError: it does not add up."""
         pools = {
-            name: PoolAccount(devices=p.devices, roles=p.roles, seconds=_sum(p.seconds, self._pending.get(name, {})))
+            name: PoolAccount(
+                devices=p.devices, roles=p.roles, seconds=_sum(p.seconds, self._pending.get(name, {}))
+            )
             for name, p in self._pools.items()
         }
         result = Accounting(
@@ -192,7 +209,8 @@ class Accountant:
         return result
 
     def since_warm(self) -> Accounting | None:
-        """Only what went on since the first publication after the first step, by when code is compiled and caches are full.
+        """Only what went on since the first publication after the first step, by when code is compiled and
+        caches are full.
 
         None: nothing did. Raises AccountingError: it does not add up.
         """
@@ -211,7 +229,8 @@ class Accountant:
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._downstream = {role: tuple(consumers) for role, consumers in facts["graph"].items()}
         self._upstream = {
-            role: tuple(a for a, consumers in self._downstream.items() if role in consumers) for role in self._downstream
+            role: tuple(a for a, consumers in self._downstream.items() if role in consumers)
+            for role in self._downstream
         }
         # Leave to draw prompts comes with a publication.
         self._upstream["dataloader"] = ("param_update",)
@@ -242,7 +261,9 @@ class Accountant:
     def _note(self, record: LogRecord) -> None:
         if record.event == "SERVED":
             self._settle(record.fields)
-            self._weights_s = sum(float(record.fields.get(part, 0.0)) for part in ("gather_s", "transfer_s", "load_s"))
+            self._weights_s = sum(
+                float(record.fields.get(part, 0.0)) for part in ("gather_s", "transfer_s", "load_s")
+            )
             if self._steps and self._warm is None:
                 self._warm, self._warm_t = self.account(), record.t
             if not self._serving:
@@ -251,10 +272,17 @@ class Accountant:
             for name in self._pending:
                 self._shift(name, float(record.fields["seconds"]) * self._pools[name].devices, "validation")
         elif record.event == "TRAINED":
-            tail_s, after_s = float(record.fields.get("batch/tail_s", 0.0)), self._step["train"] + self._weights_s
+            tail_s, after_s = (
+                float(record.fields.get("batch/tail_s", 0.0)),
+                self._step["train"] + self._weights_s,
+            )
             self._loop_s += (tail_s + after_s) / self._batches_in_flight
             # Answers that began in the cold took longer for that.
-            self._warm_loop_s += (min(tail_s, record.t - self._warm_t) + after_s) / self._batches_in_flight if self._warm else 0.0
+            self._warm_loop_s += (
+                (min(tail_s, record.t - self._warm_t) + after_s) / self._batches_in_flight
+                if self._warm
+                else 0.0
+            )
             self._steps.append(StepAccount(step=int(record.fields["step"]), seconds=dict(self._step)))
             self._step = defaultdict(float)
 
@@ -320,7 +348,9 @@ class Accountant:
     # What the servers say afterwards.
 
     def _settle(self, facts: Mapping[str, Any]) -> None:
-        """The seconds since the last version: how long requests were open, how long the servers stood still."""
+        """The seconds since the last version: how long requests were open, how long the servers stood
+        still.
+        """
         for name, pending in self._pending.items():
             each = self._pools[name].devices / max(1, int(facts["replicas"]))
             stalled = float(facts["stall_s"]) * each
@@ -333,9 +363,13 @@ class Accountant:
             pending.clear()
 
     def _shift(self, pool: str, amount: float, to: str, since: str | None = None) -> None:
-        """Give pending seconds another reason: first those of `since` (default: of generation), then others of waiting."""
+        """Give pending seconds another reason: first those of `since` (default: of generation), then
+        others of waiting.
+        """
         pending = self._pending[pool]
-        sources = [since] if since else ["compute_generate", *sorted(r for r in pending if r.startswith("wait_"))]
+        sources = (
+            [since] if since else ["compute_generate", *sorted(r for r in pending if r.startswith("wait_"))]
+        )
         for source in sources:
             moved = min(amount, pending[source])
             if moved > 0:

@@ -38,7 +38,12 @@ def move_devices(facts: Facts) -> Advice | None:
     finding = f"pool {b} worked {facts.busy(b):.0%} of the time and pool {a} {facts.busy(a):.0%}"
     if role in facts.found.pools[b].roles:
         finding = f"the trainer waited {waited:.0%} of the time for {role}"
-    return Advice(rule="move_devices", finding=finding, change=f"move {_devices(n)} from pool {a} to pool {b}", gain=gain)
+    return Advice(
+        rule="move_devices",
+        finding=finding,
+        change=f"move {_devices(n)} from pool {a} to pool {b}",
+        gain=gain,
+    )
 
 
 def add_device(facts: Facts) -> Advice | None:
@@ -52,7 +57,8 @@ def add_device(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="add_device",
-        finding=f"pool {pool} worked {facts.busy(pool):.0%} of the time, and no other pool can spare a device",
+        finding=f"pool {pool} worked {facts.busy(pool):.0%} of the time, and no other pool can spare a "
+        "device",
         change=f"give pool {pool} one more device than its {model.devices[pool]}",
         gain=gain,
     )
@@ -64,13 +70,19 @@ def raise_max_lag(facts: Facts) -> Advice | None:
     best = model.gain(model.bound(loop=False))
     if best < WORTH_IT:
         return None
-    wanted = next(lag for lag in range(now + 1, now + 65) if lag == now + 64 or model.gain(model.bound(max_lag=lag)) >= best - 0.02)
+    wanted = next(
+        lag
+        for lag in range(now + 1, now + 65)
+        if lag == now + 64 or model.gain(model.bound(max_lag=lag)) >= best - 0.02
+    )
     return Advice(
         rule="raise_max_lag",
         finding=f"pools worked at most {facts.found.busiest:.0%} of the time, because only {now + 1} "
         f"{'batches' if now else 'batch'} may be under way",
         change=f"set max_lag to {wanted} instead of {now}"
-        + ("; async_strategy=one_step_off" if wanted == 1 else f"; samples may then be {wanted} versions old"),
+        + (
+            "; async_strategy=one_step_off" if wanted == 1 else f"; samples may then be {wanted} versions old"
+        ),
         gain=model.gain(model.bound(max_lag=wanted)),
     )
 
@@ -85,7 +97,8 @@ def lower_max_lag(facts: Facts) -> Advice | None:
     mean = fmean(facts.run.lag_mean.y) if facts.run.lag_mean else float(now)
     return Advice(
         rule="lower_max_lag",
-        finding=f"samples were {mean:.1f} versions old on average, and the devices are the limit with fewer batches under way as well",
+        finding=f"samples were {mean:.1f} versions old on average, and the devices are the limit with "
+        "fewer batches under way as well",
         change=f"set max_lag to {enough} instead of {now}: fresher samples at the same speed",
     )
 
@@ -102,7 +115,8 @@ def long_tail(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="long_tail",
-        finding=f"the longest answer of a step took {ratio:.1f} times as long as a mean one, and the trainer waited {waited:.0%} "
+        finding=f"the longest answer of a step took {ratio:.1f} times as long as a mean one, and the "
+        f"trainer waited {waited:.0%} "
         "of the time for generate",
         change="async_strategy=fully_async trains on what is finished instead of waiting for it",
         gain=gain if gain is not None and gain >= WORTH_IT else None,
@@ -118,8 +132,10 @@ def slow_environment(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="slow_environment",
-        finding=f"pool {pool} stood idle {share:.0%} of the time while all open answers were with agent loops, tools or reward functions",
-        change="keep more answers open (a larger max_lag or batch), or make what they wait for faster (rollout.agent.num_workers, reward_concurrency, reward_batch)",
+        finding=f"pool {pool} stood idle {share:.0%} of the time while all open answers were with agent "
+        "loops, tools or reward functions",
+        change="keep more answers open (a larger max_lag or batch), or make what they wait for faster "
+        "(rollout.agent.num_workers, reward_concurrency, reward_batch)",
     )
 
 
@@ -134,7 +150,8 @@ def heavy_weights(facts: Facts) -> Advice | None:
     return Advice(
         rule="heavy_weights",
         finding=f"weight updates took {share:.0%} of pool {pool}'s time",
-        change="set sync_every=2, which publishes every other version" + (", or stage=device, which shortens the load" if pool != "train" else ""),
+        change="set sync_every=2, which publishes every other version"
+        + (", or stage=device, which shortens the load" if pool != "train" else ""),
         gain=gain if gain >= WORTH_IT else None,
     )
 
@@ -161,7 +178,11 @@ def pool_of_its_own(facts: Facts) -> Advice | None:
     pool = home.get("train", "")
     options = []
     for role in ("ref_logp", "logp"):
-        work = facts.found.pools[pool].seconds.get(f"compute_{role}", 0.0) if home.get(role) == pool and pool else 0.0
+        work = (
+            facts.found.pools[pool].seconds.get(f"compute_{role}", 0.0)
+            if home.get(role) == pool and pool
+            else 0.0
+        )
         if work:
             apart = max(model.bound(work={pool: model.work[pool] - work}), work)
             options.append((model.gain(apart), role, facts.share(pool, f"compute_{role}")))
@@ -170,7 +191,8 @@ def pool_of_its_own(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="pool_of_its_own",
-        finding=f"{role} took {share:.0%} of the time of the devices that train, which are what the steps wait for",
+        finding=f"{role} took {share:.0%} of the time of the devices that train, which are what the steps "
+        "wait for",
         change=f"give {role} a pool of its own with one more device (trainer.v1.async_pipeline.pools)",
         gain=gain,
     )
@@ -183,7 +205,8 @@ def slow_reward(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="slow_reward",
-        finding=f"the trainer waited {waited:.0%} of the time for reward, which computes advantages on the host",
+        finding=f"the trainer waited {waited:.0%} of the time for reward, which computes advantages on the "
+        "host",
         change="give the trainer's host more CPU cores, or take smaller batches",
         gain=waited / (1 - waited) if waited < 1 else None,
         at_most=True,
@@ -191,7 +214,8 @@ def slow_reward(facts: Facts) -> Advice | None:
 
 
 _REMEDIES = {
-    "filtered": "prompts whose answers all score alike teach nothing; leave out those that are too easy or too hard",
+    "filtered": "prompts whose answers all score alike teach nothing; leave out those that are too easy or "
+    "too hard",
     "expired": "stale=resume answers them again from what they have, and a larger max_lag lets them finish",
     "failed": "their answers could not be scored; see reward_timeout_s and reward_failure, and the run's log",
 }
@@ -206,10 +230,15 @@ def not_trained(facts: Facts) -> Advice | None:
         return None
     fate = max(lost, key=lambda name: lost[name])
     pool = facts.run.home.get("generate", "")
-    spent = facts.found.pools[pool].seconds.get("compute_generate", 0.0) * share if pool in facts.found.pools else 0.0
+    spent = (
+        facts.found.pools[pool].seconds.get("compute_generate", 0.0) * share
+        if pool in facts.found.pools
+        else 0.0
+    )
     return Advice(
         rule="not_trained",
-        finding=f"{share:.0%} of the groups that were drawn were not trained ({lost[fate]} {fate}), about {spent:,.0f} device-seconds of generation",
+        finding=f"{share:.0%} of the groups that were drawn were not trained ({lost[fate]} {fate}), about "
+        f"{spent:,.0f} device-seconds of generation",
         change=_REMEDIES[fate],
     )
 
@@ -222,7 +251,8 @@ def far_off_policy(facts: Facts) -> Advice | None:
     return Advice(
         rule="far_off_policy",
         finding=f"importance weights left {ess:.0%} of a batch's samples effective",
-        change=f"lower max_lag (now {facts.model.max_lag}) or the learning rate, or truncate the weights (algorithm.rollout_correction)",
+        change=f"lower max_lag (now {facts.model.max_lag}) or the learning rate, or truncate the weights "
+        "(algorithm.rollout_correction)",
     )
 
 
@@ -233,7 +263,8 @@ def long_start(facts: Facts) -> Advice | None:
         return None
     return Advice(
         rule="long_start",
-        finding=f"{share:.0%} of the run was start-up, {whole.wall_s - whole.steady_s:,.0f} s before the first version was served",
+        finding=f"{share:.0%} of the run was start-up, {whole.wall_s - whole.steady_s:,.0f} s before the "
+        "first version was served",
         change="train more steps in one run: start-up is paid once",
     )
 
@@ -256,7 +287,9 @@ RULES: Sequence[Callable[[Facts], Advice | None]] = (
 
 
 def advise(run: RunData) -> list[Advice]:
-    """What to change, the largest predicted gain first. Empty: nothing stands out, or the run says too little."""
+    """What to change, the largest predicted gain first. Empty: nothing stands out, or the run says too
+    little.
+    """
     facts = facts_of(run)
     if facts is None or run.accounting is None or len(run.accounting.steps) < FEW_STEPS:
         return []

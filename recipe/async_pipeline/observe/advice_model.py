@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a change would move the bound of a step: the one simple model behind every prediction of the report.
 
-A step cannot take less than any pool's work spread over its devices, nor less than the loop (longest answer, log-probs,
-optimizer step, weights) divided by the batches that may be under way. The larger is the bound. A change of devices, of
-max_lag or of work changes the bound; the run is assumed to stay as far above it as it was. Work is assumed to spread over
+A step cannot take less than any pool's work spread over its devices, nor less than the loop (longest answer,
+log-probs,
+optimizer step, weights) divided by the batches that may be under way. The larger is the bound. A change of
+devices, of
+max_lag or of work changes the bound; the run is assumed to stay as far above it as it was. Work is assumed to
+spread over
 devices evenly, and the loop not to get shorter.
 """
 
@@ -58,18 +61,27 @@ class Model:
     def of(cls, found: Accounting, max_lag: int) -> Model:
         """The account's loop leaves out the forward passes; those of one pool come one after the other."""
         forward = [
-            sum(pool.seconds.get(f"compute_{role}", 0.0) for role in FORWARD) / pool.devices for pool in found.pools.values() if pool.devices
+            sum(pool.seconds.get(f"compute_{role}", 0.0) for role in FORWARD) / pool.devices
+            for pool in found.pools.values()
+            if pool.devices
         ]
         return cls(
             work={name: pool.busy for name, pool in found.pools.items() if pool.devices},
             devices={name: pool.devices for name, pool in found.pools.items() if pool.devices},
             # No bound is longer than what was measured.
-            loop_s=min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1)) if found.loop_s else 0.0,
+            loop_s=min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1))
+            if found.loop_s
+            else 0.0,
             max_lag=max_lag,
         )
 
     def bound(
-        self, *, devices: Mapping[str, int] | None = None, work: Mapping[str, float] | None = None, max_lag: int | None = None, loop: bool = True
+        self,
+        *,
+        devices: Mapping[str, int] | None = None,
+        work: Mapping[str, float] | None = None,
+        max_lag: int | None = None,
+        loop: bool = True,
     ) -> float:
         """With other devices, work or lag than the run had; without the loop, of the pools alone."""
         devices, work = {**self.devices, **(devices or {})}, {**self.work, **(work or {})}
@@ -107,7 +119,11 @@ class Facts:
     def busy(self, pool: str) -> float:
         """Share of its time since the first step in which the pool worked."""
         account = self.found.pools[pool]
-        return account.busy / (account.devices * self.found.steady_s) if self.found.steady_s and account.devices else 0.0
+        return (
+            account.busy / (account.devices * self.found.steady_s)
+            if self.found.steady_s and account.devices
+            else 0.0
+        )
 
 
 def facts_of(run: RunData) -> Facts | None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a report as HTML and inline SVG, that keep the size of their text at any width.
 
-Shapes are drawn into an SVG that stretches with the page; ticks and labels are HTML at percentages of it. Each is a
+Shapes are drawn into an SVG that stretches with the page; ticks and labels are HTML at percentages of it.
+Each is a
 figure with a title, and a sentence that says what it shows to those who do not see it.
 """
 
@@ -61,9 +62,9 @@ def thinned(series: Series, most: int = MAX_POINTS) -> Series:
 
 def figure(title: str, body: str, *, says: str = "", note: str = "", wide: bool = False) -> str:
     """A titled figure; `says` is for those who do not see it, `note` for all."""
-    caption = f'<figcaption><h3>{escape(title)}</h3>{f"<p>{note}</p>" if note else ""}</figcaption>'
+    caption = f"<figcaption><h3>{escape(title)}</h3>{f'<p>{note}</p>' if note else ''}</figcaption>"
     hidden = f'<p class="sr">{escape(says)}</p>' if says else ""
-    return f'<figure{" class=wide" if wide else ""}>{caption}{body}{hidden}</figure>'
+    return f"<figure{' class=wide' if wide else ''}>{caption}{body}{hidden}</figure>"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -73,7 +74,15 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], *, x_label: str, text: Text = amount, low: float | None = None, high: float | None = None, note: str = "", steps: bool = False
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    text: Text = amount,
+    low: float | None = None,
+    high: float | None = None,
+    note: str = "",
+    steps: bool = False,
 ) -> str:
     """Lines over a common x. `text` writes a value of y; `steps` holds each value until the next."""
     shown = [line for line in lines if line.series]
@@ -92,57 +101,133 @@ def line_chart(
     for line in shown:
         series = line.series if line.dots else thinned(line.series)
         points = [place(x, y) for x, y in zip(series.x, series.y, strict=True)]
-        paths.append(f'<path class="{"dots" if line.dots else "line"}{" dashed" if line.dashed else ""} {line.colour}" d="{_path(points, line.dots, steps)}"/>')
-        data.append({"label": line.label, "x": [round(x, 4) for x in series.x], "y": [text(y) for y in series.y]})
+        paths.append(
+            f'<path class="{"dots" if line.dots else "line"}{" dashed" if line.dashed else ""} '
+            f'{line.colour}" d="{_path(points, line.dots, steps)}"/>'
+        )
+        data.append(
+            {"label": line.label, "x": [round(x, 4) for x in series.x], "y": [text(y) for y in series.y]}
+        )
     grid = "".join(f'<path class="grid" d="M0 {place(left, y)[1]:.2f}H{WIDTH:.0f}"/>' for y in marks)
-    svg = f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" aria-hidden="true">{grid}{"".join(paths)}</svg>'
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{grid}{"".join(paths)}</svg>'
+    )
     across = [x for x in ticks(left, right, 4) if left <= x <= right]
-    body = _plot(svg, marks, across, left, reach, text, x_label, {"left": left, "right": right, "xLabel": x_label, "lines": data}, title)
-    key = [(line.colour + (" dashed" if line.dashed else "") + (" dot" if line.dots else ""), line.label) for line in shown]
-    says = "; ".join(f"{line.label}: from {text(line.series.y[0])} to {text(line.series.y[-1])}, at most {text(max(line.series.y))}" for line in shown)
-    return figure(title, body + (legend(key) if len(shown) > 1 else ""), says=f"Over {x_label}. {says}.", note=note)
+    body = _plot(
+        svg,
+        marks,
+        across,
+        left,
+        reach,
+        text,
+        x_label,
+        {"left": left, "right": right, "xLabel": x_label, "lines": data},
+        title,
+    )
+    key = [
+        (line.colour + (" dashed" if line.dashed else "") + (" dot" if line.dots else ""), line.label)
+        for line in shown
+    ]
+    says = "; ".join(
+        f"{line.label}: from {text(line.series.y[0])} to {text(line.series.y[-1])}, at most "
+        f"{text(max(line.series.y))}"
+        for line in shown
+    )
+    return figure(
+        title, body + (legend(key) if len(shown) > 1 else ""), says=f"Over {x_label}. {says}.", note=note
+    )
 
 
 def _path(points: Sequence[tuple[float, float]], dots: bool, steps: bool) -> str:
     if dots:
         return "".join(f"M{x:.1f} {y:.2f}h.01" for x, y in points)
     first = f"M{points[0][0]:.1f} {points[0][1]:.2f}"
-    return first + "".join(f"H{x:.1f}V{y:.2f}" if steps else f"L{x:.1f} {y:.2f}" for x, y in points[1:]) + ("h.01" if len(points) == 1 else "")
+    return (
+        first
+        + "".join(f"H{x:.1f}V{y:.2f}" if steps else f"L{x:.1f} {y:.2f}" for x, y in points[1:])
+        + ("h.01" if len(points) == 1 else "")
+    )
 
 
 def _plot(
-    svg: str, marks: Sequence[float], across: Sequence[float], left: float, reach: float, text: Text, x_label: str, data: Mapping[str, object] | None, title: str
+    svg: str,
+    marks: Sequence[float],
+    across: Sequence[float],
+    left: float,
+    reach: float,
+    text: Text,
+    x_label: str,
+    data: Mapping[str, object] | None,
+    title: str,
 ) -> str:
     bottom, top = marks[0], marks[-1]
-    ups = "".join(f'<span style="bottom:{(y - bottom) / (top - bottom):.2%}">{escape(text(y))}</span>' for y in marks)
-    downs = "".join(f'<span style="left:{(x - left) / reach:.2%}">{escape(f"{x:,.6g}")}</span>' for x in across)
-    live = f' tabindex="0" role="group" aria-label="{escape(title)}: arrow keys read the values" data-line="{escape(json.dumps(data), quote=True)}"' if data else ""
-    return f'<div class="plot"><div class="ups" aria-hidden="true">{ups}</div><div class="area"{live}>{svg}</div><div class="downs" aria-hidden="true">{downs}</div><div class="x-label">{escape(x_label)}</div></div>'
+    ups = "".join(
+        f'<span style="bottom:{(y - bottom) / (top - bottom):.2%}">{escape(text(y))}</span>' for y in marks
+    )
+    downs = "".join(
+        f'<span style="left:{(x - left) / reach:.2%}">{escape(f"{x:,.6g}")}</span>' for x in across
+    )
+    live = (
+        f' tabindex="0" role="group" aria-label="{escape(title)}: arrow keys read the values" '
+        f'data-line="{escape(json.dumps(data), quote=True)}"'
+        if data
+        else ""
+    )
+    return (
+        f'<div class="plot"><div class="ups" aria-hidden="true">{ups}</div><div '
+        f'class="area"{live}>{svg}</div><div class="downs" aria-hidden="true">{downs}</div><div '
+        f'class="x-label">{escape(x_label)}</div></div>'
+    )
 
 
 def column_chart(
-    title: str, columns: Sequence[tuple[float, Mapping[str, float]]], colours: Mapping[str, str], labels: Mapping[str, str], *, x_label: str, text: Text, note: str = ""
+    title: str,
+    columns: Sequence[tuple[float, Mapping[str, float]]],
+    colours: Mapping[str, str],
+    labels: Mapping[str, str],
+    *,
+    x_label: str,
+    text: Text,
+    note: str = "",
 ) -> str:
     """Stacked columns: position and parts of each; many are averaged in bins."""
     if not columns:
         return ""
     each = -(-len(columns) // MAX_COLUMNS)
     bins = [columns[i : i + each] for i in range(0, len(columns), each)]
-    stacks = [({part: sum(c[1].get(part, 0.0) for c in found) / len(found) for part in colours}, found) for found in bins]
+    stacks = [
+        ({part: sum(c[1].get(part, 0.0) for c in found) / len(found) for part in colours}, found)
+        for found in bins
+    ]
     marks = ticks(0.0, max(sum(parts.values()) for parts, _ in stacks) or 1.0)
     width, shapes = WIDTH / len(stacks), []
     for place, (parts, found) in enumerate(stacks):
         base = HEIGHT
         name = f"{found[0][0]:.6g}" + (f" to {found[-1][0]:.6g} (mean)" if len(found) > 1 else "")
-        tip = "\n".join([f"{x_label} {name}: {text(sum(parts.values()))}", *(f"{labels[p]}: {text(v)}" for p, v in parts.items() if v > 0)])
+        tip = "\n".join(
+            [
+                f"{x_label} {name}: {text(sum(parts.values()))}",
+                *(f"{labels[p]}: {text(v)}" for p, v in parts.items() if v > 0),
+            ]
+        )
         rects = ""
         for part, value in parts.items():
             height = value / marks[-1] * HEIGHT
             base -= height
             if height > 0.05:
-                rects += f'<rect class="{colours[part]}" x="{place * width + width * 0.06:.2f}" y="{base:.2f}" width="{width * 0.88:.2f}" height="{height:.2f}"/>'
-        shapes.append(f'<g data-tip="{escape(tip, quote=True)}"><rect class="hit" x="{place * width:.2f}" y="0" width="{width:.2f}" height="{HEIGHT:.0f}"/>{rects}</g>')
-    svg = f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
+                rects += (
+                    f'<rect class="{colours[part]}" x="{place * width + width * 0.06:.2f}" '
+                    f'y="{base:.2f}" width="{width * 0.88:.2f}" height="{height:.2f}"/>'
+                )
+        shapes.append(
+            f'<g data-tip="{escape(tip, quote=True)}"><rect class="hit" x="{place * width:.2f}" y="0" '
+            f'width="{width:.2f}" height="{HEIGHT:.0f}"/>{rects}</g>'
+        )
+    svg = (
+        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{"".join(shapes)}</svg>'
+    )
     left, right = columns[0][0], columns[-1][0]
     half = (right - left) / max(1, len(stacks) - 1) / 2 if len(stacks) > 1 else 0.5
     across = sorted({round(x) for x in ticks(left, right, 5) if left <= x <= right})
@@ -150,20 +235,31 @@ def column_chart(
     totals = {part: sum(c[1].get(part, 0.0) for c in columns) / len(columns) for part in used}
     body = _plot(svg, marks, across, left - half, right - left + 2 * half, text, x_label, None, title)
     says = "Mean: " + "; ".join(f"{labels[part]} {text(value)}" for part, value in totals.items())
-    return figure(title, body + legend([(colours[part], labels[part]) for part in used]), says=says, note=note)
+    return figure(
+        title, body + legend([(colours[part], labels[part]) for part in used]), says=says, note=note
+    )
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]], title: str) -> str:
     """One bar of 100 %: class of the colour, share, text of each part."""
     cells = "".join(
-        f'<b class="{colour}" style="width:{share:.3%}" data-tip="{escape(text, quote=True)}">{percent(share) if share >= 0.08 else ""}</b>'
+        f'<b class="{colour}" style="width:{share:.3%}" '
+        f'data-tip="{escape(text, quote=True)}">{percent(share) if share >= 0.08 else ""}</b>'
         for colour, share, text in parts
         if share > 0
     )
     return f'<div class="shares" role="img" aria-label="{escape(title, quote=True)}">{cells}</div>'
 
 
-def histogram(title: str, shares: Mapping[str, float], *, colour: str, x_label: str, note: str = "", other: tuple[Mapping[str, float], str] | None = None) -> str:
+def histogram(
+    title: str,
+    shares: Mapping[str, float],
+    *,
+    colour: str,
+    x_label: str,
+    note: str = "",
+    other: tuple[Mapping[str, float], str] | None = None,
+) -> str:
     """Shares by name, as columns; `other` beside them, of another run."""
     sets = [(shares, colour), *([other] if other else [])]
     highest = max((share for values, _ in sets for share in values.values()), default=0.0) or 1.0
@@ -171,13 +267,22 @@ def histogram(title: str, shares: Mapping[str, float], *, colour: str, x_label: 
     cells = ""
     for name in names:
         bars = "".join(
-            f'<i class="{kind}" style="height:{values.get(name, 0.0) / highest:.1%}" data-tip="{escape(f"{x_label} {name}: {percent(values.get(name, 0.0))}", quote=True)}"></i>'
+            f'<i class="{kind}" style="height:{values.get(name, 0.0) / highest:.1%}" '
+            f'data-tip="{escape(f"{x_label} {name}: {percent(values.get(name, 0.0))}", quote=True)}"></i>'
             for values, kind in sets
         )
         figures = " / ".join(percent(values.get(name, 0.0)) for values, _ in sets)
-        cells += f'<li><span class="value">{figures}</span><span class="bars">{bars}</span><span class="name">{escape(name)}</span></li>'
+        cells += (
+            f'<li><span class="value">{figures}</span><span class="bars">{bars}</span><span '
+            f'class="name">{escape(name)}</span></li>'
+        )
     says = "; ".join(f"{name}: {percent(share)}" for name, share in shares.items())
-    return figure(title, f'<ol class="histogram">{cells}</ol><div class="x-label">{escape(x_label)}</div>', says=says, note=note)
+    return figure(
+        title,
+        f'<ol class="histogram">{cells}</ol><div class="x-label">{escape(x_label)}</div>',
+        says=says,
+        note=note,
+    )
 
 
 def strip(spans: Sequence[tuple[float, float]], colour: str, start: float, end: float) -> str:
@@ -185,15 +290,31 @@ def strip(spans: Sequence[tuple[float, float]], colour: str, start: float, end: 
     return _stretched(_runs([[(colour, share)] for share in _shares_of(spans, start, end)]))
 
 
-def stack(spans: Sequence[Span], colour: Callable[[str], str], start: float, end: float, is_work: Callable[[str], bool]) -> str:
+def stack(
+    spans: Sequence[Span],
+    colour: Callable[[str], str],
+    start: float,
+    end: float,
+    is_work: Callable[[str], bool],
+) -> str:
     """What a pool did: one row of a timeline; work below, waits above."""
     reasons = sorted({what for _, _, what in spans}, key=lambda what: (not is_work(what), what))
     shares = {what: _shares_of([(a, b) for a, b, w in spans if w == what], start, end) for what in reasons}
     bins = len(next(iter(shares.values()), []))
-    return _stretched(_runs([[(colour(what), shares[what][n]) for what in reasons if shares[what][n] > 0.004] for n in range(bins)], stacked=True))
+    return _stretched(
+        _runs(
+            [
+                [(colour(what), shares[what][n]) for what in reasons if shares[what][n] > 0.004]
+                for n in range(bins)
+            ],
+            stacked=True,
+        )
+    )
 
 
-def _shares_of(spans: Sequence[tuple[float, float]], start: float, end: float, bins: int = MAX_POINTS) -> list[float]:
+def _shares_of(
+    spans: Sequence[tuple[float, float]], start: float, end: float, bins: int = MAX_POINTS
+) -> list[float]:
     """Of each of so many equal parts of the time, the share that is within a span."""
     width = (end - start) / bins or 1.0
     shares = [0.0] * bins
@@ -208,7 +329,9 @@ def _shares_of(spans: Sequence[tuple[float, float]], start: float, end: float, b
 def _runs(bins: Sequence[Sequence[tuple[str, float]]], *, stacked: bool = False) -> str:
     """Rectangles, one for neighbouring bins that look alike."""
     width, at, shapes = WIDTH / (len(bins) or 1), 0, ""
-    for look, group in groupby([tuple((colour, round(share, 1 if not stacked else 2)) for colour, share in found) for found in bins]):
+    for look, group in groupby(
+        [tuple((colour, round(share, 1 if not stacked else 2)) for colour, share in found) for found in bins]
+    ):
         length = len(list(group))
         base = HEIGHT
         for colour, share in look:
@@ -217,10 +340,16 @@ def _runs(bins: Sequence[Sequence[tuple[str, float]]], *, stacked: bool = False)
             height = share * HEIGHT if stacked else HEIGHT
             base -= height
             faint = "" if stacked or share >= 1 else f' opacity="{0.25 + 0.75 * share:.2f}"'
-            shapes += f'<rect class="{colour}" x="{at * width:.2f}" y="{max(0.0, base):.2f}" width="{length * width + 0.3:.2f}" height="{height:.2f}"{faint}/>'
+            shapes += (
+                f'<rect class="{colour}" x="{at * width:.2f}" y="{max(0.0, base):.2f}" '
+                f'width="{length * width + 0.3:.2f}" height="{height:.2f}"{faint}/>'
+            )
         at += length
     return shapes
 
 
 def _stretched(shapes: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" aria-hidden="true">{shapes}</svg>'
+    return (
+        f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{shapes}</svg>'
+    )

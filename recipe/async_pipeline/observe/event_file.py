@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes records to a file from a thread, so that the event loop never touches one: the event log, and the ledger."""
+"""Writes records to a file from a thread, so that the event loop never touches one: the event log, and the
+ledger.
+"""
 
 from __future__ import annotations
 

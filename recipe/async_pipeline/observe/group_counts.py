@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many groups are where, at any moment of a run, from the event log.
 
-    DRAWN ──► answering ──► finished ──► batched ──► (trained)
-                  │             │
-              RECALLED       REJECTED        both leave; a group that is answered again stays where it is
+DRAWN ──► answering ──► finished ──► batched ──► (trained)
+              │             │
+          RECALLED       REJECTED        both leave; a group that is answered again stays where it is
 """
 
 from __future__ import annotations

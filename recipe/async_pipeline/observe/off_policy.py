@@ -5,7 +5,8 @@ The lag of a token is the trainer's version at the start of the step minus the v
 that of a trajectory is the lag of its oldest token.
 
 Even at lag 0 the importance ratio old/rollout is not 1: the rollout engine and the trainer compute the same
-log-prob in different ways. `lag_0` shows that floor; what the other buckets have beyond it is due to their age.
+log-prob in different ways. `lag_0` shows that floor; what the other buckets have beyond it is due to their
+age.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class TrajectoryVersions:
     first: int
     last: int
     spans: Sequence[Sequence[int]] | None = None
-    """`(version, start)` of each: it wrote the response from position `start` on, until the next span. Positions
+    """`(version, start)` of each: it wrote the response from position `start` on, until the next span.
+    Positions
     count all tokens of the response, also those of tools. None: not known."""
 
 
@@ -68,8 +70,10 @@ def off_policy_metrics(
 ) -> dict[str, float]:
     """`lag/...` and, given both kinds of log-probs, `off_policy/...` of the batch of one optimizer step.
 
-    `mask` is 1 where the model generated, 0 at tokens of tools and at padding; log-probs have the same shapes.
-    It must be the mask from before verl rejects tokens: what it rejects is the worst, and a hole looks like a turn.
+    `mask` is 1 where the model generated, 0 at tokens of tools and at padding; log-probs have the same
+    shapes.
+    It must be the mask from before verl rejects tokens: what it rejects is the worst, and a hole looks like a
+    turn.
     `rollout_log_probs` are those of the policy that sampled, `old_log_probs` those of the policy at the start
     of the step. Tokens for which one of them is not finite only count in `off_policy/non_finite_share`.
     A metric of nothing, such as the KL of a lag that no token has, is left out.
@@ -83,7 +87,9 @@ def off_policy_metrics(
     for found in (lags, token_lags):
         if np.any(found < 0):
             newest = trainer_version - int(found.min())
-            raise StalenessViolation(f"the trainer is at version {trainer_version}, but its batch claims version {newest}")
+            raise StalenessViolation(
+                f"the trainer is at version {trainer_version}, but its batch claims version {newest}"
+            )
     metrics = {
         **_lag_metrics("lag/", "lag/trajectory_share", lags, max_lag),
         **_lag_metrics("lag/token_", "lag/token_share", token_lags, max_lag),
@@ -133,7 +139,9 @@ def _span_metrics(
     metrics = {"lag/trajectories_without_spans": float(sum(not known for _, known in written))}
     if trajectories:
         metrics["lag/mixed_version_share"] = float(np.mean([one.first != one.last for one in trajectories]))
-    spans = [1 + np.count_nonzero(np.diff(versions)) for versions, known in written if known and versions.size]
+    spans = [
+        1 + np.count_nonzero(np.diff(versions)) for versions, known in written if known and versions.size
+    ]
     if spans:
         metrics |= {"lag/spans_mean": float(np.mean(spans)), "lag/spans_max": float(max(spans))}
     return metrics
@@ -165,7 +173,9 @@ def _buckets(lags: Ints) -> Iterator[tuple[str, Any]]:
 
 def _picked(rows: Rows, generated: Sequence[npt.NDArray[np.bool_]]) -> Floats:
     """The values of all generated tokens, one trajectory after the other."""
-    values: Floats = _joined([np.asarray(row)[chosen] for row, chosen in zip(rows, generated, strict=True)], np.float64)
+    values: Floats = _joined(
+        [np.asarray(row)[chosen] for row, chosen in zip(rows, generated, strict=True)], np.float64
+    )
     return values
 
 

@@ -24,15 +24,27 @@ from .trace import write_trace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline report`."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; two are compared")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the page (default: report.html in the last run's folder)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write the page (default: report.html in the last run's folder)",
+    )
     parser.add_argument("--open", dest="open_it", action="store_true", help="show it in the browser")
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print the figures and the advice as JSON; no page unless --out is given")
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print the figures and the advice as JSON; no page unless --out is given",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page. Raises RunFilesError: a folder is not that of a run, or there are more than two."""
     if len(args.runs) > 2:
-        raise RunFilesError(f"one run can be shown, or two be compared, got {len(args.runs)}; name one or two folders")
+        raise RunFilesError(
+            f"one run can be shown, or two be compared, got {len(args.runs)}; name one or two folders"
+        )
     found = [_read(path) for path in args.runs]
     if args.as_json:
         echo(json.dumps(as_json(found), indent=2))
@@ -62,7 +74,9 @@ def _has_trace(path: Path) -> bool:
 
 
 def _write(found: list[RunData], out: Path | None) -> Path:
-    path = out or found[-1].path / ("report.html" if len(found) == 1 else f"report-against-{found[0].path.resolve().name}.html")
+    path = out or found[-1].path / (
+        "report.html" if len(found) == 1 else f"report-against-{found[0].path.resolve().name}.html"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(run_page(found[0]) if len(found) == 1 else compare_page(*found), encoding="utf-8")
     return path
@@ -71,7 +85,10 @@ def _write(found: list[RunData], out: Path | None) -> Path:
 def _say(found: list[RunData], path: Path) -> None:
     for data in found:
         figures = "; ".join(f"{name.lower()} {value}" for name, (value, _) in figures_of(data).items())
-        echo(f"{data.name}: {data.status}, {data.strategy}, {data.steps} steps" + (f"; {figures}" if figures else ""))
+        echo(
+            f"{data.name}: {data.status}, {data.strategy}, {data.steps} steps"
+            + (f"; {figures}" if figures else "")
+        )
         for text in data.missing:
             echo(f"  missing: {text}")
         for advice in advise(data):
@@ -102,7 +119,14 @@ def _run_as_json(data: RunData) -> dict[str, Any]:
         "trainer": dict(facts.trainer) if facts else {},
         **(summary_of(data.accounting) if data.accounting else {}),
         "advice": [
-            {"rule": one.rule, "finding": one.finding, "change": one.change, "gain": one.gain, "at_most": one.at_most} for one in advise(data)
+            {
+                "rule": one.rule,
+                "finding": one.finding,
+                "change": one.change,
+                "gain": one.gain,
+                "at_most": one.at_most,
+            }
+            for one in advise(data)
         ],
         "missing": list(data.missing),
     }

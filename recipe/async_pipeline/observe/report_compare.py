@@ -30,20 +30,32 @@ def compare_page(a: RunData, b: RunData) -> str:
         section("learning", "Learning", learning(runs)),
         section("freshness", "How old the samples were", freshness(runs)),
         section("advice", "What to change in each", _advice(runs)),
-        section("samples", "What became of the groups", f'<div class="grid">{"".join(fates(run, f"{letter}: ") for letter, run in zip("AB", runs, strict=True))}</div>'),
+        section(
+            "samples",
+            "What became of the groups",
+            f'<div class="grid">{fates(a, "A: ")}{fates(b, "B: ")}</div>',
+        ),
     ]
     return page(f"{a.name} against {b.name}", "\n".join(filter(None, sections)))
 
 
 def _header(runs: Sequence[RunData]) -> str:
     rows = "".join(
-        f'<li><i class="swatch {RUN_COLOURS[n]}"></i><strong>{"AB"[n]}</strong>: {escape(run.name)}, {escape(run.strategy)}, {run.steps} steps, {escape(run.status)}</li>'
+        f'<li><i class="swatch {RUN_COLOURS[n]}"></i><strong>{"AB"[n]}</strong>: {escape(run.name)}, '
+        f"{escape(run.strategy)}, {run.steps} steps, {escape(run.status)}</li>"
         for n, run in enumerate(runs)
     )
     missing = [f"{'AB'[n]}: {text}" for n, run in enumerate(runs) for text in run.missing]
     listed = "".join(f"<li>{escape(text)}</li>" for text in missing)
-    partial = f'<div class="banner"><strong>This comparison is partial.</strong><ul>{listed}</ul></div>' if missing else ""
-    return f'<header><p class="kicker">async_pipeline</p><h1>A against B</h1><ul class="facts">{rows}</ul>{partial}</header>'
+    partial = (
+        f'<div class="banner"><strong>This comparison is partial.</strong><ul>{listed}</ul></div>'
+        if missing
+        else ""
+    )
+    return (
+        '<header><p class="kicker">async_pipeline</p><h1>A against B</h1><ul '
+        f'class="facts">{rows}</ul>{partial}</header>'
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +89,45 @@ class _Figure:
 
 def _known(a: RunData, b: RunData) -> list[_Figure]:
     found = [
-        _Figure(name="Step time, median", a=_median(a.step_s[1:]), b=_median(b.step_s[1:]), text=seconds, better=-1),
+        _Figure(
+            name="Step time, median",
+            a=_median(a.step_s[1:]),
+            b=_median(b.step_s[1:]),
+            text=seconds,
+            better=-1,
+        ),
         _Figure(name="Answers trained a second", a=a.samples_per_s, b=b.samples_per_s, text=amount, better=1),
-        _Figure(name="Overlap efficiency", a=_of(a, "overlap_efficiency"), b=_of(b, "overlap_efficiency"), text=percent, better=1, differs="points"),
-        _Figure(name="Devices idle", a=_of(a, "bubble_ratio"), b=_of(b, "bubble_ratio"), text=percent, better=-1, differs="points"),
-        _Figure(name="Lag, mean, versions", a=_mean(a.lag_mean), b=_mean(b.lag_mean), text=amount, better=-1, differs="versions"),
+        _Figure(
+            name="Overlap efficiency",
+            a=_of(a, "overlap_efficiency"),
+            b=_of(b, "overlap_efficiency"),
+            text=percent,
+            better=1,
+            differs="points",
+        ),
+        _Figure(
+            name="Devices idle",
+            a=_of(a, "bubble_ratio"),
+            b=_of(b, "bubble_ratio"),
+            text=percent,
+            better=-1,
+            differs="points",
+        ),
+        _Figure(
+            name="Lag, mean, versions",
+            a=_mean(a.lag_mean),
+            b=_mean(b.lag_mean),
+            text=amount,
+            better=-1,
+            differs="versions",
+        ),
         _Figure(name="Reward, last fifth", a=_last(a.reward), b=_last(b.reward), text=amount, better=1),
-        _Figure(name="Length of answers, last fifth, tokens", a=_last(a.length_mean), b=_last(b.length_mean), text=amount),
+        _Figure(
+            name="Length of answers, last fifth, tokens",
+            a=_last(a.length_mean),
+            b=_last(b.length_mean),
+            text=amount,
+        ),
         _Figure(name="Wall time", a=a.wall_s or None, b=b.wall_s or None, text=seconds),
     ]
     return [one for one in found if one.a is not None and one.b is not None]
@@ -94,9 +138,24 @@ def _figures(a: RunData, b: RunData) -> str:
     for one in _known(a, b):
         assert one.a is not None and one.b is not None
         kind = f' class="{one.verdict}"' if one.verdict else ""
-        rows += f'<tr><th scope="row">{one.name}</th><td>{one.text(one.a)}</td><td>{one.text(one.b)}</td><td{kind}>{one.change} {one.verdict}</td></tr>'
-    head = '<thead><tr><th scope="col">figure</th><th scope="col">A</th><th scope="col">B</th><th scope="col">B against A</th></tr></thead>'
-    return figure("Figures", f"<table>{head}<tbody>{rows}</tbody></table>", note="One run each: differences of a few per cent are chance.", wide=True) if rows else ""
+        rows += (
+            f'<tr><th scope="row">{one.name}</th><td>{one.text(one.a)}</td><td>{one.text(one.b)}</td>'
+            f"<td{kind}>{one.change} {one.verdict}</td></tr>"
+        )
+    head = (
+        '<thead><tr><th scope="col">figure</th><th scope="col">A</th><th scope="col">B</th><th '
+        'scope="col">B against A</th></tr></thead>'
+    )
+    return (
+        figure(
+            "Figures",
+            f"<table>{head}<tbody>{rows}</tbody></table>",
+            note="One run each: differences of a few per cent are chance.",
+            wide=True,
+        )
+        if rows
+        else ""
+    )
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -122,11 +181,17 @@ def _settings(a: RunData, b: RunData) -> str:
     if not changed:
         return "<p>Nothing but names and places.</p>"
     rows = "".join(
-        f'<tr><th scope="row"><code>{escape(key)}</code></th><td>{escape(x)}</td><td>{escape(y)}</td></tr>' for key, x, y in changed[:MAX_SETTINGS]
+        f'<tr><th scope="row"><code>{escape(key)}</code></th><td>{escape(x)}</td><td>{escape(y)}</td></tr>'
+        for key, x, y in changed[:MAX_SETTINGS]
     )
     more = f"{len(changed) - MAX_SETTINGS} more are not shown." if len(changed) > MAX_SETTINGS else ""
     head = '<thead><tr><th scope="col">setting</th><th scope="col">A</th><th scope="col">B</th></tr></thead>'
-    return figure(f"{len(changed)} settings", f'<table class="settings">{head}<tbody>{rows}</tbody></table>', note=more, wide=True)
+    return figure(
+        f"{len(changed)} settings",
+        f'<table class="settings">{head}<tbody>{rows}</tbody></table>',
+        note=more,
+        wide=True,
+    )
 
 
 def _devices(runs: Sequence[RunData]) -> str:
@@ -142,13 +207,27 @@ def _devices(runs: Sequence[RunData]) -> str:
             steady = {reason: s for reason, s in account.seconds.items() if reason != "start_up"}
             parts = ordered(steady, sum(steady.values()))
             used.update({reason: colour_of(reason) for reason, _, _ in parts})
-            cells = [(colour_of(r), share, f"{'AB'[n]}: {reason_in_words(r)}: {percent(share)}, {seconds(s)} of devices") for r, s, share in parts]
-            bars += f'<p class="bar-name">{"AB"[n]}: {account.devices} device{"s" if account.devices != 1 else ""}</p>{share_bar(cells, f"pool {pool} of {run.name}")}'
+            cells = [
+                (
+                    colour_of(r),
+                    share,
+                    f"{'AB'[n]}: {reason_in_words(r)}: {percent(share)}, {seconds(s)} of devices",
+                )
+                for r, s, share in parts
+            ]
+            plural = "s" if account.devices != 1 else ""
+            bars += (
+                f'<p class="bar-name">{"AB"[n]}: {account.devices} device{plural}</p>'
+                f"{share_bar(cells, f'pool {pool} of {run.name}')}"
+            )
         html += figure(f"Pool {pool}", bars)
     if not used:
         return ""
     keys = legend([(colour, reason_in_words(reason)) for reason, colour in used.items()])
-    return f'<p class="lead">Since the first version was served. Solid is work; stripes are waiting.</p><div class="grid">{html}</div>{keys}'
+    return (
+        '<p class="lead">Since the first version was served. Solid is work; stripes are '
+        f'waiting.</p><div class="grid">{html}</div>{keys}'
+    )
 
 
 def _steps(runs: Sequence[RunData]) -> str:
@@ -165,4 +244,7 @@ def _steps(runs: Sequence[RunData]) -> str:
 
 
 def _advice(runs: Sequence[RunData]) -> str:
-    return "".join(f'<h3 class="of-run">{"AB"[n]}: {escape(run.name)}</h3>{advice_list(advise(run), run)}' for n, run in enumerate(runs))
+    return "".join(
+        f'<h3 class="of-run">{"AB"[n]}: {escape(run.name)}</h3>{advice_list(advise(run), run)}'
+        for n, run in enumerate(runs)
+    )

@@ -94,7 +94,9 @@ class RunData:
     @property
     def typical(self) -> Accounting | None:
         """What says how the run goes on: without its first step, unless there was no other."""
-        return self.warm if self.warm is not None and self.warm.steps and self.warm.steady_s else self.accounting
+        return (
+            self.warm if self.warm is not None and self.warm.steps and self.warm.steady_s else self.accounting
+        )
 
 
 def data_of(files: RunFiles) -> RunData:
@@ -102,11 +104,16 @@ def data_of(files: RunFiles) -> RunData:
     try:
         found = _from_events(files.events) if files.events else {}
     except (AccountingError, KeyError) as error:
-        why = f"events.jsonl cannot be understood ({type(error).__name__}: {error}): no timeline, device-seconds, queues and publications"
+        why = (
+            f"events.jsonl cannot be understood ({type(error).__name__}: {error}): no timeline, "
+            "device-seconds, queues and publications"
+        )
         files, found = replace(files, events=(), missing=(*files.missing, why)), {}
     summary, rows = files.summary, files.steps
     step_s = [float(row.data["timing_s/step"]) for row in rows if "timing_s/step" in row.data]
-    steps = int(summary.get("steps") or max((row.step for row in rows), default=0) or len(found.get("step_ends", ())))
+    steps = int(
+        summary.get("steps") or max((row.step for row in rows), default=0) or len(found.get("step_ends", ()))
+    )
     samples = float(summary.get("samples_trained") or 0)
     later = sum(step_s[1:])
     return RunData(
@@ -126,7 +133,9 @@ def data_of(files: RunFiles) -> RunData:
         validation=_validation(files),
         length_mean=_series(rows, "response_length/mean"),
         length_max=_series(rows, "response_length/max"),
-        fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES} if summary else found.pop("counted", {}),
+        fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES}
+        if summary
+        else found.pop("counted", {}),
         regenerated=int(summary.get("groups_regenerated") or 0),
         answer_s=_series(rows, f"{PREFIX}bias/seconds/trained_mean").y,
         ess=_mean(_series(rows, f"{PREFIX}off_policy/ess/all").y),
@@ -200,16 +209,28 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
         "roles": {role: spans for role in start.fields["graph"] if (spans := busy_intervals(records, role))},
         "home": {role: pool for pool, facts in start.fields["pools"].items() for role in facts["roles"]},
         "step_ends": {int(record.fields["step"]): record.t for record in trained},
-        "tail_s": [float(record.fields["batch/tail_s"]) for record in trained if "batch/tail_s" in record.fields],
-        "queues": {place: Series(x=[t for t, _ in points], y=[n for _, n in points]) for place, points in queues.items()},
+        "tail_s": [
+            float(record.fields["batch/tail_s"]) for record in trained if "batch/tail_s" in record.fields
+        ],
+        "queues": {
+            place: Series(x=[t for t, _ in points], y=[n for _, n in points])
+            for place, points in queues.items()
+        },
         "publications": [_published(record) for record in records if record.event == "SERVED"],
         "counted": {fate: int(last.get(f"samples/{fate}", 0)) for fate in ("filtered", "expired", "failed")},
     }
 
 
 def _published(record: LogRecord) -> Published:
-    known = {name: float(record.fields.get(name, 0.0)) for name in ("gather_s", "transfer_s", "load_s", "stall_s")}
-    return Published(version=int(record.fields["version"]), t=record.t, num_bytes=float(record.fields.get("bytes", 0)), **known)
+    known = {
+        name: float(record.fields.get(name, 0.0)) for name in ("gather_s", "transfer_s", "load_s", "stall_s")
+    }
+    return Published(
+        version=int(record.fields["version"]),
+        t=record.t,
+        num_bytes=float(record.fields.get("bytes", 0)),
+        **known,
+    )
 
 
 def _extend(spans: list[Span], start: float, end: float, what: str) -> None:
@@ -219,13 +240,30 @@ def _extend(spans: list[Span], start: float, end: float, what: str) -> None:
 
 
 def changed_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """Key, value in a, value in b, of every setting that differs; names of runs and places of files are left out."""
+    """Key, value in a, value in b, of every setting that differs; names of runs and places of files are
+    left out.
+    """
     left, right = _flat(a), _flat(b)
     keys = [key for key in [*left, *(key for key in right if key not in left)] if not _says_where(key)]
-    return [(key, left.get(key, "not set"), right.get(key, "not set")) for key in keys if left.get(key) != right.get(key)]
+    return [
+        (key, left.get(key, "not set"), right.get(key, "not set"))
+        for key in keys
+        if left.get(key) != right.get(key)
+    ]
 
 
-_WHERE = ("_dir", "_path", "path", "experiment_name", "project_name", "started_unix", "_file", "files", "port", "placement")
+_WHERE = (
+    "_dir",
+    "_path",
+    "path",
+    "experiment_name",
+    "project_name",
+    "started_unix",
+    "_file",
+    "files",
+    "port",
+    "placement",
+)
 
 _WHICH = ("run", "identity", "async_strategy")
 """Which run it is; and what `trainer.v1.async_pipeline.strategy` says as well."""
@@ -238,5 +276,9 @@ def _says_where(key: str) -> bool:
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     if isinstance(value, Mapping) and value:
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()}
+        return {
+            k: v
+            for key, inner in value.items()
+            for k, v in _flat(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+        }
     return {prefix: str(value)}

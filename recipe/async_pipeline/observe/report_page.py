@@ -17,7 +17,13 @@ from .report_data import FATES, RunData, Series
 from .timeline import timeline
 from .wording import amount, colour_of, number_of_bytes, percent, reason_in_words, role_colour, seconds
 
-FATE_COLOURS = {"trained": "c-sync", "filtered": "c-logp", "expired": "c-values", "failed": "c-train", "in_flight": "c-none idle"}
+FATE_COLOURS = {
+    "trained": "c-sync",
+    "filtered": "c-logp",
+    "expired": "c-values",
+    "failed": "c-train",
+    "in_flight": "c-none idle",
+}
 
 
 def page(title: str, body: str) -> str:
@@ -25,9 +31,12 @@ def page(title: str, body: str) -> str:
     here = files(__package__)
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta name="color-scheme" content="light dark">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n'
-        f'<body>\n<main>\n{body}\n</main>\n<div id="tip" hidden></div>\n<script>\n{script}</script>\n</body>\n</html>\n'
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
+        'content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light '
+        f'dark">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n'
+        f'<body>\n<main>\n{body}\n</main>\n<div id="tip" '
+        f"hidden></div>\n<script>\n{script}</script>\n</body>\n</html>\n"
     )
 
 
@@ -51,16 +60,33 @@ def run_page(run: RunData) -> str:
 
 
 def section(name: str, title: str, body: str) -> str:
-    return f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{escape(title)}</h2>{body}</section>' if body else ""
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2 '
+        f'id="{name}-h">{escape(title)}</h2>{body}</section>'
+        if body
+        else ""
+    )
 
 
 def header(run: RunData) -> str:
     lag = "" if run.max_lag is None else f"<li>max_lag {run.max_lag}</li>"
-    facts = f'<li class="status {escape(run.status)}">{escape(run.status)}</li><li>{escape(run.strategy)}</li>{lag}<li>{run.steps} steps</li><li>{seconds(run.wall_s)} in all</li>'
-    cause = f'<p class="banner bad"><strong>The run failed.</strong> {escape(run.error)}</p>' if run.error else ""
+    facts = (
+        f'<li class="status {escape(run.status)}">{escape(run.status)}</li><li>{escape(run.strategy)}</li>'
+        f"{lag}<li>{run.steps} steps</li><li>{seconds(run.wall_s)} in all</li>"
+    )
+    cause = (
+        f'<p class="banner bad"><strong>The run failed.</strong> {escape(run.error)}</p>' if run.error else ""
+    )
     missing = "".join(f"<li>{escape(text)}</li>" for text in run.missing)
-    partial = f'<div class="banner"><strong>This report is partial.</strong><ul>{missing}</ul></div>' if missing else ""
-    return f'<header><p class="kicker">async_pipeline</p><h1>{escape(run.name)}</h1><ul class="facts">{facts}</ul>{cause}{partial}</header>'
+    partial = (
+        f'<div class="banner"><strong>This report is partial.</strong><ul>{missing}</ul></div>'
+        if missing
+        else ""
+    )
+    return (
+        f'<header><p class="kicker">async_pipeline</p><h1>{escape(run.name)}</h1><ul '
+        f'class="facts">{facts}</ul>{cause}{partial}</header>'
+    )
 
 
 def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
@@ -68,19 +94,30 @@ def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     if run.step_s:
         steps = run.step_s[1:] or run.step_s
-        spread = f"median; 10th to 90th percentile {seconds(_decile(steps, 0))} to {seconds(_decile(steps, 8))}"
+        spread = (
+            f"median; 10th to 90th percentile {seconds(_decile(steps, 0))} to {seconds(_decile(steps, 8))}"
+        )
         found["Step time"] = (seconds(median(steps)), spread)
     if run.samples_per_s:
         found["Throughput"] = (f"{amount(run.samples_per_s)} /s", "answers trained, without the first step")
     if run.typical is not None and run.typical.steady_s:
         after = "without the first step" if run.typical is run.warm else "since the first version was served"
-        found["Overlap efficiency"] = (percent(run.typical.overlap_efficiency), f"of the fastest that any schedule could be on these pools, {after}")
+        found["Overlap efficiency"] = (
+            percent(run.typical.overlap_efficiency),
+            f"of the fastest that any schedule could be on these pools, {after}",
+        )
         found["Devices idle"] = (percent(run.typical.bubble_ratio), f"of device-seconds, {after}")
     if run.lag_mean:
-        found["Lag"] = (amount(fmean(run.lag_mean.y)), f"versions on average; at most {max(run.lag_max.y, default=0):.0f} of {run.max_lag} allowed")
+        found["Lag"] = (
+            amount(fmean(run.lag_mean.y)),
+            f"versions on average; at most {max(run.lag_max.y, default=0):.0f} of {run.max_lag} allowed",
+        )
     if run.reward:
         fifth = max(1, len(run.reward.y) // 5)
-        found["Reward"] = (f"{amount(fmean(run.reward.y[:fifth]))} → {amount(fmean(run.reward.y[-fifth:]))}", "means over the first and last fifth of the steps")
+        found["Reward"] = (
+            f"{amount(fmean(run.reward.y[:fifth]))} → {amount(fmean(run.reward.y[-fifth:]))}",
+            "means over the first and last fifth of the steps",
+        )
     return found
 
 
@@ -89,7 +126,10 @@ def _decile(values: Sequence[float], which: int) -> float:
 
 
 def tiles(run: RunData) -> str:
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(means)}</span></dd></div>" for name, (value, means) in figures_of(run).items())
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(means)}</span></dd></div>"
+        for name, (value, means) in figures_of(run).items()
+    )
     return f'<dl class="tiles">{cells}</dl>' if cells else ""
 
 
@@ -100,18 +140,25 @@ def advice_list(advice: Sequence[Advice], run: RunData) -> str:
         return f"<p>Advice needs {FEW_STEPS} steps; this run has {len(run.accounting.steps)}.</p>"
     if not advice:
         return (
-            f'<p class="good">Nothing stands out. Steps were at {percent(run.typical.overlap_efficiency)} of the fastest that these pools allow, '
+            f'<p class="good">Nothing stands out. Steps were at {percent(run.typical.overlap_efficiency)} '
+            "of the fastest that these pools allow, "
             "and no change that the model knows would gain 5 % or more.</p>"
         )
     cards = ""
     for one in advice:
         gain = f'<span class="gain">{escape(one.predicted)}</span>' if one.predicted else ""
-        cards += f"<li><p><strong>{_sentence(one.change)}</strong> {gain}</p><p>{_sentence(one.finding)}</p></li>"
+        cards += (
+            f"<li><p><strong>{_sentence(one.change)}</strong> {gain}</p><p>{_sentence(one.finding)}</p></li>"
+        )
     how = (
-        "<details><summary>How this is predicted</summary><p>A step cannot take less than any pool's work spread over its devices, nor less than one round "
-        "of longest answer, log-probs, optimizer step and weights, divided by the batches that may be under way. The larger of these is the bound. A prediction "
-        "changes the bound and assumes that the run stays as far above it as it was, that work spreads evenly over devices, and that the round gets no shorter. "
-        "Generation counts as work while any answer is open. Try one change at a time, and compare with <code>async-pipeline report BEFORE AFTER</code>.</p></details>"
+        "<details><summary>How this is predicted</summary><p>A step cannot take less than any pool's work "
+        "spread over its devices, nor less than one round "
+        "of longest answer, log-probs, optimizer step and weights, divided by the batches that may be "
+        "under way. The larger of these is the bound. A prediction "
+        "changes the bound and assumes that the run stays as far above it as it was, that work spreads "
+        "evenly over devices, and that the round gets no shorter. "
+        "Generation counts as work while any answer is open. Try one change at a time, and compare with "
+        "<code>async-pipeline report BEFORE AFTER</code>.</p></details>"
     )
     return f'<ol class="advice">{cards}</ol>{how}'
 
@@ -126,15 +173,34 @@ def device_seconds(run: RunData) -> str:
     html = ""
     for name, pool in run.accounting.pools.items():
         parts = ordered(pool.seconds, pool.total)
-        bar = share_bar([(colour_of(r), share, f"{reason_in_words(r)}: {percent(share)}, {seconds(s)} of devices") for r, s, share in parts], f"pool {name}")
+        bar = share_bar(
+            [
+                (colour_of(r), share, f"{reason_in_words(r)}: {percent(share)}, {seconds(s)} of devices")
+                for r, s, share in parts
+            ],
+            f"pool {name}",
+        )
         rows = "".join(
-            f'<tr><th scope="row"><i class="swatch {colour_of(r)}"></i>{escape(reason_in_words(r))}</th><td>{percent(share)}</td><td>{s:,.1f}</td></tr>'
+            '<tr><th scope="row"><i class="swatch '
+            f'{colour_of(r)}"></i>{escape(reason_in_words(r))}</th><td>{percent(share)}</td><td>{s:,.1f}</td></tr>'
             for r, s, share in parts
         )
-        table = f'<table><thead><tr><th scope="col">what its devices did</th><th scope="col">share</th><th scope="col">device-seconds</th></tr></thead><tbody>{rows}</tbody></table>'
-        devices = f"{pool.devices} device{'s' if pool.devices != 1 else ''} for {seconds(run.accounting.wall_s)}, {percent(_worked(pool.seconds, pool.total))} of it at work. Roles: {', '.join(pool.roles)}."
+        table = (
+            '<table><thead><tr><th scope="col">what its devices did</th><th scope="col">share</th><th '
+            f'scope="col">device-seconds</th></tr></thead><tbody>{rows}</tbody></table>'
+        )
+        devices = (
+            f"{pool.devices} device{'s' if pool.devices != 1 else ''} for "
+            f"{seconds(run.accounting.wall_s)}, {percent(_worked(pool.seconds, pool.total))} of it "
+            f"at work. Roles: {', '.join(pool.roles)}."
+        )
         html += figure(f"Pool {name}", bar + table, note=escape(devices))
-    return f'<p class="lead">Every second of every device has one reason, and they add up to devices × time. Solid is work; stripes are waiting. The timeline shows generation as its role does, at work while any answer is open; here what the engines themselves say is taken off it, when all open answers were with tools or reward functions.</p><div class="grid">{html}</div>'
+    return (
+        '<p class="lead">Every second of every device has one reason, and they add up to devices × '
+        "time. Solid is work; stripes are waiting. The timeline shows generation as its role does, at "
+        "work while any answer is open; here what the engines themselves say is taken off it, when all "
+        f'open answers were with tools or reward functions.</p><div class="grid">{html}</div>'
+    )
 
 
 def ordered(found: Mapping[str, float], total: float) -> list[tuple[str, float, float]]:
@@ -156,7 +222,9 @@ def step_chart(run: RunData) -> str:
         total.update(dict(step.seconds))
     roles = ["train", *(role for role, _ in total.most_common() if role != "train")]
     critical = Counter(step.critical for step in run.accounting.steps)
-    told = ", ".join(f"{role} in {count} of {critical.total()} steps" for role, count in critical.most_common())
+    told = ", ".join(
+        f"{role} in {count} of {critical.total()} steps" for role, count in critical.most_common()
+    )
     return column_chart(
         "Seconds of each step, by the role that it was spent on",
         [(float(step.step), step.seconds) for step in steps],
@@ -178,27 +246,57 @@ def _without_a_long_first(steps: Sequence[StepAccount]) -> tuple[Sequence[StepAc
     took = [sum(step.seconds.values()) for step in steps]
     if len(took) < 4 or took[0] < 3 * median(took[1:]):
         return steps, ""
-    return steps[1:], f" The first step is left out: it took {seconds(took[0])}, of which {seconds(max(steps[0].seconds.values()))} for {escape(steps[0].critical)}."
+    return (
+        steps[1:],
+        f" The first step is left out: it took {seconds(took[0])}, of which "
+        f"{seconds(max(steps[0].seconds.values()))} for {escape(steps[0].critical)}.",
+    )
 
 
 RUN_COLOURS = ("c-generate", "c-train")
 
 
-def _lines(runs: Sequence[RunData], pick: str, label: str = "", first: int = 0, dashed: bool = False) -> list[Line]:
+def _lines(
+    runs: Sequence[RunData], pick: str, label: str = "", first: int = 0, dashed: bool = False
+) -> list[Line]:
     """One line a run, in its colour; of a single run, the colour of its place in the chart."""
     many = len(runs) > 1
     return [
-        Line(label=f"{'AB'[n]}: {run.name}" if many else label, series=getattr(run, pick), colour=RUN_COLOURS[n if many else first], dashed=dashed or (many and n == 1))
+        Line(
+            label=f"{'AB'[n]}: {run.name}" if many else label,
+            series=getattr(run, pick),
+            colour=RUN_COLOURS[n if many else first],
+            dashed=dashed or (many and n == 1),
+        )
         for n, run in enumerate(runs)
     ]
 
 
 def learning(runs: Sequence[RunData]) -> str:
     single = runs[0] if len(runs) == 1 else None
-    dots = [Line(label=f"validation: {name.removeprefix('val-core/')}", series=series, colour="c-train", dots=True) for name, series in single.validation.items()] if single else []
+    dots = (
+        [
+            Line(
+                label=f"validation: {name.removeprefix('val-core/')}",
+                series=series,
+                colour="c-train",
+                dots=True,
+            )
+            for name, series in single.validation.items()
+        ]
+        if single
+        else []
+    )
     reward = line_chart("Reward", [*_lines(runs, "reward", "trained answers, mean"), *dots], x_label="step")
-    lengths = _lines(runs, "length_mean", "mean") + (_lines(runs, "length_max", "longest", 1) if single else [])
-    length = line_chart("Length of answers, tokens" if single else "Mean length of answers, tokens", lengths, x_label="step", low=0.0)
+    lengths = _lines(runs, "length_mean", "mean") + (
+        _lines(runs, "length_max", "longest", 1) if single else []
+    )
+    length = line_chart(
+        "Length of answers, tokens" if single else "Mean length of answers, tokens",
+        lengths,
+        x_label="step",
+        low=0.0,
+    )
     return f'<div class="grid">{reward}{length}</div>' if reward or length else ""
 
 
@@ -214,13 +312,24 @@ def freshness(runs: Sequence[RunData]) -> str:
         colour="c-generate",
         other=(named[1], "c-train") if other else None,
         x_label="lag: versions that the trainer was ahead of the oldest token",
-        note="" if other else f"{allowed} {'is' if allowed == 1 else 'are'} allowed (max_lag); none was older.",
+        note=""
+        if other
+        else f"{allowed} {'is' if allowed == 1 else 'are'} allowed (max_lag); none was older.",
     )
-    lines = [*_lines(runs, "lag_mean", "mean"), *(_lines([first], "lag_max", "largest", 1, True) if not other else [])]
-    return f'<div class="grid">{bars}{line_chart("Mean and largest lag, versions" if not other else "Mean lag, versions", lines, x_label="step", low=0.0, high=1.0)}</div>'
+    lines = [
+        *_lines(runs, "lag_mean", "mean"),
+        *(_lines([first], "lag_max", "largest", 1, True) if not other else []),
+    ]
+    title = "Mean and largest lag, versions" if not other else "Mean lag, versions"
+    chart = line_chart(title, lines, x_label="step", low=0.0, high=1.0)
+    return f'<div class="grid">{bars}{chart}</div>'
 
 
-_PLACES = {"answering": ("being answered", "c-generate"), "finished": ("finished, waiting for a step", "c-logp"), "batched": ("in a batch, until it is trained", "c-train")}
+_PLACES = {
+    "answering": ("being answered", "c-generate"),
+    "finished": ("finished, waiting for a step", "c-logp"),
+    "batched": ("in a batch, until it is trained", "c-train"),
+}
 
 
 def queues(run: RunData) -> str:
@@ -235,7 +344,8 @@ def queues(run: RunData) -> str:
         {place: text for place, (text, _) in _PLACES.items()},
         x_label="seconds since the pipeline began",
         text=amount,
-        note="Means over short times. A group is a prompt with its answers; admission bounds how many there are.",
+        note="Means over short times. A group is a prompt with its answers; admission bounds how many "
+        "there are.",
     )
 
 
@@ -254,22 +364,36 @@ def publications(run: RunData) -> str:
     done = run.publications
     if not done:
         return ""
-    parts = {"gather": "gather: into host memory, the trainer waits", "transfer": "transfer: checksums and copies, beside training", "load": "load: into the replicas, one after another"}
+    parts = {
+        "gather": "gather: into host memory, the trainer waits",
+        "transfer": "transfer: checksums and copies, beside training",
+        "load": "load: into the replicas, one after another",
+    }
     colours = {"gather": "c-train", "transfer": "c-logp", "load": "c-generate"}
     stall, size = median(p.stall_s for p in done), median(p.num_bytes for p in done)
     chart = column_chart(
         "Seconds of each publication",
-        [(float(p.version), {"gather": p.gather_s, "transfer": p.transfer_s, "load": p.load_s}) for p in done],
+        [
+            (float(p.version), {"gather": p.gather_s, "transfer": p.transfer_s, "load": p.load_s})
+            for p in done
+        ],
         colours,
         parts,
         x_label="version",
         text=seconds,
-        note=f"{len(done)} publications{f' of {number_of_bytes(size)}' if size else ''}. Medians: gather {seconds(median(p.gather_s for p in done))}, "
-        f"transfer {seconds(median(p.transfer_s for p in done))}, load {seconds(median(p.load_s for p in done))}.",
+        note=f"{len(done)} publications{f' of {number_of_bytes(size)}' if size else ''}. Medians: gather "
+        f"{seconds(median(p.gather_s for p in done))}, "
+        f"transfer {seconds(median(p.transfer_s for p in done))}, load "
+        f"{seconds(median(p.load_s for p in done))}.",
     )
     stalls = Series(x=[float(p.version) for p in done], y=[p.stall_s for p in done])
     line = line_chart(
-        "Stall: how long replicas stood still to load", [Line(label="stall", series=stalls, colour="c-train")], x_label="version", text=seconds, low=0.0, note=f"Median {seconds(stall)}; generation goes on during the rest."
+        "Stall: how long replicas stood still to load",
+        [Line(label="stall", series=stalls, colour="c-train")],
+        x_label="version",
+        text=seconds,
+        low=0.0,
+        note=f"Median {seconds(stall)}; generation goes on during the rest.",
     )
     return f'<div class="grid">{chart}{line}</div>'
 
@@ -278,15 +402,33 @@ def fates(run: RunData, name: str = "") -> str:
     drawn = sum(run.fates.values())
     if not drawn:
         return ""
-    parts = [(FATE_COLOURS[f], run.fates.get(f, 0) / drawn, f"{f.replace('_', ' ')}: {run.fates.get(f, 0)} of {drawn} groups") for f in FATES if run.fates.get(f)]
+    parts = [
+        (
+            FATE_COLOURS[f],
+            run.fates.get(f, 0) / drawn,
+            f"{f.replace('_', ' ')}: {run.fates.get(f, 0)} of {drawn} groups",
+        )
+        for f in FATES
+        if run.fates.get(f)
+    ]
     again = f" {run.regenerated} were answered again because they held a step up." if run.regenerated else ""
-    keys = [(FATE_COLOURS[f], f"{f.replace('_', ' ')}: {run.fates.get(f, 0)}") for f in FATES if run.fates.get(f)]
-    return figure(f"{name}{drawn} groups drawn", share_bar(parts, "what became of the groups") + legend(keys), note=f"Every prompt that was drawn has exactly one fate.{again}", wide=True)
+    keys = [
+        (FATE_COLOURS[f], f"{f.replace('_', ' ')}: {run.fates.get(f, 0)}") for f in FATES if run.fates.get(f)
+    ]
+    return figure(
+        f"{name}{drawn} groups drawn",
+        share_bar(parts, "what became of the groups") + legend(keys),
+        note=f"Every prompt that was drawn has exactly one fate.{again}",
+        wide=True,
+    )
 
 
 def notes(run: RunData) -> str:
     return (
-        '<footer><p><strong>Words.</strong> A <em>version</em> is the policy after an optimizer step. <em>Lag</em> is how many versions the trainer was ahead of the version '
-        "that wrote an answer's oldest token. A <em>pool</em> is a set of devices that a role must hold to compute. A <em>group</em> is a prompt with its answers.</p>"
-        f"<p>Made from {escape(str(run.path))} alone. <code>trace.json</code> beside it shows every event; open it at ui.perfetto.dev.</p></footer>"
+        "<footer><p><strong>Words.</strong> A <em>version</em> is the policy after an optimizer step. "
+        "<em>Lag</em> is how many versions the trainer was ahead of the version "
+        "that wrote an answer's oldest token. A <em>pool</em> is a set of devices that a role must hold to "
+        "compute. A <em>group</em> is a prompt with its answers.</p>"
+        f"<p>Made from {escape(str(run.path))} alone. <code>trace.json</code> beside it shows every event; "
+        "open it at ui.perfetto.dev.</p></footer>"
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of the files of a run directory when another process goes on with the run.
 
-    ledger.jsonl     goes on in the same file, from a record that says from where
-    events.jsonl     of each process its own: those before are `events.1.jsonl`, `events.2.jsonl`, ...
-    run.log          likewise; it is `watch` that writes it, also for a run that begins anew in the same directory
-    metrics.jsonl    goes on after the checkpoint's step; as it was, it stays beside it as `metrics.1.jsonl`, ...
+ledger.jsonl     goes on in the same file, from a record that says from where
+events.jsonl     of each process its own: those before are `events.1.jsonl`, `events.2.jsonl`, ...
+run.log          likewise; it is `watch` that writes it, also for a run that begins anew in the same directory
+metrics.jsonl    goes on after the checkpoint's step; as it was, it stays beside it as `metrics.1.jsonl`, ...
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def set_aside(path: Path) -> Path | None:
 
 
 def rows_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The metrics of the steps up to this one. What validation found at one later than that is left out as well."""
+    """The metrics of the steps up to this one. What validation found at one later than that is left out as
+    well.
+    """
     return [row for row in _rows(path) if int(row["step"]) <= step and not _is_later(row, step)]
 
 
@@ -43,7 +45,9 @@ def last_number(path: Path) -> int:
 
 
 def _is_later(row: dict[str, Any], step: int) -> bool:
-    """A validation is logged with the newest step, whatever version it is of; one of the checkpoint's is done anew."""
+    """A validation is logged with the newest step, whatever version it is of; one of the checkpoint's is
+    done anew.
+    """
     version = row["data"].get("async_pipeline/validation/version")
     return version is not None and version >= step
 

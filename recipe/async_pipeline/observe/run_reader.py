@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run's folder, as they are: also of a run that crashed, is still going on, or lost some of them."""
+"""The files of a run's folder, as they are: also of a run that crashed, is still going on, or lost some of
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,19 @@ class RunFiles:
 def read_run(path: Path) -> RunFiles:
     """Read a run's folder. Raises RunFilesError: it is none, or neither events nor metrics are in it."""
     if not path.is_dir():
-        raise RunFilesError(f"{path} is no folder of a run; give the one that holds events.jsonl (trainer.v1.async_pipeline.run_dir)")
+        raise RunFilesError(
+            f"{path} is no folder of a run; give the one that holds events.jsonl "
+            "(trainer.v1.async_pipeline.run_dir)"
+        )
     missing: list[str] = []
     events = _events(path / "events.jsonl", missing)
     steps, validations = _metrics(path / "metrics.jsonl", missing)
     earlier = len(list(path.glob("events.*.jsonl")))
     if earlier:
-        missing.append(f"the run was resumed: the events of {earlier} earlier process{'es' if earlier > 1 else ''} are not shown, their metrics are")
+        missing.append(
+            f"the run was resumed: the events of {earlier} earlier process{'es' if earlier > 1 else ''} "
+            "are not shown, their metrics are"
+        )
     if not events and not steps:
         raise RunFilesError(f"{path} has neither events nor metrics of a run: {'; '.join(missing)}")
     return RunFiles(
@@ -56,7 +64,9 @@ def read_run(path: Path) -> RunFiles:
         events=events,
         steps=steps,
         validations=validations,
-        summary=_mapping(path / "summary.json", missing, "the run is going on, or ended without leave to write it"),
+        summary=_mapping(
+            path / "summary.json", missing, "the run is going on, or ended without leave to write it"
+        ),
         config=_mapping(path / "config.json", missing, "settings cannot be compared"),
         missing=tuple(missing),
     )
@@ -69,11 +79,17 @@ def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
         missing.append("events.jsonl is not there: no timeline, device-seconds, queues and publications")
         return ()
     except (OSError, ValueError, KeyError) as error:
-        missing.append(f"events.jsonl cannot be read ({type(error).__name__}: {error}): no timeline, device-seconds, queues and publications")
+        missing.append(
+            f"events.jsonl cannot be read ({type(error).__name__}: {error}): no timeline, device-seconds, "
+            "queues and publications"
+        )
         return ()
     start = next((record for record in events if record.role == "flow" and record.event == "START"), None)
     if start is None or "graph" not in start.fields or "pools" not in start.fields:
-        missing.append("events.jsonl does not begin with the roles and pools of the run, as that of an older version: no device-seconds")
+        missing.append(
+            "events.jsonl does not begin with the roles and pools of the run, as that of an older version: "
+            "no device-seconds"
+        )
         return ()
     return events
 
@@ -84,7 +100,10 @@ def _metrics(path: Path, missing: list[str]) -> tuple[list[StepMetrics], list[St
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        missing.append(f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; the tracker `file` writes it")
+        missing.append(
+            f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; the "
+            "tracker `file` writes it"
+        )
         return [], []
     torn = 0
     for line in lines:

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is what is trained a fair sample of what was generated?
 
-Dropping what became too old drops the answers that took long, or begins them again: the trainer then learns from
+Dropping what became too old drops the answers that took long, or begins them again: the trainer then learns
+from
 short ones. The same holds for turns, and for the reward wherever it depends on either.
 
-`trained` is a part of `finished`, so that a test of the one against the other would count the same samples twice,
-and what still waits for its step would look like a loss. The test therefore compares those lost with those trained,
-which are different samples, and the size is what the loss did to the trained mean: the mean of those trained minus
+`trained` is a part of `finished`, so that a test of the one against the other would count the same samples
+twice,
+and what still waits for its step would look like a loss. The test therefore compares those lost with those
+trained,
+which are different samples, and the size is what the loss did to the trained mean: the mean of those trained
+minus
 that of those trained and lost together, in standard deviations of the latter.
 """
 
@@ -24,14 +28,18 @@ Lost = Literal["dropped", "filtered"]
 Quantity = Literal["tokens", "turns", "seconds", "reward"]
 
 WINDOW = 4096
-"""Decided samples a window. The last two are compared: lengths and rewards drift in training, and samples from the
+"""Decided samples a window. The last two are compared: lengths and rewards drift in training, and samples
+from the
 whole run would differ by when they were lost. It is ten or more steps, and holds enough losses to tell."""
 MIN_SHIFT_SD = 0.1
-"""Half of what is called a small effect. A loss of 5 % shifts the mean by as much only if the lost lie 2 sd away."""
+"""Half of what is called a small effect. A loss of 5 % shifts the mean by as much only if the lost lie 2
+sd away.
+"""
 MIN_SAMPLES = 100
 """Of both sides: from there on the mean of skewed lengths is close to normal, as the test needs it."""
 MIN_T = 8.0
-"""5 would do for a test at each of 10^4 steps (p < 10^-6 each). But the answers to one prompt resemble each other and
+"""5 would do for a test at each of 10^4 steps (p < 10^-6 each). But the answers to one prompt resemble each
+other and
 share their fate: 8 of them, correlated by 0.2, make t 1.5 times as large."""
 
 WATCHED: dict[Lost, tuple[Quantity, ...]] = {
@@ -40,7 +48,8 @@ WATCHED: dict[Lost, tuple[Quantity, ...]] = {
 }
 """What `warning` speaks of. Filters are there to select by reward."""
 REMEDY: dict[Lost, str] = {
-    "dropped": "if they held steps up, raise max_lag or set stale=wait; if their data or rewards were bad, see bad_data/* and failed",
+    "dropped": "if they held steps up, raise max_lag or set stale=wait; if their data or rewards were bad, "
+    "see bad_data/* and failed",
     "filtered": "weaken the filter, if it is not meant to select by that",
 }
 MORE_OR_LESS: dict[Quantity, tuple[str, str]] = {
@@ -53,7 +62,9 @@ MORE_OR_LESS: dict[Quantity, tuple[str, str]] = {
 
 @dataclass(slots=True)
 class Moments:
-    """Count, mean and sum of squared deviations of a stream (Welford): no cancellation, whatever the mean is."""
+    """Count, mean and sum of squared deviations of a stream (Welford): no cancellation, whatever the mean
+    is.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -142,13 +153,19 @@ class SelectionMeter:
     ) -> None:
         """One answer met `fate`. What is not known, or not finite, is left out.
 
-        `seconds` are those from its request to its end. Of an answer that is given up before its end they may be all
+        `seconds` are those from its request to its end. Of an answer that is given up before its end they may
+        be all
         that is known. It counts with what it had by then, so a difference to those trained is understated.
         """
         if self._recent.decided == self._size:
             self._before, self._recent = self._recent, _Window()
         self._recent.samples[fate] += 1
-        values: dict[Quantity, float | None] = {"tokens": tokens, "turns": turns, "seconds": seconds, "reward": reward}
+        values: dict[Quantity, float | None] = {
+            "tokens": tokens,
+            "turns": turns,
+            "seconds": seconds,
+            "reward": reward,
+        }
         for quantity, value in values.items():
             if value is not None and math.isfinite(value):
                 self._recent.moments[fate, quantity].add(value)
@@ -159,7 +176,9 @@ class SelectionMeter:
         decided = self._recent.decided + self._before.decided
         if decided:
             for lost in get_args(Lost):
-                found[f"bias/{lost}_share"] = (self._recent.samples[lost] + self._before.samples[lost]) / decided
+                found[f"bias/{lost}_share"] = (
+                    self._recent.samples[lost] + self._before.samples[lost]
+                ) / decided
         for quantity in get_args(Quantity):
             of = {fate: self._moments(fate, quantity) for fate in get_args(Fate)}
             found |= {f"bias/{quantity}/{fate}_mean": one.mean for fate, one in of.items() if one.count}
@@ -178,8 +197,14 @@ class SelectionMeter:
         A shift is spoken of again only after it was gone: below half of the threshold, so that one that stays
         around it is not news every few steps.
         """
-        compared = {(lost, quantity): found for lost, quantity, found in self._comparisons() if quantity in WATCHED[lost]}
-        self._said = {key for key in self._said if key in compared and abs(compared[key].shift_sd) >= MIN_SHIFT_SD / 2}
+        compared = {
+            (lost, quantity): found
+            for lost, quantity, found in self._comparisons()
+            if quantity in WATCHED[lost]
+        }
+        self._said = {
+            key for key in self._said if key in compared and abs(compared[key].shift_sd) >= MIN_SHIFT_SD / 2
+        }
         new = [key for key, found in compared.items() if found.matters and key not in self._said]
         if not new:
             return None
@@ -202,7 +227,8 @@ class SelectionMeter:
 def _in_words(lost: Lost, quantity: Quantity, found: Comparison) -> str:
     direction = MORE_OR_LESS[quantity][found.shift_sd < 0]
     return (
-        f"selection bias: because {found.lost.count} of {found.trained.count + found.lost.count} answers were {lost}, "
+        f"selection bias: because {found.lost.count} of {found.trained.count + found.lost.count} answers "
+        f"were {lost}, "
         f"those trained have {abs(found.shift_sd):.2f} sd {direction} than all of them (on average "
         f"{found.trained.mean:.4g}, those {lost} {found.lost.mean:.4g}); {REMEDY[lost]}"
     )

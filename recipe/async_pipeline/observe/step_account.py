@@ -13,7 +13,8 @@ from .accounting import Accountant, Accounting, is_work
 class StepAccountant:
     """A subscriber of the event log that is asked once a step.
 
-    The rollout's pool is accounted for up to its last load of a version, so what a step is told of it may have
+    The rollout's pool is accounted for up to its last load of a version, so what a step is told of it may
+    have
     happened a step earlier; over a run it adds up all the same.
     """
 
@@ -61,7 +62,10 @@ def summary_of(account: Accounting) -> dict[str, Any]:
         "bubble_ratio": round(account.bubble_ratio, 4),
         "overlap_efficiency": round(account.overlap_efficiency, 4),
         "device_seconds": {
-            name: {"devices": pool.devices, **{reason: round(s, 3) for reason, s in pool.seconds.items() if s > 0}}
+            name: {
+                "devices": pool.devices,
+                **{reason: round(s, 3) for reason, s in pool.seconds.items() if s > 0},
+            }
             for name, pool in account.pools.items()
         },
     }

@@ -85,7 +85,9 @@ class RunRecorder:
             "stall_s_median": round(median(p.stall_s for p in result.publications), 5) if loads else None,
             "tensors_proved": sum(p.tensors_proved for p in result.publications),
             "step_s_median": round(median(self.step_s[1:] or self.step_s), 4) if self.step_s else None,
-            "train_s": round(now_unix - first + self.step_s[self.steps_before], 1) if first is not None else 0.0,
+            "train_s": round(now_unix - first + self.step_s[self.steps_before], 1)
+            if first is not None
+            else 0.0,
             "time_to_first_step_s": None if first is None else round(first - self.started_unix, 1),
             "wall_s": round(now_unix - self.started_unix, 1),
         }
@@ -119,4 +121,6 @@ def one_line(error: BaseException) -> str:
     shown = cause if isinstance(cause, BaseException) else error
     text: Sequence[str] = [line.strip() for line in str(shown).splitlines() if line.strip()]
     name = type(shown).__name__
-    return f"{name}: {text[-1] if text and text[0].startswith('Traceback') else text[0] if text else ''}"[:500]
+    return f"{name}: {text[-1] if text and text[0].startswith('Traceback') else text[0] if text else ''}"[
+        :500
+    ]

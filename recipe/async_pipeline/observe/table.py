@@ -67,8 +67,8 @@ def progress(row: StepRow, *, untrained: float, finished: float, critical: str) 
     rate = row.samples / row.step_s if row.step_s > 0 else 0.0
     return (
         f"{TRANSIENT} step {row.step}/{row.last_step}  reward {row.reward:.3f}  {rate:.1f} samples/s  "
-        f"lag {row.lag_mean:.2f} (max {row.lag_max:.0f})  queue: {untrained:.0f} groups under way, {finished:.0f} finished"
-        + (f"  slowest: {critical}" if critical else "")
+        f"lag {row.lag_mean:.2f} (max {row.lag_max:.0f})  queue: {untrained:.0f} groups under way, "
+        f"{finished:.0f} finished" + (f"  slowest: {critical}" if critical else "")
     )
 
 
@@ -83,9 +83,13 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     first, last = summary.get("reward_first"), summary.get("reward_last")
     steps, before = int(str(summary["steps"])), int(str(summary.get("steps_before", 0)))
     some = f", {steps - before} of them" if before else ""
-    lines = [f"{MARK} {summary['status']}: {summary['strategy']}, {steps} steps{some} in {summary['train_s']} s"]
+    lines = [
+        f"{MARK} {summary['status']}: {summary['strategy']}, {steps} steps{some} in {summary['train_s']} s"
+    ]
     if isinstance(first, float) and isinstance(last, float):
-        lines.append(f"{MARK} reward {first:.3f} -> {last:.3f} (means over the first and last fifth of the steps)")
+        lines.append(
+            f"{MARK} reward {first:.3f} -> {last:.3f} (means over the first and last fifth of the steps)"
+        )
     lines.append(
         f"{MARK} lag_max {summary['lag_max']} of {summary['max_lag']} allowed; served version "
         f"{summary['served_version']} of {summary['trainer_version']}; generate and train overlapped "
@@ -93,12 +97,17 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     )
     if "overlap_efficiency" in summary:
         lines.append(
-            f"{MARK} devices worked {100 * (1 - float(str(summary['bubble_ratio']))):.0f} % of the time since the first version "
-            f"was served; overlap efficiency {summary['overlap_efficiency']} (1: no schedule of this work is faster)"
+            f"{MARK} devices worked {100 * (1 - float(str(summary['bubble_ratio']))):.0f} % of the time "
+            "since the first version "
+            f"was served; overlap efficiency {summary['overlap_efficiency']} (1: no schedule of this work "
+            "is faster)"
         )
     fates = ", ".join(f"{summary[f'groups_{fate}']} {fate.replace('_', ' ')}" for fate in FATES)
     again = summary["groups_regenerated"]
-    lines.append(f"{MARK} {summary['groups_drawn']} groups drawn: {fates}" + (f"; {again} answered again" if again else ""))
+    lines.append(
+        f"{MARK} {summary['groups_drawn']} groups drawn: {fates}"
+        + (f"; {again} answered again" if again else "")
+    )
     if summary.get("error"):
         lines.append(f"{MARK} cause: {summary['error']}")
     return lines

@@ -34,17 +34,21 @@ def timeline(run: RunData) -> str:
         "The whole run",
         f'<div class="lanes" id="overview">{_drawn(rows, 0.0, end)}</div>',
         wide=True,
-        says="Share of time that each role computed: " + "; ".join(f"{role} {_total(s) / end:.0%}" for role, s in run.roles.items()),
+        says="Share of time that each role computed: "
+        + "; ".join(f"{role} {_total(s) / end:.0%}" for role, s in run.roles.items()),
         note="Rows of pools: solid is work, pale is waiting, in the colour of the role that is waited for. "
         "Rows of roles: solid while the role computes. Drag over it to look closer.",
     )
     steps = [step for step, at in run.step_ends.items() if first < at <= last]
     close = figure(
         "Close up",
-        f'<div class="tools" hidden><button type="button" data-go="left">earlier</button><button type="button" data-go="right">later</button>'
-        f'<button type="button" data-go="in">closer</button><button type="button" data-go="out">wider</button>'
+        '<div class="tools" hidden><button type="button" data-go="left">earlier</button><button '
+        'type="button" data-go="right">later</button>'
+        '<button type="button" data-go="in">closer</button><button type="button" '
+        'data-go="out">wider</button>'
         f'<button type="button" data-go="all">whole run</button></div>'
-        f'<div class="lanes" id="closeup" tabindex="0" role="group" aria-label="Close up of the timeline: arrow keys move, plus and minus zoom"'
+        '<div class="lanes" id="closeup" tabindex="0" role="group" aria-label="Close up of the timeline: '
+        'arrow keys move, plus and minus zoom"'
         f"{_data(rows, end, first, last)}>{_drawn(rows, first, last)}</div>",
         wide=True,
         note=f"Steps {steps[0]} to {steps[-1]}, from {first:.1f} s to {last:.1f} s." if steps else "",
@@ -70,7 +74,13 @@ def _rows(run: RunData, end: float) -> list[Row]:
     rows: list[Row] = []
     homeless = [role for role in run.roles if role not in run.home]
     for pool, account in run.accounting.pools.items():
-        rows.append(("pool", f"{pool}: {account.devices} device{'s' if account.devices != 1 else ''}", run.pools.get(pool, ())))
+        rows.append(
+            (
+                "pool",
+                f"{pool}: {account.devices} device{'s' if account.devices != 1 else ''}",
+                run.pools.get(pool, ()),
+            )
+        )
         rows += [_role(run.roles, role, end) for role in account.roles if role in run.roles]
     return [*rows, *(_role(run.roles, role, end, "no device") for role in homeless)]
 
@@ -88,27 +98,58 @@ def _drawn(rows: Sequence[Row], start: float, end: float) -> str:
     html, homeless = "", next((label for kind, label, _ in rows if kind == "no device"), None)
     for kind, label, spans in rows:
         picture = (
-            stack(spans, colour_of, start, end, is_work) if kind == "pool" else strip([(a, b) for a, b, _ in spans], role_colour(label), start, end)
+            stack(spans, colour_of, start, end, is_work)
+            if kind == "pool"
+            else strip([(a, b) for a, b, _ in spans], role_colour(label), start, end)
         )
         if label == homeless:
             html += '<div class="lane pool"><span class="lane-name">no device</span></div>'
-        html += f'<div class="lane {"pool" if kind == "pool" else "role"}"><span class="lane-name">{escape(label)}</span><div class="lane-area">{picture}</div></div>'
+        html += (
+            f'<div class="lane {"pool" if kind == "pool" else "role"}"><span '
+            f'class="lane-name">{escape(label)}</span><div class="lane-area">{picture}</div></div>'
+        )
     across = [t for t in ticks(start, end, 5) if start <= t <= end]
-    marks = "".join(f'<span style="left:{(t - start) / ((end - start) or 1):.2%}">{t:,.6g}</span>' for t in across)
-    return f'{html}<div class="lane axis"><span class="lane-name"></span><div class="lane-area downs">{marks}</div></div><div class="x-label">seconds since the pipeline began</div>'
+    marks = "".join(
+        f'<span style="left:{(t - start) / ((end - start) or 1):.2%}">{t:,.6g}</span>' for t in across
+    )
+    return (
+        f'{html}<div class="lane axis"><span class="lane-name"></span><div class="lane-area '
+        f'downs">{marks}</div></div><div class="x-label">seconds since the pipeline began</div>'
+    )
 
 
 def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
     """What the page's script draws from, as an attribute; none if it is too much."""
     if sum(len(spans) for _, _, spans in rows) > MAX_SPANS:
         return ""
-    names = sorted({what for kind, _, spans in rows if kind == "pool" for _, _, what in spans}, key=lambda what: (not is_work(what), what))
+    names = sorted(
+        {what for kind, _, spans in rows if kind == "pool" for _, _, what in spans},
+        key=lambda what: (not is_work(what), what),
+    )
     kinds = [{"name": reason_in_words(what), "colour": colour_of(what)} for what in names]
     drawn = []
     for kind, label, spans in rows:
         if kind == "pool":
-            drawn.append({"pool": True, "spans": [[round(a, 3), round(b, 3), names.index(what)] for a, b, what in spans]})
+            drawn.append(
+                {
+                    "pool": True,
+                    "spans": [[round(a, 3), round(b, 3), names.index(what)] for a, b, what in spans],
+                }
+            )
         else:
-            drawn.append({"pool": False, "name": label, "colour": role_colour(label), "spans": [[round(a, 3), round(b, 3)] for a, b, _ in spans]})
-    data = {"end": round(end, 3), "from": round(first, 3), "to": round(last, 3), "kinds": kinds, "rows": drawn}
+            drawn.append(
+                {
+                    "pool": False,
+                    "name": label,
+                    "colour": role_colour(label),
+                    "spans": [[round(a, 3), round(b, 3)] for a, b, _ in spans],
+                }
+            )
+    data = {
+        "end": round(end, 3),
+        "from": round(first, 3),
+        "to": round(last, 3),
+        "kinds": kinds,
+        "rows": drawn,
+    }
     return f' data-timeline="{escape(json.dumps(data, separators=(",", ":")), quote=True)}"'

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trace.json`: the event log in Chrome's trace event format, which ui.perfetto.dev opens.
 
-A process is a pool of devices; its threads are who holds the lease, and each lane of each role that computes there.
-Roles without devices share a process, and so do the counters and the marks of the whole run. A slice is what a lane
-did: it ran, or waited for what the slice is called after. An arrow follows a group from the draw of its prompt to
+A process is a pool of devices; its threads are who holds the lease, and each lane of each role that computes
+there.
+Roles without devices share a process, and so do the counters and the marks of the whole run. A slice is what
+a lane
+did: it ran, or waited for what the slice is called after. An arrow follows a group from the draw of its
+prompt to
 its optimizer step, through every slice that had it.
 
 The format: "Trace Event Format" of the Chromium project; phases X, M, C, i and s, t, f are used. Times are
@@ -40,7 +43,13 @@ MARKS_TID = 1
 _TERMINAL = {state.name for state in TERMINAL}
 _BATCH_ROLES = ("logp", "ref_logp", "values", "reward", "critic")
 """What they work on is a whole batch, known by its step."""
-_MARKS = {"GATHERED": "version {version} gathered", "SERVED": "version {version} served", "RECALLED": "group recalled: {fate}", "FLAWED": "group answered again", "SAVED": "checkpoint of step {version}"}
+_MARKS = {
+    "GATHERED": "version {version} gathered",
+    "SERVED": "version {version} served",
+    "RECALLED": "group recalled: {fate}",
+    "FLAWED": "group answered again",
+    "SAVED": "checkpoint of step {version}",
+}
 
 
 class _Track:
@@ -87,7 +96,14 @@ class _Track:
                 return []
             end += SHORTEST_US
         self._end = end
-        shown = {"ph": "X", "name": self.name, "cat": self._cat, "ts": round(start, 3), "dur": round(end - start, 3), **self.where}
+        shown = {
+            "ph": "X",
+            "name": self.name,
+            "cat": self._cat,
+            "ts": round(start, 3),
+            "dur": round(end - start, 3),
+            **self.where,
+        }
         self.events.append(shown | ({"args": dict(self._args)} if self._args else {}))
         # An arrow that touches a slice exactly at its edge may miss it.
         return [(min(max(at, start + SHORTEST_US / 2), end - SHORTEST_US / 2), group) for at, group in points]
@@ -130,7 +146,9 @@ class TraceBuilder:
         """The whole trace, in the order of time. What still went on lasts until the last record."""
         for track in [*self._tracks.values(), *self._leases.values()]:
             self._pass(track, track.show(self._t_us, None))
-        slices = [event for track in [*self._tracks.values(), *self._leases.values()] for event in track.events]
+        slices = [
+            event for track in [*self._tracks.values(), *self._leases.values()] for event in track.events
+        ]
         timed = sorted([*slices, *(e for e in self._events if e["ph"] != "M")], key=lambda e: float(e["ts"]))
         flows = sorted(self._flows(), key=lambda e: float(e["ts"]))
         return [*(e for e in self._events if e["ph"] == "M"), *timed, *flows]
@@ -140,9 +158,13 @@ class TraceBuilder:
     def _begin(self, facts: Mapping[str, Any]) -> None:
         """Raises RunFilesError: the log is of a version that did not write down what there is."""
         if "graph" not in facts or "pools" not in facts:
-            raise RunFilesError("the event log does not say which roles and pools there were; it is of an older version")
+            raise RunFilesError(
+                "the event log does not say which roles and pools there were; it is of an older version"
+            )
         self._downstream = facts["graph"]
-        self._upstream = {role: tuple(a for a, bs in self._downstream.items() if role in bs) for role in self._downstream}
+        self._upstream = {
+            role: tuple(a for a, bs in self._downstream.items() if role in bs) for role in self._downstream
+        }
         self._upstream["dataloader"] = ("param_update",)
         self._name(RUN_PID, "run")
         self._name_thread(RUN_PID, MARKS_TID, "publications, checkpoints, recalls")
@@ -187,7 +209,10 @@ class TraceBuilder:
         name, cat = self._shown(record, lane)
         step = record.fields.get("step")
         if name != track.name:
-            self._pass(track, track.show(self._t_us, name, cat, **({} if step is None or cat != "run" else {"step": step})))
+            self._pass(
+                track,
+                track.show(self._t_us, name, cat, **({} if step is None or cat != "run" else {"step": step})),
+            )
         if record.event == "LEASE" and record.role in _BATCH_ROLES and step is not None:
             for group in self._batches.get(int(step), ()):
                 track.touch(self._t_us, group)
@@ -238,11 +263,22 @@ class TraceBuilder:
             self._versions[event] = int(fields["version"])
             self._count("version", {kind.lower(): version for kind, version in self._versions.items()})
         if event in _MARKS:
-            shown = {"ph": "i", "name": _MARKS[event].format_map(fields), "cat": event.lower(), "s": "p", "ts": self._t_us}
+            shown = {
+                "ph": "i",
+                "name": _MARKS[event].format_map(fields),
+                "cat": event.lower(),
+                "s": "p",
+                "ts": self._t_us,
+            }
             self._events.append({**shown, "pid": RUN_PID, "tid": MARKS_TID, "args": dict(fields)})
         elif event == "VALIDATED":
             took_us = float(fields["seconds"]) * 1e6
-            began = {"ph": "X", "name": f"validation of version {fields['version']}", "cat": "validated", "dur": took_us}
+            began = {
+                "ph": "X",
+                "name": f"validation of version {fields['version']}",
+                "cat": "validated",
+                "dur": took_us,
+            }
             self._events.append({**began, "ts": self._t_us - took_us, "pid": RUN_PID, "tid": MARKS_TID + 1})
 
     def _count(self, name: str, values: Mapping[str, Any]) -> None:
@@ -264,7 +300,16 @@ class TraceBuilder:
             passages = sorted(self._passages[group], key=lambda passage: passage[0])
             for place, (at, where) in enumerate(passages):
                 phase = "s" if place == 0 else "f" if place == len(passages) - 1 else "t"
-                yield {"ph": phase, "id": number, "name": "group", "cat": "group", "bp": "e", "ts": round(at, 3), **where, "args": {"group": group}}
+                yield {
+                    "ph": phase,
+                    "id": number,
+                    "name": "group",
+                    "cat": "group",
+                    "bp": "e",
+                    "ts": round(at, 3),
+                    **where,
+                    "args": {"group": group},
+                }
 
 
 def trace_events(records: Iterable[LogRecord]) -> list[TraceEvent]:
@@ -276,7 +321,9 @@ def trace_events(records: Iterable[LogRecord]) -> list[TraceEvent]:
 
 
 def write_trace(run_dir: Path) -> Path:
-    """`events.jsonl` of a run -> its `trace.json`. Raises RunFilesError, OSError: the log cannot be read or understood."""
+    """`events.jsonl` of a run -> its `trace.json`. Raises RunFilesError, OSError: the log cannot be read
+    or understood.
+    """
     events = trace_events(read_events(run_dir / "events.jsonl"))
     path = run_dir / "trace.json"
     part = path.with_suffix(".part")

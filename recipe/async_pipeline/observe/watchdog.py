@@ -4,8 +4,10 @@
 The same thread writes the diagnoses that the loop makes itself, so that the loop never touches a file.
 
     thread: every look  ──► call on the loop ──► the loop answers ──► next look
-                                └── no answer for `stalled_after_s`: stacks of all threads, one line for the user
-                                       └── nor does this thread run (a call holds the interpreter): faulthandler's does
+                                └── no answer for `stalled_after_s`: stacks of all threads, one line for the
+                                user
+                                       └── nor does this thread run (a call holds the interpreter):
+                                       faulthandler's does
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ class Watchdog:
     """Make it on the loop that it is to watch, as a context."""
 
     def __init__(
-        self, path: Path, *, stalled_after_s: float, say: Callable[[str], None], now: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        *,
+        stalled_after_s: float,
+        say: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`say` gets one line for the user, on whatever thread."""
         self._loop = asyncio.get_running_loop()
@@ -54,7 +61,9 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._told.put(None)
         self._thread.join(CLOSE_S)
 
@@ -115,4 +124,7 @@ def stacks(first: int) -> str:
     """Where each thread of this process is, the one with the identity `first` before all others."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda pair: pair[0] != first)
-    return "\n".join(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in frames
+    )

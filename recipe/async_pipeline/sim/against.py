@@ -23,7 +23,10 @@ def compare(args: argparse.Namespace) -> int:
     """`simulate --against RUN`: with the profile of the run itself, or of another one (`--profile`)."""
     for option in ("devices", "strategy", "max_lag", "depth", "pools"):
         if getattr(args, option) is not None:
-            raise ConfigError(f"--{option.replace('_', '-')} is what the run of --against says, got {getattr(args, option)!r}; leave it out")
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is what the run of --against says, got "
+                f"{getattr(args, option)!r}; leave it out"
+            )
     run = read_run(args.against)
     facts = side_by_side(run, extract(run) if args.profile is None else load(args.profile), seed=args.seed)
     if args.as_json:
@@ -31,7 +34,8 @@ def compare(args: argparse.Namespace) -> int:
     else:
         echo(facts["profile"])
         echo(
-            f"{facts['strategy']}, max_lag {facts['max_lag']}: predicted {facts['predicted_step_s']:.3f} s a step, "
+            f"{facts['strategy']}, max_lag {facts['max_lag']}: predicted {facts['predicted_step_s']:.3f} s "
+            "a step, "
             f"measured {facts['measured_step_s']:.3f} s, error {facts['error']:+.1%} "
             f"(lag {facts['predicted_lag']:.2f} and {facts['measured_lag']:.2f})"
         )
@@ -72,10 +76,15 @@ def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, A
 
 
 def _window(run: RunLog) -> tuple[int, int]:
-    """As a simulation's, but in a short run the later half will do: what is predicted for it is over the same steps."""
+    """As a simulation's, but in a short run the later half will do: what is predicted for it is over the
+    same steps.
+    """
     steps, lag = len(run.step_ends_s), run.knobs.max_lag
     first = min(2 * (lag + 1), steps // 2)
     last = max(first + LEAST_STEPS, steps - (lag + 1))
     if last > steps:
-        raise ConfigError(f"{run.directory} has {steps} steps, of which too few are without a warm-up; give a run of {2 * LEAST_STEPS} or more")
+        raise ConfigError(
+            f"{run.directory} has {steps} steps, of which too few are without a warm-up; give a run of "
+            f"{2 * LEAST_STEPS} or more"
+        )
     return first, last

@@ -3,12 +3,16 @@
 
     pool       the devices of a pool do their own work of a step, one stage after another
     generate   engines write the tokens of a step, at the rate of the most answers that can be in flight
-    loop       a batch that is admitted when version v is served is trained by step v + max_lag + 1; until then its
-               slowest answer comes back, and its tokens are written; then come the optimizer step and the way of the weights
+    loop       a batch that is admitted when version v is served is trained by step v + max_lag + 1; until
+    then its
+               slowest answer comes back, and its tokens are written; then come the optimizer step and the way
+               of the weights
     littles    batches in flight = rate x time in flight, on average (Little's law)
 
-The rate of an engine with c answers, c / step_s(c), is replaced by the smallest concave function above it, so that no
-way to spread answers over replicas and time does better than spreading them evenly (Jensen). Work is that of the very
+The rate of an engine with c answers, c / step_s(c), is replaced by the smallest concave function above it, so
+that no
+way to spread answers over replicas and time does better than spreading them evenly (Jensen). Work is that of
+the very
 answers that a simulation with the same seed draws, so that luck is on both sides.
 """
 
@@ -56,7 +60,9 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
 
     number = groups * batches
     chunks = [_work_of_chunk(profile, at, seed) for at in range(-(-number // CHUNK))]
-    group_s, last, tokens, prompt_tokens, observed = (np.concatenate(column)[:number] for column in zip(*chunks, strict=True))
+    group_s, last, tokens, prompt_tokens, observed = (
+        np.concatenate(column)[:number] for column in zip(*chunks, strict=True)
+    )
     of_batch = group_s.reshape(batches, groups)
     written, read = tokens.sum() / batches, (prompt_tokens.sum() + observed.sum()) / batches
     return BatchWork(
@@ -71,7 +77,9 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
 
 @lru_cache(maxsize=1024)
 def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Of each group: seconds alone, tokens of the answer that is last, and of all; of prompts; of observations."""
+    """Of each group: seconds alone, tokens of the answer that is last, and of all; of prompts; of
+    observations.
+    """
     import numpy as np
 
     chunk = Draws(profile, seed).chunk(at)
@@ -87,7 +95,9 @@ def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats
 
 @lru_cache(maxsize=16)
 def concave_rate(decode: Decode) -> tuple[Floats, Floats]:
-    """Corners of the smallest concave function above the tokens a second of an engine, by the number of its answers."""
+    """Corners of the smallest concave function above the tokens a second of an engine, by the number of
+    its answers.
+    """
     import numpy as np
 
     corners: list[tuple[float, float]] = [(0.0, 0.0)]
@@ -104,7 +114,9 @@ def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, fl
 
 
 def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stall_s: float) -> float:
-    """Seconds in which the replicas can write the tokens of a step, each standing still for `stall_s` of them."""
+    """Seconds in which the replicas can write the tokens of a step, each standing still for `stall_s` of
+    them.
+    """
     import numpy as np
 
     corners, rates = concave_rate(setting.profile.decode)
@@ -113,9 +125,15 @@ def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stal
     still_s = work.read_s / replicas + stall_s
 
     def written(seconds: float) -> float:
-        """Answers are open also while their replica stands still, so they may be the more while it does not."""
+        """Answers are open also while their replica stands still, so they may be the more while it does
+        not.
+        """
         decoding = seconds - still_s
-        return float(replicas * decoding * np.interp(open_answers * seconds / decoding, corners, rates)) if decoding > 0 else 0.0
+        return (
+            float(replicas * decoding * np.interp(open_answers * seconds / decoding, corners, rates))
+            if decoding > 0
+            else 0.0
+        )
 
     low, high = still_s, still_s + work.written_tokens / replicas / float(rates[1] / corners[1]) + 1e-9
     while written(high) < work.written_tokens:
@@ -146,7 +164,9 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
     else:
         terms["generate"] = generating
     after_s = stages.update.seconds(work.trained_tokens, setting.devices_of("train")) + weights_s(setting)
-    terms["loop"] = (max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + after_s) / (knobs.max_lag + 1)
+    terms["loop"] = (max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + after_s) / (
+        knobs.max_lag + 1
+    )
     terms["littles"] = (work.group_s + after_s) / (depth + 1)
     return terms
 
@@ -154,7 +174,9 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
 def weights_s(setting: Setting) -> float:
     """From the end of a step until all replicas serve its weights."""
     sync, lanes = setting.profile.sync, -(-setting.replicas // setting.loads_at_once)
-    return setting.profile.stages.gather.seconds(0, setting.devices_of("train")) + lanes * (sync.transfer_s + sync.load_s)
+    return setting.profile.stages.gather.seconds(0, setting.devices_of("train")) + lanes * (
+        sync.transfer_s + sync.load_s
+    )
 
 
 def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:
@@ -194,9 +216,11 @@ def bound_s(setting: Setting) -> float:
 
 
 def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
-    """A guess at the step time, above the bound: the slowest answer is written beside others, and stages follow one another.
+    """A guess at the step time, above the bound: the slowest answer is written beside others, and stages
+    follow one another.
 
-    By Little's law as many answers are open as it takes to write the tokens of a step in a step; the more, the slower
+    By Little's law as many answers are open as it takes to write the tokens of a step in a step; the more,
+    the slower
     each. So a longer step has faster answers, and the guess is the step time at which both agree.
     """
     work = work or work_of(setting.profile, setting.groups, setting.steps, setting.seed)
@@ -205,7 +229,11 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
     if setting.shared:
         return bound
     seconds = _stage_seconds(setting, work)
-    after_s = seconds["train"] + seconds["logp"] + (seconds["ref_logp"] if setting.placement.own_pool_of("ref_logp") is None else 0.0)
+    after_s = (
+        seconds["train"]
+        + seconds["logp"]
+        + (seconds["ref_logp"] if setting.placement.own_pool_of("ref_logp") is None else 0.0)
+    )
     after_s += stages.advantage.seconds(0, 0) + stages.assemble.seconds(0, 0) + weights_s(setting)
     alone = setting.profile.decode.step_s(1)
 
@@ -226,7 +254,9 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
 
 
 def _step_at(setting: Setting, rate: float) -> float:
-    """Seconds of an engine's step when it writes so many tokens a second, with as few answers as that takes."""
+    """Seconds of an engine's step when it writes so many tokens a second, with as few answers as that
+    takes.
+    """
     decode = setting.profile.decode
     low, high = 1, decode.slots
     while low < high:

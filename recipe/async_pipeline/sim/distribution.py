@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a quantity is spread: a constant, a lognormal with a cap, or a histogram out of a run.
 
-All are monotone functions of a standard normal variable, so that two quantities are correlated by correlating those.
+All are monotone functions of a standard normal variable, so that two quantities are correlated by correlating
+those.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _REACH, _POINTS = 8.0, 4097
 """The normal distribution's table: from -reach to reach, in so many points."""
 
 
-class Lognormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="lognormal"):
+class Lognormal(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="lognormal"
+):
     """exp(N(ln median, sigma)), cut off at `cap`."""
 
     median: float
@@ -34,12 +37,15 @@ class Lognormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         if not (0 < self.median <= self.cap and self.sigma >= 0):
             raise ConfigError(
-                f"a lognormal needs 0 < median <= cap and sigma >= 0, got median={self.median:g} sigma={self.sigma:g} "
+                f"a lognormal needs 0 < median <= cap and sigma >= 0, got median={self.median:g} "
+                f"sigma={self.sigma:g} "
                 f"cap={self.cap:g}; mend it in the profile"
             )
 
 
-class Histogram(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="histogram"):
+class Histogram(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="histogram"
+):
     """Values and how often each was seen."""
 
     values: tuple[float, ...]
@@ -49,7 +55,8 @@ class Histogram(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         rising = all(a < b for a, b in zip(self.values, self.values[1:], strict=False))
         if not self.values or len(self.values) != len(self.weights) or not rising or self.values[0] < 0:
             raise ConfigError(
-                f"a histogram needs rising values >= 0 and a weight for each, got {len(self.values)} values and "
+                f"a histogram needs rising values >= 0 and a weight for each, got {len(self.values)} "
+                "values and "
                 f"{len(self.weights)} weights; mend it in the profile"
             )
         if min(self.weights) < 0 or sum(self.weights) <= 0:
@@ -91,7 +98,9 @@ def is_constant(of: Distribution) -> bool:
 
 
 def histogram_of(values: Floats, most: int = 64) -> Distribution:
-    """What was seen, in at most `most` values, each the mean of those that it stands for; the largest stays as it is."""
+    """What was seen, in at most `most` values, each the mean of those that it stands for; the largest
+    stays as it is.
+    """
     import numpy as np
 
     seen, counts = np.unique(np.asarray(values, dtype=np.float64), return_counts=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answers to each prompt, drawn from a seed and the prompt's number alone.
 
-Whatever layout or strategy is simulated, prompt k has the same answers, so that two simulations differ by their
+Whatever layout or strategy is simulated, prompt k has the same answers, so that two simulations differ by
+their
 schedules and not by their luck.
 """
 
@@ -48,7 +49,9 @@ class GroupCost(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Arrays of groups x answers, but `tool_s`, which has a third axis of turns, and `fails`, which has groups only."""
+    """Arrays of groups x answers, but `tool_s`, which has a third axis of turns, and `fails`, which has
+    groups only.
+    """
 
     tokens: Floats
     prompt_tokens: Floats
@@ -84,12 +87,16 @@ class Draws:
         random = np.random.default_rng([self._seed, at])
         shape = (CHUNK, n)
         share = answers.prompt_share
-        z = np.sqrt(share) * random.standard_normal((CHUNK, 1)) + np.sqrt(1 - share) * random.standard_normal(shape)
+        z = np.sqrt(share) * random.standard_normal((CHUNK, 1)) + np.sqrt(1 - share) * random.standard_normal(
+            shape
+        )
         turns = np.maximum(1, np.rint(from_normal(answers.turns, random.standard_normal(shape))))
         waits = max(0, round(largest(answers.turns)) - 1)
         return Chunk(
             tokens=np.maximum(turns, np.rint(from_normal(answers.tokens, z))),
-            prompt_tokens=np.broadcast_to(np.rint(from_normal(answers.prompt_tokens, random.standard_normal((CHUNK, 1)))), shape),
+            prompt_tokens=np.broadcast_to(
+                np.rint(from_normal(answers.prompt_tokens, random.standard_normal((CHUNK, 1)))), shape
+            ),
             turns=turns,
             tool_s=_waits(answers.tool_s, random, (CHUNK, n, waits)) + answers.request_s,
             reward_s=_waits(answers.reward_s, random, shape) + answers.request_s,
@@ -111,7 +118,9 @@ def _waits(of: Distribution, random: np.random.Generator, shape: tuple[int, ...]
     return from_normal(of, np.zeros(shape) if is_constant(of) else random.standard_normal(shape))
 
 
-def _answer(observed: float, tokens: float, prompt: float, turns: float, tools: list[float], reward: float) -> AnswerCost:
+def _answer(
+    observed: float, tokens: float, prompt: float, turns: float, tools: list[float], reward: float
+) -> AnswerCost:
     """Tokens are dealt out evenly to the turns, what is left over to the last."""
     written, count = int(tokens), int(turns)
     each = written // count

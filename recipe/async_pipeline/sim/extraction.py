@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A profile out of a run's log.
 
-What is read off directly: lengths, turns, waits and scores of answers, the stages' seconds, the parts of a publication.
-What is fitted: the engine. An answer of k tokens in m turns that was written beside c others (c averaged over its time) took
+What is read off directly: lengths, turns, waits and scores of answers, the stages' seconds, the parts of a
+publication.
+What is fitted: the engine. An answer of k tokens in m turns that was written beside c others (c averaged over
+its time) took
 
     m x request_s + k x (a + b x c)
 
-by least squares with no negative coefficient. What one run cannot tell, how stages scale with devices, is an assumption
+by least squares with no negative coefficient. What one run cannot tell, how stages scale with devices, is an
+assumption
 that the caller names: `fixed_share` of a stage stays, the rest is divided by the devices.
 """
 
@@ -31,16 +34,22 @@ WARM_UP_STEPS = 2
 FIXED_SHARE = 0.2
 NEGLIGIBLE_S = 1e-4
 ENOUGH_GROUPS = 8
-"""Whose prompts went out after the first step, to leave those out that went out before: they waited while things warmed up."""
+"""Whose prompts went out after the first step, to leave those out that went out before: they waited while
+things warmed up.
+"""
 
 
 def extract(run: RunLog, *, fixed_share: float = FIXED_SHARE, note: str = "") -> Profile:
-    """The profile of a run, without what went on before its first step was trained, if enough went on afterwards."""
+    """The profile of a run, without what went on before its first step was trained, if enough went on
+    afterwards.
+    """
     settings = run.settings
     answers, decode = _answers_and_engine(run)
     return Profile(
         origin="measured",
-        note=note or f"measured: {run.knobs.strategy}, {len(run.step_ends_s)} steps on {run.placement.devices} devices{_doubt(run)}",
+        note=note
+        or f"measured: {run.knobs.strategy}, {len(run.step_ends_s)} steps on {run.placement.devices} "
+        f"devices{_doubt(run)}",
         batch=Batch(groups=int(settings["groups"]), answers=int(settings["answers"])),
         answers=answers,
         decode=decode,
@@ -57,7 +66,10 @@ def _doubt(run: RunLog) -> str:
     """That belongs beside what such a run says; empty: none."""
     if len(run.warm_groups) >= ENOUGH_GROUPS:
         return ""
-    return f", too few to leave the warm-up out (only {len(run.warm_groups)} prompts went out after the first of them)"
+    return (
+        f", too few to leave the warm-up out (only {len(run.warm_groups)} prompts went out after the "
+        "first of them)"
+    )
 
 
 class _Table:
@@ -67,8 +79,18 @@ class _Table:
         import numpy as np
 
         groups = run.warm_groups if len(run.warm_groups) >= ENOUGH_GROUPS else run.groups
-        for name in ("prompt_tokens", "tokens", "observation_tokens", "turns", "generate_s", "environment_s", "score_s"):
-            setattr(self, name, np.array([value for g in groups for value in g.fields[name]], dtype=np.float64))
+        for name in (
+            "prompt_tokens",
+            "tokens",
+            "observation_tokens",
+            "turns",
+            "generate_s",
+            "environment_s",
+            "score_s",
+        ):
+            setattr(
+                self, name, np.array([value for g in groups for value in g.fields[name]], dtype=np.float64)
+            )
         sizes = [len(g.fields["tokens"]) for g in groups]
         self.sizes = sizes
         self.begun = np.repeat([begun_s(g) for g in groups], sizes)
@@ -93,9 +115,13 @@ def _answers_and_engine(run: RunLog) -> tuple[Answers, Decode]:
     table = _Table(run)
     replicas = run.placement.own_pool_of("generate")
     assert replicas is not None, "engines have devices of their own"
-    request_s, first_s, more_s = _fit_engine(table, replicas.devices // int(run.settings["devices_per_replica"]))
+    request_s, first_s, more_s = _fit_engine(
+        table, replicas.devices // int(run.settings["devices_per_replica"])
+    )
     slots = int(run.settings["slots"])
-    concurrency, token_s = ((1, slots), (first_s, first_s + more_s * (slots - 1))) if slots > 1 else ((1,), (first_s,))
+    concurrency, token_s = (
+        ((1, slots), (first_s, first_s + more_s * (slots - 1))) if slots > 1 else ((1,), (first_s,))
+    )
     slowest = np.array([part.max() for part in np.split(table.answer_s, np.cumsum(table.sizes)[:-1])])
     beside_s = float(max(0.0, np.mean(table.group_s - slowest)))
     several = bool((table.turns > 1).any())
@@ -170,7 +196,10 @@ def _prompt_share(logs: Floats, sizes: Sequence[int]) -> float:
 
 
 def _stages(run: RunLog, fixed_share: float) -> Stages:
-    found = {name: _stage(run, name, fixed_share) for name in ("logp", "ref_logp", "values", "critic", "update", "gather")}
+    found = {
+        name: _stage(run, name, fixed_share)
+        for name in ("logp", "ref_logp", "values", "critic", "update", "gather")
+    }
     host = {name: _stage(run, name, 1.0) for name in ("draw", "assemble", "advantage", "finish")}
     there = {name: stage for name, stage in (found | host).items() if stage is not None}
     return Stages(**there)
@@ -209,7 +238,10 @@ def _sync(run: RunLog) -> Sync:
         took = r.t - max(before, gathered[r.fields["version"]])
         beside.append(max(0.0, took - r.fields["transfer_s"] - r.fields["load_s"]) / replicas)
         before = r.t
-    each = {name: fmean(r.fields[name] / max(1, r.fields["replicas"]) for r in served) for name in ("transfer_s", "load_s", "stall_s")}
+    each = {
+        name: fmean(r.fields[name] / max(1, r.fields["replicas"]) for r in served)
+        for name in ("transfer_s", "load_s", "stall_s")
+    }
     return Sync(
         transfer_s=round(each["transfer_s"] + fmean(beside), 6),
         load_s=round(each["load_s"], 6),

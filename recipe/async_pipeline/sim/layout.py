@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and batches of a simulation, by the rules of real runs (`placement`): whole nodes, batches that divide."""
+"""Devices and batches of a simulation, by the rules of real runs (`placement`): whole nodes, batches that
+divide.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SHAPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "critic apart": (("train", "logp", "ref_logp"), ("critic",)),
     "critic and reference apart": (("train", "logp"), ("critic",), ("ref_logp",)),
 }
-"""Who shares devices, generation aside. What a run does not have is left out; shapes that are then alike are one."""
+"""Who shares devices, generation aside. What a run does not have is left out; shapes that are then alike
+are one.
+"""
 
 
 def pools_of(sizes: Mapping[tuple[str, ...], int], generate: int) -> dict[str, dict[str, Any]]:
@@ -37,27 +41,37 @@ def pools_of(sizes: Mapping[tuple[str, ...], int], generate: int) -> dict[str, d
 
 def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pools") -> Placement:
     """As for a real run. Raises ConfigError: these pools cannot be."""
-    placement = place(wishes_of(pools, path), roles=profile.roles(), devices=devices, node=profile.devices_per_node, path=path)
+    placement = place(
+        wishes_of(pools, path),
+        roles=profile.roles(),
+        devices=devices,
+        node=profile.devices_per_node,
+        path=path,
+    )
     generate = placement.pool_of("generate")
     assert generate is not None, "wishes_of wants one"
     if generate.devices % profile.devices_per_replica:
         below = generate.devices // profile.devices_per_replica * profile.devices_per_replica
         raise ConfigError(
-            f"{path}: generate must be whole replicas of {profile.devices_per_replica} devices, got {generate.devices}; "
+            f"{path}: generate must be whole replicas of {profile.devices_per_replica} devices, got "
+            f"{generate.devices}; "
             f"nearest are {below} and {below + profile.devices_per_replica}"
         )
     return placement
 
 
 def shared_placement(profile: Profile, devices: int) -> Placement:
-    """All devices train and generate, in turn: the synchronous layout. What is left of the last replica trains only."""
+    """All devices train and generate, in turn: the synchronous layout. What is left of the last replica
+    trains only.
+    """
     return Placement((Pool("all", profile.roles(), (devices,)),))
 
 
 def groups_of(profile: Profile, placement: Placement) -> int:
     """Groups of a step, such that samples can be dealt out to every pool that computes on them.
 
-    Raises ConfigError: the profile's number, or one within `BATCH_SLACK` of it if it grows with the cluster, cannot.
+    Raises ConfigError: the profile's number, or one within `BATCH_SLACK` of it if it grows with the cluster,
+    cannot.
     """
     wanted, n = profile.batch.on(placement.devices), profile.batch.answers
     others = [pool for pool in placement.pools if "generate" not in pool.roles]
@@ -72,28 +86,44 @@ def groups_of(profile: Profile, placement: Placement) -> int:
 
 
 def knobs_of(
-    strategy: str, max_lag: int | None = None, depth: int | None = None, *, stale: str = "wait", sync_every: int = 1
+    strategy: str,
+    max_lag: int | None = None,
+    depth: int | None = None,
+    *,
+    stale: str = "wait",
+    sync_every: int = 1,
 ) -> AsyncPipelineConfig:
     """Raises ConfigError: no such strategy, or one that contradicts the rest."""
     name = canonical_strategy(strategy, "--strategy")
     if name not in STRATEGY_LAG:
-        raise ConfigError(f"--strategy must be one of {', '.join(STRATEGY_LAG)}, got {strategy!r}; one of your own cannot be simulated")
+        raise ConfigError(
+            f"--strategy must be one of {', '.join(STRATEGY_LAG)}, got {strategy!r}; one of your own "
+            "cannot be simulated"
+        )
     implied = STRATEGY_LAG[name]
     if max_lag is None:
         max_lag = DEFAULT_AHEAD if implied is None else implied
-    return AsyncPipelineConfig(strategy=name, max_lag=max_lag, depth=depth, stale=stale, sync_every=sync_every)
+    return AsyncPipelineConfig(
+        strategy=name, max_lag=max_lag, depth=depth, stale=stale, sync_every=sync_every
+    )
 
 
 def smaller(setting: Setting) -> Setting | None:
-    """The same shape on a quarter of the devices (or a third, or a half), split as nearly alike as whole nodes, whole
+    """The same shape on a quarter of the devices (or a third, or a half), split as nearly alike as whole
+    nodes, whole
     replicas and batches that divide allow; None: there is none."""
     profile, pools = setting.profile, setting.placement.pools
     for factor in (4, 3, 2):
         devices = setting.placement.devices // factor
-        unit = math.lcm(profile.devices_per_replica, 1 if devices <= profile.devices_per_node else profile.devices_per_node)
+        unit = math.lcm(
+            profile.devices_per_replica,
+            1 if devices <= profile.devices_per_node else profile.devices_per_node,
+        )
         wanted = setting.devices_of("generate") / factor
         off = ALIKE * min(wanted, devices - wanted)
-        sizes = sorted((abs(size - wanted), size) for size in range(unit, devices, unit) if abs(size - wanted) <= off)
+        sizes = sorted(
+            (abs(size - wanted), size) for size in range(unit, devices, unit) if abs(size - wanted) <= off
+        )
         for _, generate in sizes:
             found = _split_alike([pool for pool in pools if "generate" not in pool.roles], devices - generate)
             if found is None:
@@ -107,7 +137,9 @@ def smaller(setting: Setting) -> Setting | None:
 
 
 def _split_alike(pools: Sequence[Pool], devices: int) -> dict[tuple[str, ...], int] | None:
-    """So many devices in the proportions of these pools, the first one with what is left; None: one would get none."""
+    """So many devices in the proportions of these pools, the first one with what is left; None: one would
+    get none.
+    """
     first, *others = pools
     total = sum(pool.devices for pool in pools)
     sizes = {pool.roles: max(1, round(pool.devices / total * devices)) for pool in others}

@@ -17,12 +17,30 @@ from .search import DEFAULT_MAX_LAG, SEEDS, Found, Plan, overrides, plan
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline plan`."""
-    parser.add_argument("--profile", required=True, metavar="FILE", help="a profile, or the name of a shipped one")
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="of training and generation together")
-    parser.add_argument("--max-lag", type=int, default=DEFAULT_MAX_LAG, metavar="L", help="policy versions that a sample may be old (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="simulations of each finalist (default: %(default)s)")
+    parser.add_argument(
+        "--profile", required=True, metavar="FILE", help="a profile, or the name of a shipped one"
+    )
+    parser.add_argument(
+        "--devices", type=int, required=True, metavar="N", help="of training and generation together"
+    )
+    parser.add_argument(
+        "--max-lag",
+        type=int,
+        default=DEFAULT_MAX_LAG,
+        metavar="L",
+        help="policy versions that a sample may be old (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help="simulations of each finalist (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the first of them (default: %(default)s)")
-    parser.add_argument("--apply", action="store_true", help="print the overrides to paste into a training command")
+    parser.add_argument(
+        "--apply", action="store_true", help="print the overrides to paste into a training command"
+    )
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
 
 
@@ -35,7 +53,17 @@ def run(args: argparse.Namespace) -> int:
     profile = load(args.profile)
     found = plan(profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed, say=_progress)
     if args.as_json:
-        echo(json.dumps(as_json(found) | ({"overrides": overrides(found.found[0]) if found.verdict == "async" else []} if args.apply else {}), indent=2))
+        echo(
+            json.dumps(
+                as_json(found)
+                | (
+                    {"overrides": overrides(found.found[0]) if found.verdict == "async" else []}
+                    if args.apply
+                    else {}
+                ),
+                indent=2,
+            )
+        )
         return 0
     if args.apply:
         if found.verdict == "sync":
@@ -60,7 +88,9 @@ def as_json(found: Plan) -> dict[str, Any]:
     best = found.found[0]
     paid = found.verdict == "async"
     return {
-        "recommendation": layout_of(best) if paid else {"strategy": "sync", "devices": best.candidate.setting.placement.devices},
+        "recommendation": layout_of(best)
+        if paid
+        else {"strategy": "sync", "devices": best.candidate.setting.placement.devices},
         "predicted": predicted(best) if paid else predicted_sync(best),
         "alternatives": [layout_of(other) | predicted(other) for other in found.found[paid:]],
         "verdict": found.verdict,
@@ -103,17 +133,27 @@ def predicted(found: Found) -> dict[str, Any]:
 def predicted_sync(found: Found) -> dict[str, Any]:
     """Of the synchronous layout, which has all devices for generation and then for training."""
     setting = found.sync[0].setting
-    return {"step_s": round(found.sync_step_s, 6), "bound_s": round(bound_s(setting), 6), "groups": setting.groups, "lag": {"mean": 0.0, "max": 0}, "seeds": len(found.sync)}
+    return {
+        "step_s": round(found.sync_step_s, 6),
+        "bound_s": round(bound_s(setting), 6),
+        "groups": setting.groups,
+        "lag": {"mean": 0.0, "max": 0},
+        "seeds": len(found.sync),
+    }
 
 
 def in_words(found: Plan, note: str) -> list[str]:
     """Lines for a person."""
-    head = f"{'strategy':<14}{'max_lag':>7} {'depth':>5}  {'pools':<44}{'step s':>9} {'speed-up':>8} {'95 %':>15} {'lag':>5} {'of bound':>8}"
+    head = (
+        f"{'strategy':<14}{'max_lag':>7} {'depth':>5}  {'pools':<44}{'step s':>9} {'speed-up':>8} "
+        f"{'95 %':>15} {'lag':>5} {'of bound':>8}"
+    )
     return [
         f"profile: {note}",
         f"{found.verdict}: {found.why}",
         f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s a step",
-        f"{found.considered} candidates: {found.ruled_out} cannot be better by their bounds, the {found.simulated} most promising were simulated",
+        f"{found.considered} candidates: {found.ruled_out} cannot be better by their bounds, the "
+        f"{found.simulated} most promising were simulated",
         "",
         head,
         *(_row(one) for one in found.found),
@@ -122,11 +162,15 @@ def in_words(found: Plan, note: str) -> list[str]:
 
 def _row(found: Found) -> str:
     knobs, facts = found.candidate.setting.knobs, predicted(found)
-    pools = " ".join(f"{'+'.join(p.roles) if p.name != 'generate' else p.name}:{p.devices}" for p in found.candidate.setting.placement.pools)
+    pools = " ".join(
+        f"{'+'.join(p.roles) if p.name != 'generate' else p.name}:{p.devices}"
+        for p in found.candidate.setting.placement.pools
+    )
     depth = knobs.max_lag if knobs.depth is None else knobs.depth
     low, high = facts["interval"]
     return (
-        f"{knobs.strategy:<14}{knobs.max_lag:>7} {depth:>5}  {pools:<44}{facts['step_s']:>9.4g} {facts['speedup_vs_sync']:>8.2f} "
+        f"{knobs.strategy:<14}{knobs.max_lag:>7} {depth:>5}  {pools:<44}{facts['step_s']:>9.4g} "
+        f"{facts['speedup_vs_sync']:>8.2f} "
         f"{f'[{low:.2f} .. {high:.2f}]':>15} {facts['lag']['mean']:>5.2f} {facts['overlap_efficiency']:>8.0%}"
     )
 

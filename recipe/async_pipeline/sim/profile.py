@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a workload costs, as a file: how long answers are, what decoding, each stage and a weight update take.
 
-Times are seconds; `device_s` and `token_s` of a stage are device-seconds. A profile knows nothing of a layout: what
+Times are seconds; `device_s` and `token_s` of a stage are device-seconds. A profile knows nothing of a
+layout: what
 it says is carried over to any number of devices by the laws below.
 """
 
@@ -16,7 +17,18 @@ from ..errors import ConfigError
 from .distribution import Distribution, largest, smallest
 
 PROFILES = Path(__file__).resolve().parents[3] / "configs" / "profiles"
-STAGES = ("draw", "assemble", "logp", "ref_logp", "values", "advantage", "update", "critic", "gather", "finish")
+STAGES = (
+    "draw",
+    "assemble",
+    "logp",
+    "ref_logp",
+    "values",
+    "advantage",
+    "update",
+    "critic",
+    "gather",
+    "finish",
+)
 
 
 def _require(ok: bool, path: str, rule: str, value: Any) -> None:
@@ -43,7 +55,9 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def on(self, devices: int) -> int:
         """Groups of a step on a cluster of this size."""
-        return self.groups if self.groups is not None else max(1, round((self.groups_per_device or 0) * devices))
+        return (
+            self.groups if self.groups is not None else max(1, round((self.groups_per_device or 0) * devices))
+        )
 
 
 class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,16 +80,30 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         _require(largest(self.tokens) >= 1, "answers.tokens", "must reach 1", largest(self.tokens))
-        _require(0 <= self.prompt_share <= 1, "answers.prompt_share", "must be from 0 to 1", self.prompt_share)
-        _require(smallest(self.turns) >= (1 if not _is_lognormal(self.turns) else 0), "answers.turns", "must be >= 1", smallest(self.turns))
+        _require(
+            0 <= self.prompt_share <= 1, "answers.prompt_share", "must be from 0 to 1", self.prompt_share
+        )
+        _require(
+            smallest(self.turns) >= (1 if not _is_lognormal(self.turns) else 0),
+            "answers.turns",
+            "must be >= 1",
+            smallest(self.turns),
+        )
         for name in ("prompt_tokens", "observation_tokens", "request_s", "tool_s", "reward_s"):
-            _require(smallest(getattr(self, name)) >= 0, f"answers.{name}", "must be >= 0", smallest(getattr(self, name)))
+            _require(
+                smallest(getattr(self, name)) >= 0,
+                f"answers.{name}",
+                "must be >= 0",
+                smallest(getattr(self, name)),
+            )
 
 
 class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A replica's engine: each step gives one token to each answer that it works on, and takes longer the more they are.
+    """A replica's engine: each step gives one token to each answer that it works on, and takes longer the
+    more they are.
 
-    `token_s` are the seconds of a step at the `concurrency` beside it, with straight lines between; beyond the last
+    `token_s` are the seconds of a step at the `concurrency` beside it, with straight lines between; beyond
+    the last
     the last line goes on. Reading a prompt holds all answers of the replica up.
     """
 
@@ -87,10 +115,25 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.concurrency, self.concurrency[1:], strict=False))
-        _require(bool(self.concurrency) and rising and self.concurrency[0] >= 1, "decode.concurrency", "must rise from 1 or more", list(self.concurrency))
-        _require(len(self.token_s) == len(self.concurrency), "decode.token_s", "must have one value for each concurrency", len(self.token_s))
+        _require(
+            bool(self.concurrency) and rising and self.concurrency[0] >= 1,
+            "decode.concurrency",
+            "must rise from 1 or more",
+            list(self.concurrency),
+        )
+        _require(
+            len(self.token_s) == len(self.concurrency),
+            "decode.token_s",
+            "must have one value for each concurrency",
+            len(self.token_s),
+        )
         never_faster = all(a <= b for a, b in zip(self.token_s, self.token_s[1:], strict=False))
-        _require(self.token_s[0] > 0 and never_faster, "decode.token_s", "must be > 0 and not fall", list(self.token_s))
+        _require(
+            self.token_s[0] > 0 and never_faster,
+            "decode.token_s",
+            "must be > 0 and not fall",
+            list(self.token_s),
+        )
         _require(self.prefill_token_s >= 0, "decode.prefill_token_s", "must be >= 0", self.prefill_token_s)
         _require(self.slots >= 1, "decode.slots", "must be >= 1", self.slots)
 
@@ -136,7 +179,9 @@ NOTHING = Stage()
 
 
 class Stages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All on the training devices, or on pools of their own; draw, assemble, advantage and finish on the host."""
+    """All on the training devices, or on pools of their own; draw, assemble, advantage and finish on the
+    host.
+    """
 
     update: Stage
     logp: Stage = NOTHING
@@ -170,17 +215,31 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     stall_s: float = 0.0
     """The part of `load_s` in which the replica stands still."""
     loads_at_once: int | None = None
-    """Replicas that are brought a version at the same time; None: as the pipeline does by default, see `knobs.loads_at_once`."""
+    """Replicas that are brought a version at the same time; None: as the pipeline does by default, see
+    `knobs.loads_at_once`.
+    """
     pull_s: float = 0.0
     """The same for a pool of forward-only models (log-probs), once a version."""
     switch_s: float = 0.0
-    """Where training and generation share devices: seconds a step to make room for one another. For the synchronous layout."""
+    """Where training and generation share devices: seconds a step to make room for one another. For the
+    synchronous layout.
+    """
 
     def __post_init__(self) -> None:
         for name in ("transfer_s", "load_s", "stall_s", "pull_s", "switch_s"):
             _require(getattr(self, name) >= 0, f"sync.{name}", "must be >= 0", getattr(self, name))
-        _require(self.stall_s <= self.load_s, "sync.stall_s", f"must be at most load_s, {self.load_s:g}", self.stall_s)
-        _require(self.loads_at_once is None or self.loads_at_once >= 1, "sync.loads_at_once", "must be >= 1", self.loads_at_once)
+        _require(
+            self.stall_s <= self.load_s,
+            "sync.stall_s",
+            f"must be at most load_s, {self.load_s:g}",
+            self.stall_s,
+        )
+        _require(
+            self.loads_at_once is None or self.loads_at_once >= 1,
+            "sync.loads_at_once",
+            "must be >= 1",
+            self.loads_at_once,
+        )
 
 
 class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -229,13 +288,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     devices_per_node: int = 8
 
     def __post_init__(self) -> None:
-        _require(self.devices_per_replica >= 1, "devices_per_replica", "must be >= 1", self.devices_per_replica)
+        _require(
+            self.devices_per_replica >= 1, "devices_per_replica", "must be >= 1", self.devices_per_replica
+        )
         _require(self.devices_per_node >= 1, "devices_per_node", "must be >= 1", self.devices_per_node)
 
     def roles(self) -> tuple[str, ...]:
         """Those that compute on devices, in the words of `placement.PLACED`."""
         there = {"ref_logp": self.stages.ref_logp, "critic": self.stages.critic}
-        return tuple(role for role in ("train", "logp", "ref_logp", "critic", "generate") if there.get(role, NOTHING) is not None)
+        return tuple(
+            role
+            for role in ("train", "logp", "ref_logp", "critic", "generate")
+            if there.get(role, NOTHING) is not None
+        )
 
 
 def load(name: str) -> Profile:
@@ -265,9 +330,10 @@ def _sparse(value: Any) -> Any:
     config = value.__struct_config__
     tag = {config.tag_field: config.tag} if config.tag_field else {}
     fields = msgspec.structs.fields(value)
-    return tag | {f.name: _sparse(getattr(value, f.name)) for f in fields if getattr(value, f.name) != f.default}
+    return tag | {
+        f.name: _sparse(getattr(value, f.name)) for f in fields if getattr(value, f.name) != f.default
+    }
 
 
 def _is_lognormal(of: Distribution) -> bool:
     return hasattr(of, "sigma")
-

@@ -16,10 +16,16 @@ from .run_log import read_run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline profile`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the profile there instead of printing it")
     parser.add_argument(
-        "--fixed-share", type=float, default=FIXED_SHARE, metavar="F",
-        help="part of each stage that more devices do not make shorter, which one run cannot tell (default: %(default)s)",
+        "--out", type=Path, metavar="FILE", help="write the profile there instead of printing it"
+    )
+    parser.add_argument(
+        "--fixed-share",
+        type=float,
+        default=FIXED_SHARE,
+        metavar="F",
+        help="part of each stage that more devices do not make shorter, which one run cannot tell "
+        "(default: %(default)s)",
     )
 
 
@@ -34,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         args.out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}; name another file") from None
+        raise ConfigError(
+            f"--out {args.out} cannot be written: {error.strerror}; name another file"
+        ) from None
     echo(f"profile written to {args.out}; `async-pipeline plan --profile {args.out} --devices N` is next")
     return 0

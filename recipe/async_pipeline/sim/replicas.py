@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout engines: continuous batching as processor sharing, in O(log n) an answer instead of an event a token.
+"""Rollout engines: continuous batching as processor sharing, in O(log n) an answer instead of an event a
+token.
 
-Each step of an engine gives one token to every answer that it works on, and takes `step_s(c)` with c of them. So all
-progress alike, and it is enough to know how many steps a replica has made since it started (its *virtual time*): an
-answer of k tokens that starts at virtual time v is finished at v + k, whatever happens in between. Only the speed
-of virtual time changes, 1 / step_s(c), and it is 0 while a prompt is read or weights are loaded. This is the virtual
-time of generalized processor sharing (Parekh & Gallager, "A generalized processor sharing approach to flow control",
+Each step of an engine gives one token to every answer that it works on, and takes `step_s(c)` with c of them.
+So all
+progress alike, and it is enough to know how many steps a replica has made since it started (its *virtual
+time*): an
+answer of k tokens that starts at virtual time v is finished at v + k, whatever happens in between. Only the
+speed
+of virtual time changes, 1 / step_s(c), and it is 0 while a prompt is read or weights are loaded. This is the
+virtual
+time of generalized processor sharing (Parekh & Gallager, "A generalized processor sharing approach to flow
+control",
 1993), with a service rate that depends on the number of customers.
 
 Requests go to the replica with the fewest open ones; later turns of an answer go where its first went.
@@ -64,7 +70,24 @@ class Group:
 class Replica:
     """One engine. `begin`, `stop` and `due` move its virtual time on to `now` first."""
 
-    __slots__ = ("at", "frozen_until", "heap", "index", "is_up", "open", "open_s", "open_since", "place", "queue", "running", "steps", "wake_at", "version", "_step_s", "_order")
+    __slots__ = (
+        "at",
+        "frozen_until",
+        "heap",
+        "index",
+        "is_up",
+        "open",
+        "open_s",
+        "open_since",
+        "place",
+        "queue",
+        "running",
+        "steps",
+        "wake_at",
+        "version",
+        "_step_s",
+        "_order",
+    )
 
     def __init__(self, index: int, step_s: Sequence[float]) -> None:
         """`step_s[c]`: seconds of a step with c answers; its length bounds how many there may be."""
@@ -139,7 +162,9 @@ class Replica:
     def fail(self, now: float) -> list[Answer]:
         """Lose all that is open; returns it."""
         self.pass_to(now)
-        lost = [answer for _, _, answer in self.heap if not answer.dead] + [answer for _, answer in self.queue]
+        lost = [answer for _, _, answer in self.heap if not answer.dead] + [
+            answer for _, answer in self.queue
+        ]
         self.heap, self.queue = [], deque()
         self.running, self.is_up = 0, False
         self.frozen_until = now
@@ -359,7 +384,9 @@ class ReplicaPool:
         """Is it with its replica, and not with a tool?"""
         replica = answer.replica
         assert replica is not None
-        return any(one is answer for _, _, one in replica.heap) or any(one is answer for _, one in replica.queue)
+        return any(one is answer for _, _, one in replica.heap) or any(
+            one is answer for _, one in replica.queue
+        )
 
     # Time.
 

@@ -65,7 +65,9 @@ class RunLog:
 
     @cached_property
     def warm_groups(self) -> Sequence[LogRecord]:
-        """Those whose prompts went out after the first step was trained: code is compiled and caches are full by then."""
+        """Those whose prompts went out after the first step was trained: code is compiled and caches are
+        full by then.
+        """
         return [group for group in self.groups if begun_s(group) >= self.step_ends_s[0]]
 
     @cached_property
@@ -110,7 +112,9 @@ def read_run(directory: Path) -> RunLog:
     settings, events = directory / SETTINGS, directory / "events.jsonl"
     for path in (events, settings):
         if not path.is_file():
-            raise ConfigError(f"{directory} has no {path.name}; give the directory of a run, e.g. outputs/smoke/latest")
+            raise ConfigError(
+                f"{directory} has no {path.name}; give the directory of a run, e.g. outputs/smoke/latest"
+            )
     try:
         run = RunLog(directory, json.loads(settings.read_text(encoding="utf-8")), read_events(events))
     except json.JSONDecodeError as error:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layout, strategy and lag: an estimate orders the candidates, a bound rules out, a simulation decides.
 
-Every candidate has an estimate and a bound of its step time; both cost microseconds. The most promising are simulated, a
-candidate whose bound is worse than the best simulated step never. The best few are then simulated with several seeds,
+Every candidate has an estimate and a bound of its step time; both cost microseconds. The most promising are
+simulated, a
+candidate whose bound is worse than the best simulated step never. The best few are then simulated with
+several seeds,
 and compared with the best synchronous layout, which gets all devices for both phases.
 """
 
@@ -131,12 +133,16 @@ def plan(
     seed: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Search; `say` is told how far it is, and an empty text at the end. Raises ConfigError: no layout fits these devices."""
+    """Search; `say` is told how far it is, and an empty text at the end. Raises ConfigError: no layout
+    fits these devices.
+    """
     candidates = sorted(_candidates(profile, devices, max_lag, seed), key=_by_estimate)
     if not candidates:
         raise ConfigError(
-            f"--devices {devices}: no split into training and whole replicas of {profile.devices_per_replica} devices deals out "
-            f"{profile.batch.on(devices)} x {profile.batch.answers} samples evenly; take another number of devices, or another batch"
+            f"--devices {devices}: no split into training and whole replicas of "
+            f"{profile.devices_per_replica} devices deals out "
+            f"{profile.batch.on(devices)} x {profile.batch.answers} samples evenly; take another number of "
+            "devices, or another batch"
         )
     best: list[tuple[float, Candidate]] = []
     ruled_out = 0
@@ -145,7 +151,10 @@ def plan(
         if candidate.per_group(candidate.bound_s) >= reached:
             ruled_out += 1
         elif len(best) < _affordable(candidate.setting):
-            say(f"{len(candidates)} candidates, simulating number {len(best) + 1} of at most {_affordable(candidate.setting)}")
+            say(
+                f"{len(candidates)} candidates, simulating number {len(best) + 1} of at most "
+                f"{_affordable(candidate.setting)}"
+            )
             best.append((candidate.per_group(simulate(candidate.setting).step_s), candidate))
     found = []
     for number, candidate in enumerate(finalists := _finalists(best), start=1):
@@ -155,7 +164,14 @@ def plan(
     found = sorted(found, key=lambda f: f.candidate.per_group(f.step_s))
     found = _prefer_less_lag(found)
     verdict, why = judge(found[0], max_lag)
-    return Plan(found=tuple(found), verdict=verdict, why=why, considered=len(candidates), ruled_out=ruled_out, simulated=len(best))
+    return Plan(
+        found=tuple(found),
+        verdict=verdict,
+        why=why,
+        considered=len(candidates),
+        ruled_out=ruled_out,
+        simulated=len(best),
+    )
 
 
 def synchronous(setting: Setting) -> Setting:
@@ -165,13 +181,20 @@ def synchronous(setting: Setting) -> Setting:
 
 
 def overrides(found: Found) -> list[str]:
-    """Hydra overrides of this plan; those that say how many devices there are come from the user's own command."""
+    """Hydra overrides of this plan; those that say how many devices there are come from the user's own
+    command.
+    """
     knobs, setting = found.candidate.setting.knobs, found.candidate.setting
     pools = ",".join(
-        f"{pool.name}:{{roles:[{','.join(pool.roles)}],devices:{pool.devices}}}" for pool in setting.placement.pools
+        f"{pool.name}:{{roles:[{','.join(pool.roles)}],devices:{pool.devices}}}"
+        for pool in setting.placement.pools
     )
     own = "trainer.v1.async_pipeline"
-    lines = ["+async_pipeline=True", f"+async_strategy={knobs.strategy}", f"data.train_batch_size={setting.groups}"]
+    lines = [
+        "+async_pipeline=True",
+        f"+async_strategy={knobs.strategy}",
+        f"data.train_batch_size={setting.groups}",
+    ]
     if knobs.strategy in ("n_step_ahead", "fully_async"):
         lines.append(f"++{own}.max_lag={knobs.max_lag}")
     if setting.profile.stages.ref_logp is not None:
@@ -200,15 +223,22 @@ def judge(best: Found, max_lag: int) -> tuple[Literal["async", "sync"], str]:
     told = f"{best.speedup:.2f} x [{low:.2f} .. {high:.2f}] the best synchronous layout"
     if best.speedup >= WORTH_IT and low > 1:
         return "async", (
-            f"{told}: of its {sync.step_s:.4g} s a step {generate_share:.0%} goes by in generation, which the pipeline overlaps; "
+            f"{told}: of its {sync.step_s:.4g} s a step {generate_share:.0%} goes by in generation, which "
+            "the pipeline overlaps; "
             f"what limits it then is {_LIMITS.get(best.candidate.limit, best.candidate.limit)}"
         )
     if best.speedup >= WORTH_IT:
         reason = "but the seeds differ too much to be sure; try more of them (--seeds)"
     elif not max_lag:
-        reason = "with max_lag 0 a batch is generated only when the one before it is trained, so that nothing overlaps; allow some lag"
+        reason = (
+            "with max_lag 0 a batch is generated only when the one before it is trained, so that "
+            "nothing overlaps; allow some lag"
+        )
     elif generate_share < 0.5:
-        reason = f"generation is {generate_share:.0%} of a synchronous step, so that its devices would stand still or training would have too few"
+        reason = (
+            f"generation is {generate_share:.0%} of a synchronous step, so that its devices would "
+            "stand still or training would have too few"
+        )
     else:
         reason = "a synchronous step keeps its devices busy, so that there is little to overlap"
     return "sync", f"asynchrony will not pay: at best {told} with max_lag {setting.knobs.max_lag}; {reason}"
@@ -225,7 +255,9 @@ _LIMITS = {
 def _generating(sync: Outcome) -> float:
     """Share of a synchronous run in which its devices generate."""
     shares = sync.accounting.pools["all"].shares()
-    return sum(share for reason, share in shares.items() if reason in ("compute_generate", "wait_environment"))
+    return sum(
+        share for reason, share in shares.items() if reason in ("compute_generate", "wait_environment")
+    )
 
 
 def _by_estimate(candidate: Candidate) -> tuple[float, int, int]:
@@ -243,9 +275,16 @@ def _candidates(profile: Profile, devices: int, max_lag: int, seed: int) -> Iter
                 continue
             for knobs in _strategies(max_lag):
                 steps = 3 * (knobs.max_lag + 1) + max(LEAST_STEPS, MEASURED_STEPS)
-                setting = Setting(profile=profile, placement=placement, knobs=knobs, groups=groups, steps=steps, seed=seed)
+                setting = Setting(
+                    profile=profile, placement=placement, knobs=knobs, groups=groups, steps=steps, seed=seed
+                )
                 work = work_of(profile, groups, WORK_BATCHES, seed)
-                yield Candidate(setting=setting, shape=shape, terms=bound_terms(setting, work), estimate_s=estimate_s(setting, work))
+                yield Candidate(
+                    setting=setting,
+                    shape=shape,
+                    terms=bound_terms(setting, work),
+                    estimate_s=estimate_s(setting, work),
+                )
 
 
 def _strategies(max_lag: int) -> Iterator[AsyncPipelineConfig]:
@@ -257,9 +296,15 @@ def _strategies(max_lag: int) -> Iterator[AsyncPipelineConfig]:
         yield knobs_of("fully_async", lag, (lag + 1) // 2)
 
 
-def _splits(profile: Profile, devices: int, shape: Sequence[tuple[str, ...]]) -> Iterator[dict[str, dict[str, Any]]]:
-    """Sizes that can be: replicas and nodes are whole. Forward-only pools get what their work asks for, or a step more or less."""
-    unit = math.lcm(profile.devices_per_replica, 1 if devices <= profile.devices_per_node else profile.devices_per_node)
+def _splits(
+    profile: Profile, devices: int, shape: Sequence[tuple[str, ...]]
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """Sizes that can be: replicas and nodes are whole. Forward-only pools get what their work asks for, or
+    a step more or less.
+    """
+    unit = math.lcm(
+        profile.devices_per_replica, 1 if devices <= profile.devices_per_node else profile.devices_per_node
+    )
     most = devices // unit
     tried = sorted({max(1, round(i * most / SPLITS)) for i in range(1, SPLITS)})
     for units in tried:
@@ -267,10 +312,15 @@ def _splits(profile: Profile, devices: int, shape: Sequence[tuple[str, ...]]) ->
         left = devices - generate
         if left < len(shape):
             continue
-        yield from (pools_of(dict(zip(shape, sizes, strict=True)), generate) for sizes in _dealt(profile, left, shape, unit))
+        yield from (
+            pools_of(dict(zip(shape, sizes, strict=True)), generate)
+            for sizes in _dealt(profile, left, shape, unit)
+        )
 
 
-def _dealt(profile: Profile, devices: int, shape: Sequence[tuple[str, ...]], unit: int) -> Iterator[tuple[int, ...]]:
+def _dealt(
+    profile: Profile, devices: int, shape: Sequence[tuple[str, ...]], unit: int
+) -> Iterator[tuple[int, ...]]:
     """Training devices for each pool of a shape."""
     if len(shape) == 1:
         yield (devices,)
@@ -290,17 +340,26 @@ def _dealt(profile: Profile, devices: int, shape: Sequence[tuple[str, ...]], uni
 def _work(profile: Profile, roles: Sequence[str]) -> float:
     """Device-seconds of a token, of the stages of a pool."""
     stages = profile.stages
-    of_role: dict[str, list[Stage | None]] = {"train": [stages.update], "logp": [stages.logp], "ref_logp": [stages.ref_logp], "critic": [stages.values, stages.critic]}
+    of_role: dict[str, list[Stage | None]] = {
+        "train": [stages.update],
+        "logp": [stages.logp],
+        "ref_logp": [stages.ref_logp],
+        "critic": [stages.values, stages.critic],
+    }
     needed = [stage for role in roles for stage in of_role[role] if stage is not None]
     return sum(stage.token_s + stage.device_s * 1e-6 for stage in needed) or 1e-9
 
 
 def _finalists(best: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
-    """The best few; and the best again with batches in the order of their prompts, which is easier to reason about."""
+    """The best few; and the best again with batches in the order of their prompts, which is easier to
+    reason about.
+    """
     ordered = [candidate for _, candidate in sorted(best, key=lambda pair: pair[0])]
     knobs = ordered[0].setting.knobs
     in_order = [
-        replace(ordered[0], setting=replace(ordered[0].setting, knobs=replace(knobs, strategy="n_step_ahead")))
+        replace(
+            ordered[0], setting=replace(ordered[0].setting, knobs=replace(knobs, strategy="n_step_ahead"))
+        )
         for _ in range(knobs.strategy == "fully_async")
     ]
     return [*ordered[:FINALISTS], *in_order]
@@ -332,5 +391,7 @@ def _prefer_less_lag(found: list[Found]) -> list[Found]:
     """The best first; of those as good as it, the one with the least lag and the fewest pools."""
     limit = found[0].candidate.per_group(found[0].step_s) * (1 + AS_GOOD)
     as_good = [f for f in found if f.candidate.per_group(f.step_s) <= limit]
-    first = min(as_good, key=lambda f: (f.candidate.setting.knobs.max_lag, len(f.candidate.setting.placement.pools)))
+    first = min(
+        as_good, key=lambda f: (f.candidate.setting.knobs.max_lag, len(f.candidate.setting.placement.pools))
+    )
     return [first, *(f for f in found if f is not first)]

@@ -28,17 +28,54 @@ ENOUGH_ANSWERS = 150_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline simulate`."""
-    parser.add_argument("--profile", metavar="FILE", help="a profile, or the name of a shipped one; with --against, the run's own by default")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="a profile, or the name of a shipped one; with --against, the run's own by default",
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="of training and generation together")
-    parser.add_argument("--strategy", metavar="S", help="on_policy, one_step_off, n_step_ahead or fully_async; wanted, as are --profile and --devices, unless there is --against")
+    parser.add_argument(
+        "--strategy",
+        metavar="S",
+        help="on_policy, one_step_off, n_step_ahead or fully_async; wanted, as are --profile and "
+        "--devices, unless there is --against",
+    )
     parser.add_argument("--max-lag", type=int, metavar="L", help="(default: the strategy's)")
-    parser.add_argument("--depth", type=int, metavar="D", help="batches on their way beside the one that trains (default: the lag)")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        metavar="D",
+        help="batches on their way beside the one that trains (default: the lag)",
+    )
     parser.add_argument("--stale", default="wait", help="wait, resume or drop (default: %(default)s)")
-    parser.add_argument("--sync-every", type=int, default=1, metavar="K", help="steps from one publication to the next (default: %(default)s)")
-    parser.add_argument("--pools", metavar="POOLS", help="as trainer.v1.async_pipeline.pools (default: two, split by an estimate)")
-    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, metavar="K", help="optimizer steps; the first and last are not averaged (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="decides answers and spreads (default: %(default)s)")
-    parser.add_argument("--against", type=Path, metavar="RUN", help="set a real run's step time beside what is predicted for it")
+    parser.add_argument(
+        "--sync-every",
+        type=int,
+        default=1,
+        metavar="K",
+        help="steps from one publication to the next (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pools",
+        metavar="POOLS",
+        help="as trainer.v1.async_pipeline.pools (default: two, split by an estimate)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=DEFAULT_STEPS,
+        metavar="K",
+        help="optimizer steps; the first and last are not averaged (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="decides answers and spreads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RUN",
+        help="set a real run's step time beside what is predicted for it",
+    )
     parser.add_argument("--json", dest="as_json", action="store_true", help="print figures as JSON")
 
 
@@ -52,14 +89,21 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) is None:
             raise ConfigError(f"--{option} is missing; give it, or --against a run that says so")
     if args.devices < 2:
-        raise ConfigError(f"--devices must be >= 2, got {args.devices}; training and generation need one each")
+        raise ConfigError(
+            f"--devices must be >= 2, got {args.devices}; training and generation need one each"
+        )
     if args.seed < 0:
         raise ConfigError(f"--seed must be >= 0, got {args.seed}")
     profile = load(args.profile)
     knobs = knobs_of(args.strategy, args.max_lag, args.depth, stale=args.stale, sync_every=args.sync_every)
     placement = placed(profile, args.pools, args.devices, knobs)
     setting = Setting(
-        profile=profile, placement=placement, knobs=knobs, groups=groups_of(profile, placement), steps=args.steps, seed=args.seed
+        profile=profile,
+        placement=placement,
+        knobs=knobs,
+        groups=groups_of(profile, placement),
+        steps=args.steps,
+        seed=args.seed,
     )
     started = time.perf_counter()
     outcome, facts = figures(setting)
@@ -73,7 +117,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipelineConfig) -> Placement:
-    """`--pools`, or training (with all that goes with it) and generation, split where the step is estimated to be shortest."""
+    """`--pools`, or training (with all that goes with it) and generation, split where the step is
+    estimated to be shortest.
+    """
     if pools is not None:
         return placement_of(profile, _written(pools), devices)
     roles = tuple(role for role in profile.roles() if role != "generate")
@@ -81,14 +127,23 @@ def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipeli
     for generate in range(profile.devices_per_replica, devices, profile.devices_per_replica):
         try:
             placement = placement_of(profile, pools_of({roles: devices - generate}, generate), devices)
-            setting = Setting(profile=profile, placement=placement, knobs=knobs, groups=groups_of(profile, placement), steps=WORK_BATCHES)
+            setting = Setting(
+                profile=profile,
+                placement=placement,
+                knobs=knobs,
+                groups=groups_of(profile, placement),
+                steps=WORK_BATCHES,
+            )
         except ConfigError:
             continue
         promised = estimate_s(setting) / setting.groups
         if best is None or promised < best[0]:
             best = promised, placement
     if best is None:
-        raise ConfigError(f"--devices {devices} cannot be split into training devices that divide the batch and whole replicas; give --pools")
+        raise ConfigError(
+            f"--devices {devices} cannot be split into training devices that divide the batch and whole "
+            "replicas; give --pools"
+        )
     return best[1]
 
 
@@ -100,17 +155,24 @@ def _written(pools: str) -> Any:
     try:
         return OverridesParser.create().parse_override(f"pools={pools}").value()
     except HydraException:
-        raise ConfigError(f"--pools must be a mapping as in an override, got {pools!r}; e.g. {{train:{{roles:[train],devices:2}},generate:{{roles:[generate],devices:2}}}}") from None
+        raise ConfigError(
+            f"--pools must be a mapping as in an override, got {pools!r}; e.g. "
+            "{train:{roles:[train],devices:2},generate:{roles:[generate],devices:2}}"
+        ) from None
 
 
 def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
-    """A simulation, with those that it is compared with: the synchronous layout, and the same layout on fewer devices."""
+    """A simulation, with those that it is compared with: the synchronous layout, and the same layout on
+    fewer devices.
+    """
     outcome = simulate(setting)
     sync = simulate(_long_enough(synchronous(setting), MEASURED_STEPS + setting.steps // 8))
     fewer = smaller(setting)
     linearity = 1.0
     if fewer is not None:
-        linearity = outcome.samples_per_device_s / simulate(_long_enough(fewer, setting.steps)).samples_per_device_s
+        linearity = (
+            outcome.samples_per_device_s / simulate(_long_enough(fewer, setting.steps)).samples_per_device_s
+        )
     bound = max(bound_terms(setting).values())
     return outcome, {
         "step_s": round(outcome.step_s, 6),
@@ -118,7 +180,10 @@ def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
         "overlap_efficiency": round(bound / outcome.step_s, 4),
         "speedup_vs_sync": round(sync.step_s / outcome.step_s, 4),
         "lag": {"mean": round(outcome.lag_mean, 4), "max": outcome.lag_max},
-        "idle": {pool: {r: round(share, 4) for r, share in reasons.items()} for pool, reasons in outcome.idle.items()},
+        "idle": {
+            pool: {r: round(share, 4) for r, share in reasons.items()}
+            for pool, reasons in outcome.idle.items()
+        },
         "linearity": round(linearity, 4),
         "events_per_s": round(outcome.events / outcome.wall_s),
         "wall_s": 0.0,
@@ -140,15 +205,25 @@ def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
         f"profile       {setting.profile.note}",
         f"devices       {head}",
         *(f"              {line}" for line in rest),
-        f"batch         {setting.groups} prompts x {setting.profile.batch.answers} answers, {setting.replicas} replica(s)",
-        f"step          {outcome.step_s:.4g} s; no schedule is faster than {facts['bound_s']:.4g} s ({limit}), "
+        f"batch         {setting.groups} prompts x {setting.profile.batch.answers} answers, "
+        f"{setting.replicas} replica(s)",
+        f"step          {outcome.step_s:.4g} s; no schedule is faster than {facts['bound_s']:.4g} s "
+        f"({limit}), "
         f"so {facts['overlap_efficiency']:.0%} of what is possible",
         f"speed-up      {facts['speedup_vs_sync']:.2f} x the best synchronous layout on the same devices",
-        f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, {setting.knobs.max_lag} allowed",
+        f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, "
+        f"{setting.knobs.max_lag} allowed",
     ]
     if (fewer := smaller(setting)) is not None:
-        lines.append(f"linearity     {facts['linearity']:.2f} (samples a second and device, against {fewer.placement.devices} devices)")
+        lines.append(
+            f"linearity     {facts['linearity']:.2f} (samples a second and device, against "
+            f"{fewer.placement.devices} devices)"
+        )
     for pool, reasons in facts["idle"].items():
         told = ", ".join(f"{reason} {share:.1%}" for reason, share in reasons.items() if share >= 0.001)
         lines.append(f"idle          {pool}: {told or 'never'}")
-    return [*lines, f"simulated     {outcome.events} events, {facts['events_per_s']} a second; {facts['wall_s']:.1f} s in all"]
+    return [
+        *lines,
+        f"simulated     {outcome.events} events, {facts['events_per_s']} a second; {facts['wall_s']:.1f} s "
+        "in all",
+    ]

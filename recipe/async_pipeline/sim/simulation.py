@@ -59,13 +59,17 @@ class Outcome:
 
 
 def window(steps: int, max_lag: int) -> tuple[int, int]:
-    """Steps are averaged after the first of these and until the second: neither while the pipeline fills nor while it drains.
+    """Steps are averaged after the first of these and until the second: neither while the pipeline fills nor
+    while it drains.
 
     Raises ConfigError: too few are left.
     """
     first, last = 2 * (max_lag + 1), steps - (max_lag + 1)
     if last - first < LEAST_STEPS:
-        raise ConfigError(f"--steps must be at least {first + max_lag + 1 + LEAST_STEPS} with max_lag {max_lag}, got {steps}; raise it")
+        raise ConfigError(
+            f"--steps must be at least {first + max_lag + 1 + LEAST_STEPS} with max_lag {max_lag}, got "
+            f"{steps}; raise it"
+        )
     return first, last
 
 
@@ -112,7 +116,9 @@ class _Steps:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Python looks for cycles each time some hundred objects are made; here millions are, and none in cycles."""
+    """Python looks for cycles each time some hundred objects are made; here millions are, and none in
+    cycles.
+    """
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 50)
     try:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer whose work costs virtual time: what `AsyncTrainingFlow` drives instead of verl.
 
-It decides as `verl_bridge.trainer` does (admission, publications, whose log-probs are the old ones), from the same knobs.
+It decides as `verl_bridge.trainer` does (admission, publications, whose log-probs are the old ones), from the
+same knobs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Setting:
 
     profile: Profile
     placement: Placement
-    """Of the roles of `profile.roles()`. If `generate` is on the training devices they take turns, as in a synchronous trainer."""
+    """Of the roles of `profile.roles()`. If `generate` is on the training devices they take turns, as in a
+    synchronous trainer.
+    """
     knobs: AsyncPipelineConfig
     groups: int
     """Of a step."""
@@ -94,10 +97,14 @@ class SimulatedTrainer:
         """The engines, which are there from the first publication on."""
         if self._pool is None:
             profile = self.profile
-            self._pool = ReplicaPool(self.setting.replicas, profile.decode, profile.answers.observation_tokens)
+            self._pool = ReplicaPool(
+                self.setting.replicas, profile.decode, profile.answers.observation_tokens
+            )
             mtbf = profile.failures.replica_mtbf_s
             for replica in self._pool.replicas if mtbf else ():
-                task = asyncio.create_task(self._fail_now_and_then(replica, mtbf or 0.0), name=f"failures:{replica.index}")
+                task = asyncio.create_task(
+                    self._fail_now_and_then(replica, mtbf or 0.0), name=f"failures:{replica.index}"
+                )
                 self._failures.add(task)
         return self._pool
 
@@ -108,7 +115,11 @@ class SimulatedTrainer:
     # Facts and decisions.
 
     def roles(self) -> Sequence[str]:
-        there = {"ref_logp": self.profile.stages.ref_logp, "values": self.profile.stages.values, "critic": self.profile.stages.critic}
+        there = {
+            "ref_logp": self.profile.stages.ref_logp,
+            "values": self.profile.stages.values,
+            "critic": self.profile.stages.critic,
+        }
         return [role for role in GRAPH if role not in there or there[role] is not None]
 
     def pools(self) -> Mapping[str, int]:
@@ -137,7 +148,11 @@ class SimulatedTrainer:
         return "failed" if group.flaw else None
 
     def publishes(self, version: int) -> bool:
-        return version % self.setting.knobs.sync_every == 0 or version == self.last_step or self._validates(version)
+        return (
+            version % self.setting.knobs.sync_every == 0
+            or version == self.last_step
+            or self._validates(version)
+        )
 
     def old_policy(self, step: int) -> int | None:
         if self._old_logp == "rollout":

@@ -9,6 +9,7 @@
     small_disk.py a disk for checkpoints that can be filled
     command.py    the command line, and what it prints
 
-What must hold afterwards is checked by the auditors that any run has: `core.audit` over the ledger, `core.event_audit`
+What must hold afterwards is checked by the auditors that any run has: `core.audit` over the ledger,
+`core.event_audit`
 over the event log of each process.
 """

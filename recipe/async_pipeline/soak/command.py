@@ -34,12 +34,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`soak --minutes M --seed S --faults LIST [--json] [--logs FOLDER]`."""
     kinds = "\n".join(f"  {name:15} {fault.text}" for name, fault in FAULTS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"faults:\n{kinds}\n\nexit status: 0 nothing was violated, 1 something was, 2 your mistake"
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="from the first version that is served (default 10)")
-    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the order of faults, and of whom they hit (default 1)")
-    parser.add_argument("--faults", default="all", metavar="LIST", help="kinds of faults, with commas between them (default all)")
-    parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where the run is to be, a folder that is empty or not there; kept")
+    parser.epilog = (
+        f"faults:\n{kinds}\n\nexit status: 0 nothing was violated, 1 something was, 2 your mistake"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="from the first version that is served (default 10)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        metavar="S",
+        help="of the order of faults, and of whom they hit (default 1)",
+    )
+    parser.add_argument(
+        "--faults",
+        default="all",
+        metavar="LIST",
+        help="kinds of faults, with commas between them (default all)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="FOLDER",
+        help="where the run is to be, a folder that is empty or not there; kept",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,11 +76,17 @@ def run(args: argparse.Namespace) -> int:
     if args.logs is not None and args.logs.exists() and (not args.logs.is_dir() or any(args.logs.iterdir())):
         raise ConfigError(f"--logs {args.logs} is not an empty folder; name another")
     say = partial(echo, file=sys.stderr)
-    folder = args.logs.resolve() if args.logs is not None else Path(tempfile.mkdtemp(prefix="async-pipeline-soak-"))
+    folder = (
+        args.logs.resolve()
+        if args.logs is not None
+        else Path(tempfile.mkdtemp(prefix="async-pipeline-soak-"))
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--logs {args.logs} cannot be made ({error.strerror}); name a folder of yours") from None
+        raise ConfigError(
+            f"--logs {args.logs} cannot be made ({error.strerror}); name a folder of yours"
+        ) from None
     try:
         return _soak(args, kinds, folder, say)
     except BaseException:
@@ -86,7 +118,9 @@ def kinds_of(text: str) -> Sequence[str]:
     kinds = tuple(FAULTS) if text == "all" else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     unknown = [kind for kind in kinds if kind not in FAULTS]
     if unknown:
-        raise ConfigError(f"--faults: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all")
+        raise ConfigError(
+            f"--faults: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all"
+        )
     return kinds
 
 
@@ -124,14 +158,26 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
     counts = ", ".join(f"{name} {count}" for name, count in found["faults_injected"].items())
     fates = found["samples"]
     lines = [
-        f"faults       {sum(found['faults_injected'].values())} ({counts}); recovered from {found['recovered']}",
+        f"faults       {sum(found['faults_injected'].values())} ({counts}); recovered from "
+        f"{found['recovered']}",
         f"steps        {found['steps']}, by {found['processes']} processes",
-        f"prompts      {fates['dispatched']} dispatched = " + " + ".join(f"{count} {name}" for name, count in fates.items() if name != "dispatched"),
+        f"prompts      {fates['dispatched']} dispatched = "
+        + " + ".join(f"{count} {name}" for name, count in fates.items() if name != "dispatched"),
     ]
     if found["recovery_s"]:
-        lines.append(f"recovery     median {found['recovery_s']['median']} s, at most {found['recovery_s']['max']} s")
+        lines.append(
+            f"recovery     median {found['recovery_s']['median']} s, at most {found['recovery_s']['max']} s"
+        )
     if found["goodput_ratio"] is not None:
         lines.append(f"goodput      {found['goodput_ratio']:.2f} of the undisturbed run's")
     if found["not_injected"]:
-        lines.append(f"not tried    {', '.join(found['not_injected'])}: the time was up; give it more --minutes")
-    return [*lines, *([f"VIOLATION    {text}" for text in found["violations"]] or ["ok           nothing was lost, nothing was trained twice, nothing hung"])]
+        lines.append(
+            f"not tried    {', '.join(found['not_injected'])}: the time was up; give it more --minutes"
+        )
+    return [
+        *lines,
+        *(
+            [f"VIOLATION    {text}" for text in found["violations"]]
+            or ["ok           nothing was lost, nothing was trained twice, nothing hung"]
+        ),
+    ]

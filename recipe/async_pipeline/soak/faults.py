@@ -49,7 +49,9 @@ def kill_replica(job: SoakJob) -> None:
 
 
 def kill_receiver(job: SoakJob) -> None:
-    """As soon as a version was gathered, so that the engine dies while it loads it, or right before or after."""
+    """As soon as a version was gathered, so that the engine dies while it loads it, or right before or
+    after.
+    """
     engine = job.pick(ENGINE)
     job.wait_for("a version that is gathered", _has("GATHERED"), NEXT_VERSION_S)
     send(engine.pid, signal.SIGKILL)
@@ -65,16 +67,22 @@ def stall_replica(job: SoakJob) -> None:
 
 
 def corrupt_bucket(job: SoakJob) -> None:
-    """One bit of each bucket, once the checksums are known and before a replica has looked at them; then it heals."""
+    """One bit of each bucket, once the checksums are known and before a replica has looked at them; then
+    it heals.
+    """
     deadline = time.monotonic() + NEXT_VERSION_S
     while not _flip_while_nobody_looks(job):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{NEXT_VERSION_S:g} s without a version that is gathered while the replicas stand still")
+            raise TimeoutError(
+                f"{NEXT_VERSION_S:g} s without a version that is gathered while the replicas stand still"
+            )
         time.sleep(CORRUPT_S)
 
 
 def _flip_while_nobody_looks(job: SoakJob) -> bool:
-    """False: no version came while the replicas stood still, since they had to answer something for it; nothing was flipped."""
+    """False: no version came while the replicas stood still, since they had to answer something for it;
+    nothing was flipped.
+    """
     servers = [found.pid for found in job.processes(SERVER)]
     for pid in servers:
         send(pid, signal.SIGSTOP)
@@ -161,7 +169,11 @@ def full_disk(job: SoakJob) -> None:
 def burst(job: SoakJob) -> None:
     """Requests of somebody else, all at once, while the engine stands still."""
     server = job.pick(SERVER)
-    engines = [child.pid for child in psutil.Process(server.pid).children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
+    engines = [
+        child.pid
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if "EngineCore" in " ".join(child.cmdline())
+    ]
     asyncio.run(_burst(_port_of(server.pid), engines))
 
 
@@ -209,15 +221,37 @@ def _has(event: str) -> Callable[[Sequence[Record]], bool]:
 FAULTS: Mapping[str, Fault] = {
     "kill_engine": Fault("SIGKILL of a vLLM engine core", kill_engine, "a replica is back"),
     "kill_replica": Fault("SIGKILL of a replica's server", kill_replica, "a replica is back"),
-    "kill_receiver": Fault("SIGKILL of an engine core while it gets new weights", kill_receiver, "a replica is back"),
-    "stall_replica": Fault(f"an engine core {STALL_FACTOR} times slower for {STALL_S:g} s", stall_replica, "versions are served again"),
-    "corrupt_bucket": Fault("a flipped bit in weights on their way", corrupt_bucket, "versions are served again"),
-    "slow_reward": Fault("one answer in four takes a second to score", _judge("slow"), "versions are served again"),
-    "raising_reward": Fault("the reward function raises for one answer in four", _judge("raise"), "versions are served again"),
-    "hanging_reward": Fault("the reward function hangs for one answer in four", _judge("hang"), "versions are served again"),
-    "full_disk": Fault("no byte is left for a checkpoint (needs root, to mount a small disk)", full_disk, "versions are served again"),
-    "burst": Fault(f"{BURST} requests of somebody else while an engine stands still", burst, "versions are served again"),
-    "kill_run": Fault("SIGKILL of every process of the run, then the same command", kill_run, "the run is back"),
+    "kill_receiver": Fault(
+        "SIGKILL of an engine core while it gets new weights", kill_receiver, "a replica is back"
+    ),
+    "stall_replica": Fault(
+        f"an engine core {STALL_FACTOR} times slower for {STALL_S:g} s",
+        stall_replica,
+        "versions are served again",
+    ),
+    "corrupt_bucket": Fault(
+        "a flipped bit in weights on their way", corrupt_bucket, "versions are served again"
+    ),
+    "slow_reward": Fault(
+        "one answer in four takes a second to score", _judge("slow"), "versions are served again"
+    ),
+    "raising_reward": Fault(
+        "the reward function raises for one answer in four", _judge("raise"), "versions are served again"
+    ),
+    "hanging_reward": Fault(
+        "the reward function hangs for one answer in four", _judge("hang"), "versions are served again"
+    ),
+    "full_disk": Fault(
+        "no byte is left for a checkpoint (needs root, to mount a small disk)",
+        full_disk,
+        "versions are served again",
+    ),
+    "burst": Fault(
+        f"{BURST} requests of somebody else while an engine stands still", burst, "versions are served again"
+    ),
+    "kill_run": Fault(
+        "SIGKILL of every process of the run, then the same command", kill_run, "the run is back"
+    ),
 }
 
 

@@ -53,13 +53,30 @@ class SoakJob:
         environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
         watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
         config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", "+async_pipeline=True"]
-        command = ["bash", "-c", 'source "$0"; exec "$@"', str(environment), *watch, "-m", "verl.trainer.main_ppo", *config, *self._overrides]
-        settings = {**os.environ, MARK: str(self.folder), "ASYNC_PIPELINE_TASK": str(self._task), "ASYNC_PIPELINE_RUN": "soak"}
+        command = [
+            "bash",
+            "-c",
+            'source "$0"; exec "$@"',
+            str(environment),
+            *watch,
+            "-m",
+            "verl.trainer.main_ppo",
+            *config,
+            *self._overrides,
+        ]
+        settings = {
+            **os.environ,
+            MARK: str(self.folder),
+            "ASYNC_PIPELINE_TASK": str(self._task),
+            "ASYNC_PIPELINE_RUN": "soak",
+        }
         self._read_to, self._rest, self.records = 0, b"", []
         # What an earlier process wrote is set aside by the next one, but not at once.
         self._old_events = self._events.stat().st_ino if self._events.exists() else None
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, cwd=CONFIGS.parent, env=settings, stdout=log, stderr=log
+            )
 
     def kill(self) -> None:
         """SIGKILL whoever would clean up, then everybody else. Nothing, if nothing is alive."""
@@ -84,7 +101,9 @@ class SoakJob:
     def check_alive(self) -> None:
         """Raises SoakFailed: the run ended by itself."""
         if self._process is None or self._process.poll() is not None:
-            raise SoakFailed(f"the run ended by itself: {last_error(self.log.read_text(errors='replace'))}; see {self.log}")
+            raise SoakFailed(
+                f"the run ended by itself: {last_error(self.log.read_text(errors='replace'))}; see {self.log}"
+            )
 
     # What can be seen of it.
 
@@ -117,7 +136,9 @@ class SoakJob:
         self.read()
         return len(self.records)
 
-    def wait_for(self, what: str, seen: Callable[[Sequence[Record]], bool], timeout_s: float, since: int | None = None) -> None:
+    def wait_for(
+        self, what: str, seen: Callable[[Sequence[Record]], bool], timeout_s: float, since: int | None = None
+    ) -> None:
         """Return when `seen` says so of the events of this process from `since` on, by default from now on.
 
         Raises SoakFailed: the run ended. TimeoutError: it goes on, but does not get there.

@@ -14,7 +14,14 @@ MOODS = ("slow", "raise", "hang")
 SLOW_S = 1.0
 
 
-def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, control: str = "", **_: Any) -> float:
+def score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: Any = None,
+    control: str = "",
+    **_: Any,
+) -> float:
     """1.0 or 0.0. `control`: a file with one of `MOODS`; empty or missing, all is well."""
     if int(ground_truth) % 4 == 0:
         _misbehave(Path(control))

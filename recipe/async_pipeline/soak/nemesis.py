@@ -76,18 +76,28 @@ def faults_within(seconds: float, kinds: int) -> int:
     return kinds * max(1, round(seconds / EVERY_S / kinds))
 
 
-def soak(job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Callable[[str], None]) -> Outcome:
+def soak(
+    job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Callable[[str], None]
+) -> Outcome:
     """Start a run, let it be for a while, then hurt it again and again until the time is up.
 
-    The time begins when the first version is served; what is left of it after a recovery is shared out evenly among the
+    The time begins when the first version is served; what is left of it after a recovery is shared out evenly
+    among the
     faults to come. A run that ends by itself, or does not recover, is a violation.
     """
     outcome, source = Outcome(), random.Random(seed)
     job.start()
     try:
-        job.wait_for("the first version served", lambda records: any(r["event"] == "SERVED" for r in records), START_S, since=0)
+        job.wait_for(
+            "the first version served",
+            lambda records: any(r["event"] == "SERVED" for r in records),
+            START_S,
+            since=0,
+        )
         begun = time.monotonic()
-        job.wait_for("two steps", lambda records: sum(r["event"] == "SERVED" for r in records) > 2, RECOVERY_S, since=0)
+        job.wait_for(
+            "two steps", lambda records: sum(r["event"] == "SERVED" for r in records) > 2, RECOVERY_S, since=0
+        )
         quiet, before = time.monotonic(), job.newest_version()
         _sleep(job, max(LEAST_QUIET_S, QUIET_SHARE * seconds))
         first = job.newest_version()
@@ -104,7 +114,10 @@ def soak(job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Cal
             outcome.struck.append(one)
             say(f"{one.at_s:6.0f} s  version {job.newest_version()}  {kind}: {FAULTS[kind].text}")
             one.recovery_s = strike(job, FAULTS[kind], RECOVERY_S)
-            say(f"{time.monotonic() - begun:6.0f} s  version {job.newest_version()}  recovered after {one.recovery_s:.1f} s")
+            say(
+                f"{time.monotonic() - begun:6.0f} s  version {job.newest_version()}  recovered after "
+                f"{one.recovery_s:.1f} s"
+            )
             _sleep(job, next_s - time.monotonic())
         outcome.seconds, outcome.steps = time.monotonic() - hurt, job.newest_version() - first
         job.interrupt()
@@ -136,7 +149,9 @@ def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, A
         "steps": ledger.steps,
         "samples": samples(ledger),
         "violations": [*outcome.hangs, *ledger.violations, *violations_of(run_dir)],
-        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)} if recovered else None,
+        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)}
+        if recovered
+        else None,
         "goodput_ratio": goodput_ratio(outcome),
         "recovery_s_by_fault": by_kind(outcome.struck),
         "processes": ledger.processes,
@@ -157,7 +172,11 @@ def samples(ledger: Audit) -> dict[str, int]:
 
 def violations_of(run_dir: Path) -> list[str]:
     """Of the event logs of all processes that wrote into a run directory."""
-    return [f"{path.name}: {text}" for path in sorted(run_dir.glob("events*.jsonl")) for text in audit_events(_records(path)).violations]
+    return [
+        f"{path.name}: {text}"
+        for path in sorted(run_dir.glob("events*.jsonl"))
+        for text in audit_events(_records(path)).violations
+    ]
 
 
 def _records(path: Path) -> Iterable[dict[str, Any]]:

@@ -23,7 +23,8 @@ def small_disk(folder: Path) -> Iterator[Path]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(
-            f"--faults full_disk needs a small disk, and mounting one failed ({done.stderr.strip()}); be root, or leave it out"
+            f"--faults full_disk needs a small disk, and mounting one failed ({done.stderr.strip()}); be "
+            "root, or leave it out"
         )
     try:
         yield folder

@@ -12,7 +12,9 @@ class CriticStateMachine(RoleStateMachine):
     """Steps are strictly ordered. What it found out goes to `train`, which finishes the step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the checkpoint of the step before, which both models are to be of. Unblocked by: train."""
+        """Waits for: the checkpoint of the step before, which both models are to be of. Unblocked by:
+        train.
+        """
         if self.trainer.saves(item.step - 1):
             await self.until("saved", item.step - 1)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dataloader: draws prompts as soon as the message queue has room for them; first, those that a crash interrupted."""
+"""dataloader: draws prompts as soon as the message queue has room for them; first, those that a crash
+interrupted.
+"""
 
 from __future__ import annotations
 

@@ -22,18 +22,25 @@ class GenerateStateMachine(RoleStateMachine):
 
     @classmethod
     def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
-        """A batch may be in flight for each version that the rollout may lag, and one more; and as many tickets
+        """A batch may be in flight for each version that the rollout may lag, and one more; and as many
+        tickets
         again may have been given while stragglers of those are still answered."""
         return 2 * (pipeline.max_lag + 1)
 
     async def process(self, item: PromptBatch) -> None:
-        tasks = [asyncio.create_task(self._answer(prompt), name=f"generate:{prompt.uid}") for prompt in item.prompts]
+        tasks = [
+            asyncio.create_task(self._answer(prompt), name=f"generate:{prompt.uid}")
+            for prompt in item.prompts
+        ]
         try:
             for finished in asyncio.as_completed(tasks):
                 group = await self._wait(
                     finished,
                     f"one of the groups of step {item.step} to be answered",
-                    lambda: f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are being answered or scored",
+                    lambda: (
+                        f"{sum(not t.done() for t in tasks)} of {len(tasks)} groups are being answered or "
+                        "scored"
+                    ),
                 )
                 if group is not None:
                     version = {"version": group.first_version} if group.trajectories else {}

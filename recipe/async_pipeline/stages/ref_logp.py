@@ -9,7 +9,8 @@ from ..core.role import RoleStateMachine, register_role
 
 @register_role("ref_logp")
 class RefLogPStateMachine(RoleStateMachine):
-    """The reference is frozen, or a published version that is replaced now and then, so it needs nothing of the step before.
+    """The reference is frozen, or a published version that is replaced now and then, so it needs nothing of
+    the step before.
 
     A version that it takes over lies in its arena until the step is over that this batch is for; see `logp`.
     """

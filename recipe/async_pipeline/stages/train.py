@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """train: the optimizer step, the last check of how old its data is, and the checkpoint.
 
-A checkpoint of step s is of the moment after its bookkeeping: its weights are gathered by then, so that the replicas
-need not wait for it, and its metrics are logged, so that a run that goes on from it misses none. What the pipeline
-remembers is taken in one turn of the event loop; generation goes on meanwhile. The weights stay as they are, because the
+A checkpoint of step s is of the moment after its bookkeeping: its weights are gathered by then, so that the
+replicas
+need not wait for it, and its metrics are logged, so that a run that goes on from it misses none. What the
+pipeline
+remembers is taken in one turn of the event loop; generation goes on meanwhile. The weights stay as they are,
+because the
 next step is taken by this very lane, and the critic waits for it as well.
 """
 
@@ -22,7 +25,8 @@ class TrainStateMachine(RoleStateMachine):
     """Steps are strictly ordered; the gather of the last step's weights comes before the next step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the snapshot of the last version that is published; the critic, which comes first on these devices.
+        """Waits for: the snapshot of the last version that is published; the critic, which comes first on
+        these devices.
 
         Unblocked by: param_update's gather; critic.
         """

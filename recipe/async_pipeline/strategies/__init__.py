@@ -36,7 +36,8 @@ for _name, _cls in STRATEGIES.items():
 def begin(config: DictConfig) -> None:
     """Called by verl's entry point in the process that trains, before anything else is started.
 
-    Registers a strategy of one's own, and has the rollout servers start while verl starts the rest. What verl prints from
+    Registers a strategy of one's own, and has the rollout servers start while verl starts the rest. What verl
+    prints from
     here on, its whole config among it, Ray keeps in files that others may read: it has no secrets.
     A stock trainer, into whose config our defaults were composed, is left alone.
     """
@@ -60,7 +61,9 @@ def ensure_registered(name: str) -> None:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"strategy {name} cannot be imported ({error}); write module:Class") from error
     if not (isinstance(cls, type) and issubclass(cls, AsyncPipelineTrainer)):
-        raise ConfigError(f"strategy {name} must subclass recipe.async_pipeline.strategies.AsyncPipelineTrainer")
+        raise ConfigError(
+            f"strategy {name} must subclass recipe.async_pipeline.strategies.AsyncPipelineTrainer"
+        )
     register_trainer(name)(cls)
 
 

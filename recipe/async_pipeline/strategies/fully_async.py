@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fully_async: groups stream through the message queue and are trained as they are finished. Lag at most max_lag."""
+"""fully_async: groups stream through the message queue and are trained as they are finished. Lag at most
+max_lag.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from ..verl_bridge.trainer import AsyncPipelineTrainer
 class FullyAsyncTrainer(AsyncPipelineTrainer):
     """No batch waits for its longest answer; a step only waits for an answer that would get too old.
 
-    In the words of rLLM's fully asynchronous trainer: the rollout executor is the role `generate`, the message
+    In the words of rLLM's fully asynchronous trainer: the rollout executor is the role `generate`, the
+    message
     queue is `core.message_queue`, the trainer `train`, and parameter sync `param_update`.
     """
 

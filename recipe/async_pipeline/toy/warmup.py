@@ -4,7 +4,8 @@
 RL needs groups in which some answers are right and some wrong: a random policy has none of the first, a
 well-taught one few of the second. So warm-up has two stages. A good teacher shows right answers until
 sampling reaches a given accuracy; then a careless one, some of whose digits slip, spoils the policy for a
-number of steps, and goes on while the policy is worse than its teacher. What comes out knows more about addition than it shows, and imitates the slips;
+number of steps, and goes on while the policy is worse than its teacher. What comes out knows more about
+addition than it shows, and imitates the slips;
 the reward does not, and that is what RL has to learn.
 """
 
@@ -52,7 +53,9 @@ class WarmupSpec:
     """Optimizer steps under the careless teacher."""
 
     max_slip_steps: int = 300
-    """Steps after which it gives up: accuracy dips before it settles, by how much depends on the machine's arithmetic."""
+    """Steps after which it gives up: accuracy dips before it settles, by how much depends on the machine's
+    arithmetic.
+    """
 
     slip_learning_rate: float = 5e-4
     """Learning rate under the careless teacher: low, for slips at the full rate wipe out what was learnt."""
@@ -76,7 +79,14 @@ class WarmupSpec:
         for name in ("taught_accuracy", "slip_rate", "min_accuracy"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"warmup {name} must lie between 0 and 1, got {getattr(self, name)}")
-        counts = ("max_taught_steps", "ramp_steps", "num_slip_steps", "max_slip_steps", "batch_size", "check_every")
+        counts = (
+            "max_taught_steps",
+            "ramp_steps",
+            "num_slip_steps",
+            "max_slip_steps",
+            "batch_size",
+            "check_every",
+        )
         for name in (*counts, "num_checked", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"warmup {name} must be >= 1, got {getattr(self, name)}")
@@ -225,9 +235,12 @@ class _Warmup:
             accuracy = sampled_accuracy(self.model, self.tokenizer, self.split.val)
             if accuracy >= spec.min_accuracy:
                 return accuracy
-            self.report(f"warm-up: accuracy {accuracy:.2f} after {step} careless steps, RL needs {spec.min_accuracy}")
+            self.report(
+                f"warm-up: accuracy {accuracy:.2f} after {step} careless steps, RL needs {spec.min_accuracy}"
+            )
         raise WarmupFailed(
-            f"warm-up ended at accuracy {accuracy:.2f}, RL needs {spec.min_accuracy} to start; use another --seed"
+            f"warm-up ended at accuracy {accuracy:.2f}, RL needs {spec.min_accuracy} to start; use another "
+            "--seed"
         )
 
     def _train(self, learning_rate: float, *, slip_rate: float) -> None:

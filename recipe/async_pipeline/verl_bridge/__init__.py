@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only part of this package that may import verl or ray. Importing it imports neither; in the process of a rollout
+"""The only part of this package that may import verl or ray. Importing it imports neither; in the process of
+a rollout
 server it starts what takes long, see `early_engine`.
 
 The modules on the patched tree (`unified_diff`, `patches`, `verl_source`, `patch_command`) are the exception

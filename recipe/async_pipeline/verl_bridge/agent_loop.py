@@ -68,14 +68,19 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
         super().__init__(*args, **kwargs)
         if self.reward_loop_worker_handles is not None:
-            self.reward_loop_worker_handles = [PlainCaller(worker) for worker in self.reward_loop_worker_handles]
+            self.reward_loop_worker_handles = [
+                PlainCaller(worker) for worker in self.reward_loop_worker_handles
+            ]
         own = self.config.trainer.v1.async_pipeline
         policies = Policies(**own.bad_data).by_kind(own.reward_failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
         self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
         self._scores = Scores(own.reward_failure, float(own.reward_default))
         # Asked for each answer, for which a config is too slow.
-        self._scores_at_once, self._saves = bool(own.reward_while_generating), self.config.trainer.save_freq > 0
+        self._scores_at_once, self._saves = (
+            bool(own.reward_while_generating),
+            self.config.trainer.save_freq > 0,
+        )
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, asyncio.Future[Answered]] = {}
         self._finished: dict[str, list[Trajectory]] = {}
@@ -104,9 +109,17 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
 
     async def transcripts(self) -> dict[str, list[list[Said]]]:
         """What all prompts that are being answered have been told so far; see `transcripts`."""
-        open_ = [one for written in self._transcripts.values() for transcript in written for one in transcript.open.values()]
+        open_ = [
+            one
+            for written in self._transcripts.values()
+            for transcript in written
+            for one in transcript.open.values()
+        ]
         found = await written_so_far(open_)
-        return {uid: [transcript.with_open(found) for transcript in written] for uid, written in self._transcripts.items()}
+        return {
+            uid: [transcript.with_open(found) for transcript in written]
+            for uid, written in self._transcripts.items()
+        }
 
     async def give_up(self, uid: str) -> None:
         """End a group that is being answered, also on the rollout servers. One that is not is left alone."""
@@ -119,7 +132,11 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             await asyncio.wait([task], timeout=GIVE_UP_S)
 
     async def _run_prompt(
-        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+        self,
+        prompt: dict[str, Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool = False,
     ) -> None:
         waiting = self._groups.get(prompt["uid"])
         if waiting is None:  # validation goes verl's way
@@ -153,7 +170,17 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         flaws: list[list[Flaw]] = [[] for _ in range(n)]
         transcripts = self._begin_transcripts(uid, n)
         sessions = [
-            asyncio.create_task(self._session(flaws[i], transcripts[i], params, trajectory=trajectory, trace=trace, session_id=i, **prompt))
+            asyncio.create_task(
+                self._session(
+                    flaws[i],
+                    transcripts[i],
+                    params,
+                    trajectory=trajectory,
+                    trace=trace,
+                    session_id=i,
+                    **prompt,
+                )
+            )
             for i in range(n)
         ]
         # All settle first, so that no sibling writes after the group was declared failed.
@@ -183,7 +210,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         return Answered(results, found)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
-        """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score gets one,
+        """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score
+        gets one,
         or ends the run, as `reward_failure` says."""
         if not self._scores_at_once and not _VALIDATING.get():
             return
@@ -202,7 +230,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
         return made
 
-    async def _session(self, flaws: list[Flaw], transcript: Transcript | None, *args: Any, **kwargs: Any) -> None:
+    async def _session(
+        self, flaws: list[Flaw], transcript: Transcript | None, *args: Any, **kwargs: Any
+    ) -> None:
         _BEGUN.set(time.perf_counter())
         _COST.set({})
         with kept_turns(), found_flaws(flaws), kept_transcript(transcript):
@@ -250,9 +280,15 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     async def _store_group(self, group: list[Trajectory]) -> None:
         for indices in joinable([one.fields for one in group]):
             some = [group[i] for i in indices]
-            keys, fields, tags = [one.key for one in some], [one.fields for one in some], [one.tag for one in some]
+            keys, fields, tags = (
+                [one.key for one in some],
+                [one.fields for one in some],
+                [one.tag for one in some],
+            )
             if self._stores_rows:
-                await tq.async_kv_batch_put(keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id)
+                await tq.async_kv_batch_put(
+                    keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
+                )
             else:
                 await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
 

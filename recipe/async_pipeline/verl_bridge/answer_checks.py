@@ -26,7 +26,9 @@ class LongPrompt(BadDataError):
 
 @contextmanager
 def found_flaws(into: list[Flaw]) -> Iterator[None]:
-    """Flaws that are noted inside, by this task and those that it starts, go there. For training, not for validation."""
+    """Flaws that are noted inside, by this task and those that it starts, go there. For training, not for
+    validation.
+    """
     token = _flaws.set(into)
     try:
         yield
@@ -44,7 +46,8 @@ class Checks:
         self._policies, self._prompt_limit = policies, prompt_limit
 
     def refuse_long_prompts(self, agent_loop: Any) -> None:
-        """verl cuts off the beginning of a prompt that is too long, where its instructions are. Ours is not answered.
+        """verl cuts off the beginning of a prompt that is too long, where its instructions are. Ours is not
+        answered.
 
         `agent_loop`: verl's base class. Validation goes verl's way.
         """
@@ -85,8 +88,12 @@ class Checks:
         return self.usable(found)
 
 
-def flaws_together(expected: int, flaws: Sequence[Sequence[Flaw]], sound: Sequence[Mapping[str, Any]]) -> list[Flaw]:
-    """Of a group: those of each answer, and those of all together. `sound`: what verl would store, of the others."""
+def flaws_together(
+    expected: int, flaws: Sequence[Sequence[Flaw]], sound: Sequence[Mapping[str, Any]]
+) -> list[Flaw]:
+    """Of a group: those of each answer, and those of all together. `sound`: what verl would store, of the
+    others.
+    """
     sessions = {int(fields["session_id"]) for fields in sound} | {i for i, found in enumerate(flaws) if found}
     infos = [(fields.get("extra_fields") or {}).get("reward_extra_info") or {} for fields in sound]
     return [flaw for found in flaws for flaw in found] + flaws_of_group(
@@ -98,7 +105,9 @@ def flaws_together(expected: int, flaws: Sequence[Sequence[Flaw]], sound: Sequen
 
 
 class Scores:
-    """What becomes of an answer that the reward function could not score: `reward_failure`, `reward_default`."""
+    """What becomes of an answer that the reward function could not score: `reward_failure`,
+    `reward_default`.
+    """
 
     def __init__(self, on_failure: str, default: float) -> None:
         self._on_failure, self._default = on_failure, default

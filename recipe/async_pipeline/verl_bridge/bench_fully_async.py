@@ -28,7 +28,9 @@ class ProbedFullyAsyncTrainer(_Trainer):  # type: ignore[misc]
             return super()._fit_compute_advantage(batch)
 
     def _fit_update_actor(self, batch: Any) -> Any:
-        lags = [self.current_param_version - int(first) for first in batch.non_tensor_batch["min_global_steps"]]
+        lags = [
+            self.current_param_version - int(first) for first in batch.non_tensor_batch["min_global_steps"]
+        ]
         with of_this_job().measure("update_actor", step=self.global_steps, samples=len(lags), lags=lags):
             return super()._fit_update_actor(batch)
 

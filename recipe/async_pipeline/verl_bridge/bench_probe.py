@@ -36,7 +36,9 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
 
         def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
             # On devices of its own it is no work of the trainer's.
-            apart = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of("train")
+            apart = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of(
+                "train"
+            )
             with spans.measure("ref_log_prob_apart" if apart else "ref_log_prob"):
                 if waits is not None:
                     self._references = getattr(self, "_references", 0) + 1
@@ -89,7 +91,8 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
             publication = await super().publish(version, snapshot)
             ended = time.monotonic()
             spans.add("weights", began, ended)
-            # The load comes last. Replicas load in turn, so on average each of them stands still for its share.
+            # The load comes last. Replicas load in turn, so on average each of them stands still for its
+            # share.
             spans.add("paused", ended - publication.stall_s / publication.replicas, ended)
             return publication
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes versions while replicas generate, and trains nothing: one arm of `async-pipeline bench weight-sync`.
+"""Publishes versions while replicas generate, and trains nothing: one arm of `async-pipeline bench
+weight-sync`.
 
 Trainer, workers, engines and managers are those of a real run; only the trainer's loop is another.
 """
@@ -56,7 +57,9 @@ async def _run(trainer: Any, publish: Any, servers: Sequence[Any]) -> None:
     await publish(trainer, FIRST)
     stop = asyncio.Event()
     askers = [
-        asyncio.create_task(_ask(server, stop)) for server in servers for _ in range(int(os.environ[REQUESTS]))
+        asyncio.create_task(_ask(server, stop))
+        for server in servers
+        for _ in range(int(os.environ[REQUESTS]))
     ]
     for version in range(FIRST + 1, FIRST + 1 + int(os.environ[VERSIONS])):
         await asyncio.sleep(chance.uniform(*BETWEEN_S))

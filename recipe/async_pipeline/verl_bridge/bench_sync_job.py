@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's entry point with a task runner that only publishes: one arm of `async-pipeline bench weight-sync`."""
+"""verl's entry point with a task runner that only publishes: one arm of `async-pipeline bench
+weight-sync`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking waits of threads, each with a deadline, an owner and a name. On an event loop, `core.clock.within` does it."""
+"""Blocking waits of threads, each with a deadline, an owner and a name. On an event loop,
+`core.clock.within` does it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`checkpoint_engine.backend=dual_buffer`: weight versions through shared host memory.
 
-The trainer of this package uses `gather_parts`, or `gather` where an engine must assemble its tensors first, and
-lets the replicas pull the manifest; nothing waits but the gather. Verl's own managers may drive the same engine through `send_weights` and
+The trainer of this package uses `gather_parts`, or `gather` where an engine must assemble its tensors first,
+and
+lets the replicas pull the manifest; nothing waits but the gather. Verl's own managers may drive the same
+engine through `send_weights` and
 `receive_weights`, in which case they wait as they always do.
 """
 
@@ -64,7 +66,9 @@ class DualBufferCheckpointEngine(CheckpointEngine):
     def gather_parts(
         self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
     ) -> bytes | None:
-        """As `gather`, without assembling any tensor: each rank copies what it holds. All ranks are on one host."""
+        """As `gather`, without assembling any tensor: each rank copies what it holds. All ranks are on one
+        host.
+        """
         self._writer = self._writer or self._new_writer(ranks)
         ticket = self._writer.gather_parts(version, parts, adapter)
         return None if ticket is None else encode(ticket)
@@ -102,7 +106,9 @@ class DualBufferCheckpointEngine(CheckpointEngine):
             self._board.post(ticket)
         return {}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
         manifest = await self._read_board()
         await asyncio.to_thread(self._reader.verify, manifest)
         for piece in self._reader.read(manifest, self._piece_bytes):
@@ -121,7 +127,9 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         raise WeightSyncError(f"the trainer published no weights within {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """Unlink the arenas. Called when the worker ends in order; a killed worker's tracker does the same."""
+        """Unlink the arenas. Called when the worker ends in order; a killed worker's tracker does the
+        same.
+        """
         if self._writer is not None:
             self._writer.close()
         if self._is_master and self._board is not None:

@@ -5,7 +5,8 @@
     pipeline.json             what the pipeline remembers (`core.state`), where prompts come from, meters
     samples.{safetensors,msgpack}     every column of the answers that are finished and not trained
     transcripts.{safetensors,msgpack}  of the answers that are being written, what there is (`transcripts`)
-    dataloader.{safetensors,msgpack}  the dataloader's state from before the oldest prompt that is not answered
+    dataloader.{safetensors,msgpack}  the dataloader's state from before the oldest prompt that is not
+    answered
     reference/                the reference policy, if it was replaced and is older than this step
     data.pt                   the dataloader's present state, for verl's own trainers
 
@@ -36,7 +37,13 @@ from .grouping import joinable
 from .prompt_source import PromptSourceState
 from .transcripts import Said, as_plain, from_plain
 
-STATE, SAMPLES, TRANSCRIPTS, LOADER, REFERENCE = "pipeline.json", "samples", "transcripts", "dataloader", "reference"
+STATE, SAMPLES, TRANSCRIPTS, LOADER, REFERENCE = (
+    "pipeline.json",
+    "samples",
+    "transcripts",
+    "dataloader",
+    "reference",
+)
 VERLS_LOADER = "data.pt"
 ACTOR, CRITIC = "actor", str(Role.Critic)
 KEYS_A_CALL = 256
@@ -92,12 +99,15 @@ class Checkpoints:
         save_models: Callable[[Path, RunState], object],
         sync_ledger: Callable[[], object],
     ) -> None:
-        """`save_models` has the workers write into a folder; `sync_ledger` returns once the disk has the ledger so far."""
+        """`save_models` has the workers write into a folder; `sync_ledger` returns once the disk has the
+        ledger so far.
+        """
         self._root, self._run, self._identity, self._keep = root, run, identity, keep
         self._partition, self._save_models, self._sync_ledger = partition, save_models, sync_ledger
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Returns the folder. Raises OSError and what torch makes of it: the disk does not take it; nothing is left of it.
+        """Returns the folder. Raises OSError and what torch makes of it: the disk does not take it; nothing
+        is left of it.
 
         CheckpointError: something in a sample can only be pickled, or the files of some ranks are not here.
         """
@@ -164,7 +174,8 @@ def _require_all_ranks(folder: Path) -> None:
     ranks = int(found[0].name.split("_")[3]) if found else 0
     if len(found) != ranks or not ranks:
         raise CheckpointError(
-            f"{len(found)} of {ranks or 'all'} ranks have written to {folder.parent.parent}; with several hosts, "
+            f"{len(found)} of {ranks or 'all'} ranks have written to {folder.parent.parent}; with several "
+            "hosts, "
             "trainer.default_local_dir must be on a file system that all of them share"
         )
 
@@ -173,7 +184,9 @@ def _require_all_ranks(folder: Path) -> None:
 
 
 def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
-    """Of each answer the columns that the rollout wrote, by its key. `Group.payload` names them, of each answer or of all."""
+    """Of each answer the columns that the rollout wrote, by its key. `Group.payload` names them, of each
+    answer or of all.
+    """
     alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for group in groups:
         columns = list(group.payload) * (len(group.trajectories) if len(group.payload) == 1 else 1)
@@ -204,5 +217,8 @@ def put(groups: Iterable[Group], samples: Mapping[str, Mapping[str, Any]], parti
 
 
 def _rows(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
-    columns = {name: list(data[name].unbind(0) if isinstance(data[name], torch.Tensor) else data[name]) for name in names}
+    columns = {
+        name: list(data[name].unbind(0) if isinstance(data[name], torch.Tensor) else data[name])
+        for name in names
+    }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

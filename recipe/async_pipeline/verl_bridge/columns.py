@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns of a batch in TransferQueue: how answers get in, and what training workers get out.
 
-verl joins answers to a TensorDict, which TransferQueue's own storage, where each row lies by itself, takes apart again, four
-times for each column. That is a third of what an agent loop worker does for short answers. What is stored is the same.
+verl joins answers to a TensorDict, which TransferQueue's own storage, where each row lies by itself, takes
+apart again, four
+times for each column. That is a third of what an agent loop worker does for short answers. What is stored is
+the same.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ PICTURES = "multi_modal_inputs"
 
 
 class Rows(torch.Tensor):
-    """Tensors of different lengths; a nested tensor for those who ask whether it is one, and then take it apart."""
+    """Tensors of different lengths; a nested tensor for those who ask whether it is one, and then take it
+    apart.
+    """
 
     is_nested = True
     _rows: Sequence[torch.Tensor]
@@ -54,8 +58,13 @@ def _column(values: list[Any]) -> Any:
 def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
     """Columns that a model, or a loss, can compute with: tensors, and what a processor made of pictures.
 
-    verl fetches all. Prompts as text, what an agent loop noted and what a reward function needs then take training workers as
+    verl fetches all. Prompts as text, what an agent loop noted and what a reward function needs then take
+    training workers as
     long as a fifth of a short step: to fetch, and to sort and split with the tensors.
     """
     columns = tq.get_client().kv_retrieve_meta(keys=meta.keys, partition_id=meta.partition_id).field_schema
-    return [name for name, about in columns.items() if not about["is_non_tensor"] or (pictures and name == PICTURES)]
+    return [
+        name
+        for name, about in columns.items()
+        if not about["is_non_tensor"] or (pictures and name == PICTURES)
+    ]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings buckets to replicas on other hosts, through Ray's object store: pulled, never pushed.
 
-A courier sits on the trainer's host and maps the trainer's arenas, so neither the trainer nor its devices take
-part. It puts each bucket into the object store once, however many replicas pull it; Ray spreads it from host to
+A courier sits on the trainer's host and maps the trainer's arenas, so neither the trainer nor its devices
+take
+part. It puts each bucket into the object store once, however many replicas pull it; Ray spreads it from host
+to
 host. This module is imported in its actor: it imports neither verl nor vllm.
 """
 
@@ -27,16 +29,22 @@ class Courier:
         self._offered: dict[int, ray.ObjectRef[Any]] = {}
 
     def announced(self, ticket: bytes, timeout_s: float) -> bytes:
-        """The manifest of a version, once the trainer has posted it. Raises WeightSyncError as `await_manifest`."""
+        """The manifest of a version, once the trainer has posted it. Raises WeightSyncError as
+        `await_manifest`.
+        """
         return encode(await_manifest(decode_ticket(ticket), timeout_s))
 
     def offer(self, manifest: bytes, sequence: int, fresh: bool) -> list[ray.ObjectRef[Any]]:
-        """One reference to a pair of header and bytes of a bucket; a fresh copy of it, if the last one was bad."""
+        """One reference to a pair of header and bytes of a bucket; a fresh copy of it, if the last one was
+        bad.
+        """
         described = decode(manifest)
         if described.version != self._version:
             self._version, self._offered = described.version, {}
         if fresh or sequence not in self._offered:
-            self._offered[sequence] = ray.put((header_of(described, sequence), self._bytes(described, sequence)))
+            self._offered[sequence] = ray.put(
+                (header_of(described, sequence), self._bytes(described, sequence))
+            )
         # In a list, so that Ray hands the reference over and not what it refers to.
         return [self._offered[sequence]]
 

@@ -12,7 +12,9 @@ from ..errors import ConfigError
 
 
 def insert_custom_roles(graph: dict[str, tuple[str, ...]], specs: Sequence[str]) -> None:
-    """Import each role and put it into the graph, in order. Raises ConfigError: not found, or does not fit."""
+    """Import each role and put it into the graph, in order. Raises ConfigError: not found, or does not
+    fit.
+    """
     for spec in specs:
         target, _, edge = spec.partition("@")
         after, _, before = edge.partition("->")

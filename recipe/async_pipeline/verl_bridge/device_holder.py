@@ -25,7 +25,9 @@ class DeviceHolder:
         return context.get_node_id(), context.get_accelerator_ids()
 
     def end(self, processes: Sequence[tuple[int, float]]) -> int:
-        """Kill these processes of this host, if they are still the ones that started then. Returns how many were."""
+        """Kill these processes of this host, if they are still the ones that started then. Returns how
+        many were.
+        """
         found = 0
         for pid, started in processes:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CPU, the process of vLLM's engine core imports vLLM while its server's process imports it too, instead of after it.
+"""On CPU, the process of vLLM's engine core imports vLLM while its server's process imports it too, instead
+of after it.
 
-Each import takes some 12 s of a core, and a replica that died serves again only after both. vLLM's own way, a process
+Each import takes some 12 s of a core, and a replica that died serves again only after both. vLLM's own way, a
+process
 that is spawned when the server is ready, does them one after the other.
 
-So a server's process begins with a fork server (`engine_home`), which imports and waits; the engine core is forked from
-it. `begin` is called before anything is imported that takes time, in processes that were started for a server: they have
+So a server's process begins with a fork server (`engine_home`), which imports and waits; the engine core is
+forked from
+it. `begin` is called before anything is imported that takes time, in processes that were started for a
+server: they have
 `EARLY` in their environment. Not with accelerators, whose libraries do not outlive a fork.
 
 Imports neither verl nor vLLM by itself.
@@ -33,7 +37,8 @@ def begin(environment: MutableMapping[str, str] = os.environ) -> None:
     # Those who are started from here are not servers.
     if environment.pop(EARLY, None) is None:
         return
-    # Else Python before 3.10.9 listens where every user of this machine can have it run anything (CVE-2022-42919).
+    # Else Python before 3.10.9 listens where every user of this machine can have it run anything
+    # (CVE-2022-42919).
     setattr(util, "abstract_sockets_supported", False)  # noqa: B010 - typeshed calls it final
     forkserver.set_forkserver_preload([HOME])
     forkserver.ensure_running()
@@ -67,7 +72,8 @@ class _Process(ForkServerProcess):
         with suppress(ImportError):
             from setproctitle import getproctitle
 
-            getproctitle()  # vLLM will set it; where it is kept is found by way of the variables that are still there
+            # vLLM will set it; where it is kept is found by way of the variables that are still there
+            getproctitle()
         os.environ.clear()
         os.environ.update(self._environment)
         super().run()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by the process that engine cores are forked from (`early_engine`), and only there: what they all import."""
+"""Imported by the process that engine cores are forked from (`early_engine`), and only there: what they
+all import.
+"""
 
 from ..children import end_with_parent
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hydra's `instantiate` for one config that is instantiated again and again: resolved once, then only called."""
+"""hydra's `instantiate` for one config that is instantiated again and again: resolved once, then only
+called.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's reward managers, with a guard around the function that they call. verl loads the class by this module's name."""
+"""verl's reward managers, with a guard around the function that they call. verl loads the class by this
+module's name.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ UNSCORED = "unscored"
 
 
 class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
-    """The manager that the config names, given a function that keeps to its limits and says when there is no score."""
+    """The manager that the config names, given a function that keeps to its limits and says when there is
+    no score.
+    """
 
     def __init__(self, config: DictConfig, tokenizer: Any, compute_score: Any, **more: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
         own = config.trainer.v1.async_pipeline
         described = config.reward.custom_reward_function
-        kwargs = OmegaConf.to_container(described.get("reward_kwargs") or {}, resolve=True) if described.get("reward_kwargs") else {}
+        kwargs = (
+            OmegaConf.to_container(described.get("reward_kwargs") or {}, resolve=True)
+            if described.get("reward_kwargs")
+            else {}
+        )
         assert isinstance(kwargs, dict)
         self._guard = RewardGuard(
             Function(str(described.path), str(described.name), {str(k): v for k, v in kwargs.items()}),
@@ -39,14 +47,18 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._on_failure, self._default = own.reward_failure, float(own.reward_default)
         self._names: list[str] = ["acc"]
         """What the function says of an answer beside its score, as far as is known."""
-        inner = resolve_reward_manager_cls(OmegaConf.create({"reward": {"reward_manager": own.reward_manager}}))
+        inner = resolve_reward_manager_cls(
+            OmegaConf.create({"reward": {"reward_manager": own.reward_manager}})
+        )
         self._inner = inner(config=config, tokenizer=tokenizer, compute_score=self._score, **more)
 
     async def _score(self, **answer: Any) -> Any:
         return await self._guard.score(**answer)
 
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """`{reward_score, reward_extra_info}` of one answer. Raises RewardError: there is none, and that is to end the run."""
+        """`{reward_score, reward_extra_info}` of one answer. Raises RewardError: there is none, and that
+        is to end the run.
+        """
         try:
             result: dict[str, Any] = await self._inner.run_single(data)
         except RewardError as error:

@@ -11,11 +11,18 @@ from verl.utils.tracking import RLInsightLogger
 
 from ..core.events import LogRecord
 
-_SHOWN = {"WAITING_INPUT": "waits for input", "WAITING_RESOURCE": "waits for devices", "RUNNING": "runs", "WAITING_OUTPUT": "hands on"}
+_SHOWN = {
+    "WAITING_INPUT": "waits for input",
+    "WAITING_RESOURCE": "waits for devices",
+    "RUNNING": "runs",
+    "WAITING_OUTPUT": "hands on",
+}
 
 
 class InsightStates:
-    """A subscriber of the event log. Spans are reported from elsewhere, so that the event loop never waits."""
+    """A subscriber of the event log. Spans are reported from elsewhere, so that the event loop never
+    waits.
+    """
 
     def __init__(self, submit: Callable[..., Any], now_ns: Callable[[], int] = time.time_ns) -> None:
         """`submit`: has a function called with arguments, in another thread."""
@@ -32,7 +39,13 @@ class InsightStates:
         now = self._now_ns()
         self._since[lane] = (record.state, now)
         if since and state in _SHOWN:
-            self._submit(_report, f"{record.role}: {_SHOWN[state]}", since, now, {"role": record.role, "lane": lane[1], "step": record.fields.get("step", "")})
+            self._submit(
+                _report,
+                f"{record.role}: {_SHOWN[state]}",
+                since,
+                now,
+                {"role": record.role, "lane": lane[1], "step": record.fields.get("step", "")},
+            )
 
 
 def _report(name: str, since_ns: int, now_ns: int, attributes: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C reaches the command, but the run is in an actor of its own, and Ray ends no task of such an actor: it tells it.
+"""Ctrl-C reaches the command, but the run is in an actor of its own, and Ray ends no task of such an actor:
+it tells it.
 
-    the command                      the trainer's process
-    KeyboardInterrupt ─ ray.cancel ─► asks twice a second ─► its coroutine is cancelled, as asyncio does at Ctrl-C
-    waits END_S at most ◄──────────── writes down what it has, and ends
+the command                      the trainer's process
+KeyboardInterrupt ─ ray.cancel ─► asks twice a second ─► its coroutine is cancelled, as asyncio does at Ctrl-C
+waits END_S at most ◄──────────── writes down what it has, and ends
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import ray
 T = TypeVar("T")
 POLL_S = 0.5
 END_S = 10.0
-"""Seconds for the run to write its summary and to close its files; `watch` kills what is left after twice that."""
+"""Seconds for the run to write its summary and to close its files; `watch` kills what is left after twice
+that.
+"""
 
 
 def wait_for(running: Any) -> None:
     """Return when a run, a ref of Ray, has ended in whichever way.
 
-    Raises KeyboardInterrupt: somebody pressed Ctrl-C; the run was told so, and has ended or had END_S seconds for it.
+    Raises KeyboardInterrupt: somebody pressed Ctrl-C; the run was told so, and has ended or had END_S seconds
+    for it.
     """
     try:
         ray.wait([running])
@@ -34,7 +38,9 @@ def wait_for(running: Any) -> None:
 
 
 async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. Raises CancelledError, in it too: the task of Ray that this runs in was cancelled."""
+    """What `work` returns or raises. Raises CancelledError, in it too: the task of Ray that this runs in
+    was cancelled.
+    """
     running = asyncio.ensure_future(work)
     asking = asyncio.create_task(_told())
     try:

@@ -8,8 +8,10 @@ from typing import Any
 import ray
 
 RESTARTS = 10
-"""Of one actor in a run. Ray starts the process again, on another node if need be, and asks it again for what it had not
-answered: as often as that takes, since until Ray knows that a node is lost each question to it fails at once."""
+"""Of one actor in a run. Ray starts the process again, on another node if need be, and asks it again for what
+it had not
+answered: as often as that takes, since until Ray knows that a node is lost each question to it fails at
+once."""
 
 
 def lasting(cls: type, restarts: int = RESTARTS) -> LastingArguments:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a batch that is generated already, from the same reward workers that score answers as they are finished."""
+"""Scores of a batch that is generated already, from the same reward workers that score answers as they are
+finished.
+"""
 
 from __future__ import annotations
 
@@ -19,33 +21,54 @@ from ..errors import RewardError
 from ..knobs import AsyncPipelineConfig
 from .bounded import got
 
-NOT_FOR_REWARDS = ("input_ids", "position_ids", "loss_mask", "rollout_log_probs", "extra_fields", "multi_modal_inputs")
+NOT_FOR_REWARDS = (
+    "input_ids",
+    "position_ids",
+    "loss_mask",
+    "rollout_log_probs",
+    "extra_fields",
+    "multi_modal_inputs",
+)
 """Columns that a reward worker has no use for."""
 
 
-def score_late(workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig) -> list[Mapping[str, Any]]:
-    """Have every answer scored, and its score stored as verl stores it. Returns what the workers said. Blocks.
+def score_late(
+    workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig
+) -> list[Mapping[str, Any]]:
+    """Have every answer scored, and its score stored as verl stores it. Returns what the workers said.
+    Blocks.
 
     Raises WaitTimeout, what the reward function raised, or RewardError: a score is no finite number.
     """
     stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     lengths = stored["responses"].offsets().diff().tolist()
-    names = [name for name in stored.keys() if name not in NOT_FOR_REWARDS and not isinstance(stored[name], torch.Tensor)]
+    names = [
+        name
+        for name in stored.keys()
+        if name not in NOT_FOR_REWARDS and not isinstance(stored[name], torch.Tensor)
+    ]
     others = {name: [getattr(value, "data", value) for value in stored[name]] for name in names}
     if "extra_fields" in stored.keys():
         others["tool_extra_fields"] = [getattr(value, "data", value) for value in stored["extra_fields"]]
     if "num_turns" in stored.keys():
         others["__num_turns__"] = [int(value) for value in stored["num_turns"]]
     rows = [
-        _row(stored["prompts"][i], stored["responses"][i], {name: values[i] for name, values in others.items()})
+        _row(
+            stored["prompts"][i], stored["responses"][i], {name: values[i] for name, values in others.items()}
+        )
         for i in range(len(batch.keys))
     ]
     turns = itertools.cycle(workers)
     asked = [next(turns).compute_score.remote(row) for row in rows]
-    results: list[Mapping[str, Any]] = got(asked, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} answers")
+    results: list[Mapping[str, Any]] = got(
+        asked, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} answers"
+    )
     results = [_finite(result, knobs) for result in results]
     scores = torch.nested.as_nested_tensor(
-        [_on_the_last(float(result["reward_score"]), length) for result, length in zip(results, lengths, strict=True)],
+        [
+            _on_the_last(float(result["reward_score"]), length)
+            for result, length in zip(results, lengths, strict=True)
+        ],
         layout=torch.jagged,
     )
     fields = TensorDict({"rm_scores": scores}, batch_size=len(batch.keys))

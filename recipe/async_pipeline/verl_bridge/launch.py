@@ -110,7 +110,9 @@ class Checked(NamedTuple):
 
 
 def checked(config: DictConfig) -> Checked | None:
-    """What the pipeline makes of a config; None: it is not asked for. Raises ConfigError: it could not run."""
+    """What the pipeline makes of a config; None: it is not asked for. Raises ConfigError: it could not
+    run.
+    """
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
         _require_no_stray_keys(raw)
@@ -149,28 +151,43 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
 
 def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
     """Raises ConfigError: verl would leave out the rollout correction that is asked for, and say nothing."""
-    asked = {name: value for name in ("rollout_is", "rollout_rs") if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None}
+    asked = {
+        name: value
+        for name in ("rollout_is", "rollout_rs")
+        if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None
+    }
     if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
         why = "where old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
         raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
     for name, value in asked.items() if bypass else ():
         raise ConfigError(
-            f"{CORRECTION}.{name} must be null where old log-probs are the rollout's (bypass_mode, old_logp=rollout), got {value!r}; "
+            f"{CORRECTION}.{name} must be null where old log-probs are the rollout's (bypass_mode, "
+            f"old_logp=rollout), got {value!r}; "
             "verl corrects nothing there, the loss has to: set it to null"
         )
     # Where other code may register losses in the workers, they are not known here.
-    check_loss(config, None if OmegaConf.select(config, "actor_rollout_ref.model.external_lib") else {*POLICY_LOSS_REGISTRY, *OWN_LOSSES})
+    check_loss(
+        config,
+        None
+        if OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
+        else {*POLICY_LOSS_REGISTRY, *OWN_LOSSES},
+    )
     losses = config.actor_rollout_ref.actor.policy_loss
     if losses.get("_target_") in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
         known = [field.name for field in dataclasses.fields(OffPolicyLossConfig)]
         for name in losses:
             if name not in known and name != "_target_":
-                raise ConfigError(f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; there are {', '.join(known)}")
+                raise ConfigError(
+                    f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; there "
+                    f"are {', '.join(known)}"
+                )
     _try_correction(OmegaConf.select(config, CORRECTION) or {})
 
 
 def _try_correction(section: Mapping[str, Any]) -> None:
-    """On one token, by verl's own functions. Raises ConfigError: they refuse it, or the token gets no weight."""
+    """On one token, by verl's own functions. Raises ConfigError: they refuse it, or the token gets no
+    weight.
+    """
     token, mask = torch.zeros(1, 1), torch.ones(1, 1)
     for name, compute, example in (
         ("rollout_is", compute_rollout_correction_weights, "2.0, or for a band that holds 1 '\"0.5_5.0\"'"),
@@ -186,7 +203,10 @@ def _try_correction(section: Mapping[str, Any]) -> None:
         except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
             good, why = False, " ".join(str(error).split()).rstrip(".")
         if not good:
-            raise ConfigError(f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}: verl says of a token of ratio 1: {why}; e.g. {example}")
+            raise ConfigError(
+                f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}: verl says "
+                f"of a token of ratio 1: {why}; e.g. {example}"
+            )
 
 
 def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
@@ -195,7 +215,11 @@ def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
 
 
 def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
-    absent = (set() if has_critic(config) else {"critic"}) | ({"logp"} if bypass else set()) | (set() if need_reference_policy(config) else {"ref_logp"})
+    absent = (
+        (set() if has_critic(config) else {"critic"})
+        | ({"logp"} if bypass else set())
+        | (set() if need_reference_policy(config) else {"ref_logp"})
+    )
     return [role for role in PLACED if role not in absent]
 
 
@@ -205,7 +229,10 @@ def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
     # Our file leaves it to the strategy what these two are.
     defaults = plain_defaults() | {"strategy": None, "max_lag": None}
     own = select(raw, OWN)
-    knobs = [(f"{OWN}.{name}", value, defaults.get(str(name))) for name, value in (own.items() if isinstance(own, Mapping) else ())]
+    knobs = [
+        (f"{OWN}.{name}", value, defaults.get(str(name)))
+        for name, value in (own.items() if isinstance(own, Mapping) else ())
+    ]
     ours = [(path, select(raw, path), None) for key in FOREIGN for path in key.paths] + knobs
     stray = [path for path, value, default in ours if value is not None and value != default and value != []]
     if stray:
@@ -218,7 +245,9 @@ def _require_resolvable(config: DictConfig) -> None:
         OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key} cannot be resolved: {text}; set it or override the key") from None
+        raise ConfigError(
+            f"{error.full_key} cannot be resolved: {text}; set it or override the key"
+        ) from None
 
 
 def _require_importable(knobs: AsyncPipelineConfig) -> None:
@@ -230,20 +259,34 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a reward function that is not there, or limits for the calls of one that verl has built in."""
+    """Raises ConfigError: a reward function that is not there, or limits for the calls of one that verl
+    has built in.
+    """
     if not knobs.reward_while_generating:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
-            raise ConfigError(f"{OWN}.reward_while_generating must be True with algorithm.filter_groups, got False; groups are filtered by their rewards as they are finished")
+            raise ConfigError(
+                f"{OWN}.reward_while_generating must be True with algorithm.filter_groups, got False; "
+                "groups are filtered by their rewards as they are finished"
+            )
         if knobs.reward_failure == "drop":
-            raise ConfigError(f"{OWN}.reward_failure must not be drop with reward_while_generating=False, got 'drop'; use fail or score")
+            raise ConfigError(
+                f"{OWN}.reward_failure must not be drop with reward_while_generating=False, got 'drop'; "
+                "use fail or score"
+            )
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if knobs.reward_timeout_s is None:
         # The workers load it, each within its own limits; here it only has to be there.
         if path and not str(path).startswith(PACKAGE) and not Path(str(path).removeprefix(FILE)).is_file():
-            raise ConfigError(f"reward.custom_reward_function.path must be a Python file or {PACKAGE}MODULE, got {str(path)!r}, and there is no such file; correct it")
+            raise ConfigError(
+                f"reward.custom_reward_function.path must be a Python file or {PACKAGE}MODULE, got "
+                f"{str(path)!r}, and there is no such file; correct it"
+            )
         return
     if not path:
-        raise ConfigError(f"{OWN}.reward_timeout_s wants a reward function of your own, got {path!r}; set reward.custom_reward_function.path")
+        raise ConfigError(
+            f"{OWN}.reward_timeout_s wants a reward function of your own, got {path!r}; set "
+            "reward.custom_reward_function.path"
+        )
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
@@ -314,7 +357,9 @@ def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{OWN}.run_dir cannot be made, got {run_dir} ({error.strerror}); name a folder of yours") from None
+        raise ConfigError(
+            f"{OWN}.run_dir cannot be made, got {run_dir} ({error.strerror}); name a folder of yours"
+        ) from None
     latest = run_dir.parent / "latest"
     temporary = run_dir.parent / f".latest-{os.getpid()}"
     temporary.unlink(missing_ok=True)

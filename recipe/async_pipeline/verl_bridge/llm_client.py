@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to rollout replicas; one whose replica died while it was answered goes to another, or to the first that comes back."""
+"""Sends requests to rollout replicas; one whose replica died while it was answered goes to another, or to
+the first that comes back.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ REFRESH_S = 1.0
 NONE_LEFT = "No available servers"
 """What verl's balancer says then; the reason is what the last of them died of."""
 DEATHS = 5
-"""A request during which so many replicas have died, one after another, is not asked again: it may be what they die of."""
+"""A request during which so many replicas have died, one after another, is not asked again: it may be what
+they die of.
+"""
 ENGINE_DEAD = "EngineDeadError"
 """vLLM's; by name, since importing vLLM for it would cost each agent loop worker seconds."""
 
@@ -49,16 +53,28 @@ class PipelineLLMClient(LLMServerClient):
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
         """As verl's. Where no replica is left, it waits for one to come back.
 
-        Raises what the last replica died of: none came back in time, or as many as `DEATHS` died of, or beside, this
+        Raises what the last replica died of: none came back in time, or as many as `DEATHS` died of, or
+        beside, this
         request. Anything else comes through at once.
 
-        What an earlier process has written of it is not asked for again. Cancelled, it has the server give the answer up.
+        What an earlier process has written of it is not asked for again. Cancelled, it has the server give
+        the answer up.
         """
         transcript, started = current_transcript(), time.perf_counter()
-        output = await (self._ask(request_id, **kwargs) if transcript is None else self._go_on(transcript, request_id, **kwargs))
+        output = await (
+            self._ask(request_id, **kwargs)
+            if transcript is None
+            else self._go_on(transcript, request_id, **kwargs)
+        )
         said = output.extra_fields
         seconds = time.perf_counter() - started
-        take_turn(len(kwargs["prompt_ids"]), said.get("version_spans"), str(said.get("replica") or ""), len(output.token_ids), seconds)
+        take_turn(
+            len(kwargs["prompt_ids"]),
+            said.get("version_spans"),
+            str(said.get("replica") or ""),
+            len(output.token_ids),
+            seconds,
+        )
         return output
 
     async def _go_on(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:
@@ -70,7 +86,11 @@ class PipelineLLMClient(LLMServerClient):
             if left is None:
                 said = said._replace(stop_reason="completed")
             else:
-                asked = {**kwargs, "prompt_ids": [*kwargs["prompt_ids"], *said.token_ids], "sampling_params": left}
+                asked = {
+                    **kwargs,
+                    "prompt_ids": [*kwargs["prompt_ids"], *said.token_ids],
+                    "sampling_params": left,
+                }
         transcript.open[request_id] = Open(kwargs["prompt_ids"], said, lambda: self._asked.get(request_id))
         try:
             if said is not None and said.finished:
@@ -93,7 +113,9 @@ class PipelineLLMClient(LLMServerClient):
                     if is_death(error) or isinstance(error, ActorUnavailableError):
                         self._last_death, deaths = error, deaths + 1
                         dead = self._server_of[request_id]
-                        logger.warning("request %s: %s is dead or out of reach, asking another replica", request_id, dead)
+                        logger.warning(
+                            "request %s: %s is dead or out of reach, asking another replica", request_id, dead
+                        )
                         await self._take_out(dead, for_good=is_death(error))
                     elif NONE_LEFT not in str(cause_of(error)) or self._last_death is None:
                         raise
@@ -122,14 +144,23 @@ class PipelineLLMClient(LLMServerClient):
         if asyncio.get_running_loop().time() - self._known_since > REFRESH_S and self._asking is None:
             self._asking = asyncio.create_task(self._refresh(), name="refresh replicas")
         if not self._router.servers and self._asking is not None:
-            await within(asyncio.shield(self._asking), ASK_S, owner="an agent loop", what="the balancer to name the replicas")
+            await within(
+                asyncio.shield(self._asking),
+                ASK_S,
+                owner="an agent loop",
+                what="the balancer to name the replicas",
+            )
         return None if self._router is None else self._router.acquire(request_id)
 
     async def _refresh(self) -> None:
-        """Learn which replicas there are. A balancer that cannot be asked says so when it is asked for one."""
+        """Learn which replicas there are. A balancer that cannot be asked says so when it is asked for
+        one.
+        """
         try:
             answer = self._load_balancer.__ray_call__.remote(servers_of)
-            servers = await within(answer, ASK_S, owner="an agent loop", what="the balancer to name the replicas")
+            servers = await within(
+                answer, ASK_S, owner="an agent loop", what="the balancer to name the replicas"
+            )
             if servers is None:
                 self._router = None
             elif self._router is not None:
@@ -152,8 +183,10 @@ class PipelineLLMClient(LLMServerClient):
         return name
 
     async def _take_out(self, dead: str, *, for_good: bool) -> None:
-        """Take a dead server out of the rotation. One that is only out of reach, as all of a lost node are before Ray knows,
-        is left out here until the balancer is asked next: whether it is dead is for the trainer to find out."""
+        """Take a dead server out of the rotation. One that is only out of reach, as all of a lost node are
+        before Ray knows,
+        is left out here until the balancer is asked next: whether it is dead is for the trainer to find
+        out."""
         if self._router is not None:
             self._router.remove(dead)
             if not for_good:
@@ -168,7 +201,9 @@ class PipelineLLMClient(LLMServerClient):
         deadline = loop.time() + float(self.config.trainer.v1.async_pipeline.wait_timeout_s)
         while True:
             asked = self._load_balancer.get_all_servers.remote()
-            if await within(asked, ASK_S, owner="an agent loop", what="the balancer to name those that are left"):
+            if await within(
+                asked, ASK_S, owner="an agent loop", what="the balancer to name those that are left"
+            ):
                 if self._router is not None and not self._router.servers:
                     await self._refresh()
                 return True

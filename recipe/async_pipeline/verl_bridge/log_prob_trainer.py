@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the trainer that runs verl's stages, and computes log-probs: here, or on copies with devices of their own.
+"""The part of the trainer that runs verl's stages, and computes log-probs: here, or on copies with devices of
+their own.
 
 A copy holds a version that was gathered and not overwritten yet; see `PolicyCopy`.
 """
@@ -75,7 +76,9 @@ class LogProbTrainer(ResumableTrainer):
         async def start_anew(error: Exception) -> None:
             say(f"a worker of {role} died; all of them start anew. {one_line(error)}")
             self._flow.log.append(role, "FENCED", replica=role)
-            await self._call(self._start_anew, role, self.resource_pool_manager.resource_pool_dict[verls_name(own)])
+            await self._call(
+                self._start_anew, role, self.resource_pool_manager.resource_pool_dict[verls_name(own)]
+            )
             self._flow.log.append(role, "REJOINED", replica=role)
             say(f"the workers of {role} compute again")
 
@@ -93,14 +96,19 @@ class LogProbTrainer(ResumableTrainer):
     async def _ref_log_probs(self, batch: StepBatch) -> StepBatch:
         policy = self._copies.get("ref_logp")
         pulled = 0.0 if policy is None else await self._pull(policy, self.reference(batch.step))
-        return (await self._on_workers(batch, self._compute_ref_log_prob, "ref")).with_results(ref_load=pulled)
+        return (await self._on_workers(batch, self._compute_ref_log_prob, "ref")).with_results(
+            ref_load=pulled
+        )
 
     async def _pull(self, policy: PolicyCopy, version: int | None) -> float:
         """Have a copy hold a version; returns the seconds that it took."""
         if version is None or version == policy.version:
             return 0.0
         if version not in self._tickets:
-            raise WeightSyncError(f"{policy.role} needs version {version}, which lies in memory no more; resume from a checkpoint")
+            raise WeightSyncError(
+                f"{policy.role} needs version {version}, which lies in memory no more; resume from a "
+                "checkpoint"
+            )
         started = time.perf_counter()
         await self._call(policy.load, version, self._tickets[version], self.knobs.publish_timeout_s)
         return time.perf_counter() - started

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that compute log-probs on devices of their own. If one dies, all of its role start anew on the same devices.
+"""Workers that compute log-probs on devices of their own. If one dies, all of its role start anew on the same
+devices.
 
-Nobody else is hurt by that: they are forward only, and what they computed of a batch is computed again. Workers on the
-training devices cannot be replaced so; a run in which one of those dies ends, and goes on from its checkpoint.
+Nobody else is hurt by that: they are forward only, and what they computed of a batch is computed again.
+Workers on the
+training devices cannot be replaced so; a run in which one of those dies ends, and goes on from its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +30,11 @@ BACK_OFF_S = 1.0
 
 def start_group(role: str, pool: Any, config: DictConfig) -> RayWorkerGroup:
     """The workers of `logp` or `ref_logp` on a pool, with the weights that the run began with. Blocks."""
-    worker, settings = (LogProbWorker, logp_config(config.actor_rollout_ref)) if role == "logp" else (PipelineWorker, config.actor_rollout_ref)
+    worker, settings = (
+        (LogProbWorker, logp_config(config.actor_rollout_ref))
+        if role == "logp"
+        else (PipelineWorker, config.actor_rollout_ref)
+    )
     made = RayClassWithInitArgs(ray.remote(worker), config=settings, role="ref")
     group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
     group.init_model()
@@ -40,7 +47,9 @@ def end_group(group: Any) -> None:
         ray.kill(worker)
 
 
-async def outliving(work: Callable[[], Awaitable[T]], start_anew: Callable[[Exception], Awaitable[None]]) -> T:
+async def outliving(
+    work: Callable[[], Awaitable[T]], start_anew: Callable[[Exception], Awaitable[None]]
+) -> T:
     """What `work` comes to; it is begun again whenever a worker died of it, after `start_anew`.
 
     Raises what the workers died of when they have died `ATTEMPTS` times. Anything else comes through.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each training rank holds of the weights, under the names that a rollout engine loads.
 
-verl assembles every tensor on every rank before it is sent. An FSDP2 rank knows which block of which tensor is its
+verl assembles every tensor on every rank before it is sent. An FSDP2 rank knows which block of which tensor
+is its
 own, so on one host it copies that block to its place, and no tensor is ever assembled.
 """
 
@@ -56,11 +57,14 @@ class Held(NamedTuple):
 
 
 def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
-    """This rank's parts of all that changes, without copying any. The same tensors in the same order on all ranks.
+    """This rank's parts of all that changes, without copying any. The same tensors in the same order on all
+    ranks.
 
-    Each element is in the part of one rank; with `replicated`, in the parts of all that hold it, as a load needs it.
+    Each element is in the part of one rank; with `replicated`, in the parts of all that hold it, as a load
+    needs it.
 
-    None: this engine does something to its weights before they are sent (another engine than FSDP2, adapters that are
+    None: this engine does something to its weights before they are sent (another engine than FSDP2, adapters
+    that are
     merged, quantization), so that it has to assemble them itself.
     """
     if getattr(type(engine), "get_per_tensor_param", None) is not FSDPEngine.get_per_tensor_param:
@@ -71,7 +75,10 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
     if hasattr(module, "peft_config"):
         if engine.model_config.lora.get("merge", False):
             return None
-        return Held([part_of(*named, replicated=replicated) for named in adapter_of(module).items()], described(module.peft_config["default"]))
+        return Held(
+            [part_of(*named, replicated=replicated) for named in adapter_of(module).items()],
+            described(module.peft_config["default"]),
+        )
     weights = convert_weight_keys(module.state_dict(), module)
     model_type = engine.model_config.hf_config.model_type
     parts = [part_of(*named, replicated=replicated) for named in weights.items()]
@@ -79,7 +86,9 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
 
 
 def adapter_of(module: Any) -> dict[str, torch.Tensor]:
-    """The tensors of the one adapter, under the names that peft stores them by. Raises WeightSyncError: not LoRA."""
+    """The tensors of the one adapter, under the names that peft stores them by. Raises WeightSyncError:
+    not LoRA.
+    """
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(module)
     other = [name for name in tensors if ".lora_A." not in name and ".lora_B." not in name]
     if other:
@@ -89,7 +98,9 @@ def adapter_of(module: Any) -> dict[str, torch.Tensor]:
 
 def described(config: Any) -> str:
     """A peft configuration as JSON."""
-    return json.dumps(config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    return json.dumps(
+        config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+    )
 
 
 def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> Part:
@@ -119,7 +130,9 @@ def unfused(part: Part, model_type: str) -> Iterator[Part]:
 
     The same names as verl's `unfuse_moe_params` gives them.
     """
-    fused = part.name.endswith((_FUSED_GATE_UP, _FUSED_DOWN)) and len(part.shape) == 3 and model_type != "gpt_oss"
+    fused = (
+        part.name.endswith((_FUSED_GATE_UP, _FUSED_DOWN)) and len(part.shape) == 3 and model_type != "gpt_oss"
+    )
     if not fused:
         yield part
         return
@@ -134,7 +147,9 @@ def unfused(part: Part, model_type: str) -> Iterator[Part]:
 
 
 def _rows_of_expert(part: Part, expert: int, first_row: int, whole: Part) -> Part:
-    """The part of `whole`, which begins at `first_row` of an expert, that lies in a part of the fused tensor."""
+    """The part of `whole`, which begins at `first_row` of an expert, that lies in a part of the fused
+    tensor.
+    """
     if part.values is None:
         return whole
     inside = expert - part.offset[0]

@@ -13,7 +13,8 @@ from recipe.async_pipeline.cli import EXIT_OK, echo
 from recipe.async_pipeline.verl_bridge import patches, verl_source
 
 HELP = {
-    "fetch": "have the pinned verl in .cache/verl (by pip, its hash checked), or take the clone at --verl-dir",
+    "fetch": "have the pinned verl in .cache/verl (by pip, its hash checked), or take the clone at "
+    "--verl-dir",
     "status": "say of every touched file whether it is pristine, applied or diverged",
     "apply": "apply the series; nothing is done if it is applied, nothing is changed if a file is diverged",
     "revert": "take the series back, byte for byte",

@@ -83,7 +83,9 @@ class PatchState:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The patches of a folder, in order; each names for every file the blob id that its predecessor leaves."""
+    """The patches of a folder, in order; each names for every file the blob id that its predecessor
+    leaves.
+    """
 
     patches: tuple[Patch, ...]
 
@@ -102,7 +104,8 @@ class Series:
             for (_, before), (name, after) in zip(chain, chain[1:], strict=False):
                 if before.new_id != after.old_id:
                     raise PatchError(
-                        f"{name} expects {path} at {after.old_id}, the series before it leaves {before.new_id}; "
+                        f"{name} expects {path} at {after.old_id}, the series before it leaves "
+                        f"{before.new_id}; "
                         f"edit the tree, then run `async-pipeline patch refresh {name}`"
                     )
 
@@ -239,7 +242,9 @@ def revert(verl_root: Path, *, folder: Path | None = None) -> tuple[str, ...]:
 
 
 def _undo_recorded(verl_root: Path, series: Series) -> dict[str, bytes | None]:
-    """Contents that take back the recorded series, if it is another one and the tree is exactly as it left it."""
+    """Contents that take back the recorded series, if it is another one and the tree is exactly as it left
+    it.
+    """
     record = verl_root / RECORD
     if not (record / "series").is_file():
         return {}
@@ -277,7 +282,8 @@ def _refuse_diverged(state: PatchState, action: str) -> None:
         return
     named = ", ".join(f"{file.path} ({', '.join(file.patches)})" for file in state.diverged)
     raise PatchError(
-        f"cannot {action} {state.verl_root}: diverged, neither as published nor as patched: {named}; nothing was "
+        f"cannot {action} {state.verl_root}: diverged, neither as published nor as patched: {named}; "
+        "nothing was "
         "changed. Keep your edit with `async-pipeline patch refresh PATCH`, or discard it with "
         "`async-pipeline patch fetch --fresh` (in a git clone: `git checkout` of the file)"
     )
@@ -363,7 +369,8 @@ def _refuse_later_owner(folder: Path, later: tuple[str, ...], paths: list[str], 
         shared = sorted({diff.path for diff in _load_patch(folder / other).files} & set(paths))
         if shared:
             raise PatchError(
-                f"{other} comes after {name} and touches {', '.join(shared)} too, so the edit in the tree cannot "
+                f"{other} comes after {name} and touches {', '.join(shared)} too, so the edit in the tree "
+                "cannot "
                 f"be told from it; refresh {other}, or move the hunks there"
             )
 

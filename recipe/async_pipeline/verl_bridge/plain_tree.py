@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested Python values with tensors in them, as two files that run no code when they are read.
 
-`NAME.safetensors` has the tensors, `NAME.msgpack` all the rest. Anything but tensors, arrays, pictures and what msgpack
+`NAME.safetensors` has the tensors, `NAME.msgpack` all the rest. Anything but tensors, arrays, pictures and
+what msgpack
 knows is refused; pickle would take it, and would run whatever is in the file when it is read.
 """
 
@@ -20,11 +21,20 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError
 
-_TUPLE, _TENSOR, _ARRAY, _OBJECTS, _MAPPING, _PICTURE = "~tuple", "~tensor", "~array", "~objects", "~mapping", "~picture"
+_TUPLE, _TENSOR, _ARRAY, _OBJECTS, _MAPPING, _PICTURE = (
+    "~tuple",
+    "~tensor",
+    "~array",
+    "~objects",
+    "~mapping",
+    "~picture",
+)
 
 
 def write(path: Path, value: Any) -> None:
-    """`path`: without a suffix. Raises CheckpointError: something in it can only be pickled; nothing is written then."""
+    """`path`: without a suffix. Raises CheckpointError: something in it can only be pickled; nothing is
+    written then.
+    """
     tensors: dict[str, torch.Tensor] = {}
     plain = _flatten(value, tensors)
     save_file(tensors, path.with_suffix(".safetensors"))
@@ -46,7 +56,9 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return flatten(value, tensors)
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
-    raise CheckpointError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written without pickle")
+    raise CheckpointError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be written without pickle"
+    )
 
 
 def _flatten_array(value: np.ndarray[Any, Any], tensors: dict[str, torch.Tensor]) -> Any:
@@ -68,7 +80,11 @@ _KINDS: Mapping[type, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
     dict: _flatten_dict,
     tuple: lambda value, tensors: {_TUPLE: [_flatten(one, tensors) for one in value]},
     list: lambda value, tensors: [_flatten(one, tensors) for one in value],
-    Image.Image: lambda value, tensors: {_PICTURE: value.tobytes(), "mode": value.mode, "size": list(value.size)},
+    Image.Image: lambda value, tensors: {
+        _PICTURE: value.tobytes(),
+        "mode": value.mode,
+        "size": list(value.size),
+    },
 }
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of the policy that only computes log-probs: one more consumer of published versions.
 
-It pulls a version when it needs one, out of the arenas that the rollout replicas load from; the trainer takes no part.
+It pulls a version when it needs one, out of the arenas that the rollout replicas load from; the trainer takes
+no part.
 """
 
 from __future__ import annotations
@@ -29,5 +30,7 @@ class PolicyCopy:
         self.version = None
         found = set(self.group.load_version(ticket, self._courier, timeout_s))
         if found != {version}:
-            raise WeightSyncError(f"{self.role} was to load version {version}, and its ranks hold {sorted(found)}")
+            raise WeightSyncError(
+                f"{self.role} was to load version {version}, and its ranks hold {sorted(found)}"
+            )
         self.version = version

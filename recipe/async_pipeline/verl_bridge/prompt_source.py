@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deals prompts out in the order of the dataset, and finds those again that an earlier process had drawn.
 
-Prompts are drawn in whole batches, as verl does, and wait here until they are admitted. A prompt is known by its place:
-the number of its batch and its row there. A checkpoint holds places instead of prompts, which may be pictures, and the
-dataloader's state from before the oldest batch that one of them is in. Who goes on draws from there anew, and gets the
+Prompts are drawn in whole batches, as verl does, and wait here until they are admitted. A prompt is known by
+its place:
+the number of its batch and its row there. A checkpoint holds places instead of prompts, which may be
+pictures, and the
+dataloader's state from before the oldest batch that one of them is in. Who goes on draws from there anew, and
+gets the
 same rows; a fingerprint of each says whether the data is still the same.
 """
 
@@ -63,7 +66,9 @@ class PromptSource:
         self._undealt: deque[Prompt] = deque()
         self._places: dict[str, Place] = {}
         self._states: dict[int, Any] = {0: None}
-        """The dataloader's states after each batch that is still about, and after the one before the oldest of those."""
+        """The dataloader's states after each batch that is still about, and after the one before the
+        oldest of those.
+        """
         self._found: dict[str, Prompt] = {}
         """Those that were in flight in an earlier process."""
 
@@ -112,11 +117,15 @@ class PromptSource:
         undealt = [prompt.uid for prompt in self._undealt]
         before = min((self._places[uid].batch for uid in (*in_flight, *undealt)), default=self._drawn + 1) - 1
         places = {uid: self._places[uid] for uid in (*in_flight, *undealt, *finished)}
-        state = PromptSourceState(before=before, drawn=self._drawn, places=places, undealt=undealt, in_flight=in_flight)
+        state = PromptSourceState(
+            before=before, drawn=self._drawn, places=places, undealt=undealt, in_flight=in_flight
+        )
         return state, self._states[before]
 
     def restore(self, state: PromptSourceState, loader: Any) -> None:
-        """Draw anew what was drawn and is not answered; blocks. Raises CheckpointError: the data is not the same."""
+        """Draw anew what was drawn and is not answered; blocks. Raises CheckpointError: the data is not
+        the same.
+        """
         if loader is not None:
             self._loader.load_state_dict(loader)
         self._drawn, self._states = state.before, {state.before: loader}
@@ -131,7 +140,8 @@ class PromptSource:
             place = state.places[uid]
             if drawn_anew.get(uid) != place:
                 raise CheckpointError(
-                    f"the prompt in row {place.row} of batch {place.batch} is not the one that was drawn before; "
+                    f"the prompt in row {place.row} of batch {place.batch} is not the one that was drawn "
+                    "before; "
                     "data.train_files, data.seed or data.shuffle have changed since the checkpoint"
                 )
         prompts = {prompt.uid: prompt for prompt in self._undealt}
@@ -145,5 +155,11 @@ class PromptSource:
 
 def fingerprint(row: Any) -> str:
     """Of what a prompt says; of what is neither text nor number, such as a picture, only that it is there."""
-    said = {name: list(row[name]) for name in ("raw_prompt", "index", "data_source", "reward_model") if name in row.keys()}
-    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(said, enc_hook=lambda value: type(value).__name__, order="sorted"))
+    said = {
+        name: list(row[name])
+        for name in ("raw_prompt", "index", "data_source", "reward_model")
+        if name in row.keys()
+    }
+    return xxhash.xxh3_64_hexdigest(
+        msgspec.json.encode(said, enc_hook=lambda value: type(value).__name__, order="sorted")
+    )

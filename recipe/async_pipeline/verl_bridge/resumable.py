@@ -41,7 +41,13 @@ T = TypeVar("T")
 PARTITION = "train"
 CALL_THREADS = 16
 """Blocking calls that may be under way at once; each role has at most one, validation one more."""
-NOT_WRITTEN = ("PytorchStreamWriter", "inline_container.cc", "iostream error", "No space left", "SafetensorError")
+NOT_WRITTEN = (
+    "PytorchStreamWriter",
+    "inline_container.cc",
+    "iostream error",
+    "No space left",
+    "SafetensorError",
+)
 """What torch and safetensors say of a disk that takes no more, in an error that is not an OSError."""
 
 
@@ -66,24 +72,32 @@ class ResumableTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self.own = cast("dict[str, Any]", OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True))
+        self.own = cast(
+            "dict[str, Any]", OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
+        )
         """Our section of the config, with what `launch` has added."""
         self.told: dict[str, list[list[Said]]] = {}
         """Of prompts that were in flight in an earlier process, what their answers had been told."""
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run blocking verl code in a thread. Raises WaitTimeout: it did not return; the thread is left to itself."""
+        """Run blocking verl code in a thread. Raises WaitTimeout: it did not return; the thread is left to
+        itself.
+        """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         called = loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
         name = getattr(function, "__name__", type(function).__name__)
-        return await within(called, self.wait_timeout_s, owner=task.get_name(), what=f"the call {name} to return")
+        return await within(
+            called, self.wait_timeout_s, owner=task.get_name(), what=f"the call {name} to return"
+        )
 
     # Prompts.
 
     def _init_dataloader(self) -> None:
-        """Whole batches, as verl's sync trainer draws them, so that both see the same prompts in one order."""
+        """Whole batches, as verl's sync trainer draws them, so that both see the same prompts in one
+        order.
+        """
         mode, self.trainer_mode = self.trainer_mode, "sync"
         try:
             super()._init_dataloader()
@@ -94,11 +108,18 @@ class ResumableTrainer(PPOTrainer):
     async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
         while self.prompts.lacks(ticket.prompts):
             self.prompts.add(await self._call(self.prompts.draw))
-        return PromptBatch(step=ticket.step, prompts=self.prompts.deal(ticket.prompts), admitted_version=ticket.version)
+        return PromptBatch(
+            step=ticket.step, prompts=self.prompts.deal(ticket.prompts), admitted_version=ticket.version
+        )
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        """With what their answers have been told. Those of which nothing is known are written from the beginning."""
-        return [replace(prompt, kept_tokens=tokens_in(self.told.get(prompt.uid, ()))) for prompt in self.prompts.found(uids)]
+        """With what their answers have been told. Those of which nothing is known are written from the
+        beginning.
+        """
+        return [
+            replace(prompt, kept_tokens=tokens_in(self.told.get(prompt.uid, ())))
+            for prompt in self.prompts.found(uids)
+        ]
 
     # Where it begins, and where it ends.
 
@@ -123,9 +144,13 @@ class ResumableTrainer(PPOTrainer):
         self._restored = restored = checkpoints.read(Path(self.own["resume_from"]))
         state = restored.state
         self.resumed, self.global_steps = state.flow, state.flow.step
-        self.actor_rollout_wg.load_checkpoint(local_path=str(restored.folder / ACTOR), del_local_after_load=False)
+        self.actor_rollout_wg.load_checkpoint(
+            local_path=str(restored.folder / ACTOR), del_local_after_load=False
+        )
         if self.use_critic:
-            self.critic_wg.load_checkpoint(local_path=str(restored.folder / CRITIC), del_local_after_load=False)
+            self.critic_wg.load_checkpoint(
+                local_path=str(restored.folder / CRITIC), del_local_after_load=False
+            )
         if state.kl_coef is not None:
             self.kl_ctrl_in_reward.value = state.kl_coef
         self._bad_data.restore(state.meters["bad_data"])
@@ -165,7 +190,9 @@ class ResumableTrainer(PPOTrainer):
         os.environ["VERL_FILE_LOGGER_PATH"] = str(metrics)
 
     def _repeat_rows(self) -> None:
-        """Have the metrics file begin with what it held up to the checkpoint; other trackers have it already."""
+        """Have the metrics file begin with what it held up to the checkpoint; other trackers have it
+        already.
+        """
         for row in self._rows:
             self.logger.log(data=row["data"], step=row["step"], backend=["file"])
         if self._restored is not None:
@@ -179,7 +206,8 @@ class ResumableTrainer(PPOTrainer):
         return bool(every > 0 and (step % every == 0 or step == self.last_step))
 
     async def save(self, state: FlowState) -> bool:
-        """False: the disk did not take it; the checkpoints before stay, and so does the run, unless that was its last.
+        """False: the disk did not take it; the checkpoints before stay, and so does the run, unless that was
+        its last.
 
         Raises CheckpointError: it could not be written to any disk.
         """
@@ -193,7 +221,11 @@ class ResumableTrainer(PPOTrainer):
             say(f"step {state.step} has no checkpoint, those before stay: {one_line(error)}")
             return False
         await self._call(
-            self.checkpoint_callback.on_save, trainer=self, global_step=state.step, checkpoint_dir=str(folder), async_save=False
+            self.checkpoint_callback.on_save,
+            trainer=self,
+            global_step=state.step,
+            checkpoint_dir=str(folder),
+            async_save=False,
         )
         return True
 
@@ -213,9 +245,16 @@ class ResumableTrainer(PPOTrainer):
         return Snapshot(kept, groups, loader, self.prompts.loader_state, {})
 
     async def _transcripts(self, in_flight: Sequence[str]) -> dict[str, list[list[Said]]]:
-        """What there is of them a moment later; of those that are finished by then, nothing, and they are answered anew."""
+        """What there is of them a moment later; of those that are finished by then, nothing, and they are
+        answered anew.
+        """
         try:
-            found = await within(self.agent_loop_manager.transcripts(), 2 * WRITTEN_S, owner="train", what="what was written so far")
+            found = await within(
+                self.agent_loop_manager.transcripts(),
+                2 * WRITTEN_S,
+                owner="train",
+                what="what was written so far",
+            )
         except (WaitTimeout, RayError) as error:
             say(f"answers that are being written are not kept: {one_line(error)}")
             return {}
@@ -224,7 +263,10 @@ class ResumableTrainer(PPOTrainer):
 
     def _checkpoints(self) -> Checkpoints:
         trainer = self.config.trainer
-        kept = [trainer.get("max_actor_ckpt_to_keep"), *([trainer.get("max_critic_ckpt_to_keep")] if self.use_critic else [])]
+        kept = [
+            trainer.get("max_actor_ckpt_to_keep"),
+            *([trainer.get("max_critic_ckpt_to_keep")] if self.use_critic else []),
+        ]
         return Checkpoints(
             root=Path(trainer.default_local_dir),
             run=self.own["run"],

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an answer gets to a reward worker.
 
-verl pickles a DataProto, tensors in a file format of torch. For short answers that is a quarter of what an agent loop worker does,
-and more of what a reward worker does. As plain arrays it takes a fifth of that. What the reward manager gets is the same.
+verl pickles a DataProto, tensors in a file format of torch. For short answers that is a quarter of what an
+agent loop worker does,
+and more of what a reward worker does. As plain arrays it takes a fifth of that. What the reward manager gets
+is the same.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ class PipelineServerManager(LLMServerManager):
 
     def __init__(self, config: DictConfig) -> None:
         """Begins to start the servers at once, in a thread; `ready` waits for them."""
-        # A config is no thing for two threads: who copies one takes its parts from their parents while he does, and who
+        # A config is no thing for two threads: who copies one takes its parts from their parents while he
+        # does, and who
         # resolves a reference in another thread meanwhile does not find it.
         super().__init__(config=copy.deepcopy(config))
         starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
@@ -65,7 +66,9 @@ class PipelineServerManager(LLMServerManager):
         return early or cls(config)
 
     def ready(self, timeout_s: float) -> None:
-        """Wait for the servers and tell the balancer about them. Raises WaitTimeout, or what their start raised."""
+        """Wait for the servers and tell the balancer about them. Raises WaitTimeout, or what their start
+        raised.
+        """
         result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
         added = self.global_load_balancer.add_servers.remote(servers)
@@ -94,7 +97,11 @@ class BalancerBesideTrainer(LLMServerManager):
         self.global_load_balancer = (
             ray.remote(GlobalRequestLoadBalancer)
             .options(scheduling_strategy=here)
-            .remote(servers={}, max_cache_size=DEFAULT_ROUTING_CACHE_SIZE, full_determinism=bool(settings.get("full_determinism")))
+            .remote(
+                servers={},
+                max_cache_size=DEFAULT_ROUTING_CACHE_SIZE,
+                full_determinism=bool(settings.get("full_determinism")),
+            )
         )
 
     @classmethod
@@ -118,7 +125,13 @@ class ReplicaConsumer:
     """One rollout replica, as `Distribution` sees it."""
 
     def __init__(
-        self, replica: Any, balancer: Any, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
+        self,
+        replica: Any,
+        balancer: Any,
+        courier: Any | None,
+        piece_bytes: int,
+        timeout_s: float,
+        how: LoadMode,
     ) -> None:
         """`courier`: for a replica on another host than the trainer's arenas."""
         self.name = f"replica {replica.replica_rank}"
@@ -169,7 +182,9 @@ class RolloutPool:
         at_once: int | None = None,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`trainer_node`: the Ray node that the arenas are on. `at_once`: see `knobs.loads_at_once`. `say`, `note`: see `Distribution`. Blocks on Ray calls."""
+        """`trainer_node`: the Ray node that the arenas are on. `at_once`: see `knobs.loads_at_once`.
+        `say`, `note`: see `Distribution`. Blocks on Ray calls.
+        """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
         self._manager = manager
@@ -197,7 +212,9 @@ class RolloutPool:
     @staticmethod
     def _nodes_of(replica: Any) -> list[str]:
         asked = [server.__ray_call__.remote(node_id) for server in replica.servers]
-        nodes: list[str] = got(asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to say where it is")
+        nodes: list[str] = got(
+            asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to say where it is"
+        )
         return nodes
 
     def courier_for(self, nodes: Sequence[str]) -> Any:
@@ -224,7 +241,8 @@ class RolloutPool:
     async def publish(self, ticket: bytes) -> Publication:
         """Have every replica check, load and prove a version; returns when all that work serve it.
 
-        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left, and none
+        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left,
+        and none
         comes back.
         """
         gathered = decode_ticket(ticket)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which replica answers a request, decided where the request is made.
 
-verl asks an actor, twice for each turn of each answer, and gets a handle of the replica to unpack. Agent loop workers that each keep their own requests even keep them even together.
+verl asks an actor, twice for each turn of each answer, and gets a handle of the replica to unpack. Agent loop
+workers that each keep their own requests even keep them even together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ REMEMBERED = 10_000
 
 
 class Router:
-    """verl's default rule: the turns of a request go to one replica, the first of them to the least busy one."""
+    """verl's default rule: the turns of a request go to one replica, the first of them to the least busy
+    one.
+    """
 
     def __init__(self, choose: Callable[[list[str]], str] = random.choice) -> None:
         """`choose`: among replicas that are equally busy."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are read as tensors and plain values: a file that is somebody else's runs nothing when it is loaded.
+"""Checkpoints are read as tensors and plain values: a file that is somebody else's runs nothing when it is
+loaded.
 
 verl asks `torch.load` to unpickle whatever is in a file. What its checkpoints hold needs no more than this.
 """
@@ -35,7 +36,10 @@ def weights_only(folder: Path) -> Iterator[None]:
         with torch.serialization.safe_globals(_OF_RANDOM_STATE):
             yield
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{folder} holds more than tensors and plain values, and was not loaded: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(
+            f"{folder} holds more than tensors and plain values, and was not loaded: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     finally:
         if before is None:
             del os.environ[_FORCE]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of the samples of each step: how old, how far off-policy, and whether they are like all that were made."""
+"""What is told of the samples of each step: how old, how far off-policy, and whether they are like all
+that were made.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ class SampleMeters:
     def meet(self, fate: Fate, trajectories: Iterable[Trajectory]) -> None:
         """Each of these met `fate`."""
         for one in trajectories:
-            self._selection.record(fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward)
+            self._selection.record(
+                fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward
+            )
 
     def give_up(self, seconds: float) -> None:
-        """The answers to one prompt were given up, so long after they were asked for; no more is known of them."""
+        """The answers to one prompt were given up, so long after they were asked for; no more is known of
+        them.
+        """
         for _ in range(self._answers):
             self._selection.record("dropped", seconds=seconds)
 
@@ -42,7 +48,9 @@ class SampleMeters:
         return self._selection.metrics(), self._selection.warning()
 
     def distances(self, batch: StepBatch) -> dict[str, float]:
-        """How far the policies that wrote the batch are from the one that it trains. Blocks on the sample store."""
+        """How far the policies that wrote the batch are from the one that it trains. Blocks on the sample
+        store.
+        """
         trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
         # verl adds rows so that a batch divides over its ranks.
         keys = [key for key in batch.payload.keys if key in trajectories]

@@ -78,7 +78,9 @@ KEPT_RECORDS = 10_000
 SHOWN_REPLICAS = 16
 """The versions of so many replicas are metrics of their own; of more, the oldest alone."""
 START_S = 1800.0
-"""Seconds that engines and models get to start at least, however short the waits of a run that has started are to be."""
+"""Seconds that engines and models get to start at least, however short the waits of a run that has started
+are to be.
+"""
 CLOSE_S = 5.0
 """Seconds that the workers get to unlink their shared memory at the end."""
 TRACE_S = 60.0
@@ -112,7 +114,9 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
         self.placement = Placement.from_list(own["placement"])
         self.max_lag = self.knobs.max_lag
-        self.caution = Caution(after=self.knobs.step_down_after, clean=self.knobs.step_up_after, depth=self.knobs.sync_every - 1)
+        self.caution = Caution(
+            after=self.knobs.step_down_after, clean=self.knobs.step_up_after, depth=self.knobs.sync_every - 1
+        )
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
         self.run_dir = Path(str(self.knobs.run_dir))
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
@@ -162,7 +166,9 @@ class AsyncPipelineTrainer(LogProbTrainer):
             note=self._note_replica,
         )
         if self._logp_group is not None:
-            group = result_of(self._logp_group, start_s, owner="the trainer", what="the workers of logp to start")
+            group = result_of(
+                self._logp_group, start_s, owner="the trainer", what="the workers of logp to start"
+            )
             self._copies["logp"] = self._policy_copy("logp", group)
         if self.knobs.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
@@ -171,7 +177,11 @@ class AsyncPipelineTrainer(LogProbTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        for role, worker in ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role.Critic, PipelineCritic)):
+        for role, worker in (
+            (Role.Actor, PipelineWorker),
+            (Role.RefPolicy, PipelineWorker),
+            (Role.Critic, PipelineCritic),
+        ):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(worker)
         pools = self.resource_pool_manager
@@ -185,20 +195,28 @@ class AsyncPipelineTrainer(LogProbTrainer):
         create = pools.create_resource_pool
 
         def reserve() -> None:
-            """The training devices of a node have to be together, so they are reserved before replicas take any."""
+            """The training devices of a node have to be together, so they are reserved before replicas
+            take any.
+            """
             create()
             for pool in pools.resource_pool_dict.values():
                 pool.get_placement_groups(device_name=get_device_name())
             own = self.placement.own_pool_of("logp")
             if own is not None:
-                self._logp_group = self._threads.submit(start_group, "logp", pools.resource_pool_dict[verls_name(own)], copy.deepcopy(self.config))
+                self._logp_group = self._threads.submit(
+                    start_group, "logp", pools.resource_pool_dict[verls_name(own)], copy.deepcopy(self.config)
+                )
             self._server_manager = PipelineServerManager.started(self.config)
 
         pools.create_resource_pool = reserve
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """As verl's, for the devices of other pools as well."""
-        others = [pool.devices for role in ("logp", "ref_logp", "critic") if (pool := self.placement.own_pool_of(role))]
+        others = [
+            pool.devices
+            for role in ("logp", "ref_logp", "critic")
+            if (pool := self.placement.own_pool_of(role))
+        ]
         return math.lcm(super()._get_required_batch_multiple(dp_size), *others)
 
     def get_llm_client(self) -> LLMServerClient:
@@ -230,7 +248,9 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self._shutdown_dump_executor()
 
     def _open_run(self) -> None:
-        """Make the run's directory, and what writes there; what another process made of its end is not of this run."""
+        """Make the run's directory, and what writes there; what another process made of its end is not of
+        this run.
+        """
         self._open_files()
         for left in ("summary.json", "trace.json", "report.html"):
             (self.run_dir / left).unlink(missing_ok=True)
@@ -249,11 +269,15 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self._accounts = StepAccountant()
         self._gauges = RayGauges(trainer.experiment_name)
         write_atomically(self.run_dir / "settings.json", self._settings())
-        self.recorder = RunRecorder(strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix)
+        self.recorder = RunRecorder(
+            strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix
+        )
         self._repeat_rows()
 
     def _settings(self) -> dict[str, Any]:
-        """What the run was told, as far as its speed depends on it; a profile is made of it and of the event log."""
+        """What the run was told, as far as its speed depends on it; a profile is made of it and of the
+        event log.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         knobs = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
         return {
@@ -347,7 +371,9 @@ class AsyncPipelineTrainer(LogProbTrainer):
         if group.flaw:
             return "failed"
         alike = len({t.filter_by for t in group.trajectories}) == 1
-        return "filtered" if self._filter_metric is not None and alike and len(group.trajectories) > 1 else None
+        return (
+            "filtered" if self._filter_metric is not None and alike and len(group.trajectories) > 1 else None
+        )
 
     def publishes(self, version: int) -> bool:
         every = (self.knobs.sync_every, self.knobs.ref_refresh_every or self.knobs.sync_every)
@@ -368,7 +394,9 @@ class AsyncPipelineTrainer(LogProbTrainer):
     # PipelineTrainer: work.
 
     async def generate_group(self, prompt: Prompt) -> Group:
-        await within(self._may_generate.wait(), self.wait_timeout_s, owner="generate", what="validation to end")
+        await within(
+            self._may_generate.wait(), self.wait_timeout_s, owner="generate", what="validation to end"
+        )
         identity = _identity(prompt)
         refused = self._bad_data.refuse(identity)
         if refused is not None:
@@ -382,7 +410,13 @@ class AsyncPipelineTrainer(LogProbTrainer):
                 self.prompts.forget(prompt.uid)
             raise
         seconds = time.perf_counter() - started
-        self._flow.log.append("generate", "ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **cost_columns([r["cost"] for r in answered.results]))
+        self._flow.log.append(
+            "generate",
+            "ANSWERED",
+            key=prompt.uid,
+            seconds=round(seconds, 6),
+            **cost_columns([r["cost"] for r in answered.results]),
+        )
         trajectories = tuple(
             Trajectory(
                 key=r["key"],
@@ -449,7 +483,12 @@ class AsyncPipelineTrainer(LogProbTrainer):
         workers = self.reward_loop_manager.reward_loop_workers
         results = iter(await self._call(score_late, workers, own_copy(meta), self.knobs))
         return tuple(
-            replace(group, trajectories=tuple(replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories))
+            replace(
+                group,
+                trajectories=tuple(
+                    replace(t, reward=float(next(results)["reward_score"])) for t in group.trajectories
+                ),
+            )
             for group in groups
         )
 
@@ -487,13 +526,22 @@ class AsyncPipelineTrainer(LogProbTrainer):
         served = self.rollout_pool.versions
         metrics["async_pipeline/version/replicas"] = len(served)
         if len(served) <= SHOWN_REPLICAS:
-            metrics.update({f"async_pipeline/version/{name.replace(' ', '_')}": v for name, v in served.items()})
-        for role, version in (("old_logp", self.old_policy(batch.step)), ("ref_logp", self.reference(batch.step))):
+            metrics.update(
+                {f"async_pipeline/version/{name.replace(' ', '_')}": v for name, v in served.items()}
+            )
+        for role, version in (
+            ("old_logp", self.old_policy(batch.step)),
+            ("ref_logp", self.reference(batch.step)),
+        ):
             if version is not None:
                 metrics[f"async_pipeline/version/{role}"] = version
         metrics.update({f"async_pipeline/{k}": v for k, v in self._meters.distances(batch).items()})
         self._compute_metrics(
-            own_copy(batch.payload), metrics, timing, global_steps=batch.step, epoch=(batch.step - 1) // self.steps_per_epoch
+            own_copy(batch.payload),
+            metrics,
+            timing,
+            global_steps=batch.step,
+            epoch=(batch.step - 1) // self.steps_per_epoch,
         )
         if self.config.trainer.get("rollout_data_dir"):
             self.global_steps = batch.step
@@ -504,7 +552,14 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self._logged = batch.step
         self.logger.log(data=metrics, step=batch.step)
 
-    def _report(self, batch: StepBatch, facts: Mapping[str, float], metrics: Mapping[str, Any], step_s: float, critical: str) -> None:
+    def _report(
+        self,
+        batch: StepBatch,
+        facts: Mapping[str, float],
+        metrics: Mapping[str, Any],
+        step_s: float,
+        critical: str,
+    ) -> None:
         trajectories = [t for g in batch.groups for t in g.trajectories]
         reward = sum(t.reward or 0.0 for t in trajectories) / len(trajectories)
         kl = metrics.get("rollout_corr/kl")
@@ -524,14 +579,30 @@ class AsyncPipelineTrainer(LogProbTrainer):
         )
         _echo(row.render())
         if self._watched:
-            _echo(progress(row, untrained=facts["queue/untrained"], finished=facts["queue/finished"], critical=critical))
+            _echo(
+                progress(
+                    row,
+                    untrained=facts["queue/untrained"],
+                    finished=facts["queue/finished"],
+                    critical=critical,
+                )
+            )
 
     def _publication_metrics(self) -> dict[str, float]:
         """The newest publication, with the metrics of the step during which it happened."""
         last = self._last_publication
         if last is None:
             return {}
-        names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "stall_s", "tensors_proved", "tokens_read_again")
+        names = (
+            "version",
+            "num_bytes",
+            "gather_s",
+            "transfer_s",
+            "load_s",
+            "stall_s",
+            "tensors_proved",
+            "tokens_read_again",
+        )
         return {f"async_pipeline/param_update/{name}": float(getattr(last, name)) for name in names}
 
     def stepped(self, change: Change) -> None:
@@ -582,10 +653,15 @@ def _identity(prompt: Prompt) -> str:
 
 
 def _group(
-    prompt: Prompt, trajectories: tuple[Trajectory, ...], verdict: Verdict | None, columns: Sequence[Sequence[str]] = ()
+    prompt: Prompt,
+    trajectories: tuple[Trajectory, ...],
+    verdict: Verdict | None,
+    columns: Sequence[Sequence[str]] = (),
 ) -> Group:
     flaw, again = verdict or ("", False)
-    return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns)
+    return Group(
+        uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns
+    )
 
 
 def _version(result: Mapping[str, Any], name: str) -> int:

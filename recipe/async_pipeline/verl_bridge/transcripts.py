@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer that is being written has been told by the engines, so that another process can go on with it.
+"""What an answer that is being written has been told by the engines, so that another process can go on with
+it.
 
-An agent loop asks for tokens, calls tools, and asks again. Each of its requests is kept with what was answered; of the
-one that is open, what the engine has written so far. Who resumes the answer runs the agent loop anew: a request whose
-prompt is one that was answered gets the same tokens again, at once; the one that was open goes on from its tokens. Where
+An agent loop asks for tokens, calls tools, and asks again. Each of its requests is kept with what was
+answered; of the
+one that is open, what the engine has written so far. Who resumes the answer runs the agent loop anew: a
+request whose
+prompt is one that was answered gets the same tokens again, at once; the one that was open goes on from its
+tokens. Where
 a prompt is another one, because a tool said something else, the answer is written anew from there.
 """
 
@@ -24,7 +28,9 @@ WRITTEN_S = 5.0
 
 
 class Said(NamedTuple):
-    """A request, with what was answered. None of the fields is a tuple or a tensor, so that it can be written as it is."""
+    """A request, with what was answered. None of the fields is a tuple or a tensor, so that it can be
+    written as it is.
+    """
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -54,7 +60,11 @@ class Said(NamedTuple):
     def output(self) -> TokenOutput:
         """As verl's client gives it."""
         versions = [int(version) for version, _ in self.spans]
-        stamps = {"min_global_steps": min(versions), "max_global_steps": max(versions), "global_steps": versions[-1]}
+        stamps = {
+            "min_global_steps": min(versions),
+            "max_global_steps": max(versions),
+            "global_steps": versions[-1],
+        }
         spans = [list(span) for span in self.spans]
         return TokenOutput(
             token_ids=list(self.token_ids),
@@ -68,7 +78,9 @@ class Said(NamedTuple):
         now = Written(output.token_ids, output.log_probs, output.extra_fields.get("version_spans") or ())
         whole = self.with_more(now, output.stop_reason).output()
         fields = {**output.extra_fields, **whole.extra_fields, "replica": output.extra_fields.get("replica")}
-        return output.model_copy(update={"token_ids": whole.token_ids, "log_probs": whole.log_probs, "extra_fields": fields})
+        return output.model_copy(
+            update={"token_ids": whole.token_ids, "log_probs": whole.log_probs, "extra_fields": fields}
+        )
 
 
 class Written(NamedTuple):
@@ -112,7 +124,9 @@ class Transcript:
         spans, stopped = output.extra_fields.get("version_spans"), output.stop_reason or "completed"
         if spans and output.routed_experts is None and stopped != "aborted":
             replica = str(output.extra_fields.get("replica") or "")
-            self.said.append(Said(list(prompt_ids), output.token_ids, output.log_probs, spans, stopped, replica))
+            self.said.append(
+                Said(list(prompt_ids), output.token_ids, output.log_probs, spans, stopped, replica)
+            )
 
     def recall(self, prompt_ids: Sequence[int]) -> Said | None:
         """What this prompt was answered before; told once."""
@@ -121,10 +135,12 @@ class Transcript:
                 return self._before.pop(place)
         return None
 
-
     def with_open(self, found: Mapping[str, Written]) -> list[Said]:
         """All that there is. `found`: what engines have of requests, by the name that they have there."""
-        parts = (one.with_written(None if (place := one.where()) is None else found.get(place[1])) for one in self.open.values())
+        parts = (
+            one.with_written(None if (place := one.where()) is None else found.get(place[1]))
+            for one in self.open.values()
+        )
         return [*self.said, *(part for part in parts if part is not None), *self._before]
 
 
@@ -135,12 +151,24 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
         place = one.where()
         if place is not None and place[1]:
             names.setdefault(place[0], []).append(place[1])
-    asked = [within(server.written.remote(some), WRITTEN_S, owner="an agent loop", what="a server to say what it has written") for server, some in names.items()]
+    asked = [
+        within(
+            server.written.remote(some),
+            WRITTEN_S,
+            owner="an agent loop",
+            what="a server to say what it has written",
+        )
+        for server, some in names.items()
+    ]
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    return {name: Written(*one) for answer in answers if isinstance(answer, dict) for name, one in answer.items()}
+    return {
+        name: Written(*one) for answer in answers if isinstance(answer, dict) for name, one in answer.items()
+    }
 
 
-_current: ContextVar[Transcript | None] = ContextVar("transcript of the answer that this task writes", default=None)
+_current: ContextVar[Transcript | None] = ContextVar(
+    "transcript of the answer that this task writes", default=None
+)
 
 
 @contextmanager
@@ -164,23 +192,34 @@ def tokens_in(sessions: Sequence[Sequence[Said]]) -> int:
 
 def as_plain(transcripts: Mapping[str, Sequence[Sequence[Said]]]) -> dict[str, Any]:
     """For a file: lists of numbers. By prompt, answer, request."""
-    return {uid: [[list(said) for said in session] for session in sessions] for uid, sessions in transcripts.items()}
+    return {
+        uid: [[list(said) for said in session] for session in sessions]
+        for uid, sessions in transcripts.items()
+    }
 
 
 def from_plain(plain: Mapping[str, Any]) -> dict[str, list[list[Said]]]:
     """The way back."""
-    return {uid: [[Said(*said) for said in session] for session in sessions] for uid, sessions in plain.items()}
+    return {
+        uid: [[Said(*said) for said in session] for session in sessions] for uid, sessions in plain.items()
+    }
 
 
-def continued(params: Mapping[str, Any], said: Said, prompt_length: int, response_length: int) -> dict[str, Any] | None:
-    """Sampling parameters of what is left of a request, as verl's server would have limited it; None: nothing is."""
+def continued(
+    params: Mapping[str, Any], said: Said, prompt_length: int, response_length: int
+) -> dict[str, Any] | None:
+    """Sampling parameters of what is left of a request, as verl's server would have limited it; None:
+    nothing is.
+    """
     limit = params.get("max_tokens", params.get("max_new_tokens"))
     if limit is None:
         limit = min(response_length, prompt_length + response_length - len(said.prompt_ids))
     left = int(limit) - len(said.token_ids)
     if left < 1:
         return None
-    shortened = {name: value for name, value in params.items() if name not in ("max_tokens", "max_new_tokens")}
+    shortened = {
+        name: value for name, value in params.items() if name not in ("max_tokens", "max_new_tokens")
+    }
     if "min_tokens" in params:
         shortened["min_tokens"] = max(0, int(params["min_tokens"]) - len(said.token_ids))
     return {**shortened, "max_tokens": left}

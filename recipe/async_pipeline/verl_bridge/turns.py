@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which version wrote which token of an answer of several turns.
 
-Each turn is a request of its own, and says which versions wrote it. verl's agent loops keep what the first one said.
+Each turn is a request of its own, and says which versions wrote it. verl's agent loops keep what the first
+one said.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s", "environment_s", "score_s")
-"""What is known of the cost of an answer: tokens that the model wrote and that tools said, and seconds with the engines,
+"""What is known of the cost of an answer: tokens that the model wrote and that tools said, and seconds with
+the engines,
 with tools and whatever else is no engine, and until it had its score."""
 Span = tuple[int, int]
 """A version, and the position of the first token that it wrote; it wrote those until the next span."""
@@ -53,7 +55,11 @@ def taken_turns() -> list[Turn]:
 
 
 def take_turn(
-    prompt_tokens: int, spans: Sequence[Sequence[int]] | None, replica: str = "", tokens: int = 0, seconds: float = 0.0
+    prompt_tokens: int,
+    spans: Sequence[Sequence[int]] | None,
+    replica: str = "",
+    tokens: int = 0,
+    seconds: float = 0.0,
 ) -> None:
     """A request was answered. One that does not say by which versions is not kept."""
     turns = _turns.get()
@@ -77,7 +83,9 @@ def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
     One for each turn at least, also where the version did not change.
     """
     return [
-        (int(version), turn.prompt_tokens - prompt_tokens + int(start)) for turn in turns for version, start in turn.spans
+        (int(version), turn.prompt_tokens - prompt_tokens + int(start))
+        for turn in turns
+        for version, start in turn.spans
     ]
 
 
@@ -88,7 +96,11 @@ def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
         "turns": len(turns),
         "prompt_tokens": turns[0].prompt_tokens if turns else 0,
         "tokens": sum(turn.tokens for turn in turns),
-        "observation_tokens": turns[-1].prompt_tokens - turns[0].prompt_tokens - sum(t.tokens for t in turns[:-1]) if turns else 0,
+        "observation_tokens": turns[-1].prompt_tokens
+        - turns[0].prompt_tokens
+        - sum(t.tokens for t in turns[:-1])
+        if turns
+        else 0,
         "generate_s": generate_s,
         "environment_s": max(0.0, seconds - generate_s),
     }

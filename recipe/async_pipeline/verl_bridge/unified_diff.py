@@ -56,7 +56,9 @@ class FileDiff:
         return self.old_id == NULL_ID
 
     def apply(self, content: bytes) -> bytes:
-        """Return the file after the patch. Raises PatchError: the content or the result is not the expected."""
+        """Return the file after the patch. Raises PatchError: the content or the result is not the
+        expected.
+        """
         self._check(content, self.old_id, "before")
         result = _replace(content, [(h.start, h.old, h.new) for h in self.hunks], self.path)
         self._check(result, self.new_id, "after")

@@ -83,7 +83,8 @@ def check_version(root: Path, pin: Pin) -> None:
     version = file.read_text(encoding="utf-8").strip()
     if version != pin.version:
         raise PatchError(
-            f"{root} is verl {version}, the patches are for {pin.version}; run `git checkout {pin.tag}` there, "
+            f"{root} is verl {version}, the patches are for {pin.version}; run `git checkout {pin.tag}` "
+            "there, "
             "or leave --verl-dir out to fetch the published source"
         )
 

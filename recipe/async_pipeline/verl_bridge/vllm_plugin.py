@@ -13,8 +13,10 @@ import multiprocessing
 from typing import Any
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The engine core as its own worker. By its class: on a CPU vLLM takes `uni` for `mp`, since the threads of a process
-are set at its start. Those of a run are (run_scripts/cpu_env.sh), and a second process costs both cores and time."""
+"""The engine core as its own worker. By its class: on a CPU vLLM takes `uni` for `mp`, since the threads of a
+process
+are set at its start. Those of a run are (run_scripts/cpu_env.sh), and a second process costs both cores
+and time."""
 
 
 def register() -> None:

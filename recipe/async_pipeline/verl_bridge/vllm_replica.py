@@ -76,7 +76,8 @@ class PipelineVLLMServer(vLLMHttpServer):
     async def run_server(self, args: Any) -> None:
         """As verl's, but out of reach for other machines: its HTTP server asks nobody who they are.
 
-        Requests of this pipeline come through Ray. On several nodes the replica keeps its node's address as its name.
+        Requests of this pipeline come through Ray. On several nodes the replica keeps its node's address as
+        its name.
         """
         # Nor for other users of this one: the engine's sockets lie in a directory that all can enter.
         os.umask(0o077)
@@ -92,37 +93,51 @@ class PipelineVLLMServer(vLLMHttpServer):
     ) -> LoadReport:
         """Fetch, check, load, prove and announce one version, in this order.
 
-        Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside the engine,
+        Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside the
+        engine,
         so that generation stands still only for the copy.
 
-        Raises WeightSyncError: not newer, or corrupt. ProofError: not what is served. WaitTimeout: the engine does
+        Raises WeightSyncError: not newer, or corrupt. ProofError: not what is served. WaitTimeout: the engine
+        does
         not answer.
         """
         started = time.perf_counter()
         offered = decode_ticket(ticket)
         if self.global_steps is not None and offered.version <= self.global_steps:
             raise WeightSyncError(
-                f"replica {self.replica_rank} serves v{self.global_steps} and was offered v{offered.version}; "
+                f"replica {self.replica_rank} serves v{self.global_steps} and was offered "
+                f"v{offered.version}; "
                 "versions only move forward"
             )
         manifest = encode(await self._fetch(offered, courier, timeout_s))
         fetched = time.perf_counter()
         if how.stage == "device":
             staging = unless_broken(self._stage(manifest, offered.version, timeout_s), self._death)
-            await self._within(timeout_s, staging, f"its engine to copy version {offered.version} to the device")
+            await self._within(
+                timeout_s, staging, f"its engine to copy version {offered.version} to the device"
+            )
         staged_at = time.perf_counter()
 
         async def load() -> Loaded:
             core = self.engine.engine_core
             # vLLM does not tell those who wait for such an answer that its process has ended.
-            answer = unless_broken(core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s), self._death)
-            return Loaded(*await self._within(timeout_s, answer, f"its engine to load version {offered.version}"))
+            answer = unless_broken(
+                core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s), self._death
+            )
+            return Loaded(
+                *await self._within(timeout_s, answer, f"its engine to load version {offered.version}")
+            )
 
         # Its requests may have to end first, for which nobody else waits.
-        loading = self._versioned.load(offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes)
-        loaded, read_again = await self._within(timeout_s + MARGIN_S, loading, f"its requests and version {offered.version}")
+        loading = self._versioned.load(
+            offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes
+        )
+        loaded, read_again = await self._within(
+            timeout_s + MARGIN_S, loading, f"its requests and version {offered.version}"
+        )
         self.global_steps = offered.version
-        # Requests that are kept wait for no longer than the engine itself takes; before that its step was finished.
+        # Requests that are kept wait for no longer than the engine itself takes; before that its step was
+        # finished.
         ended = time.perf_counter()
         kept = max(r["load_s"] + r["prove_s"] for r in loaded.reports)
         return LoadReport(
@@ -164,7 +179,9 @@ class PipelineVLLMServer(vLLMHttpServer):
         return self.engine.dead_error if self.engine.errored else None
 
     def processes(self) -> list[tuple[int, float]]:
-        """Id and start time of this process and of all below it: what must end before another one starts here."""
+        """Id and start time of this process and of all below it: what must end before another one starts
+        here.
+        """
         own = psutil.Process()
         return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
 
@@ -174,8 +191,12 @@ class PipelineVLLMServer(vLLMHttpServer):
         if task is not None:
             task.cancel()
 
-    async def written(self, request_ids: list[str]) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
-        """Tokens, log-probs and spans that requests have so far; those that have none, or are not here, are left out."""
+    async def written(
+        self, request_ids: list[str]
+    ) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
+        """Tokens, log-probs and spans that requests have so far; those that have none, or are not here,
+        are left out.
+        """
         return await self._versioned.written(request_ids)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
@@ -199,7 +220,8 @@ class PipelineVLLMServer(vLLMHttpServer):
 
 
 async def checked(verify: Callable[[], None]) -> None:
-    """Check buckets in a thread. What is corrupt is read again a little later: the engine still serves what it served.
+    """Check buckets in a thread. What is corrupt is read again a little later: the engine still serves what
+    it served.
 
     Raises CorruptionError: it stays so.
     """
@@ -271,7 +293,8 @@ class PipelineVLLMReplica(vLLMReplica):
     async def _reserve_anew(self) -> None:
         """Other devices in place of those of a lost node, as soon as there are any.
 
-        Ray would look for some by itself, but without a pause between two tries, which takes its head node a whole core
+        Ray would look for some by itself, but without a pause between two tries, which takes its head node a
+        whole core
         (ray-project/ray#65007).
         """
         for group in self.resource_pool.pgs:
@@ -292,7 +315,8 @@ class PipelineVLLMReplica(vLLMReplica):
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
     async def restart(self) -> None:
-        """End the servers, whatever state they are in, and start others on the same devices; if those are lost with their
+        """End the servers, whatever state they are in, and start others on the same devices; if those are
+        lost with their
         node, on others. Waits for: other devices."""
         for server in self.servers:
             ray.kill(server)

@@ -75,7 +75,8 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
     def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, float], dict[str, int]]:
         """Load and prove one version; the engine runs nothing else meanwhile.
 
-        Returns seconds and the number of tensors compared, and how many output tokens each request in the batch
+        Returns seconds and the number of tensors compared, and how many output tokens each request in the
+        batch
         has. Raises WeightSyncError, ProofError.
         """
         started = time.perf_counter()
@@ -129,11 +130,17 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         if described.adapter is None:
             packed = getattr(model, "packed_modules_mapping", {})
-            return prove(described, ServedModel(dict(model.named_parameters(remove_duplicate=False)), packed, rank, size))
+            return prove(
+                described,
+                ServedModel(dict(model.named_parameters(remove_duplicate=False)), packed, rank, size),
+            )
         adapters = self.model_runner.lora_manager._adapter_manager
         served = served_adapter(adapters, described, VLLM_LORA_INT_ID)
         scaling = PEFTHelper.from_dict(json.loads(described.adapter)).vllm_lora_scaling_factor
-        return prove(scaled(described, ".lora_B.", scaling, adapters.lora_config.lora_dtype), ServedModel(served, {}, rank, size))
+        return prove(
+            scaled(described, ".lora_B.", scaling, adapters.lora_config.lora_dtype),
+            ServedModel(served, {}, rank, size),
+        )
 
     def _finish_load(self) -> None:
         for served, config in self._iter_all_models_with_config():
@@ -173,9 +180,13 @@ def pack_experts(model: torch.nn.Module) -> None:
         experts = getattr(kernel, "fused_experts", None)
         if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
             continue
-        if experts._padded_intermediate_size(experts.moe_config) != experts.moe_config.intermediate_size_per_partition:
+        if (
+            experts._padded_intermediate_size(experts.moe_config)
+            != experts.moe_config.intermediate_size_per_partition
+        ):
             raise WeightSyncError(
-                f"experts of width {experts.moe_config.intermediate_size_per_partition} cannot be updated on a CPU; "
+                f"experts of width {experts.moe_config.intermediate_size_per_partition} cannot be updated "
+                "on a CPU; "
                 f"it must be a multiple of {experts._intermediate_alignment()}"
             )
         for weight in (layer.w13_weight, layer.w2_weight):

@@ -34,7 +34,9 @@ from .parts import TrainingRanks, held_by
 from .safe_loading import weights_only
 
 REF_COLUMN = "ref_log_probs_full"
-"""verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix them."""
+"""verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix
+them.
+"""
 
 
 def offload_without_pinning() -> None:
@@ -76,7 +78,8 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_version(self, ticket: bytes, courier: Any | None, timeout_s: float) -> int:
-        """Have the forward-only model compute with a published version. A collective of all ranks; returns the version.
+        """Have the forward-only model compute with a published version. A collective of all ranks; returns
+        the version.
 
         Raises WeightSyncError: it is corrupt, or of another model. ProofError: it is not what was loaded.
         """
@@ -88,7 +91,12 @@ class PipelineWorker(ActorRolloutRefWorker):
         else:
             # Ray runs this in the thread of an event loop.
             with ThreadPoolExecutor(1) as thread:
-                pulled = within(self._pull(courier, ticket, timeout_s), timeout_s, owner=self.role, what=f"the buckets of version {offered.version}")
+                pulled = within(
+                    self._pull(courier, ticket, timeout_s),
+                    timeout_s,
+                    owner=self.role,
+                    what=f"the buckets of version {offered.version}",
+                )
                 manifest = thread.submit(asyncio.run, pulled).result()
             self._reader = self._reader or ArenaReader()
         parts = self._forward_only()
@@ -100,7 +108,11 @@ class PipelineWorker(ActorRolloutRefWorker):
     def save_reference(self, folder: str) -> None:
         """Write what this rank holds of the forward-only model."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = {part.name: part.values.detach().cpu().clone() for part in self._forward_only() if part.values is not None}
+        tensors = {
+            part.name: part.values.detach().cpu().clone()
+            for part in self._forward_only()
+            if part.values is not None
+        }
         save_file(tensors, self._file_of_rank(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -109,7 +121,9 @@ class PipelineWorker(ActorRolloutRefWorker):
         saved = load_file(self._file_of_rank(folder))
         parts = {part.name: part.values for part in self._forward_only() if part.values is not None}
         if odd := saved.keys() ^ parts.keys():
-            raise WeightSyncError(f"{folder} and this model differ in {len(odd)} tensors, e.g. {sorted(odd)[0]}")
+            raise WeightSyncError(
+                f"{folder} and this model differ in {len(odd)} tensors, e.g. {sorted(odd)[0]}"
+            )
         with torch.no_grad():
             for name, values in parts.items():
                 values.detach().copy_(saved[name])
@@ -120,7 +134,9 @@ class PipelineWorker(ActorRolloutRefWorker):
     def _forward_only(self) -> list[Part]:
         held = held_by(self.ref.engine, replicated=True)
         if held is None or held.adapter is not None:
-            raise WeightSyncError("this engine cannot load published weights; it must be fsdp2, without LoRA adapters")
+            raise WeightSyncError(
+                "this engine cannot load published weights; it must be fsdp2, without LoRA adapters"
+            )
         return held.parts
 
     async def _pull(self, courier: Any, ticket: bytes, timeout_s: float) -> Manifest:
@@ -162,7 +178,9 @@ class PipelineCritic(TrainingWorker):
 
 
 class LogProbWorker(PipelineWorker):
-    """The policy as it was published, forward only, on devices of its own. Made with the role `ref`, see `logp_config`."""
+    """The policy as it was published, forward only, on devices of its own. Made with the role `ref`, see
+    `logp_config`.
+    """
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_log_prob(self, data: TensorDict) -> Any:
@@ -177,7 +195,12 @@ def logp_config(config: DictConfig) -> DictConfig:
     actor, ref, rollout = made.actor, made.ref, made.rollout
     OmegaConf.set_struct(made, False)
     ref.strategy, ref.use_torch_compile = actor.strategy, actor.use_torch_compile
-    for name in ("model_dtype", "mixed_precision", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking"):
+    for name in (
+        "model_dtype",
+        "mixed_precision",
+        "ulysses_sequence_parallel_size",
+        "entropy_from_logits_with_chunking",
+    ):
         if name in actor.fsdp_config:
             ref.fsdp_config[name] = actor.fsdp_config[name]
     for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):

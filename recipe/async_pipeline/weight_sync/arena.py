@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory that training ranks write and replicas on the same host map.
 
-An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the first write and
-then reused for every later version: the first touch of fresh shared memory is ten times slower than writing to it
+An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the first
+write and
+then reused for every later version: the first touch of fresh shared memory is ten times slower than writing
+to it
 again.
 
-Each rank copies what it holds straight to where it belongs in the whole tensor. No rank holds a whole tensor, and
-nothing is sent between them. Weights that have to be assembled first, because an engine knows no other way, are
+Each rank copies what it holds straight to where it belongs in the whole tensor. No rank holds a whole tensor,
+and
+nothing is sent between them. Weights that have to be assembled first, because an engine knows no other way,
+are
 written by the owner alone.
 """
 
@@ -108,7 +112,10 @@ class Arena:
         on_device = False
         for name, tensor in weights:
             entry = self._place(name, tuple(tensor.shape), tensor.dtype)
-            if entry.bucket == len(self._segments) or self._segments[entry.bucket].size < self._layout.used[-1]:
+            if (
+                entry.bucket == len(self._segments)
+                or self._segments[entry.bucket].size < self._layout.used[-1]
+            ):
                 self._require_segment(entry.bucket, self._layout.used[-1])
             self._segments[entry.bucket].reserve(self._layout.used[-1])
             if tensor.is_cuda and not on_device:
@@ -162,7 +169,9 @@ class Arena:
         names = ranks.share([segment.name for segment in self._segments])
         if ranks.rank != 0:
             self.close()
-            self._segments = [Segment(name, nbytes, create=False) for name, nbytes in zip(names, used, strict=False)]
+            self._segments = [
+                Segment(name, nbytes, create=False) for name, nbytes in zip(names, used, strict=False)
+            ]
         self._described = described
 
     def _require_segment(self, bucket: int, nbytes: int) -> None:
@@ -197,7 +206,9 @@ class Arena:
 class ArenaWriter:
     """The trainer's side: gathers versions alternately into two arenas."""
 
-    def __init__(self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, bucket_bytes: int, proof_tensors: int, dtype: torch.dtype | None, ranks: Ranks | None = None
+    ) -> None:
         self._ranks: Ranks = ranks or Alone()
         self._owner = self._ranks.rank == 0
         self._arenas = (Arena(bucket_bytes, dtype), Arena(bucket_bytes, dtype))
@@ -222,7 +233,8 @@ class ArenaWriter:
         return ticket
 
     def gather_parts(self, version: int, parts: Sequence[Part], adapter: str | None = None) -> Ticket | None:
-        """Copy in what this rank holds. A collective of all ranks; the owner gets the ticket. Raises as `gather`.
+        """Copy in what this rank holds. A collective of all ranks; the owner gets the ticket. Raises as
+        `gather`.
 
         `adapter`: the parts are of a LoRA adapter; see `Manifest`.
         """
@@ -236,7 +248,9 @@ class ArenaWriter:
         for board in self._boards:
             board.close()
 
-    def _gather(self, version: int, write: Callable[[Arena], None], adapter: str | None = None) -> Ticket | None:
+    def _gather(
+        self, version: int, write: Callable[[Arena], None], adapter: str | None = None
+    ) -> Ticket | None:
         started = time.perf_counter()
         slot = self._buffer.begin_fill(version)
         try:
@@ -255,7 +269,9 @@ class ArenaWriter:
             num_bytes=self._arenas[slot].num_bytes,
             gather_s=time.perf_counter() - started,
         )
-        self._announced[slot] = self._announcer.submit(self._announce, slot, version, self._publications, adapter)
+        self._announced[slot] = self._announcer.submit(
+            self._announce, slot, version, self._publications, adapter
+        )
         self._publications += 1
         return ticket
 
@@ -266,7 +282,9 @@ class ArenaWriter:
             try:
                 announced.result(ANNOUNCE_S)
             except FutureTimeout:
-                raise WeightSyncError(f"checksums of the version before did not end within {ANNOUNCE_S:g} s") from None
+                raise WeightSyncError(
+                    f"checksums of the version before did not end within {ANNOUNCE_S:g} s"
+                ) from None
         if self._owner:
             self._boards[slot].clear()
 
@@ -290,7 +308,9 @@ class ArenaReader:
         """Raises CorruptionError: a bucket does not have the checksum that the trainer computed."""
         for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
             if segment.checksum(bucket.nbytes) != bucket.xxh3:
-                raise CorruptionError(f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)")
+                raise CorruptionError(
+                    f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)"
+                )
 
     def bucket(self, manifest: Manifest, sequence: int) -> torch.Tensor:
         """The bytes of one bucket, an alias of the arena."""

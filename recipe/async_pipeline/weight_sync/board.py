@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a version is announced on the trainer's host, once its checksums are known.
 
-A gather returns as soon as the weights are copied, with a `Ticket`. A thread of the trainer's then computes the
+A gather returns as soon as the weights are copied, with a `Ticket`. A thread of the trainer's then computes
+the
 checksums beside the next optimizer step and posts the manifest on the board that the ticket names.
 """
 
@@ -77,12 +78,17 @@ def await_manifest(ticket: Ticket, timeout_s: float) -> Manifest:
             if isinstance(found, Failure):
                 raise WeightSyncError(f"v{ticket.version} was gathered, but then: {found.reason}")
             if found.version != ticket.version:
-                raise WeightSyncError(f"v{ticket.version} is in memory no more; v{found.version} took its place")
+                raise WeightSyncError(
+                    f"v{ticket.version} is in memory no more; v{found.version} took its place"
+                )
             return found
         if not alive:
-            raise WeightSyncError(f"the trainer's process {ticket.pid} died before v{ticket.version} was complete")
+            raise WeightSyncError(
+                f"the trainer's process {ticket.pid} died before v{ticket.version} was complete"
+            )
         if time.monotonic() > deadline:
             raise WeightSyncError(
-                f"v{ticket.version} was gathered, but process {ticket.pid} did not finish its checksums within {timeout_s:g} s"
+                f"v{ticket.version} was gathered, but process {ticket.pid} did not finish its checksums "
+                f"within {timeout_s:g} s"
             )
         time.sleep(POLL_S)

@@ -52,7 +52,9 @@ def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
     """The trainer's half of the proof for one tensor."""
     if tensor.numel() == 0:
         return Sample(name, b"")
-    values = tensor.reshape(-1)[torch.from_numpy(sample_positions(version, name, tensor.numel())).to(tensor.device)]
+    values = tensor.reshape(-1)[
+        torch.from_numpy(sample_positions(version, name, tensor.numel())).to(tensor.device)
+    ]
     return Sample(name, to_bytes(values))
 
 
@@ -94,7 +96,9 @@ class ServedModel:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
-        """`packed`: fused module to the modules it was fused from, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
+        """`packed`: fused module to the modules it was fused from, e.g. qkv_proj: [q_proj, k_proj,
+        v_proj].
+        """
         self._parameters = parameters
         self._packed = packed
         self._rank, self._size = tp_rank, tp_size
@@ -113,20 +117,30 @@ class ServedModel:
             parent, _, part = module.rpartition(".")
             candidate = f"{parent}.{fused}.{leaf}" if parent else f"{fused}.{leaf}"
             if part in parts and candidate in self._parameters:
-                sizes = [_as_matrix(shapes[f"{parent}.{p}.{leaf}" if parent else f"{p}.{leaf}"])[0] for p in parts]
+                sizes = [
+                    _as_matrix(shapes[f"{parent}.{p}.{leaf}" if parent else f"{p}.{leaf}"])[0] for p in parts
+                ]
                 served = self._matrix(candidate)
                 index = list(parts).index(part)
                 held = self._fused_rows(candidate, served.shape[0], sizes)
                 return self._shard(name, served, rows, columns, held[index], sum(held[:index]))
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
-            return self._place_expert(name, expert["base"], int(expert["index"]), expert["part"], rows, columns)
+            return self._place_expert(
+                name, expert["base"], int(expert["index"]), expert["part"], rows, columns
+            )
         raise ProofError(f"{name} was published but no served parameter holds it")
 
-    def _place_expert(self, name: str, base: str, index: int, part: str, rows: int, columns: int) -> Placement:
-        """In the tensors that engines keep the experts of a layer in: (experts, rows, columns), gate above up."""
+    def _place_expert(
+        self, name: str, base: str, index: int, part: str, rows: int, columns: int
+    ) -> Placement:
+        """In the tensors that engines keep the experts of a layer in: (experts, rows, columns), gate above
+        up.
+        """
         leaf = "w2_weight" if part == "down_proj" else "w13_weight"
-        fused = next((n for n in self._parameters if n.startswith(f"{base}.") and n.endswith(f".{leaf}")), None)
+        fused = next(
+            (n for n in self._parameters if n.startswith(f"{base}.") and n.endswith(f".{leaf}")), None
+        )
         if fused is None:
             raise ProofError(f"{name} was published but no served parameter holds it")
         experts = self._parameters[fused]
@@ -146,7 +160,9 @@ class ServedModel:
             return list(sizes)
         shards = [s // self._size for s in sizes]
         if sum(shards) != served_rows:
-            raise ProofError(f"{name} has {served_rows} rows, which {self._size} ranks of {list(sizes)} do not explain")
+            raise ProofError(
+                f"{name} has {served_rows} rows, which {self._size} ranks of {list(sizes)} do not explain"
+            )
         return shards
 
     def _shard(
@@ -194,7 +210,9 @@ def scaled(manifest: Manifest, part: str, factor: float, dtype: torch.dtype) -> 
         return Sample(sample.name, to_bytes(values))
 
     tensors = tuple(
-        msgspec.structs.replace(e, dtype=str(dtype).removeprefix("torch.")) if part in e.name and factor != 1 else e
+        msgspec.structs.replace(e, dtype=str(dtype).removeprefix("torch."))
+        if part in e.name and factor != 1
+        else e
         for e in manifest.tensors
     )
     return msgspec.structs.replace(manifest, tensors=tensors, samples=tuple(map(as_served, manifest.samples)))

@@ -4,7 +4,8 @@
 A consumer is whatever computes with published weights: a rollout replica, later a pool for log-probs. It
 serves, or it is fenced: then it gets no work, is started anew beside the run, loads the version that is
 current by then, and serves again. The trainer takes no part in that: the newest version stays in host memory
-until the one after it is served everywhere. Where nobody is left, a publication waits for the first to return.
+until the one after it is served everywhere. Where nobody is left, a publication waits for the first to
+return.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GRACE_S = 30.0
 ATTEMPTS = 3
 """A consumer that could not come back this many times in a row stays away."""
 BACK_OFF_S = 1.0
-"""Before a consumer's second attempt, or its second fall within `MEMORY_S`; twice that before the next, and so on."""
+"""Before a consumer's second attempt, or its second fall within `MEMORY_S`; twice that before the next,
+and so on.
+"""
 LONGEST_BACK_OFF_S = 60.0
 MEMORY_S = 600.0
 CHECK_EVERY_S = 2.0
@@ -84,9 +87,11 @@ class Distribution:
         at_once: int = 1,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`wait_timeout_s`: for the weights, while somebody else has them. `at_once`: so many consumers load at the
+        """`wait_timeout_s`: for the weights, while somebody else has them. `at_once`: so many consumers load
+        at the
         same time, and the others work meanwhile. `say` gets one line for the user, whenever a
-        consumer leaves, fails to come back or comes back; `note` the event, FENCED, ABSENT or REJOINED, the consumer's
+        consumer leaves, fails to come back or comes back; `note` the event, FENCED, ABSENT or REJOINED, the
+        consumer's
         name and the version that it serves.
         """
         self.serving = list(consumers)
@@ -113,15 +118,19 @@ class Distribution:
     async def publish(self, version: int, ticket: bytes) -> list[LoadReport]:
         """Have every consumer that serves load a version. One that fails is fenced, and the others go on.
 
-        Waits for: the loads; if nobody is left, the first that comes back. Raises what the last of them raised, or
-        WaitTimeout naming who did not answer: it is the first version of all, or none can come back. WeightSyncError:
+        Waits for: the loads; if nobody is left, the first that comes back. Raises what the last of them
+        raised, or
+        WaitTimeout naming who did not answer: it is the first version of all, or none can come back.
+        WeightSyncError:
         the version is not newer than the last.
         """
         reports: list[LoadReport] = []
         failed: list[tuple[Consumer, Exception]] = []
         async with self.weights("param_update"):
             if self._newest is not None and version <= self._newest[0]:
-                raise WeightSyncError(f"v{version} offered after v{self._newest[0]}; versions only move forward")
+                raise WeightSyncError(
+                    f"v{version} offered after v{self._newest[0]}; versions only move forward"
+                )
             self._newest = (version, ticket)
             turns = iter(list(self.serving))
 
@@ -146,7 +155,8 @@ class Distribution:
     async def watch(self, every_s: float = CHECK_EVERY_S) -> None:
         """Fence whoever stops working between two publications. Never returns.
 
-        Raises what the last consumer died of: none is left, and none comes back. WaitTimeout: the balancer does not answer.
+        Raises what the last consumer died of: none is left, and none comes back. WaitTimeout: the balancer
+        does not answer.
         """
         while True:
             await asyncio.sleep(every_s)
@@ -204,17 +214,32 @@ class Distribution:
             await self._fence(consumer, error)
 
     async def _fence(self, consumer: Consumer, error: Exception) -> None:
-        """Give a consumer no more work, and begin to bring it back. One that is fenced already is left alone."""
+        """Give a consumer no more work, and begin to bring it back. One that is fenced already is left
+        alone.
+        """
         if consumer not in self.serving:
             return
         self.serving.remove(consumer)
         self.versions.pop(consumer.name, None)
         self._failed(consumer, "FENCED", error)
-        self._say(f"{consumer.name} is fenced and starts anew; {len(self.serving)} go on. {self.fenced[consumer.name]}")
+        self._say(
+            f"{consumer.name} is fenced and starts anew; {len(self.serving)} go on. "
+            f"{self.fenced[consumer.name]}"
+        )
         now = asyncio.get_running_loop().time()
-        self._falls[consumer.name] = [*(at for at in self._falls.get(consumer.name, ()) if now - at < MEMORY_S), now]
-        self._returning[consumer.name] = asyncio.create_task(self._return(consumer), name=f"return:{consumer.name}")
-        await within(consumer.leave(), ASK_S, owner="param_update", what=f"the balancer to give {consumer.name} no more work")
+        self._falls[consumer.name] = [
+            *(at for at in self._falls.get(consumer.name, ()) if now - at < MEMORY_S),
+            now,
+        ]
+        self._returning[consumer.name] = asyncio.create_task(
+            self._return(consumer), name=f"return:{consumer.name}"
+        )
+        await within(
+            consumer.leave(),
+            ASK_S,
+            owner="param_update",
+            what=f"the balancer to give {consumer.name} no more work",
+        )
 
     def _failed(self, consumer: Consumer, event: str, error: Exception) -> None:
         self._last_error = error
@@ -231,7 +256,10 @@ class Distribution:
                     version, report = await self._start_anew(consumer)
                 except Exception as error:  # noqa: BLE001  whatever it is, the others go on
                     self._failed(consumer, "ABSENT", error)
-                    self._say(f"{consumer.name} did not come back (attempt {attempt} of {ATTEMPTS}). {self.fenced[consumer.name]}")
+                    self._say(
+                        f"{consumer.name} did not come back (attempt {attempt} of {ATTEMPTS}). "
+                        f"{self.fenced[consumer.name]}"
+                    )
                 else:
                     self._note("REJOINED", consumer.name, version)
                     self._say(f"{consumer.name} serves again, version {version}")
@@ -243,7 +271,10 @@ class Distribution:
 
     async def _start_anew(self, consumer: Consumer) -> tuple[int, LoadReport]:
         await within(
-            consumer.restart(), self._restart_timeout_s, owner="param_update", what=f"{consumer.name} to start anew"
+            consumer.restart(),
+            self._restart_timeout_s,
+            owner="param_update",
+            what=f"{consumer.name} to start anew",
         )
         async with self.weights(consumer.name):
             assert self._newest is not None, "nobody is fenced before the first publication"
@@ -260,7 +291,9 @@ class Distribution:
             self._check_somebody_is_left()
             waiting = asyncio.wait(self._returning.values(), return_when=asyncio.FIRST_COMPLETED)
             # Each attempt has deadlines of its own.
-            done, _ = await within(waiting, None, owner="param_update", what="a replica to come back", holder=self._away)
+            done, _ = await within(
+                waiting, None, owner="param_update", what="a replica to come back", holder=self._away
+            )
             reports = [task.result() for task in done]
             for report in reports:
                 if report is not None:

@@ -24,7 +24,9 @@ class DualBuffer:
         if self.filling_version is not None:
             raise WeightSyncError(f"v{version} offered while v{self.filling_version} is still filling")
         if self.ready_version is not None and version <= self.ready_version:
-            raise WeightSyncError(f"v{version} offered after v{self.ready_version}; versions only move forward")
+            raise WeightSyncError(
+                f"v{version} offered after v{self.ready_version}; versions only move forward"
+            )
         self.filling_version = version
         return 0 if self.ready_slot is None else 1 - self.ready_slot
 

@@ -3,7 +3,8 @@
 
 Each bucket travels with a header of its own. It is copied into shared memory of this host and checked there,
 against the manifest and not against what came with it; whatever does not fit is counted and asked for again.
-A version can be read once all its buckets are in, and its memory is written again only when a newer version is
+A version can be read once all its buckets are in, and its memory is written again only when a newer version
+is
 complete in the other slot.
 """
 
@@ -90,7 +91,9 @@ class Inbox:
         return verdict
 
     def commit(self) -> Manifest:
-        """The version, as it lies here. Raises WeightSyncError: buckets are missing, or nothing is awaited."""
+        """The version, as it lies here. Raises WeightSyncError: buckets are missing, or nothing is
+        awaited.
+        """
         awaited = self._require_awaited()
         if missing := self.missing():
             raise WeightSyncError(f"v{awaited.version} cannot be used: buckets {missing} are missing")
@@ -138,7 +141,8 @@ class Inbox:
                 return
         version = self._require_awaited().version
         raise WeightSyncError(
-            f"bucket {sequence} of v{version} was asked for {ATTEMPTS} times and came {verdict.value if verdict else ''} "
+            f"bucket {sequence} of v{version} was asked for {ATTEMPTS} times and came "
+            f"{verdict.value if verdict else ''} "
             "the last time; see the log of the trainer's host"
         )
 

@@ -18,7 +18,19 @@ Pid = Annotated[int, Meta(gt=0, lt=2**31)]
 MAX_BYTES = 256 << 20
 """Of a message. A manifest of a hundred thousand tensors has a tenth of that."""
 ITEM_BYTES = {
-    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(
+        (
+            "bool",
+            "int8",
+            "uint8",
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+        ),
+        1,
+    ),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("int32", "uint32", "float32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
@@ -61,7 +73,9 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A version that was gathered; its manifest follows on a board in the shared memory of the trainer's host."""
+    """A version that was gathered; its manifest follows on a board in the shared memory of the trainer's
+    host.
+    """
 
     version: Count
     board: str
@@ -106,7 +120,9 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Layout:
-    """Where the tensors of a version go: in order, into buckets, each on a cache line. The same on all ranks."""
+    """Where the tensors of a version go: in order, into buckets, each on a cache line. The same on all
+    ranks.
+    """
 
     def __init__(self, bucket_bytes: int) -> None:
         self.tensors: list[TensorEntry] = []
@@ -165,13 +181,24 @@ def _checked(manifest: Manifest) -> Manifest:
         raise WeightSyncError(f"manifest of v{manifest.version}: two of its tensors have one name")
     for sample in manifest.samples:
         of = by_name.get(sample.name)
-        if of is None or len(sample.values) != min(math.prod(of.shape), VALUES_PER_TENSOR) * ITEM_BYTES.get(of.dtype, 0):
-            raise WeightSyncError(f"manifest of v{manifest.version}: the sample of {sample.name} is not of such a tensor")
+        if of is None or len(sample.values) != min(math.prod(of.shape), VALUES_PER_TENSOR) * ITEM_BYTES.get(
+            of.dtype, 0
+        ):
+            raise WeightSyncError(
+                f"manifest of v{manifest.version}: the sample of {sample.name} is not of such a tensor"
+            )
     for entry in manifest.tensors:
         if ITEM_BYTES.get(entry.dtype, -1) * math.prod(entry.shape) != entry.nbytes:
-            raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} cannot have {entry.nbytes} bytes as {entry.dtype} {list(entry.shape)}")
+            raise WeightSyncError(
+                f"manifest of v{manifest.version}: {entry.name} cannot have {entry.nbytes} bytes as "
+                f"{entry.dtype} {list(entry.shape)}"
+            )
         in_range = 0 <= entry.bucket < len(manifest.buckets)
-        if not in_range or min(entry.offset, entry.nbytes) < 0 or entry.offset + entry.nbytes > manifest.buckets[entry.bucket].nbytes:
+        if (
+            not in_range
+            or min(entry.offset, entry.nbytes) < 0
+            or entry.offset + entry.nbytes > manifest.buckets[entry.bucket].nbytes
+        ):
             raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} lies outside its bucket")
     return manifest
 
@@ -184,4 +211,6 @@ def _check_adapter(manifest: Manifest) -> None:
     except (ValueError, RecursionError):
         described = None
     if not isinstance(described, dict):
-        raise WeightSyncError(f"manifest of v{manifest.version}: its adapter is not described by a JSON object")
+        raise WeightSyncError(
+            f"manifest of v{manifest.version}: its adapter is not described by a JSON object"
+        )

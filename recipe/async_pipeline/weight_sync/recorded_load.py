@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's loader does with a version, written down once and done again without it.
 
-A loader is called for every tensor and finds out each time which rows of which parameter it belongs to; that takes
-longer than the copies. If a load turns out to be nothing but copies from published tensors into parameters, the list
-of them is all that the next versions need. Whatever else a loader does (casts to scales, transposes, sums), it goes on
+A loader is called for every tensor and finds out each time which rows of which parameter it belongs to; that
+takes
+longer than the copies. If a load turns out to be nothing but copies from published tensors into parameters,
+the list
+of them is all that the next versions need. Whatever else a loader does (casts to scales, transposes, sums),
+it goes on
 being called.
 """
 
@@ -42,7 +45,9 @@ class Recorder(TorchDispatchMode):
         self.copies: list[Copy] = []
         self.other: str | None = None
         """An operation that cannot be repeated from a list."""
-        self._published = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in published.items() if t.nbytes)
+        self._published = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in published.items() if t.nbytes
+        )
         self._starts = [start for start, _, _ in self._published]
 
     def recorded(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> RecordedLoad | None:
@@ -115,9 +120,13 @@ class RecordedLoad:
     def fits(self, manifest: Manifest, parameters: Iterable[torch.Tensor]) -> bool:
         """Would the copies of this load bring that version into these parameters?"""
         memory = {memory_of(parameter) for parameter in parameters}
-        return manifest.tensors == self._layout and all(memory_of(target) in memory for target in self.targets)
+        return manifest.tensors == self._layout and all(
+            memory_of(target) in memory for target in self.targets
+        )
 
-    def copy(self, manifest: Manifest, published: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def copy(
+        self, manifest: Manifest, published: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> None:
         """Make the copies, into `targets` in place of those of the recording."""
         sources = self._views(manifest, published)
         on_device = any(target.is_cuda for target in targets)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of shared memory: 0600, a random name, backed with memory before it is written, unlinked by its owner.
+"""One file of shared memory: 0600, a random name, backed with memory before it is written, unlinked by its
+owner.
 
 If the owner is killed, Python's resource tracker unlinks it, or else `async-pipeline watch` or the next run.
 """
@@ -50,13 +51,15 @@ class Segment:
         except OSError as error:
             free_mb = os.statvfs(SHM_DIR).f_bavail * os.statvfs(SHM_DIR).f_frsize >> 20
             raise WeightSyncError(
-                f"{SHM_DIR} has {free_mb} MB left and the weights need more ({error.strerror}); enlarge it, e.g. "
+                f"{SHM_DIR} has {free_mb} MB left and the weights need more ({error.strerror}); enlarge "
+                "it, e.g. "
                 "docker run --shm-size"
             ) from error
         self._reserved = nbytes
 
     def pin(self, nbytes: int) -> None:
-        """Let CUDA devices copy from and to the first `nbytes` bytes directly. Without, its driver copies twice.
+        """Let CUDA devices copy from and to the first `nbytes` bytes directly. Without, its driver copies
+        twice.
 
         Raises RuntimeError: the driver refuses.
         """

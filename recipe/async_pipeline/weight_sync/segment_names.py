@@ -39,7 +39,10 @@ def open_own(name: str, flags: int = os.O_RDWR) -> int:
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(fd)
-        raise WeightSyncError(f"shared memory {name} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}; it must be ours alone")
+        raise WeightSyncError(
+            f"shared memory {name} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}; it must "
+            "be ours alone"
+        )
     return fd
 
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back: a published version into what a sharded model holds, block by block, and the proof that it is there.
+"""The way back: a published version into what a sharded model holds, block by block, and the proof that it is
+there.
 
-A consumer that computes with the trainer's own kind of model (a pool for log-probs, a reference that is refreshed)
-holds the same tensors under the same names, cut in its own way. Each of its ranks copies the blocks that it holds.
+A consumer that computes with the trainer's own kind of model (a pool for log-probs, a reference that is
+refreshed)
+holds the same tensors under the same names, cut in its own way. Each of its ranks copies the blocks that it
+holds.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from .manifest import Manifest
 
 
 def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> None:
-    """Copy each part's block out of its published tensor, cast to the part's dtype; on a device, this waits for the copies.
+    """Copy each part's block out of its published tensor, cast to the part's dtype; on a device, this waits
+    for the copies.
 
     Raises WeightSyncError, before anything is written: the two do not consist of the same tensors.
     """
@@ -29,7 +33,9 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
         raise WeightSyncError(f"v{version} and this model differ in {len(odd)} tensors, e.g. {names}")
     for name, shape in wanted.items():
         if tuple(published[name].shape) != shape:
-            raise WeightSyncError(f"v{version}: {name} has the shape {tuple(published[name].shape)}, here {shape}")
+            raise WeightSyncError(
+                f"v{version}: {name} has the shape {tuple(published[name].shape)}, here {shape}"
+            )
     held = [part for part in parts if part.values is not None and part.values.numel()]
     targets = [part.values.detach() for part in held if part.values is not None]
     if targets:
@@ -41,7 +47,8 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
 
 
 def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
-    """Compare the samples of a version with what this rank holds of them. Returns the number of tensors compared.
+    """Compare the samples of a version with what this rank holds of them. Returns the number of tensors
+    compared.
 
     Raises ProofError: they differ.
     """
@@ -57,7 +64,9 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
         numel = int(np.prod(entry.shape, dtype=np.int64))
         if numel == 0:
             continue
-        positions = np.stack(np.unravel_index(sample_positions(manifest.version, entry.name, numel), entry.shape or (1,)))
+        positions = np.stack(
+            np.unravel_index(sample_positions(manifest.version, entry.name, numel), entry.shape or (1,))
+        )
         drawn = torch.frombuffer(bytearray(sample.values), dtype=torch.uint8).view(-1, dtype.itemsize)
         for part in held.get(entry.name, ()):
             assert part.values is not None

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy of the served weights on the engine's device, filled while the engine generates from the first.
+"""A second copy of the served weights on the engine's device, filled while the engine generates from the
+first.
 
-It has the engine's own layout, so to serve it is a copy within the device; or, where nothing but the parameters
+It has the engine's own layout, so to serve it is a copy within the device; or, where nothing but the
+parameters
 themselves refers to their memory, an exchange of the two. It costs as much memory as the weights do.
 """
 
@@ -58,7 +60,9 @@ class Spare:
         if self._thread is not None:
             self._thread.join(COPY_S)
             if self._thread.is_alive():
-                raise WeightSyncError(f"{self._thread.name} did not end within {COPY_S:g} s; the engine has to start anew")
+                raise WeightSyncError(
+                    f"{self._thread.name} did not end within {COPY_S:g} s; the engine has to start anew"
+                )
 
     def commit(self) -> None:
         """Serve what is here. The engine stands still meanwhile."""

@@ -117,7 +117,9 @@ class _Answer:
         return not self.stopped_by_load
 
     def written(self, state: Any) -> tuple[list[int], list[float] | None]:
-        """Tokens of all attempts so far, and how likely each was. `state`: the engine's own of this attempt, if it has one."""
+        """Tokens of all attempts so far, and how likely each was. `state`: the engine's own of this
+        attempt, if it has one.
+        """
         parts = [(list(part.token_ids), part.logprobs) for part in self.before]
         if state is not None:
             parts.append((list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs))
@@ -131,7 +133,9 @@ class _Answer:
         return [span for span in self.spans if span.start < self.total] or self.spans[:1]
 
 
-_recording: ContextVar[list[Span] | None] = ContextVar("spans of the answer that this task waits for", default=None)
+_recording: ContextVar[list[Span] | None] = ContextVar(
+    "spans of the answer that this task waits for", default=None
+)
 
 
 @contextmanager
@@ -172,7 +176,8 @@ class VersionedEngine:
     ) -> tuple[Loaded, int]:
         """Run `load` at a moment that suits the requests in flight. Returns also the tokens to be read again.
 
-        Raises what `load` raises. Nobody knows then with which weights the engine would go on, so it stands still,
+        Raises what `load` raises. Nobody knows then with which weights the engine would go on, so it stands
+        still,
         with all its requests, until a later load succeeds.
         """
         self._settled.clear()
@@ -190,14 +195,20 @@ class VersionedEngine:
             except BaseException:
                 # An engine that is dead or stuck cannot be paused, and what ails it is what the caller gets.
                 with suppress(Exception):
-                    await within(self._pause("keep"), STANDSTILL_S, owner="a failed load", what="the engine to stand still")
+                    await within(
+                        self._pause("keep"),
+                        STANDSTILL_S,
+                        owner="a failed load",
+                        what="the engine to stand still",
+                    )
                 raise
         finally:
             self._settled.set()
         # vLLM appends random characters to the ids that it is given.
         progress = {internal.rpartition("-")[0]: tokens for internal, tokens in loaded.progress.items()}
         for request, answer in self._answers.items():
-            # What reached the engine after the load has nothing from before it. Else one not named was finished.
+            # What reached the engine after the load has nothing from before it. Else one not named was
+            # finished.
             if request in progress or answer.sent_before is None or answer.sent_before > number:
                 answer.interrupted = False
                 answer.begin(version, answer.base + progress.get(request, 0))
@@ -220,7 +231,8 @@ class VersionedEngine:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As the engine's. Within `recorded_spans`, an answer that a load interrupts goes on by itself, and only its
+        """As the engine's. Within `recorded_spans`, an answer that a load interrupts goes on by itself, and
+        only its
         last output, with its tokens but without its text, is sure to come."""
         record = _recording.get()
         if record is None:
@@ -251,14 +263,20 @@ class VersionedEngine:
             del self._answers[request_id]
             record[:] = answer.written_spans()
 
-    async def written(self, request_ids: Sequence[str]) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
-        """Tokens, how likely each was, and spans of answers so far. Those without a token, or that are not here, are left out.
+    async def written(
+        self, request_ids: Sequence[str]
+    ) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
+        """Tokens, how likely each was, and spans of answers so far. Those without a token, or that are not
+        here, are left out.
 
         Waits for: a load that is under way, since only it knows where its span begins. Unblocked by: its end.
         """
         await self._settled.wait()
         # The engine appends random characters to the ids that it is given.
-        states = {name.rpartition("-")[0]: state for name, state in self._engine.output_processor.request_states.items()}
+        states = {
+            name.rpartition("-")[0]: state
+            for name, state in self._engine.output_processor.request_states.items()
+        }
         found = {}
         for request in request_ids:
             answer = self._answers.get(request)
@@ -279,7 +297,9 @@ class VersionedEngine:
         return params
 
     def _salted(self, prompt: Any) -> Any:
-        """Marked, so that a version does not reuse the keys and values that another one computed, unless it may."""
+        """Marked, so that a version does not reuse the keys and values that another one computed, unless
+        it may.
+        """
         if not self._salting or not isinstance(prompt, dict):
             return prompt
         return {**prompt, "cache_salt": uuid.uuid4().hex if self._unknown else f"v{self.version}"}
