@@ -54,9 +54,11 @@ setup(
     install_requires=INSTALL_REQUIRES,
     extras_require={"bench": BENCH_REQUIRES, "dev": DEV_REQUIRES},
     entry_points={
-        "console_scripts": ["async-pipeline = recipe.async_pipeline.cli:main"],
-        "verl.plugins": ["async_pipeline = recipe.async_pipeline.plugin"],
+        "console_scripts": ["async-pipeline = recipe.async_pipeline.cli.main:main"],
+        "verl.plugins": ["async_pipeline = recipe.async_pipeline.verl_bridge.plugin"],
         # vLLM calls it in each of its processes; see the module for what it changes, and when.
-        "vllm.general_plugins": ["async_pipeline = recipe.async_pipeline.verl_bridge.vllm_plugin:register"],
+        "vllm.general_plugins": [
+            "async_pipeline = recipe.async_pipeline.verl_bridge.rollout.vllm.plugin:register"
+        ],
     },
 )

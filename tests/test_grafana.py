@@ -18,7 +18,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Publication
 from recipe.async_pipeline.observe.off_policy import TrajectoryVersions, off_policy_metrics
 from recipe.async_pipeline.observe.step_account import StepAccountant
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 PATH = Path(__file__).resolve().parents[1] / "configs" / "grafana" / "async_pipeline.json"
 PREFIX = "ray_async_pipeline_"
@@ -102,9 +102,9 @@ def test_panels_do_not_overlap_and_follow_the_variables(dashboard: dict[str, Any
 
 
 def test_names_are_made_as_the_bridge_makes_them() -> None:
-    source = (PATH.parents[2] / "recipe" / "async_pipeline" / "verl_bridge" / "ray_gauges.py").read_text(
-        encoding="utf-8"
-    )
+    source = (
+        PATH.parents[2] / "recipe" / "async_pipeline" / "verl_bridge" / "trainer" / "ray_metrics.py"
+    ).read_text(encoding="utf-8")
     assert '_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")' in source
     assert 'PREFIX = "async_pipeline/"' in source
     assert gauge("lag/mean") == "ray_async_pipeline_lag_mean"

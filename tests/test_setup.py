@@ -7,13 +7,12 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from recipe.async_pipeline import __version__
+from tests import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 
 DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}

@@ -21,11 +21,11 @@ Importing this package loads neither torch nor verl nor ray.
 """
 
 from . import stages as _stages  # registers the eight roles
+from .config.schema import AsyncPipelineConfig
 from .core.flow import AsyncTrainingFlow, FlowResult
-from .core.machine import TRANSITIONS, Event, StageState
-from .core.ports import PipelineTrainer
 from .core.role import RoleStateMachine, create_role_state_machine, known_roles, register_role
-from .knobs import AsyncPipelineConfig
+from .core.state_machine import TRANSITIONS, Event, StageState
+from .core.trainer_protocol import PipelineTrainer
 
 __version__ = "0.1.0"
 __all__ = [

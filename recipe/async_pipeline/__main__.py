@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

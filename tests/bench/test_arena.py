@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.bench import arena
-from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.cli.main import main
 
 
 def test_every_size_is_measured(

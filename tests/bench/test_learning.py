@@ -14,7 +14,7 @@ import pytest
 from recipe.async_pipeline.bench import learning
 from recipe.async_pipeline.bench.learning import VARIANTS, Curve, read_curve, table
 from recipe.async_pipeline.bench.runner import JobFailed
-from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.cli.main import main
 
 
 def write_run(folder: Path, rewards: list[float]) -> None:

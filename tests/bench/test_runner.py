@@ -150,7 +150,7 @@ def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
     assert command[3].endswith("run_scripts/cpu_env.sh")
     assert Path(command[3]).is_file()
     assert "watch" in command
-    assert "recipe.async_pipeline.verl_bridge.bench_job" in command
+    assert "recipe.async_pipeline.verl_bridge.bench.job" in command
     assert command[-1] == "++a=1"
 
 

@@ -12,7 +12,7 @@ import pytest
 from recipe.async_pipeline.bench import weight_sync
 from recipe.async_pipeline.bench.runner import JobFailed
 from recipe.async_pipeline.bench.weight_sync import WAYS, overrides_of, parse_count, ratios, shape_of
-from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual, within
 from recipe.async_pipeline.core.diagnosis import LAST_EVENTS, Diagnosis, diagnose
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch
-from recipe.async_pipeline.core.waits import Holders, waits_of
+from recipe.async_pipeline.core.wait_graph import Holders, waits_of
 from recipe.async_pipeline.errors import WaitTimeout
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 NEVER_S = 1e9
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.event_audit import audit_events
-from tests.sim import ALL_ROLES, WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 
 Log = list[dict[str, Any]]
 

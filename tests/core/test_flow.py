@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
 from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
-from recipe.async_pipeline.core.machine import TERMINAL, StageState
 from recipe.async_pipeline.core.role import ROLES
-from recipe.async_pipeline.core.step_down import Caution
+from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
-from tests.sim import ALL_ROLES, WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 
 
 def run_flow(trainer: SimTrainer, **kwargs: Any) -> tuple[AsyncTrainingFlow, FlowResult]:

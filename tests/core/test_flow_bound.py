@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
-from tests.sim import ALL_ROLES, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, SimTrainer
 
 GROUPS, STEPS = 16, 40
 MEASURED = slice(8, STEPS - 8)

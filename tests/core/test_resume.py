@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.audit import Audit, audit, valid
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.state import FlowState
+from recipe.async_pipeline.core.flow_state import FlowState
+from recipe.async_pipeline.core.ledger_audit import Audit, audit, valid
 from recipe.async_pipeline.errors import ConservationError
 from tests.core.test_flow import LAYOUTS
-from tests.sim import ALL_ROLES, WITH_CRITIC, SimCheckpoint, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimCheckpoint, SimTrainer
 
 Records = list[Mapping[str, Any]]
 Make = Callable[..., SimTrainer]

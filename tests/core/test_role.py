@@ -13,7 +13,6 @@ from recipe.async_pipeline.core.channel import Channel
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.core.machine import StageState
 from recipe.async_pipeline.core.pools import DevicePool
 from recipe.async_pipeline.core.role import (
     ROLES,
@@ -22,8 +21,9 @@ from recipe.async_pipeline.core.role import (
     known_roles,
     register_role,
 )
+from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import ConfigError, StageProtocolError, WaitTimeout
-from tests.sim import ALL_ROLES, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, SimTrainer
 
 
 class Echo(RoleStateMachine):

@@ -20,13 +20,13 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from recipe.async_pipeline.errors import AsyncPipelineError
-from recipe.async_pipeline.verl_bridge.parts import adapter_of, described, part_of, unfused
-from recipe.async_pipeline.verl_bridge.vllm_worker import PipelineWorkerExtension
+from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
+from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of, unfused
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
 
-NAME = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
+NAME = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PROMPT = [20, 21, 11, 22, 23, 29]
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.flow import GRAPH, OPTIONAL
-from recipe.async_pipeline.core.machine import StageState
+from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.soak.processes import processes_with
 
 ROOT = Path(__file__).resolve().parents[2]

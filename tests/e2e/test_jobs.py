@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.bad_data import KINDS
+from recipe.async_pipeline.core.bad_data import KINDS
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import ROOT, STRAGGLES_S, check_clean_end, check_events, run_job, smoke_command
 

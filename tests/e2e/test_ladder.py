@@ -84,7 +84,7 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
             "trainer.experiment_name=stock",
             # verl's colocated loader has no repair for the repack of vLLM's CPU layers; ours does it.
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
-            "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension",
+            "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension",
         ]
         if stock
         else [f"async_strategy='{strategy}'", f"trainer.v1.async_pipeline.run_dir={folder / 'run'}"]

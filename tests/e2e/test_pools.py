@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import FAKES
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
 
@@ -144,7 +145,7 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_reward_model_scores_on_devices_of_its_own(tied_task: Path, tmp_path: Path) -> None:
     """A generative one, which the reward function asks for every answer while others are generated."""
-    functions = Path(__file__).parents[1] / "reward_functions.py"
+    functions = FAKES / "reward_functions.py"
     model = "reward.reward_model"
     job = run_job(
         smoke_command(

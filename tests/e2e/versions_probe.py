@@ -26,14 +26,14 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from recipe.async_pipeline.knobs import IN_FLIGHT
-from recipe.async_pipeline.verl_bridge.vllm_plugin import IN_PROCESS
+from recipe.async_pipeline.config.schema import IN_FLIGHT
+from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 
-EXTENSION = "recipe.async_pipeline.verl_bridge.vllm_worker.PipelineWorkerExtension"
+EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT), ("keep", "device")]
 ASKERS = 6
 MAX_LEN = 64

@@ -19,7 +19,7 @@ from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch
 from recipe.async_pipeline.observe.step_account import StepAccountant
 from recipe.async_pipeline.observe.summary import RunRecorder, write_atomically
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
 

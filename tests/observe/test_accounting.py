@@ -24,7 +24,7 @@ from recipe.async_pipeline.observe.accounting import (
     account,
     read_events,
 )
-from tests.sim import ALL_ROLES, WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
 
 QUIET = {"gather": 0.0, "publish": 0.0, "logp": 0.0, "ref_logp": 0.0}
 

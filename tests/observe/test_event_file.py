@@ -14,7 +14,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.observe.event_file import EventFile
 from recipe.async_pipeline.observe.summary import write_atomically
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 
 def record(number: int, **fields: Any) -> LogRecord:

@@ -9,7 +9,7 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.observe.group_counts import GroupCounts
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 
 def record(role: str, event: str, **fields: Any) -> LogRecord:

@@ -11,7 +11,7 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord, busy_intervals, overlap_seconds
 from recipe.async_pipeline.observe.overlap import OverlapMeter
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 
 def record(t: float, role: str, state: str | None, lane: int = 0) -> LogRecord:

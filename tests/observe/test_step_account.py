@@ -12,7 +12,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.observe.accounting import account
 from recipe.async_pipeline.observe.step_account import StepAccountant, summary_of
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 
 class Told(SimTrainer):

@@ -19,9 +19,9 @@ from recipe.async_pipeline.core.events import busy_intervals
 from recipe.async_pipeline.errors import RunFilesError
 from recipe.async_pipeline.observe.accounting import read_events
 from recipe.async_pipeline.observe.trace import MAX_FLOWS, TraceEvent, leave_trace, trace_events, write_trace
+from tests import REPOSITORY
 from tests.observe.run_folder import RecordedTrainer, write_run
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PROCESSOR = Path(os.environ.get("TRACE_PROCESSOR_DIR", REPOSITORY / ".cache" / "trace_processor"))
 REQUIRED = {
     "M": {"name", "pid", "args"},

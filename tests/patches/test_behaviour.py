@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge import patches, verl_source
+from recipe.async_pipeline.patching import series, verl_source
+from tests import REPOSITORY
 
 pytestmark = pytest.mark.real_engine
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PROBES = Path(__file__).with_name("probes.py")
 LIMIT_S = 480.0
 """A tree. Seen on two shared cores: 40 s for both, two minutes when overloaded; nearly all of it is
@@ -34,14 +34,14 @@ Results = Mapping[str, str | None]
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     """What every probe said of the pristine and of the patched tree: None, or its error."""
-    folder = patches.patches_dir()
+    folder = series.patches_dir()
     scratch = tmp_path_factory.mktemp("trees")
     stem = verl_source.read_pin(folder).stem
     roots = {name: scratch / name / stem for name in ("pristine", "patched")}
     for root in roots.values():
         root.parent.mkdir()
         verl_source.unpack(verl_source.fetch_sdist(folder), root.parent, top=stem)
-    patches.apply(roots["patched"], folder=folder)
+    series.apply(roots["patched"], folder=folder)
     running = {name: _start(root, scratch / f"{name}.json") for name, root in roots.items()}
     try:
         for name, process in running.items():

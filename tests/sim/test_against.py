@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline import cli
+from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Stage, Stages, Sync, dump
-
-from .runs import leave_behind
-from .workloads import profile, setting
+from tests.sim.runs import leave_behind
+from tests.sim.workloads import profile, setting
 
 KNOWN = profile(
     batch=Batch(groups=8, answers=4),
@@ -29,7 +28,7 @@ def test_a_run_is_predicted_from_itself(
     strategy: str, lag: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leave_behind(setting(KNOWN, strategy, max_lag=lag, generate=3, steps=30), tmp_path)
-    assert cli.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
+    assert main.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert abs(facts["error"]) < 0.1
     assert facts["predicted_lag"] == pytest.approx(facts["measured_lag"], abs=0.3)
@@ -38,7 +37,7 @@ def test_a_run_is_predicted_from_itself(
 def test_a_profile_of_another_run_may_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_behind(setting(KNOWN, "one_step_off", generate=3, steps=30), tmp_path)
     (tmp_path / "other.yaml").write_text(dump(profile(stages=Stages(update=Stage(fixed_s=50.0)))))
-    assert cli.main(["simulate", "--against", str(tmp_path), "--profile", str(tmp_path / "other.yaml")]) == 0
+    assert main.main(["simulate", "--against", str(tmp_path), "--profile", str(tmp_path / "other.yaml")]) == 0
     told = capsys.readouterr().out
     assert "\none_step_off, max_lag 1: predicted 50." in told
 
@@ -51,11 +50,11 @@ def test_a_short_run_is_compared_over_its_later_half(
     lines = events.read_text().splitlines()
     tenth = next(i for i, line in enumerate(lines) if '"TRAINED"' in line and json.loads(line)["step"] == 10)
     events.write_text("\n".join(lines[: tenth + 1]) + "\n")
-    assert cli.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
+    assert main.main(["simulate", "--against", str(tmp_path), "--json"]) == 0
     assert abs(json.loads(capsys.readouterr().out)["error"]) < 0.2
     fourth = next(i for i, line in enumerate(lines) if '"TRAINED"' in line and json.loads(line)["step"] == 4)
     events.write_text("\n".join(lines[: fourth + 1]) + "\n")
-    assert cli.main(["simulate", "--against", str(tmp_path)]) == cli.EXIT_USERS
+    assert main.main(["simulate", "--against", str(tmp_path)]) == main.EXIT_USERS
     assert (
         "has 4 steps, of which too few are without a warm-up; give a run of 8 or more"
         in capsys.readouterr().err
@@ -63,5 +62,5 @@ def test_a_short_run_is_compared_over_its_later_half(
 
 
 def test_what_the_run_says_cannot_be_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--against", str(tmp_path), "--devices", "4"]) == cli.EXIT_USERS
+    assert main.main(["simulate", "--against", str(tmp_path), "--devices", "4"]) == main.EXIT_USERS
     assert "--devices is what the run of --against says, got 4; leave it out" in capsys.readouterr().err

@@ -20,8 +20,7 @@ from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Stage, Stages, Sync
 from recipe.async_pipeline.sim.search import synchronous
 from recipe.async_pipeline.sim.simulation import simulate
-
-from .workloads import profile, random_profile, setting
+from tests.sim.workloads import profile, random_profile, setting
 
 
 def test_work_is_that_of_the_answers_that_are_drawn() -> None:
@@ -71,7 +70,7 @@ def test_engines_that_stand_still_have_less_time() -> None:
 
 
 def test_pools_of_their_own_have_bounds_of_their_own() -> None:
-    from recipe.async_pipeline.placement import Placement, Pool
+    from recipe.async_pipeline.config.placement import Placement, Pool
 
     of = profile(
         stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.2), ref_logp=Stage(fixed_s=0.5)),

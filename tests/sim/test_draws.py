@@ -9,8 +9,7 @@ import pytest
 from recipe.async_pipeline.sim.distribution import Histogram, Lognormal
 from recipe.async_pipeline.sim.draws import CHUNK, Draws, alone_s
 from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Failures
-
-from .workloads import profile
+from tests.sim.workloads import profile
 
 
 def test_a_group_depends_on_its_number_alone() -> None:

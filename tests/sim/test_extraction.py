@@ -23,9 +23,8 @@ from recipe.async_pipeline.sim.profile import (
     Validation,
 )
 from recipe.async_pipeline.sim.run_log import read_run
-
-from .runs import leave_behind
-from .workloads import profile, setting
+from tests.sim.runs import leave_behind
+from tests.sim.workloads import profile, setting
 
 KNOWN = profile(
     batch=Batch(groups=8, answers=4),

@@ -17,8 +17,7 @@ from recipe.async_pipeline.sim.layout import (
     smaller,
 )
 from recipe.async_pipeline.sim.profile import Batch, Stage, Stages
-
-from .workloads import profile, setting
+from tests.sim.workloads import profile, setting
 
 WITH_ALL = profile(stages=Stages(update=Stage(), ref_logp=Stage(), values=Stage(), critic=Stage()))
 TOGETHER = ("train", "logp")

@@ -10,8 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim.profile import PROFILES, Batch, Decode, Stage, Stages, dump, load
-
-from .workloads import profile, random_profile
+from tests.sim.workloads import profile, random_profile
 
 SHIPPED = sorted(path.stem for path in PROFILES.glob("*.yaml"))
 SMALLEST = """

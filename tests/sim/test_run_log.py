@@ -11,9 +11,8 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim.profile import Stage, Stages
 from recipe.async_pipeline.sim.run_log import read_run
 from recipe.async_pipeline.sim.simulation import simulate
-
-from .runs import leave_behind
-from .workloads import profile, setting
+from tests.sim.runs import leave_behind
+from tests.sim.workloads import profile, setting
 
 COSTS = {
     "draw": 0.01,

@@ -15,8 +15,7 @@ from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Profile, S
 from recipe.async_pipeline.sim.search import Plan, _candidates, judge, overrides, plan, synchronous
 from recipe.async_pipeline.sim.simulation import simulate
 from recipe.async_pipeline.sim.trainer import Setting
-
-from .workloads import profile
+from tests.sim.workloads import profile
 
 LONG_TAIL = profile(
     batch=Batch(groups_per_device=2.0, answers=8),

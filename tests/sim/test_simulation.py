@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.placement import Placement, Pool
 from recipe.async_pipeline.sim.bound import bound_s
 from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.profile import (
@@ -29,9 +29,8 @@ from recipe.async_pipeline.sim.profile import (
 )
 from recipe.async_pipeline.sim.search import synchronous
 from recipe.async_pipeline.sim.simulation import LEAST_STEPS, simulate, window
-
-from .independent import Pipeline
-from .workloads import profile, random_profile, setting
+from tests.sim.independent import Pipeline
+from tests.sim.workloads import profile, random_profile, setting
 
 WRITTEN_S = 1.0  # of each answer of `profile()`
 SYNC = Sync(transfer_s=0.05, load_s=0.1, stall_s=0.0)

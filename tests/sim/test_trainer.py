@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.staleness import Versions
-from recipe.async_pipeline.placement import Placement, Pool
 from recipe.async_pipeline.sim.profile import Stage, Stages, Sync, Validation
 from recipe.async_pipeline.sim.trainer import Setting, SimulatedTrainer
-
-from .workloads import profile, setting
+from tests.sim.workloads import profile, setting
 
 
 def apart(of: Setting) -> Setting:

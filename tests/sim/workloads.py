@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from recipe.async_pipeline.placement import Placement, Pool
+from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.layout import knobs_of
 from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Profile, Stage, Stages, Sync

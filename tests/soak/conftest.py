@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak import Run
+from tests.fakes.soak_run import Run
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from recipe.async_pipeline.soak import faults
 from recipe.async_pipeline.soak.job import SoakFailed, SoakJob
 from recipe.async_pipeline.soak.processes import Found
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR, new_name
-from tests.soak import Run, record
+from tests.fakes.soak_run import Run, record
 
 
 def test_a_replica_is_back_when_the_one_that_fell_has_rejoined(job: Run) -> None:

@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 import pytest
 
-from recipe.async_pipeline.core.audit import audit, valid
+from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.event_audit import audit_events
+from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group, Prompt, Publication
-from recipe.async_pipeline.core.state import FlowState
-from recipe.async_pipeline.core.step_down import Caution
-from recipe.async_pipeline.weight_sync.distribution import Distribution, LoadReport
+from recipe.async_pipeline.core.ledger_audit import audit, valid
+from recipe.async_pipeline.weight_sync.publisher import Distribution, LoadReport
 from tests.core.test_resume import Life, check, lives
-from tests.sim import SimCheckpoint, SimTrainer
+from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
 LOAD_S, RESTART_S, DEADLINE_S = 0.2, 30.0, 20.0
 FOREVER_S = 1e6

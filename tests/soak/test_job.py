@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak import Run, record
+from tests.fakes.soak_run import Run, record
 
 
 def test_events_are_read_as_far_as_they_are_whole(job: Run) -> None:

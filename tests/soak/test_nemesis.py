@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.soak import command, faults, nemesis
-from tests.soak import record
+from recipe.async_pipeline.cli import soak
+from recipe.async_pipeline.soak import faults, nemesis
+from tests.fakes.soak_run import record
 
 
 @given(seed=st.integers(), kinds=st.sets(st.sampled_from(sorted(faults.FAULTS)), min_size=1))
@@ -63,7 +64,7 @@ def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) ->
     assert found["violations"][0] == "the run did not recover after kill_engine: TimeoutError"
     assert "events.1.jsonl: version 1 is served, and was never gathered" in found["violations"]
     assert set(found["samples"]) == {"dispatched", "trained", "filtered", "expired", "failed", "in_flight"}
-    lines = command.in_words(found)
+    lines = soak.in_words(found)
     assert lines[0] == "faults       3 (burst 1, kill_engine 2); recovered from 2"
     assert "not tried    kill_run: the time was up; give it more --minutes" in lines
     assert any(line.startswith("VIOLATION    the run did not recover") for line in lines)

@@ -11,7 +11,7 @@ from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, create_ro
 from recipe.async_pipeline.core.channel import Channel
 from recipe.async_pipeline.core.items import Prompt
 from recipe.async_pipeline.core.pools import DevicePool
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 
 MakeRole = Callable[..., RoleStateMachine]
 

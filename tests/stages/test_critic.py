@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
-from tests.sim import WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import WITH_CRITIC, SimTrainer
 from tests.stages.conftest import MakeRole
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.core.machine import StageState
+from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import WaitTimeout
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole
 
 

@@ -7,8 +7,8 @@ import asyncio
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.core.machine import StageState
-from tests.sim import SimTrainer
+from recipe.async_pipeline.core.state_machine import StageState
+from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole
 
 

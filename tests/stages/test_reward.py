@@ -10,7 +10,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.core.role import RoleStateMachine
 from recipe.async_pipeline.errors import StageProtocolError
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole
 
 

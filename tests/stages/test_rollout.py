@@ -11,7 +11,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.core.role import RoleStateMachine
 from recipe.async_pipeline.errors import ConservationError
-from tests.sim import SimTrainer
+from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole, admit
 
 

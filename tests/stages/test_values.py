@@ -10,7 +10,7 @@ import pytest
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.errors import WaitTimeout
-from tests.sim import WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import WITH_CRITIC, SimTrainer
 from tests.stages.conftest import MakeRole
 
 

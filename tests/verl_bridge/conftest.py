@@ -13,9 +13,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from recipe.async_pipeline.verl_bridge.patches import find_verl_root
+from recipe.async_pipeline.patching.series import find_verl_root
+from tests import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 Smoke = Callable[..., DictConfig]
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from recipe.async_pipeline.verl_bridge.parts import TrainingRanks, part_of
+from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, part_of
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.shards import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
 
 
 def make_model() -> torch.nn.Module:

@@ -18,16 +18,15 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipe.async_pipeline.config.schema import OWN, own_fields
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
-from recipe.async_pipeline.knobs import OWN, own_fields
 from recipe.async_pipeline.observe.table import MARK
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke
-from tests.verl_bridge.test_rules import MISTAKES
+from tests.verl_bridge.test_config_rules import MISTAKES
 
 pytestmark = pytest.mark.real_engine
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 
@@ -257,7 +256,7 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
     launch.prepare(config)
     manager = config.reward.reward_manager
     assert (manager.source, manager.name) == ("importlib", "GuardedRewardManager")
-    assert manager.module.path == "pkg://recipe.async_pipeline.verl_bridge.guarded_rewards"
+    assert manager.module.path == "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
     assert config.trainer.v1.async_pipeline.reward_manager.name == "dapo"
 
 

@@ -63,7 +63,7 @@ class Worker:
 def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_before(
     load: Load, nodes: Nodes
 ) -> None:
-    lasting = load("recipe.async_pipeline.verl_bridge.lasting").lasting(Worker)
+    lasting = load("recipe.async_pipeline.verl_bridge.restartable_actors").lasting(Worker)
     lost = nodes.add()
     there = NodeAffinitySchedulingStrategy(lost.node_id, soft=True)
     worker = lasting.options(scheduling_strategy=there).remote()
@@ -76,7 +76,7 @@ def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_bef
 
 
 def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
-    ours = load("recipe.async_pipeline.verl_bridge.rollout_pool")
+    ours = load("recipe.async_pipeline.verl_bridge.rollout.replica_pool")
     for _ in range(3):
         nodes.add()
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout={"full_determinism": False}))
@@ -85,7 +85,7 @@ def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
     for _ in range(4):
         asyncio.run(manager._init_global_load_balancer())
         where = manager.global_load_balancer.__ray_call__.remote(
-            load("recipe.async_pipeline.verl_bridge.device_holder").node_id
+            load("recipe.async_pipeline.verl_bridge.rollout.device_holder").node_id
         )
         assert ray.get(where, timeout=LIMIT_S) == ray.get_runtime_context().get_node_id()
 
@@ -110,7 +110,7 @@ def replica_of(ours: ModuleType) -> Any:
 
 
 def test_a_replica_gets_devices_of_another_node_as_soon_as_there_are_any(load: Load, nodes: Nodes) -> None:
-    replica = replica_of(load("recipe.async_pipeline.verl_bridge.vllm_replica"))
+    replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"))
     lost = nodes.add()
 
     async def story() -> None:

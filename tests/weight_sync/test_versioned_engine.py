@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.config.schema import IN_FLIGHT
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.knobs import IN_FLIGHT
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 
 PROMPT = {"prompt_token_ids": [100, 101]}

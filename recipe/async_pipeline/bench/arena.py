@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from ..cli import echo
+from ..cli.main import echo
 from ..errors import ConfigError
 from ..weight_sync.arena import ArenaReader, ArenaWriter, Part
 from ..weight_sync.board import await_manifest
+from ..weight_sync.copy_plan import Recorder
 from ..weight_sync.manifest import Manifest
-from ..weight_sync.recorded_load import Recorder
-from ..weight_sync.spare import Spare
+from ..weight_sync.standby_copy import Spare
 from .outputs import check_outputs
 from .report import machine
 from .statistics import spread

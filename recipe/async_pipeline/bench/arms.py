@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..verl_bridge.vllm_plugin import IN_PROCESS
+from ..verl_bridge.rollout.vllm.plugin import IN_PROCESS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
@@ -20,7 +20,7 @@ DEVICES = 2
 # What verl's own trainers need to run on a CPU at all, and what ours does by itself: no process between the
 # engine core and its only worker.
 _STOCK: dict[str, Any] = {
-    f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.vllm_worker.PipelineWorkerExtension",
+    f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.rollout.vllm.worker.PipelineWorkerExtension",
     f"{_VLLM}.distributed_executor_backend": IN_PROCESS,
 }
 # Both devices train, and both generate.
@@ -38,7 +38,7 @@ class Arm(NamedTuple):
     bounded_lag: bool
     """No answer is older than batches_in_flight - 1 versions; else the slow ones are overtaken, and age."""
     overrides: dict[str, Any]
-    entry: str = f"{_BRIDGE}.bench_job"
+    entry: str = f"{_BRIDGE}.bench.job"
     """Module that starts it."""
 
 
@@ -117,7 +117,7 @@ ARMS: dict[str, Arm] = {
     "verl_colocate_async": Arm(False, True, 4, False, _COLOCATE),
     "verl_separate_async": Arm(False, False, 4, False, _SEPARATE),
     "verl_separate_async_lag3": Arm(False, False, 4, True, _SEPARATE | _LAG_3),
-    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_BRIDGE}.bench_fully_async_job"),
+    "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_BRIDGE}.bench.fully_async_job"),
     "on_policy": _ours("on_policy", 0),
     "one_step_off": _ours("one_step_off", 1),
     "n_step_ahead": _ours("n_step_ahead", 3),

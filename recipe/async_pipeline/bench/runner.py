@@ -67,7 +67,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
             [
                 {
                     "name": "bench_episode",
-                    "_target_": "recipe.async_pipeline.verl_bridge.bench_agent.EpisodeLoop",
+                    "_target_": "recipe.async_pipeline.verl_bridge.bench.agent_loop.EpisodeLoop",
                     "episode": msgspec.to_builtins(workload.episode),
                     "seed": seed,
                 }

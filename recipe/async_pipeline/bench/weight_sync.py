@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cli import echo
+from ..cli.main import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.segment import create_segment
@@ -29,8 +29,8 @@ from .runner import JobFailed, command_of, run_watched
 from .spans import read_spans
 from .stalls import LIMITS, PUBLICATION, costs, summary
 
-ENTRY = "recipe.async_pipeline.verl_bridge.bench_sync_job"
-TIMED = "recipe.async_pipeline.verl_bridge.bench_sync_worker.TimedWorkerExtension"
+ENTRY = "recipe.async_pipeline.verl_bridge.bench.weight_sync_job"
+TIMED = "recipe.async_pipeline.verl_bridge.bench.weight_sync_worker.TimedWorkerExtension"
 
 
 class Way(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
 from ..errors import ChannelClosed
-from .turnstile import Turnstile
+from .wait_queue import Turnstile
 
 T = TypeVar("T")
 

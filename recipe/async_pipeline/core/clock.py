@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from ..errors import WaitTimeout
-from .waits import Wait, waits_of
+from .wait_graph import Wait, waits_of
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .channel import Channel
-from .waits import Wait, cycle_in, waits_of
+from .wait_graph import Wait, cycle_in, waits_of
 
 if TYPE_CHECKING:
     from .flow import AsyncTrainingFlow

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import StageProtocolError
-from .machine import TERMINAL, Event, StageState, advance
+from .state_machine import TERMINAL, Event, StageState, advance
 
 MOVES = frozenset(event.name for event in Event)
 RELEASING = frozenset({"RELEASE", "FINISH", *(state.name for state in TERMINAL)})

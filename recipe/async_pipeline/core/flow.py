@@ -35,17 +35,17 @@ from typing import Any
 from ..errors import ConfigError
 from .channel import Channel
 from .clock import Clock, LoopClock
+from .degradation import Change, Level, StepDown
 from .events import EventLog
+from .flow_state import FlowState
 from .items import Publication, StepBatch
 from .ledger import Ledger
-from .machine import TERMINAL, StageState
 from .pools import DevicePool, PoolSet
-from .ports import PipelineTrainer
 from .role import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
-from .state import FlowState
-from .step_down import Change, Level, StepDown
-from .waits import Holders
+from .state_machine import TERMINAL, StageState
+from .trainer_protocol import PipelineTrainer
+from .wait_graph import Holders
 
 GRAPH: Mapping[str, tuple[str, ...]] = {
     "dataloader": ("generate",),

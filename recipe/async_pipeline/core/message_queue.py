@@ -35,9 +35,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ChannelClosed, ConservationError, StageProtocolError, StalenessViolation
+from .flow_state import EntryState, QueueState
 from .items import Group, Prompt, Ticket
 from .staleness import Versions
-from .state import EntryState, QueueState
 
 Order = Literal["drawn", "finished"]
 """Which groups a step takes: the next ones as they were drawn, or those that are finished."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ..errors import LeaseError
 from .clock import Clock, LoopClock
-from .turnstile import Turnstile
-from .waits import Holders
+from .wait_graph import Holders
+from .wait_queue import Turnstile
 
 
 @dataclass(frozen=True)

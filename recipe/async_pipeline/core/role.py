@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from ..errors import ChannelClosed, ConfigError, StageProtocolError
 from .channel import Channel
 from .clock import within
-from .machine import TERMINAL, Event, StageState, StateMachine
 from .pools import DevicePool, Lease
 from .staleness import MADE_BY, Kind
+from .state_machine import TERMINAL, Event, StageState, StateMachine
 
 if TYPE_CHECKING:
     from .flow import AsyncTrainingFlow
-    from .ports import PipelineTrainer
+    from .trainer_protocol import PipelineTrainer
 
 T = TypeVar("T")
 R = TypeVar("R", bound="type[RoleStateMachine]")

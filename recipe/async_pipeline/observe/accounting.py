@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.events import LogRecord
-from ..core.machine import TERMINAL
+from ..core.state_machine import TERMINAL
 
 Seconds = defaultdict[str, float]
 """Device-seconds by reason."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..core.events import LogRecord
-from ..core.machine import StageState
+from ..core.state_machine import StageState
 
 
 class OverlapMeter:

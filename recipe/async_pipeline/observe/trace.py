@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.events import LogRecord
-from ..core.machine import TERMINAL
+from ..core.state_machine import TERMINAL
 from ..errors import AsyncPipelineError, RunFilesError
 from .accounting import read_events
 from .group_counts import GroupCounts

@@ -8,7 +8,7 @@ import json
 from statistics import fmean
 from typing import Any
 
-from ..cli import echo
+from ..cli.main import echo
 from ..errors import ConfigError
 from .extraction import extract
 from .profile import Profile, load

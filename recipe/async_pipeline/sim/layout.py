@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..config.placement import Placement, Pool, check_divides, place, wishes_of
+from ..config.schema import DEFAULT_AHEAD, STRATEGY_LAG, AsyncPipelineConfig, canonical_strategy
 from ..errors import ConfigError
-from ..knobs import DEFAULT_AHEAD, STRATEGY_LAG, AsyncPipelineConfig, canonical_strategy
-from ..placement import Placement, Pool, check_divides, place, wishes_of
 from .profile import Profile
 from .trainer import Setting
 

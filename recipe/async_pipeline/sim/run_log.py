@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ..config.placement import Placement
+from ..config.schema import AsyncPipelineConfig
 from ..core.events import LogRecord
 from ..errors import ConfigError
-from ..knobs import AsyncPipelineConfig
 from ..observe.accounting import read_events
-from ..placement import Placement
 
 SETTINGS = "settings.json"
 ENDS = {

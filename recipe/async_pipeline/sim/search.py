@@ -17,8 +17,8 @@ from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Any, Literal
 
+from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
-from ..knobs import AsyncPipelineConfig
 from .bound import bound_s, bound_terms, estimate_s, work_of
 from .layout import groups_of, knobs_of, placement_of, pools_of, shapes, shared_placement
 from .profile import Profile, Stage

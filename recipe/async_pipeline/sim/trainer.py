@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
+from ..config.placement import Placement, proximal_policy
+from ..config.schema import AsyncPipelineConfig, loads_at_once
+from ..core.degradation import Caution, Change
 from ..core.flow import GRAPH
+from ..core.flow_state import FlowState
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
 from ..core.message_queue import MessageQueue
 from ..core.staleness import Versions
-from ..core.state import FlowState
-from ..core.step_down import Caution, Change
-from ..knobs import AsyncPipelineConfig, loads_at_once
-from ..placement import Placement, proximal_policy
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
 from .replicas import Replica, ReplicaPool

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..core.degradation import Level
 from ..core.items import StepBatch
 from ..core.role import RoleStateMachine, register_role
 from ..core.staleness import check_lag
-from ..core.step_down import Level
 
 
 @register_role("train")

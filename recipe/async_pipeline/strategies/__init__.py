@@ -12,11 +12,11 @@ import importlib
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 
+from ..config.schema import is_strategy
 from ..errors import ConfigError
-from ..knobs import is_strategy
 from ..redaction import hide_in_output
-from ..verl_bridge.rollout_pool import PipelineServerManager
-from ..verl_bridge.trainer import AsyncPipelineTrainer
+from ..verl_bridge.rollout.replica_pool import PipelineServerManager
+from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from .fully_async import FullyAsyncTrainer
 from .n_step_ahead import NStepAheadTrainer
 from .on_policy import OnPolicyTrainer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..core.message_queue import Order
-from ..verl_bridge.trainer import AsyncPipelineTrainer
+from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 
 
 class FullyAsyncTrainer(AsyncPipelineTrainer):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ..verl_bridge.trainer import AsyncPipelineTrainer
+from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 
 
 class OneStepOffTrainer(AsyncPipelineTrainer):

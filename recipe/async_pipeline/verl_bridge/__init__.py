@@ -8,6 +8,6 @@ within the exception: they read verl's files and import nothing of it, so that t
 cannot be imported.
 """
 
-from . import early_engine
+from .rollout.vllm import prefork
 
-early_engine.begin()
+prefork.begin()

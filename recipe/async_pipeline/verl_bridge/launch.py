@@ -28,34 +28,26 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 from verl.trainer.ppo.utils import need_reference_policy
 
-from .. import plugin
-from ..config import SWITCHES, Translation, is_enabled, reject_near_misses, resolve
+from ..checkpoint.resume import check_keys, check_ledger, origin_of
+from ..config.aliases import BYPASS, FOREIGN
+from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
+from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
+from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss, correction_in_words
+from ..config.schema import OWN, AsyncPipelineConfig, hint, is_strategy, plain_defaults, select
+from ..config.translation import SWITCHES, Translation, is_enabled, reject_near_misses, resolve
+from ..config.user_classes import find_class
 from ..core.flow import GRAPH, OPTIONAL, graph_of
-from ..corrections import CORRECTION, POLICY_LOSS, check_loss, correction_in_words
 from ..errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
-from ..foreign_keys import BYPASS, FOREIGN
-from ..knobs import OWN, AsyncPipelineConfig, hint, is_strategy, plain_defaults, select
-from ..loss_names import LOSS_CONFIG, OWN_LOSSES
 from ..observe.table import MARK
-from ..own_classes import find_class
-from ..placement import (
-    PLACED,
-    POOLS,
-    RATIOS,
-    TASK_RATIOS,
-    Placement,
-    placement_of,
-    proximal_policy,
-)
-from ..resume import check_keys, check_ledger, origin_of
-from ..rewards import FILE, PACKAGE, Function
-from .custom_roles import insert_custom_roles
-from .loss_registry import OffPolicyLossConfig
-from .patches import find_verl_root, require_patched
-from .rules import MANAGER, ROLLOUT, check_devices, check_sections, check_verl_config, has_critic
+from ..patching.series import find_verl_root, require_patched
+from ..stages.custom import insert_custom_roles
+from . import plugin
+from .config_rules import MANAGER, ROLLOUT, check_devices, check_sections, check_verl_config, has_critic
+from .reward.executor import FILE, PACKAGE, Function
+from .workers.loss_registry import OffPolicyLossConfig
 
 STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
-REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.guarded_rewards"
+REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
 
 

@@ -27,9 +27,9 @@ import torch
 
 from ..errors import CorruptionError, WeightSyncError
 from .board import Board
-from .delivery import draw_sample, sampled_names
 from .dual_buffer import DualBuffer
 from .manifest import BucketEntry, Failure, Layout, Manifest, TensorEntry, Ticket, encode
+from .proof import draw_sample, sampled_names
 from .segment import Segment, create_segment
 from .segment_names import SHM_DIR, sweep_orphans
 

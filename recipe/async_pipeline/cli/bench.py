@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline bench`: arms side by side, in turns, with a table, a JSON file and a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..bench import arena, learning, weight_sync
+from ..bench.arms import ARMS, DEFAULT_ARMS, parse_arms
+from ..bench.measure import Measured
+from ..bench.outputs import check_outputs, job_logs
+from ..bench.picture import draw
+from ..bench.report import report, table
+from ..bench.runner import Job, JobFailed, jobs_in_turns, run_job
+from ..bench.workload import Workload, load, names
+from ..errors import ConfigError
+from ..toy.build import ToySpec, ensure_toy
+from .main import echo
+
+_OTHERS: Mapping[str, tuple[Any, str]] = {
+    "weight-sync": (
+        weight_sync,
+        "what a publication of weights costs, with our ways and with verl's, on real engines",
+    ),
+    "learning": (learning, "whether asynchrony keeps what is learned, by samples and by the clock"),
+    "arena": (arena, "how fast weights go from a device to host memory and back, with torch alone"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline bench`."""
+    parser.add_argument(
+        "--workload",
+        default="agentic_wait",
+        metavar="NAME",
+        help=f"one of {', '.join(names())}, or a file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--arms",
+        default=",".join(DEFAULT_ARMS),
+        metavar="A,B,...",
+        help=f"of {', '.join(ARMS)}, in the order of their turns (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps to measure, beside warm-up (default: the workload's)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="R", help="turns of each arm (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="decides prompts and waits (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after each job")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="DIR",
+        help="keep what the jobs print and write (default: kept only if one fails)",
+    )
+    parser.add_argument(
+        "--no-stock-poll",
+        action="store_true",
+        help="do not also run verl's arms once with their polling interval as shipped",
+    )
+    others = parser.add_subparsers(dest="instead", title="other measurements")
+    for name, (module, text) in _OTHERS.items():
+        module.add_arguments(others.add_parser(name, help=text, description=text))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all jobs. Status 0: all arms completed; 1: some failed."""
+    if args.instead is not None:
+        for option, default in (
+            ("workload", "agentic_wait"),
+            ("arms", ",".join(DEFAULT_ARMS)),
+            ("repeats", 3),
+            ("no_stock_poll", False),
+        ):
+            if getattr(args, option) != default:
+                raise ConfigError(
+                    f"--{option.replace('_', '-')} is of `bench` itself, {args.instead} has no such "
+                    "option; leave it out"
+                )
+        status: int = _OTHERS[args.instead][0].run(args)
+        return status
+    arms = parse_arms(args.arms)
+    workload = load(args.workload)
+    for option in ("repeats", "steps"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option} must be >= 1, got {value}")
+    if args.steps is not None:
+        workload = msgspec.structs.replace(workload, steps=args.steps)
+    workload = with_room_for(arms, workload)
+    picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
+    check_outputs(args.json, picture, args.logs)
+    failed: dict[str, str] = {}
+    with job_logs(args.logs, failed) as root:
+        data = _run_all(args, arms, workload, root, failed)
+    echo("\n" + table(data))
+    if picture is not None and data["arms"]:
+        draw(data, picture)
+        echo(f"\npicture: {picture}")
+    return 1 if data["failed"] else 0
+
+
+def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
+    """With as many steps before and after the measured ones as fill and drain the deepest of these
+    pipelines.
+    """
+    deepest = max(ARMS[arm].batches_in_flight for arm in arms)
+    return msgspec.structs.replace(
+        workload, warmup=max(workload.warmup, deepest), cooldown=max(workload.cooldown, deepest)
+    )
+
+
+def _run_all(
+    args: argparse.Namespace, arms: list[str], workload: Workload, root: Path, failed: dict[str, str]
+) -> dict[str, Any]:
+    """Everything that was measured; also written to `--json` after each job."""
+    task = ensure_toy(
+        ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
+    )
+    jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
+    done: dict[str, list[Measured]] = {arm: [] for arm in arms}
+    stock: dict[str, Measured] = {}
+    data: dict[str, Any] = {}
+    started = time.monotonic()
+    echo(
+        f"{args.workload}: {workload.reason}\n{len(jobs)} jobs of {workload.total_steps} steps; logs in "
+        f"{root}"
+    )
+    for number, job in enumerate(jobs, start=1):
+        if job.arm in failed:
+            continue
+        what = f"turn {job.turn}" if job.turn else "polls as shipped"
+        echo(f"[{number}/{len(jobs)}] {job.arm}, {what} ({time.monotonic() - started:.0f} s so far)")
+        try:
+            measured = _run_twice_at_most(job, workload, args.seed, task.dir)
+        except JobFailed as error:
+            failed[job.arm] = str(error)
+            echo(f"  failed again: {error}")
+        else:
+            echo(f"  {_line(measured)}")
+            if job.turn:
+                done[job.arm].append(measured)
+            else:
+                stock[job.arm] = measured
+        data = report(
+            args.workload,
+            workload,
+            _complete(done, failed),
+            seed=args.seed,
+            command="async-pipeline " + " ".join(sys.argv[1:]),
+            failed=failed,
+            stock_poll=stock,
+        )
+        data["complete"] = number == len(jobs)
+        if args.json:
+            args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return data
+
+
+def _run_twice_at_most(job: Job, workload: Workload, seed: int, task: Path) -> Measured:
+    """A job that fails by an accident of the machine should not cost its arm all turns."""
+    try:
+        return run_job(job, workload, seed, task, echo)
+    except JobFailed as error:
+        echo(f"  failed, once more: {error}")
+        return run_job(
+            job._replace(directory=job.directory.with_name(f"{job.directory.name}-again")),
+            workload,
+            seed,
+            task,
+            echo,
+        )
+
+
+def _complete(done: Mapping[str, list[Measured]], failed: Mapping[str, str]) -> dict[str, list[Measured]]:
+    """The arms that can be compared: each cut to the turns that all of them have done."""
+    alive = {arm: turns for arm, turns in done.items() if turns and arm not in failed}
+    common = min((len(turns) for turns in alive.values()), default=0)
+    return {arm: turns[:common] for arm, turns in alive.items()}
+
+
+def _line(measured: Measured) -> str:
+    return (
+        f"{measured.samples_per_s:.1f} samples/s, {measured.step_s:.2f} s/step, trainer idle "
+        f"{measured.trainer_idle:.0%}, "
+        f"lag {measured.lag_mean:.2f} (max {measured.lag_max}), {sum(measured.cpu_s.values()):.2f} "
+        "CPU-s/step, "
+        f"first step after {measured.first_step_s:.0f} s, others used {measured.foreign_cpu:.2f} cores"
+    )

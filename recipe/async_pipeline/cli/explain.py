@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline explain`: the plan that a command line comes down to, without starting Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from ..config.run_plan import as_json, in_words, plan_of
+from ..config.translation import SWITCHES, unknown_key
+from ..errors import ConfigError
+from ..patching.series import find_verl_root
+from .main import echo
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline explain`."""
+    parser.add_argument(
+        "--config-path", type=Path, metavar="DIR", help="as verl's entry point takes it (default: verl's own)"
+    )
+    parser.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides, as for the training command"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan. Raises ConfigError: the run would not start."""
+    config = _composed(args.config_path, args.config_name, args.overrides)
+    if all(OmegaConf.select(config, path) is None for path in SWITCHES):
+        # Who asks what the pipeline would do need not ask for it as well.
+        config = _composed(args.config_path, args.config_name, ["+async_pipeline=True", *args.overrides])
+    # Imports verl, which takes seconds and warns of engines that are not installed.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ..verl_bridge.launch import checked, set_verls_keys
+
+    found = checked(config)
+    if found is None:
+        raise ConfigError("the pipeline is switched off; leave that out")
+    set_verls_keys(config, found)
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    plan = plan_of(
+        {str(k): v for k, v in resolved.items()}, found.translation.config, found.placement, found.old_logp
+    )
+    notes = found.translation.notes
+    if args.as_json:
+        echo(json.dumps(as_json(plan) | {"notes": list(notes)}, indent=2))
+        return 0
+    for line in (*notes, *in_words(plan)):
+        echo(line)
+    return 0
+
+
+def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
+    """The config as verl's entry point would get it. Raises ConfigError: hydra refuses it."""
+    verl = find_verl_root() / "verl" / "trainer" / "config"
+    GlobalHydra.instance().clear()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--config-path must be a directory, got {str(folder)!r}")
+    try:
+        with initialize_config_dir(config_dir=str((folder or verl).resolve()), version_base=None):
+            return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
+    except HydraException as error:
+        missing = re.match(r"Could not override '(.+?)'", str(error))
+        raise ConfigError(unknown_key(missing[1]) if missing else str(error).split("\n")[0]) from None

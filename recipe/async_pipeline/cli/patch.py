@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline patch`: the pinned verl tree and our series on it, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from recipe.async_pipeline.cli.main import EXIT_OK, echo
+from recipe.async_pipeline.patching import series, verl_source
+
+HELP = {
+    "fetch": "have the pinned verl in .cache/verl (by pip, its hash checked), or take the clone at "
+    "--verl-dir",
+    "status": "say of every touched file whether it is pristine, applied or diverged",
+    "apply": "apply the series; nothing is done if it is applied, nothing is changed if a file is diverged",
+    "revert": "take the series back, byte for byte",
+    "refresh": "rewrite PATCH from the edited tree, its header kept",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their options."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in HELP.items():
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument(
+            "--verl-dir",
+            type=Path,
+            metavar="DIR",
+            help="the folder that holds verl/ (default: the fetched tree, else the importable verl)",
+        )
+        action.add_argument("--json", action="store_true", help="one JSON object instead of text")
+        if name == "fetch":
+            action.add_argument(
+                "--fresh", action="store_true", help="discard the tree that is there, edits included"
+            )
+        if name == "refresh":
+            action.add_argument("patch", metavar="PATCH", help="its file name in patches/")
+            action.add_argument(
+                "paths", nargs="*", metavar="PATH", help="files that it shall own besides those that it names"
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action and report it. Raises PatchError: as the functions of `patches` and `verl_source`."""
+    folder = series.patches_dir()
+    result = _fetch(args, folder) if args.action == "fetch" else _on_tree(args, folder)
+    echo(json.dumps(result, indent=2) if args.json else _as_text(result))
+    return EXIT_OK
+
+
+def _fetch(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    if args.verl_dir is None:
+        root = verl_source.fetch(folder, fresh=args.fresh)
+    else:
+        root = verl_source.adopt(folder, args.verl_dir, fresh=args.fresh)
+    return _report("fetch", root, folder, changed=())
+
+
+def _on_tree(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    root: Path = args.verl_dir or verl_source.default_verl_root(folder)
+    verl_source.check_version(root, verl_source.read_pin(folder))
+    changed: tuple[str, ...] = ()
+    if args.action == "apply":
+        changed = series.apply(root, folder=folder)
+    elif args.action == "revert":
+        changed = series.revert(root, folder=folder)
+    elif args.action == "refresh":
+        pristine = functools.partial(verl_source.published_file, folder)
+        rewritten = series.refresh(args.patch, root, pristine=pristine, add=args.paths, folder=folder)
+        changed = (f"patches/{args.patch}",) if rewritten else ()
+    return _report(args.action, root, folder, changed=changed)
+
+
+def _report(action: str, root: Path, folder: Path, *, changed: tuple[str, ...]) -> dict[str, Any]:
+    state = series.patch_state(root, folder=folder)
+    return {
+        "action": action,
+        "verl_root": str(root),
+        "overall": state.overall,
+        "changed": list(changed),
+        "files": [{"path": f.path, "state": f.state, "patches": list(f.patches)} for f in state.files],
+    }
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    lines = [f"{result['verl_root']}: {result['overall']}"]
+    if result["action"] == "status":
+        lines += [f"  {f['state']:<9} {f['path']}  ({', '.join(f['patches'])})" for f in result["files"]]
+    elif result["action"] != "fetch":
+        lines += [f"  changed {path}" for path in result["changed"]] or ["  nothing to do"]
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline plan`: which split, pools, strategy and lag, or why none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from ..errors import ConfigError
+from ..sim.bound import bound_s
+from ..sim.profile import load
+from ..sim.search import DEFAULT_MAX_LAG, SEEDS, Found, Plan, overrides, plan
+from .main import echo
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline plan`."""
+    parser.add_argument(
+        "--profile", required=True, metavar="FILE", help="a profile, or the name of a shipped one"
+    )
+    parser.add_argument(
+        "--devices", type=int, required=True, metavar="N", help="of training and generation together"
+    )
+    parser.add_argument(
+        "--max-lag",
+        type=int,
+        default=DEFAULT_MAX_LAG,
+        metavar="L",
+        help="policy versions that a sample may be old (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help="simulations of each finalist (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the first of them (default: %(default)s)")
+    parser.add_argument(
+        "--apply", action="store_true", help="print the overrides to paste into a training command"
+    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search and print. Raises ConfigError: the profile is wrong, or no layout fits."""
+    for option, least in (("devices", 2), ("max_lag", 0), ("seeds", 3), ("seed", 0)):
+        value = getattr(args, option)
+        if value < least:
+            raise ConfigError(f"--{option.replace('_', '-')} must be >= {least}, got {value}")
+    profile = load(args.profile)
+    found = plan(profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed, say=_progress)
+    if args.as_json:
+        echo(
+            json.dumps(
+                as_json(found)
+                | (
+                    {"overrides": overrides(found.found[0]) if found.verdict == "async" else []}
+                    if args.apply
+                    else {}
+                ),
+                indent=2,
+            )
+        )
+        return 0
+    if args.apply:
+        if found.verdict == "sync":
+            echo(f"# nothing to apply: {found.why}")
+        else:
+            echo(" \\\n".join(_quoted(line) for line in overrides(found.found[0])))
+        return 0
+    for line in in_words(found, profile.note):
+        echo(line)
+    return 0
+
+
+def _progress(text: str) -> None:
+    """One line that is written over, for somebody who watches."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()
+
+
+def as_json(found: Plan) -> dict[str, Any]:
+    """With the verdict sync the best asynchronous layout is the first alternative."""
+    best = found.found[0]
+    paid = found.verdict == "async"
+    return {
+        "recommendation": layout_of(best)
+        if paid
+        else {"strategy": "sync", "devices": best.candidate.setting.placement.devices},
+        "predicted": predicted(best) if paid else predicted_sync(best),
+        "alternatives": [layout_of(other) | predicted(other) for other in found.found[paid:]],
+        "verdict": found.verdict,
+        "why": found.why,
+    }
+
+
+def layout_of(found: Found) -> dict[str, Any]:
+    """What to set."""
+    setting = found.candidate.setting
+    return {
+        "strategy": setting.knobs.strategy,
+        "max_lag": setting.knobs.max_lag,
+        "depth": setting.knobs.depth,
+        "shape": found.candidate.shape,
+        "pools": {p.name: {"roles": list(p.roles), "devices": p.devices} for p in setting.placement.pools},
+        "groups": setting.groups,
+    }
+
+
+def predicted(found: Found) -> dict[str, Any]:
+    """What that should bring."""
+    low, high = found.interval
+    bound = found.bound_s
+    return {
+        "step_s": round(found.step_s, 6),
+        "bound_s": round(bound, 6),
+        "overlap_efficiency": round(bound / found.step_s, 4),
+        "speedup_vs_sync": round(found.speedup, 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "lag": {
+            "mean": round(sum(o.lag_mean for o in found.outcomes) / len(found.outcomes), 4),
+            "max": max(o.lag_max for o in found.outcomes),
+        },
+        "limited_by": found.candidate.limit,
+        "seeds": len(found.outcomes),
+    }
+
+
+def predicted_sync(found: Found) -> dict[str, Any]:
+    """Of the synchronous layout, which has all devices for generation and then for training."""
+    setting = found.sync[0].setting
+    return {
+        "step_s": round(found.sync_step_s, 6),
+        "bound_s": round(bound_s(setting), 6),
+        "groups": setting.groups,
+        "lag": {"mean": 0.0, "max": 0},
+        "seeds": len(found.sync),
+    }
+
+
+def in_words(found: Plan, note: str) -> list[str]:
+    """Lines for a person."""
+    head = (
+        f"{'strategy':<14}{'max_lag':>7} {'depth':>5}  {'pools':<44}{'step s':>9} {'speed-up':>8} "
+        f"{'95 %':>15} {'lag':>5} {'of bound':>8}"
+    )
+    return [
+        f"profile: {note}",
+        f"{found.verdict}: {found.why}",
+        f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s a step",
+        f"{found.considered} candidates: {found.ruled_out} cannot be better by their bounds, the "
+        f"{found.simulated} most promising were simulated",
+        "",
+        head,
+        *(_row(one) for one in found.found),
+    ]
+
+
+def _row(found: Found) -> str:
+    knobs, facts = found.candidate.setting.knobs, predicted(found)
+    pools = " ".join(
+        f"{'+'.join(p.roles) if p.name != 'generate' else p.name}:{p.devices}"
+        for p in found.candidate.setting.placement.pools
+    )
+    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+    low, high = facts["interval"]
+    return (
+        f"{knobs.strategy:<14}{knobs.max_lag:>7} {depth:>5}  {pools:<44}{facts['step_s']:>9.4g} "
+        f"{facts['speedup_vs_sync']:>8.2f} "
+        f"{f'[{low:.2f} .. {high:.2f}]':>15} {facts['lag']['mean']:>5.2f} {facts['overlap_efficiency']:>8.0%}"
+    )
+
+
+def _quoted(override: str) -> str:
+    return f"'{override}'" if set(override) & set("{}[],") else override

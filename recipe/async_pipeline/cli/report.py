@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline report`: what a run did and what to change, as one page; or two runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from ..errors import AsyncPipelineError, RunFilesError
+from ..observe.advice import advise
+from ..observe.advice_model import facts_of
+from ..observe.report_compare import compare_page
+from ..observe.report_data import RunData, changed_settings, data_of
+from ..observe.report_page import figures_of, run_page
+from ..observe.run_reader import read_run
+from ..observe.step_account import summary_of
+from ..observe.trace import write_trace
+from .main import echo
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline report`."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; two are compared")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write the page (default: report.html in the last run's folder)",
+    )
+    parser.add_argument("--open", dest="open_it", action="store_true", help="show it in the browser")
+    parser.add_argument(
+        "--json",
+        dest="as_json",
+        action="store_true",
+        help="print the figures and the advice as JSON; no page unless --out is given",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page. Raises RunFilesError: a folder is not that of a run, or there are more than two."""
+    if len(args.runs) > 2:
+        raise RunFilesError(
+            f"one run can be shown, or two be compared, got {len(args.runs)}; name one or two folders"
+        )
+    found = [_read(path) for path in args.runs]
+    if args.as_json:
+        echo(json.dumps(as_json(found), indent=2))
+    if not args.as_json or args.out is not None:
+        path = _write(found, args.out)
+        if not args.as_json:
+            _say(found, path)
+        if args.open_it:
+            webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+def _read(path: Path) -> RunData:
+    files = read_run(path)
+    if files.events and not _has_trace(path):
+        try:
+            write_trace(path)
+        except (OSError, AsyncPipelineError) as error:
+            echo(f"no trace.json: {error}")
+    return data_of(files)
+
+
+def _has_trace(path: Path) -> bool:
+    """Is there a trace of all events?"""
+    trace = path / "trace.json"
+    return trace.exists() and trace.stat().st_mtime >= (path / "events.jsonl").stat().st_mtime
+
+
+def _write(found: list[RunData], out: Path | None) -> Path:
+    path = out or found[-1].path / (
+        "report.html" if len(found) == 1 else f"report-against-{found[0].path.resolve().name}.html"
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(run_page(found[0]) if len(found) == 1 else compare_page(*found), encoding="utf-8")
+    return path
+
+
+def _say(found: list[RunData], path: Path) -> None:
+    for data in found:
+        figures = "; ".join(f"{name.lower()} {value}" for name, (value, _) in figures_of(data).items())
+        echo(
+            f"{data.name}: {data.status}, {data.strategy}, {data.steps} steps"
+            + (f"; {figures}" if figures else "")
+        )
+        for text in data.missing:
+            echo(f"  missing: {text}")
+        for advice in advise(data):
+            echo(f"  advice: {advice}")
+    echo(f"wrote {path}")
+
+
+def as_json(found: list[RunData]) -> dict[str, Any]:
+    """What `--json` prints."""
+    runs = [_run_as_json(data) for data in found]
+    if len(found) == 1:
+        return runs[0]
+    changed = changed_settings(found[0].config, found[1].config)
+    return {"runs": runs, "changed": [{"key": key, "a": a, "b": b} for key, a, b in changed]}
+
+
+def _run_as_json(data: RunData) -> dict[str, Any]:
+    facts = facts_of(data)
+    return {
+        "run": str(data.path),
+        "status": data.status,
+        "strategy": data.strategy,
+        "max_lag": data.max_lag,
+        "steps": data.steps,
+        "samples_per_s": data.samples_per_s,
+        "lag_share": {str(lag): share for lag, share in data.lag_share.items()},
+        "groups": dict(data.fates),
+        "trainer": dict(facts.trainer) if facts else {},
+        **(summary_of(data.accounting) if data.accounting else {}),
+        "advice": [
+            {
+                "rule": one.rule,
+                "finding": one.finding,
+                "change": one.change,
+                "gain": one.gain,
+                "at_most": one.at_most,
+            }
+            for one in advise(data)
+        ],
+        "missing": list(data.missing),
+    }

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline simulate`: what a run would be like, from a profile, without a device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config.placement import Placement, drawing
+from ..config.schema import AsyncPipelineConfig
+from ..errors import ConfigError
+from ..sim.bound import bound_terms, estimate_s
+from ..sim.layout import groups_of, knobs_of, placement_of, pools_of, smaller
+from ..sim.profile import Profile, load
+from ..sim.search import MEASURED_STEPS, WORK_BATCHES, synchronous
+from ..sim.simulation import LEAST_STEPS, Outcome, simulate
+from ..sim.trainer import Setting
+from .main import echo
+
+DEFAULT_STEPS = 50
+ENOUGH_ANSWERS = 150_000
+"""Over which what a run is compared with is averaged: on thousands of devices a few steps have that many."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `async-pipeline simulate`."""
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="a profile, or the name of a shipped one; with --against, the run's own by default",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="of training and generation together")
+    parser.add_argument(
+        "--strategy",
+        metavar="S",
+        help="on_policy, one_step_off, n_step_ahead or fully_async; wanted, as are --profile and "
+        "--devices, unless there is --against",
+    )
+    parser.add_argument("--max-lag", type=int, metavar="L", help="(default: the strategy's)")
+    parser.add_argument(
+        "--depth",
+        type=int,
+        metavar="D",
+        help="batches on their way beside the one that trains (default: the lag)",
+    )
+    parser.add_argument("--stale", default="wait", help="wait, resume or drop (default: %(default)s)")
+    parser.add_argument(
+        "--sync-every",
+        type=int,
+        default=1,
+        metavar="K",
+        help="steps from one publication to the next (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pools",
+        metavar="POOLS",
+        help="as trainer.v1.async_pipeline.pools (default: two, split by an estimate)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=DEFAULT_STEPS,
+        metavar="K",
+        help="optimizer steps; the first and last are not averaged (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="decides answers and spreads (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RUN",
+        help="set a real run's step time beside what is predicted for it",
+    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate and print. Raises ConfigError: the profile, the pools or the knobs are wrong."""
+    if args.against is not None:
+        from ..sim.against import compare
+
+        return compare(args)
+    for option in ("profile", "devices", "strategy"):
+        if getattr(args, option) is None:
+            raise ConfigError(f"--{option} is missing; give it, or --against a run that says so")
+    if args.devices < 2:
+        raise ConfigError(
+            f"--devices must be >= 2, got {args.devices}; training and generation need one each"
+        )
+    if args.seed < 0:
+        raise ConfigError(f"--seed must be >= 0, got {args.seed}")
+    profile = load(args.profile)
+    knobs = knobs_of(args.strategy, args.max_lag, args.depth, stale=args.stale, sync_every=args.sync_every)
+    placement = placed(profile, args.pools, args.devices, knobs)
+    setting = Setting(
+        profile=profile,
+        placement=placement,
+        knobs=knobs,
+        groups=groups_of(profile, placement),
+        steps=args.steps,
+        seed=args.seed,
+    )
+    started = time.perf_counter()
+    outcome, facts = figures(setting)
+    facts["wall_s"] = round(time.perf_counter() - started, 3)
+    if args.as_json:
+        echo(json.dumps(facts, indent=2))
+        return 0
+    for line in in_words(outcome, facts):
+        echo(line)
+    return 0
+
+
+def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipelineConfig) -> Placement:
+    """`--pools`, or training (with all that goes with it) and generation, split where the step is
+    estimated to be shortest.
+    """
+    if pools is not None:
+        return placement_of(profile, _written(pools), devices)
+    roles = tuple(role for role in profile.roles() if role != "generate")
+    best: tuple[float, Placement] | None = None
+    for generate in range(profile.devices_per_replica, devices, profile.devices_per_replica):
+        try:
+            placement = placement_of(profile, pools_of({roles: devices - generate}, generate), devices)
+            setting = Setting(
+                profile=profile,
+                placement=placement,
+                knobs=knobs,
+                groups=groups_of(profile, placement),
+                steps=WORK_BATCHES,
+            )
+        except ConfigError:
+            continue
+        promised = estimate_s(setting) / setting.groups
+        if best is None or promised < best[0]:
+            best = promised, placement
+    if best is None:
+        raise ConfigError(
+            f"--devices {devices} cannot be split into training devices that divide the batch and whole "
+            "replicas; give --pools"
+        )
+    return best[1]
+
+
+def _written(pools: str) -> Any:
+    """As in a hydra override, which needs no space after a colon. Raises ConfigError."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(f"pools={pools}").value()
+    except HydraException:
+        raise ConfigError(
+            f"--pools must be a mapping as in an override, got {pools!r}; e.g. "
+            "{train:{roles:[train],devices:2},generate:{roles:[generate],devices:2}}"
+        ) from None
+
+
+def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
+    """A simulation, with those that it is compared with: the synchronous layout, and the same layout on
+    fewer devices.
+    """
+    outcome = simulate(setting)
+    sync = simulate(_long_enough(synchronous(setting), MEASURED_STEPS + setting.steps // 8))
+    fewer = smaller(setting)
+    linearity = 1.0
+    if fewer is not None:
+        linearity = (
+            outcome.samples_per_device_s / simulate(_long_enough(fewer, setting.steps)).samples_per_device_s
+        )
+    bound = max(bound_terms(setting).values())
+    return outcome, {
+        "step_s": round(outcome.step_s, 6),
+        "bound_s": round(bound, 6),
+        "overlap_efficiency": round(bound / outcome.step_s, 4),
+        "speedup_vs_sync": round(sync.step_s / outcome.step_s, 4),
+        "lag": {"mean": round(outcome.lag_mean, 4), "max": outcome.lag_max},
+        "idle": {
+            pool: {r: round(share, 4) for r, share in reasons.items()}
+            for pool, reasons in outcome.idle.items()
+        },
+        "linearity": round(linearity, 4),
+        "events_per_s": round(outcome.events / outcome.wall_s),
+        "wall_s": 0.0,
+    }
+
+
+def _long_enough(setting: Setting, most: int) -> Setting:
+    """With the steps that it takes to average over enough answers, `most` at most."""
+    averaged = max(LEAST_STEPS, -(-ENOUGH_ANSWERS // (setting.groups * setting.profile.batch.answers)))
+    return replace(setting, steps=min(most, 3 * (setting.knobs.max_lag + 1) + averaged))
+
+
+def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
+    """Lines for a person."""
+    setting, terms = outcome.setting, bound_terms(outcome.setting)
+    head, *rest = drawing(setting.placement)
+    limit = max(terms, key=lambda name: terms[name])
+    lines = [
+        f"profile       {setting.profile.note}",
+        f"devices       {head}",
+        *(f"              {line}" for line in rest),
+        f"batch         {setting.groups} prompts x {setting.profile.batch.answers} answers, "
+        f"{setting.replicas} replica(s)",
+        f"step          {outcome.step_s:.4g} s; no schedule is faster than {facts['bound_s']:.4g} s "
+        f"({limit}), "
+        f"so {facts['overlap_efficiency']:.0%} of what is possible",
+        f"speed-up      {facts['speedup_vs_sync']:.2f} x the best synchronous layout on the same devices",
+        f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, "
+        f"{setting.knobs.max_lag} allowed",
+    ]
+    if (fewer := smaller(setting)) is not None:
+        lines.append(
+            f"linearity     {facts['linearity']:.2f} (samples a second and device, against "
+            f"{fewer.placement.devices} devices)"
+        )
+    for pool, reasons in facts["idle"].items():
+        told = ", ".join(f"{reason} {share:.1%}" for reason, share in reasons.items() if share >= 0.001)
+        lines.append(f"idle          {pool}: {told or 'never'}")
+    return [
+        *lines,
+        f"simulated     {outcome.events} events, {facts['events_per_s']} a second; {facts['wall_s']:.1f} s "
+        "in all",
+    ]

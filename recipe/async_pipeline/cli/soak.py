@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline soak`: hurt a real run again and again, and check that nothing was lost."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..bench.arms import hydra_overrides
+from ..errors import ConfigError
+from ..soak import judge
+from ..soak.faults import FAULTS, control_of
+from ..soak.job import SoakJob
+from ..soak.nemesis import report, room_for, soak
+from ..soak.small_disk import small_disk
+from ..toy.build import ToySpec, ensure_toy
+from .main import echo
+
+LEAST_MINUTES = 1.0
+SAVE_EVERY = 10
+PUBLISH_S, REWARD_S = 20, 5
+"""Short deadlines, so that what hangs is found soon."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`soak --minutes M --seed S --faults LIST [--json] [--logs FOLDER]`."""
+    kinds = "\n".join(f"  {name:15} {fault.text}" for name, fault in FAULTS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        f"faults:\n{kinds}\n\nexit status: 0 nothing was violated, 1 something was, 2 your mistake"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="from the first version that is served (default 10)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        metavar="S",
+        help="of the order of faults, and of whom they hit (default 1)",
+    )
+    parser.add_argument(
+        "--faults",
+        default="all",
+        metavar="LIST",
+        help="kinds of faults, with commas between them (default all)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr"
+    )
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="FOLDER",
+        help="where the run is to be, a folder that is empty or not there; kept",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ConfigError: an option is wrong."""
+    kinds = kinds_of(args.faults)
+    if not LEAST_MINUTES <= args.minutes < math.inf:
+        raise ConfigError(f"--minutes must be at least {LEAST_MINUTES:g}, got {args.minutes:g}")
+    if args.logs is not None and args.logs.exists() and (not args.logs.is_dir() or any(args.logs.iterdir())):
+        raise ConfigError(f"--logs {args.logs} is not an empty folder; name another")
+    say = partial(echo, file=sys.stderr)
+    folder = (
+        args.logs.resolve()
+        if args.logs is not None
+        else Path(tempfile.mkdtemp(prefix="async-pipeline-soak-"))
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--logs {args.logs} cannot be made ({error.strerror}); name a folder of yours"
+        ) from None
+    try:
+        return _soak(args, kinds, folder, say)
+    except BaseException:
+        say(f"logs are in {folder}")
+        raise
+
+
+def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
+    if (room := room_for(60 * args.minutes)) < len(kinds):
+        say(f"--minutes {args.minutes:g} has room for about {room} of {len(kinds)} kinds of faults")
+    disk = folder / "disk"
+    with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
+        task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=say)
+        say(f"starting the run, which takes a minute or two; its output goes to {folder / 'job.log'}")
+        job = SoakJob(folder, overrides(folder), task.dir, args.seed)
+        outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
+    found = report(outcome, job.run_dir, kinds)
+    for line in [json.dumps(found, indent=2)] if args.json else in_words(found):
+        echo(line)
+    if args.logs is None and not found["violations"]:
+        shutil.rmtree(folder)
+    else:
+        say(f"logs are in {folder}")
+    return 1 if found["violations"] else 0
+
+
+def kinds_of(text: str) -> Sequence[str]:
+    """Raises ConfigError: a fault is not known."""
+    kinds = tuple(FAULTS) if text == "all" else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    unknown = [kind for kind in kinds if kind not in FAULTS]
+    if unknown:
+        raise ConfigError(
+            f"--faults: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all"
+        )
+    return kinds
+
+
+def overrides(folder: Path) -> list[str]:
+    """Two replicas, answers that may be two versions old, checkpoints on the disk that may be small."""
+    own = "trainer.v1.async_pipeline"
+    values: dict[str, Any] = {
+        "async_strategy": "fully_async",
+        f"{own}.max_lag": 2,
+        f"{own}.run_dir": str(folder / "run"),
+        f"{own}.publish_timeout_s": PUBLISH_S,
+        f"{own}.reward_timeout_s": REWARD_S,
+        f"{own}.reward_failure": "drop",
+        "reward.custom_reward_function.path": str(Path(judge.__file__)),
+        "reward.custom_reward_function.name": "score",
+        "reward.custom_reward_function.reward_kwargs": {"control": str(control_of(folder))},
+        "actor_rollout_ref.rollout.n_gpus_per_node": 2,
+        "ray_kwargs.ray_init.num_gpus": 3,
+        # Never the cluster of somebody else on this machine.
+        "ray_kwargs.ray_init.address": "local",
+        "trainer.total_training_steps": 1_000_000,
+        "trainer.total_epochs": 1_000_000,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        "trainer.resume_mode": "auto",
+        "trainer.save_freq": SAVE_EVERY,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.default_local_dir": str(folder / "disk" / "checkpoints"),
+    }
+    return hydra_overrides(values)
+
+
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """Lines for a person."""
+    counts = ", ".join(f"{name} {count}" for name, count in found["faults_injected"].items())
+    fates = found["samples"]
+    lines = [
+        f"faults       {sum(found['faults_injected'].values())} ({counts}); recovered from "
+        f"{found['recovered']}",
+        f"steps        {found['steps']}, by {found['processes']} processes",
+        f"prompts      {fates['dispatched']} dispatched = "
+        + " + ".join(f"{count} {name}" for name, count in fates.items() if name != "dispatched"),
+    ]
+    if found["recovery_s"]:
+        lines.append(
+            f"recovery     median {found['recovery_s']['median']} s, at most {found['recovery_s']['max']} s"
+        )
+    if found["goodput_ratio"] is not None:
+        lines.append(f"goodput      {found['goodput_ratio']:.2f} of the undisturbed run's")
+    if found["not_injected"]:
+        lines.append(
+            f"not tried    {', '.join(found['not_injected'])}: the time was up; give it more --minutes"
+        )
+    return [
+        *lines,
+        *(
+            [f"VIOLATION    {text}" for text in found["violations"]]
+            or ["ok           nothing was lost, nothing was trained twice, nothing hung"]
+        ),
+    ]

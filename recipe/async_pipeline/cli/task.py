@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline task make`: print the directory of the small model and its data, made when absent."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from recipe.async_pipeline.cli.main import echo
+from recipe.async_pipeline.toy.build import ToySpec, ensure_toy
+
+DEFAULT_ROOT = Path(".cache") / "toy"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions of `async-pipeline task`."""
+    actions = parser.add_subparsers(dest="task_action", metavar="ACTION", required=True)
+    text = "make a tokenizer, a warmed-up model and parquet data; at once when they are there already"
+    make = actions.add_parser("make", help=text, description=text)
+    make.add_argument(
+        "--dir",
+        dest="root",
+        type=Path,
+        default=DEFAULT_ROOT,
+        metavar="DIR",
+        help="parent of the directory, which is named after its parameters (default: %(default)s)",
+    )
+    make.add_argument("--seed", type=int, default=0, help="decides data and weights (default: %(default)s)")
+    embeddings = make.add_mutually_exclusive_group()
+    embeddings.add_argument(
+        "--tied", dest="tied", action="store_true", help="one tensor embeds and projects (default)"
+    )
+    embeddings.add_argument("--untied", dest="tied", action="store_false", help="two tensors")
+    make.set_defaults(tied=True)
+    make.add_argument("--json", dest="as_json", action="store_true", help="print every path, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make or find the directory and print it; progress goes to stderr. Returns the exit status."""
+    toy = ensure_toy(
+        ToySpec.of(seed=args.seed, tied=args.tied), args.root.resolve(), report=partial(echo, file=sys.stderr)
+    )
+    echo(json.dumps(toy.as_dict(), indent=2) if args.as_json else str(toy.dir))
+    return 0

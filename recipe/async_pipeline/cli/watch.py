@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline watch -- COMMAND`: runs a training command, shows what matters, leaves nothing behind.
+
+Lines that start with our mark reach the terminal; everything goes to `run.log` in the run directory, without
+what
+looks like a secret.
+On Ctrl-C, on failure and at the end, every process that the command started is gone when this returns:
+orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, TextIO
+
+from ..config.translation import unknown_key
+from ..observe.run_files import set_aside
+from ..observe.table import MARK, TRANSIENT
+from ..redaction import LineRedactor
+from ..weight_sync.segment_names import sweep_orphans
+
+STOP_S = 20.0
+"""Seconds that an interrupted command may take to end by itself."""
+TERM_S = 5.0
+"""Seconds between asking its leftovers to end and killing them."""
+KILL_S = 5.0
+"""Seconds until a killed process must be gone; one that hangs in the kernel is given up."""
+QUIET_S = 20.0
+"""Seconds without a line for the user after which one says that the run is alive."""
+TAIL_LINES = 25
+_CLEAR_LINE = "\r\x1b[2K"
+_PR_SET_CHILD_SUBREAPER = 36
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RUN_DIR = re.compile(re.escape(MARK) + r" run directory (.+)$")
+_NO_SUCH_KEY = re.compile(r"^Could not override '([^']+)'")
+"""What hydra says of a key that is in no config, before verl or we see it."""
+_REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`watch -- COMMAND ...`."""
+    parser.add_argument(
+        "--verbose", action="store_true", help="show every line of the command, not only ours"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The status of the command; 130 after Ctrl-C."""
+    command = [part for i, part in enumerate(args.command) if not (i == 0 and part == "--")]
+    if not command:
+        sys.stderr.write("async-pipeline watch: no command; write it after --\n")
+        return 2
+    if shutil.which(command[0]) is None:
+        sys.stderr.write(
+            f"async-pipeline watch: {command[0]} cannot be found, or is no program; correct the command "
+            "after --\n"
+        )
+        return 2
+    return Watcher(command, verbose=args.verbose).run()
+
+
+class Screen:
+    """Decides which lines the user sees, and files all of them."""
+
+    def __init__(self, out: TextIO, started: float, *, verbose: bool = False) -> None:
+        self._out = out
+        self._started = started
+        self._verbose = verbose
+        self._redactor = LineRedactor(os.environ)
+        self._early: list[str] = []
+        self._log: TextIO | None = None
+        self._filed = 0
+        self._said = started
+        self._shown = ""
+        self.log_path: Path | None = None
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.cause: str | None = None
+        self.users_mistake = False
+
+    def line(self, raw: str) -> None:
+        """One line of the command's output."""
+        text = self._redactor.line(_COLOUR.sub("", raw.rstrip("\n")))
+        if TRANSIENT in text:
+            self._show(text[text.find(TRANSIENT) + len(TRANSIENT) + 1 :])
+            return
+        if found := _RUN_DIR.search(text):
+            self._open(Path(found[1]))
+        self._file(text)
+        self.tail.append(text)
+        if unknown := _NO_SUCH_KEY.match(text):
+            self.cause, self.users_mistake = unknown_key(unknown[1]), True
+        mark = text.find(MARK)
+        if mark >= 0:
+            shown = _REPEATED.sub("", text[mark + len(MARK) + 1 :])
+            if shown.startswith("cause: "):
+                self.cause = shown.removeprefix("cause: ")
+            self.say(shown)
+        elif self._verbose:
+            self.say(text)
+
+    def say(self, text: str) -> None:
+        """A line for the user, with the seconds since the start."""
+        self._said = time.monotonic()
+        shown = self._shown
+        self._show("")
+        self._out.write(f"{self._said - self._started:7.1f} s  {text}\n")
+        self._show(shown)
+        self._out.flush()
+
+    def _show(self, text: str) -> None:
+        """Replace the terminal's last line; anything but a terminal is spared it."""
+        if not self._out.isatty() or text == self._shown:
+            return
+        width = shutil.get_terminal_size().columns - 1
+        self._out.write(f"{_CLEAR_LINE if self._shown else ''}{text[:width]}")
+        self._out.flush()
+        self._shown = text
+
+    def reassure(self) -> None:
+        """Say that the run is alive, if the user has seen nothing for a while."""
+        if time.monotonic() - self._said >= QUIET_S:
+            where = f" in {self.log_path.name}" if self.log_path else ""
+            self.say(f"... at work: {self._filed} lines{where} so far")
+
+    def fail(self, status: int) -> None:
+        """The last screen of a failed run: what happened and where to read on."""
+        if self.cause is None and not any(MARK in line for line in list(self.tail)[-3:]):
+            for line in self.tail:
+                self._out.write(f"    {line}\n")
+        where = f"; the whole log is {self.log_path}" if self.log_path else ""
+        cause = f": {self.cause}" if self.cause else ""
+        self.say(f"failed with status {status}{cause}{where}")
+
+    def close(self) -> None:
+        self._show("")
+        if self._log is not None:
+            self._log.close()
+
+    def _open(self, run_dir: Path) -> None:
+        if self._log is None:
+            path = run_dir / "run.log"
+            try:
+                set_aside(path)
+                self._log = path.open("w", encoding="utf-8")
+                self._log.writelines(f"{line}\n" for line in self._early)
+                self.log_path = path
+            except OSError as error:
+                self._give_up_log(error)
+            self._early.clear()
+
+    def _file(self, text: str) -> None:
+        self._filed += 1
+        if self._log is None:
+            self._early.append(text)
+            return
+        try:
+            self._log.write(f"{text}\n")
+            self._log.flush()
+        except OSError as error:
+            self._give_up_log(error)
+
+    def _give_up_log(self, error: OSError) -> None:
+        """A full disk must not end the reading: a command whose output nobody reads stands still."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._log = Path(os.devnull).open("w", encoding="utf-8")
+        self.say(f"run.log cannot be written from here on: {error}")
+
+
+class Watcher:
+    """Runs one command to its end and cleans up after it."""
+
+    def __init__(self, command: Sequence[str], *, verbose: bool = False, out: TextIO = sys.stdout) -> None:
+        self._command = list(command)
+        self._started = time.monotonic()
+        self.screen = Screen(out, self._started, verbose=verbose)
+        self._interrupts = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self) -> int:
+        """Blocks until the command and all that it started are gone; returns its status."""
+        adopt_orphans()
+        environment = {
+            **os.environ,
+            "ASYNC_PIPELINE_STARTED_UNIX": f"{time.time():.3f}",
+            "PYTHONUNBUFFERED": "1",
+        }
+        # Before the command starts: it then has Python's own handlers, even if we were told to ignore Ctrl-C
+        # (as a shell tells its background jobs), and there is no moment in which Ctrl-C goes unnoticed.
+        before = {sig: signal.signal(sig, self._stop) for sig in (signal.SIGINT, signal.SIGTERM)}
+        process = self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+            env=environment,
+        )
+        assert process.stdout is not None
+        reader = threading.Thread(target=self._read, args=(process.stdout,), name="reader", daemon=True)
+        reader.start()
+        try:
+            status = self._wait(process)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+            # Leftovers hold the other end of the pipe, so they go before the reader can end.
+            end_all(descendants(os.getpid()))
+            sweep_orphans()
+            reader.join()
+        return self._close(status)
+
+    def _wait(self, process: subprocess.Popen[str]) -> int:
+        while True:
+            try:
+                return process.wait(QUIET_S)
+            except subprocess.TimeoutExpired:
+                self.screen.reassure()
+
+    def _read(self, output: IO[str]) -> None:
+        # Python handles signals in the main thread; one that the kernel gives to this thread would wait
+        # there.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGALRM})
+        for line in output:
+            self.screen.line(line)
+
+    def _close(self, status: int) -> int:
+        if self._interrupts:
+            self.screen.say("interrupted; all processes have ended")
+            status = 130
+        elif status:
+            status = 2 if self.screen.users_mistake else status if status > 0 else 128 - status
+            self.screen.fail(status)
+        self.screen.close()
+        return status
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self.screen.say("interrupted: ending the run (again to kill it)")
+            if self._process is not None:
+                _signal(self._process.pid, signal.SIGINT)  # it may just have ended
+            signal.signal(signal.SIGALRM, lambda *_: end_all(descendants(os.getpid())))
+            signal.setitimer(signal.ITIMER_REAL, STOP_S)
+        else:
+            end_all(descendants(os.getpid()), patience_s=0.0)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below `root`, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _parent(entry)) is not None:
+            children.setdefault(parent, []).append(int(entry.name))
+    found, queue = [], deque(children.get(root, []))
+    while queue:
+        pid = queue.popleft()
+        found.append(pid)
+        queue.extend(children.get(pid, []))
+    return found
+
+
+def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
+    """Ask processes to end, then kill those that did not, and reap what became ours."""
+    alive = set(pids)
+    for pid in alive:
+        _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while alive and time.monotonic() < deadline:
+        alive = {pid for pid in alive if _is_alive(pid)}
+        time.sleep(0.05)
+    # What was started meanwhile is included.
+    for pid in set(descendants(os.getpid())) | alive:
+        _signal(pid, signal.SIGKILL)
+    # A killed process takes a moment to go.
+    deadline = time.monotonic() + KILL_S
+    while (left := _reap_and_look()) and time.monotonic() < deadline:
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _reap_and_look() -> list[int]:
+    """Reap what has ended; the descendants that are left."""
+    _reap()
+    return descendants(os.getpid())
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _parent(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None

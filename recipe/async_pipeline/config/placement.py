@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which role computes on which devices.
+
+A *wish* names a pool, the roles on it and its size, as a number of devices or as a share of all. `place`
+turns wishes
+into pools of whole devices, or says in one line why it cannot. Pure arithmetic; imports neither verl nor ray.
+
+Shares become whole devices by largest remainder: each pool gets the whole part of share x devices, and what
+is left goes
+to the pools with the largest fractions, in their order. A pool lies within one node, or takes whole nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from ..errors import ConfigError
+from .schema import OWN, AsyncPipelineConfig, hint, select
+
+MOST_DEVICES = 1_000_000
+"""Of a node, or nodes; more is a slip of the pen."""
+PLACED = ("train", "logp", "ref_logp", "critic", "generate")
+"""Roles that compute on devices. The gather of `param_update` belongs to train, the critic's values to
+critic.
+"""
+OPTIONAL = ("logp", "ref_logp", "critic")
+"""These share the training devices unless they have a place of their own."""
+ALIASES = {
+    "actor_train": "train",
+    "actor": "train",
+    "actor_forward_logp": "logp",
+    "old_logp": "logp",
+    "ref": "ref_logp",
+    "rollout": "generate",
+    "rollout_generate": "generate",
+}
+POOLS = f"{OWN}.pools"
+RATIOS, TASKS, TASK_RATIOS = (
+    "trainer.use_nodes_ratios",
+    "trainer.sperated_node_tasks",
+    "trainer.sperated_node_ratios",
+)
+TOLERANCE = 1e-3
+"""Shares may be written with three digits."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices and the roles that take turns on them."""
+
+    name: str
+    roles: tuple[str, ...]
+    per_node: tuple[int, ...]
+    """Devices on each node that it has a part of."""
+
+    @property
+    def devices(self) -> int:
+        return sum(self.per_node)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A pool as asked for: either `devices` or `share`, a part of all devices."""
+
+    name: str
+    roles: tuple[str, ...]
+    devices: int | None = None
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """All pools of a run; each role that computes is on exactly one."""
+
+    pools: tuple[Pool, ...]
+
+    def pool_of(self, role: str) -> Pool | None:
+        """None: the run has no such role, or it needs no device."""
+        return next((pool for pool in self.pools if role in pool.roles), None)
+
+    def own_pool_of(self, role: str) -> Pool | None:
+        """The pool of a role that does not share the training devices; None if it does, or if there is no
+        such role.
+        """
+        pool = self.pool_of(role)
+        return None if pool is None or "train" in pool.roles else pool
+
+    @property
+    def devices(self) -> int:
+        return sum(pool.devices for pool in self.pools)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Plain values; see `from_list`."""
+        return [{"name": p.name, "roles": list(p.roles), "per_node": list(p.per_node)} for p in self.pools]
+
+    @classmethod
+    def from_list(cls, plain: Iterable[Mapping[str, Any]]) -> Placement:
+        return cls(tuple(Pool(str(p["name"]), tuple(p["roles"]), tuple(p["per_node"])) for p in plain))
+
+
+def placement_of(
+    config: Mapping[str, Any], pools: Mapping[str, Any] | None, roles: Sequence[str], path: str = POOLS
+) -> Placement:
+    """Where the roles of a run compute. `config`: verl's; `roles`: those of `PLACED` that it has; `path`:
+    what says `pools`.
+
+    Raises ConfigError.
+    """
+    sizes = {}
+    for size_path in (
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "actor_rollout_ref.rollout.nnodes",
+        "actor_rollout_ref.rollout.n_gpus_per_node",
+    ):
+        value = select(config, size_path)
+        least = 0 if "rollout" in size_path and pools is not None else 1
+        why = (
+            "generation needs devices of its own; say how many"
+            if "rollout" in size_path
+            else "training needs devices"
+        )
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{size_path} must be >= {least}, got {value!r}; {why}")
+        if value > MOST_DEVICES:
+            raise ConfigError(f"{size_path} must be at most {MOST_DEVICES}, got {value!r}; {why}")
+        sizes[size_path] = value
+    nodes, node, more, size = sizes.values()
+    if pools is None:
+        training = tuple(role for role in roles if role != "generate")
+        return Placement(
+            (Pool("train", training, (node,) * nodes), Pool("generate", ("generate",), (size,) * more))
+        )
+    largest = max(node, size) if more else node
+    return place(wishes_of(pools), roles=roles, devices=nodes * node + more * size, node=largest, path=path)
+
+
+def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass: bool) -> str:
+    """One of `OLD_LOGP`. `bypass`: verl is to take the rollout's. Raises ConfigError: it cannot be that
+    one.
+    """
+    path, pool = f"{OWN}.old_logp", placement.own_pool_of("logp")
+    if bypass:
+        return "rollout"
+    if knobs.old_logp is None:
+        return "logp_pool" if pool is not None and knobs.max_lag > 0 else "trainer"
+    if knobs.old_logp == "logp_pool" and pool is None:
+        raise ConfigError(
+            f"{path}=logp_pool wants logp on a pool without train, but it shares the training devices; "
+            f"give it one in {POOLS}, or use trainer"
+        )
+    if knobs.old_logp == "logp_pool" and knobs.max_lag == 0:
+        raise ConfigError(
+            f"{path}=logp_pool is a policy older than the one that answers with max_lag 0; use trainer, or "
+            "raise max_lag"
+        )
+    if knobs.old_logp == "trainer" and pool is not None and knobs.sync_every > 1:
+        raise ConfigError(
+            f"{path}=trainer with a pool for logp needs every version published, got "
+            f"{OWN}.sync_every={knobs.sync_every}; "
+            "use logp_pool, or sync_every=1"
+        )
+    return knobs.old_logp
+
+
+def wishes_of(pools: Any, path: str = POOLS) -> tuple[Wish, ...]:
+    """Our own form, `{name: {roles: [...], devices: 2}}` or with `share: 0.25`. Raises ConfigError."""
+    if not isinstance(pools, Mapping) or not pools:
+        raise ConfigError(
+            f"{path} must map names of pools to roles and sizes, got {pools!r}; e.g. {{a: {{roles: "
+            "[train], devices: 2}}"
+        )
+    wishes = tuple(_wish(str(name), pool, f"{path}.{name}") for name, pool in pools.items())
+    seen: dict[str, str] = {}
+    for wish in wishes:
+        for role in wish.roles:
+            if role in seen:
+                raise ConfigError(
+                    f"{path}: {role} is on pool {seen[role]} and on pool {wish.name}; a role is on one "
+                    "pool, remove it from the other"
+                )
+            seen[role] = wish.name
+        if "generate" in wish.roles and len(wish.roles) > 1:
+            raise ConfigError(
+                f"{path}.{wish.name}.roles must be [generate] alone, got {list(wish.roles)}; engines keep "
+                "their devices, give the others a pool of their own"
+            )
+    for role in ("train", "generate"):
+        if role not in seen:
+            raise ConfigError(f"{path} must have a pool for {role}, got {', '.join(seen)}; add one")
+    if len({wish.share is None for wish in wishes}) > 1:
+        raise ConfigError(f"{path} must give all sizes as devices or all as shares, got both; choose one")
+    return wishes
+
+
+def _wish(name: str, pool: Any, path: str) -> Wish:
+    if not isinstance(pool, Mapping):
+        raise ConfigError(
+            f"{path} must have roles and devices or share, got {pool!r}; e.g. {{roles: [train], devices: 2}}"
+        )
+    for key in pool:
+        if key not in ("roles", "devices", "share"):
+            raise ConfigError(
+                f"{path}.{key} is unknown, got {pool[key]!r}; a pool has roles, and devices or share"
+            )
+    roles = pool.get("roles")
+    if not isinstance(roles, Sequence) or isinstance(roles, str) or not roles:
+        raise ConfigError(f"{path}.roles must be a list of roles, got {roles!r}; of {', '.join(PLACED)}")
+    devices, share = pool.get("devices"), pool.get("share")
+    if (devices is None) == (share is None):
+        raise ConfigError(
+            f"{path} must have devices or share, got {'neither' if devices is None else 'both'}; give one "
+            "of them"
+        )
+    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int) or devices < 1):
+        raise ConfigError(
+            f"{path}.devices must be a whole number >= 1, got {devices!r}; leave the pool out for none"
+        )
+    if share is not None:
+        check_share(share, f"{path}.share")
+    return Wish(name, tuple(role_called(role, f"{path}.roles") for role in roles), devices, share)
+
+
+def check_share(share: Any, path: str) -> None:
+    """Raises ConfigError: not a share of all devices."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"{path} must be above 0 and at most 1, got {share!r}; it is a part of all devices")
+
+
+def role_called(name: Any, path: str) -> str:
+    """A role in our spelling. Raises ConfigError: there is none of this name."""
+    text = str(name).replace("-", "_").lower()
+    role = ALIASES.get(text, text)
+    if role not in PLACED:
+        raise ConfigError(
+            f"{path} must be of {', '.join(PLACED)}, got {name!r}{hint(role, (*PLACED, *ALIASES))}; other "
+            "roles need no device"
+        )
+    return role
+
+
+def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]]:
+    """`[train, logp, ref_logp, generate]`: equal neighbours of the first three share a pool where all then
+    sum to 1.
+
+    So `[0.5, 0.5, 0.5, 0.5]` is one pool for the three and one for generation, `[0.25, 0.25, 0.25, 0.25]`
+    four pools.
+    Raises ConfigError.
+    """
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 4:
+        raise ConfigError(
+            f"{path} must be [train, logp, ref_logp, generate], got {ratios!r}; e.g. [0.5,0.5,0.5,0.5]"
+        )
+    for ratio in ratios:
+        check_share(ratio, path)
+    train, logp, ref, generate = (float(ratio) for ratio in ratios)
+    shares = (train, logp, ref)
+    fitting = []
+    for cuts in (cut for size in range(3) for cut in combinations((1, 2), size)):
+        groups = [shares[a:b] for a, b in zip((0, *cuts), (*cuts, 3), strict=True)]
+        equal = all(max(group) - min(group) < TOLERANCE for group in groups)
+        if equal and abs(sum(group[0] for group in groups) + generate - 1) < TOLERANCE:
+            fitting.append(groups)
+    if len(fitting) != 1:
+        why = "no sharing of pools makes them sum to 1"
+        if fitting:
+            why = (
+                f"they sum to 1 in {len(fitting)} ways, "
+                f"{' and '.join(_as_shared(groups) for groups in fitting)}"
+            )
+        raise ConfigError(
+            f"{path}: {why}, got {list(ratios)}; where neighbours of train, logp, ref_logp are equal they "
+            f"may share a pool; or set {POOLS}"
+        )
+    names, pools = iter(("train", "logp", "ref_logp")), {}
+    for group in fitting[0]:
+        roles = [next(names) for _ in group]
+        pools[roles[0]] = {"roles": roles, "share": group[0]}
+    return pools | {"generate": {"roles": ["generate"], "share": generate}}
+
+
+def _as_shared(groups: Sequence[Sequence[float]]) -> str:
+    names = iter(("train", "logp", "ref_logp"))
+    return " | ".join("+".join(next(names) for _ in group) for group in groups)
+
+
+def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
+    """`[[logp, actor-train], ref_logp, generate]` with a share for each entry. Raises ConfigError."""
+    if not isinstance(tasks, Sequence) or isinstance(tasks, str) or not tasks:
+        raise ConfigError(
+            f"{TASKS} must be a list of roles and lists of roles, got {tasks!r}; e.g. "
+            "[[logp,actor-train],ref_logp,generate]"
+        )
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != len(tasks):
+        raise ConfigError(
+            f"{TASK_RATIOS} must have a share for each of the {len(tasks)} entries of {TASKS}, got "
+            f"{ratios!r}; add it"
+        )
+    pools: dict[str, dict[str, Any]] = {}
+    for task, ratio in zip(tasks, ratios, strict=True):
+        roles = sorted(
+            (role_called(role, TASKS) for role in (task if isinstance(task, list | tuple) else [task])),
+            key=PLACED.index,
+        )
+        check_share(ratio, TASK_RATIOS)
+        name = roles[0] if roles else ""
+        if name in pools:
+            raise ConfigError(f"{TASKS} names {name} twice, got {tasks!r}; a role is on one pool")
+        pools[name] = {"roles": roles, "share": float(ratio)}
+    wishes_of(pools, TASKS)
+    return pools
+
+
+def place(
+    wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: int, path: str = POOLS
+) -> Placement:
+    """Whole devices for each wish.
+
+    `roles`: those of `PLACED` that the run has; what no wish names shares the training devices. `devices`:
+    all that there
+    are, for shares; `node`: how many of them a node has. Raises ConfigError, with the nearest that is
+    possible.
+    """
+    wished = {role for wish in wishes for role in wish.roles}
+    rest = tuple(role for role in roles if role not in wished)
+    kept = []
+    for wish in wishes:
+        here = tuple(role for role in wish.roles if role in roles)
+        if not here:
+            raise ConfigError(
+                f"{path}: this run has no {' or '.join(wish.roles)}, so that the devices of pool "
+                f"{wish.name} would do nothing; "
+                f"{_without(wish, wishes, path)}"
+            )
+        kept.append((wish, (*here, *rest) if "train" in here else here))
+    counts = _whole_devices([wish for wish, _ in kept], devices, path)
+    if sum(counts) > devices:
+        raise ConfigError(
+            f"{path}: the pools must fit into the {devices} devices of trainer.{{nnodes,n_gpus_per_node}} "
+            "and actor_rollout_ref.rollout."
+            f"{{nnodes,n_gpus_per_node}} together, got {sum(counts)}; make some smaller, or raise those"
+        )
+    pools = tuple(
+        Pool(wish.name, here, _on_nodes(wish.name, count, node, path))
+        for (wish, here), count in zip(kept, counts, strict=True)
+    )
+    _check_packing(pools, -(-devices // node), node, path)
+    return Placement(pools)
+
+
+def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
+    """The remedy for a pool that nobody needs."""
+    asked = (
+        " (actor_rollout_ref.actor.use_kl_loss=True asks for a reference)"
+        if unused.roles == ("ref_logp",)
+        else ""
+    )
+    if path != RATIOS:
+        return f"remove it{asked}"
+    left = [
+        replace(wish, share=(wish.share or 0) + (unused.share or 0)) if "generate" in wish.roles else wish
+        for wish in wishes
+        if wish is not unused
+    ]
+    pools = ",".join(f"{wish.name}:{{roles:[{','.join(wish.roles)}],share:{wish.share:g}}}" for wish in left)
+    return f"use {POOLS}={{{pools}}} instead{asked}"
+
+
+def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> None:
+    """First fit, largest first. Raises ConfigError: a pool finds no node with that many devices left."""
+    left = [node] * nodes
+    parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
+    begin = 0
+    for part, name in sorted(parts, reverse=True):
+        while begin < nodes and not left[begin]:
+            begin += 1
+        free = next((i for i in range(begin, nodes) if left[i] >= part), None)
+        if free is None:
+            raise ConfigError(
+                f"{path}: pool {name} needs {part} devices of one node, but the others leave at most "
+                f"{max(left)} on any of {nodes} nodes of {node}; "
+                "make it smaller, or another one"
+            )
+        left[free] -= part
+
+
+def _whole_devices(wishes: Sequence[Wish], devices: int, path: str) -> list[int]:
+    if wishes[0].share is None:
+        return [int(wish.devices or 0) for wish in wishes]
+    shares = [float(wish.share or 0) for wish in wishes]
+    if abs(sum(shares) - 1) > TOLERANCE:
+        raise ConfigError(
+            f"{path}: the shares must sum to 1, got {' + '.join(f'{s:g}' for s in shares)} = "
+            f"{sum(shares):g}; change one"
+        )
+    counts = [math.floor(share * devices + TOLERANCE) for share in shares]
+    by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * devices)
+    for i in by_fraction[: devices - sum(counts)]:
+        counts[i] += 1
+    for wish, count in zip(wishes, counts, strict=True):
+        if count == 0:
+            least = math.ceil(1 / min(shares) - TOLERANCE)
+            raise ConfigError(
+                f"{path}: pool {wish.name} gets no device, its share of {devices} is "
+                f"{float(wish.share or 0) * devices:g}; "
+                f"raise it to {1 / devices:.3g} and lower another, or have {least} devices (trainer and "
+                "rollout together)"
+            )
+    return counts
+
+
+def _on_nodes(name: str, devices: int, node: int, path: str) -> tuple[int, ...]:
+    if devices <= node:
+        return (devices,)
+    if devices % node:
+        below, above = devices // node * node, -(-devices // node) * node
+        raise ConfigError(
+            f"{path}: pool {name} must be within a node of {node} devices (trainer.n_gpus_per_node) or "
+            f"take whole nodes, got {devices}; "
+            f"nearest are {below} and {above}"
+        )
+    return (node,) * (devices // node)
+
+
+def check_divides(pool: Pool, samples: int, what: str) -> None:
+    """Raises ConfigError: `samples` cannot be dealt out evenly to the devices of a pool; names the nearest
+    sizes that could.
+    """
+    if samples % pool.devices:
+        fits = [n for n in range(1, samples + 1) if samples % n == 0]
+        below = max(n for n in fits if n <= pool.devices) if pool.devices > 1 else 1
+        above = min((n for n in fits if n > pool.devices), default=None)
+        nearest = f"{below}" if above is None else f"{below} and {above}"
+        raise ConfigError(
+            f"{what}, {samples} samples, cannot be dealt out evenly to the {pool.devices} devices of pool "
+            f"{pool.name}; nearest sizes are {nearest}"
+        )
+
+
+def drawing(placement: Placement) -> list[str]:
+    """Lines: roles down, devices across, a mark where a role computes."""
+    total = placement.devices
+    scale = max(1, -(-total // 64))
+    names = [role for pool in placement.pools for role in pool.roles]
+    width = max(len("device"), *(len(name) for name in names))
+    lines, at = [], 0
+    last = f"{total - 1}"
+    ruler = "0" + " " * max(0, -(-total // scale) - 1 - len(last)) + (last if total > 1 else "")
+    lines.append(f"{'device':<{width}}  {ruler}" + (f"   (one mark is {scale} devices)" if scale > 1 else ""))
+    for pool in placement.pools:
+        before, marks = at // scale, max(1, (at + pool.devices) // scale - at // scale)
+        for role in pool.roles:
+            lines.append(f"{role:<{width}}  {' ' * before}{'#' * marks}")
+        at += pool.devices
+    return lines

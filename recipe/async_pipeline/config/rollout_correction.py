@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's loss and its correction for age come down to, in words, and which parameters they may have.
+
+Pure: takes plain mappings, imports neither verl nor torch. docs/strategies.md has the formulas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .loss_modes import LOSS_OF_VARIANT
+from .schema import hint, select
+
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+CORRECTION = "algorithm.rollout_correction"
+SPLITS = ("advantage", "score")
+RATIO_LEVELS = ("token", "sequence")
+IS_LEVELS = ("token", "sequence")
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "seq-mean-token-mean",
+)
+"""verl's, of the losses of tokens."""
+PARAMETERS = (
+    "tis_lower_bound",
+    "tis_upper_bound",
+    "topr_positive_weight",
+    "topr_negative_weight",
+    "topr_split",
+    "topr_ratio_level",
+)
+"""Of our own losses; verl has no keys of these names."""
+CORRECTION_KEYS = (
+    "rollout_is",
+    "rollout_is_threshold",
+    "rollout_is_batch_normalize",
+    "rollout_rs",
+    "rollout_rs_threshold",
+    "bypass_mode",
+    "loss_type",
+)
+_ACTOR = "actor_rollout_ref.actor"
+WITHOUT_RATIO = ("policy_gradient", "gpg")
+"""Losses that do not ask how likely the old policy found a token."""
+_PI_OLD = {
+    "trainer": "version s-1",
+    "logp_pool": "version s-2",
+    "rollout": "the versions that wrote the tokens",
+}
+
+
+def check_loss_parameters(section: Mapping[str, Any]) -> None:
+    """Of `tis` and `topr`, what is there of them. Raises ConfigError: a type or a range."""
+    bounds = [
+        _number(section, name, default)
+        for name, default in (("tis_lower_bound", 0.0), ("tis_upper_bound", 1.0))
+    ]
+    if not 0 <= bounds[0] <= bounds[1] < math.inf:
+        raise ConfigError(
+            f"{POLICY_LOSS}.tis_lower_bound and tis_upper_bound must be 0 <= lower <= upper, finite, "
+            f"got {bounds[0]} and {bounds[1]}; the defaults are 0 and 1"
+        )
+    for name in ("topr_positive_weight", "topr_negative_weight"):
+        value = _number(section, name, 1.0)
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{POLICY_LOSS}.{name} must be >= 0 and finite, got {value}; the default is 1")
+    for name, choices in (("topr_split", SPLITS), ("topr_ratio_level", RATIO_LEVELS)):
+        value = section.get(name, choices[0])
+        if value not in choices:
+            raise ConfigError(
+                f"{POLICY_LOSS}.{name} must be one of {', '.join(choices)}, got {value!r}; {choices[0]} is "
+                "the default"
+            )
+
+
+def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None:
+    """`config`: verl's, resolved; `known`: the losses there are, None if other code may add some.
+
+    Raises ConfigError: no such loss, or a parameter that a worker would refuse minutes later.
+    """
+    section = select(config, POLICY_LOSS) or {}
+    check_loss_parameters(section)
+    mode = section.get("loss_mode")
+    if mode == "bypass_mode":
+        raise ConfigError(
+            f"{POLICY_LOSS}.loss_mode must not be bypass_mode, which leaves the rollout correction out, "
+            f"got {mode!r}; {CORRECTION}.bypass_mode=True and a loss do what it is for"
+        )
+    if known is not None and mode not in known:
+        raise ConfigError(
+            f"{POLICY_LOSS}.loss_mode must be one of {', '.join(sorted(known))}, got "
+            f"{mode!r}{hint(str(mode), known)}; correct it"
+        )
+    beta = section.get("dro_beta")
+    if mode == "dro" and (
+        isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < math.inf
+    ):
+        raise ConfigError(
+            f"{POLICY_LOSS}.dro_beta must be a number > 0 with loss_mode dro (kimi15), got {beta!r}; ROLL "
+            "has 0.1"
+        )
+    for name, least in (
+        ("clip_ratio", 0),
+        ("clip_ratio_low", 0),
+        ("clip_ratio_high", 0),
+        ("clip_ratio_c", 1),
+    ):
+        value = select(config, f"{_ACTOR}.{name}")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int | float) or not least < value < math.inf
+        ):
+            raise ConfigError(
+                f"{_ACTOR}.{name} must be a number > {least}, got {value!r}; leave it out for verl's default"
+            )
+    aggregation = select(config, f"{_ACTOR}.loss_agg_mode")
+    if aggregation is not None and aggregation not in AGGREGATIONS:
+        raise ConfigError(
+            f"{_ACTOR}.loss_agg_mode must be one of {', '.join(AGGREGATIONS)}, got {aggregation!r}; "
+            "token-mean is verl's default"
+        )
+    _check_correction(select(config, CORRECTION) or {})
+
+
+def _check_correction(section: Mapping[str, Any]) -> None:
+    for name, value in section.items():
+        if name not in CORRECTION_KEYS and name != "_target_":
+            raise ConfigError(
+                f"{CORRECTION}.{name} is unknown, got {value!r}{hint(str(name), CORRECTION_KEYS)}; verl "
+                f"has {', '.join(CORRECTION_KEYS)}"
+            )
+    for name in ("bypass_mode", "rollout_is_batch_normalize"):
+        if not isinstance(section.get(name) or False, bool):
+            raise ConfigError(
+                f"{CORRECTION}.{name} must be True or False, got {section[name]!r}; False is verl's default"
+            )
+    if section.get("loss_type") not in (None, "ppo_clip"):
+        raise ConfigError(
+            f"{CORRECTION}.loss_type must be left alone, got {section['loss_type']!r}; verl's V1 trainer "
+            "does not read it, pg_variant names the loss"
+        )
+    level = section.get("rollout_is")
+    if level is not None and level not in IS_LEVELS:
+        raise ConfigError(
+            f"{CORRECTION}.rollout_is must be one of {', '.join(IS_LEVELS)} or null, got {level!r}; token "
+            "is what the smoke run has"
+        )
+
+
+def _number(section: Mapping[str, Any], name: str, default: float) -> float:
+    value = section.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{POLICY_LOSS}.{name} must be a number, got {value!r}; the default is {default:g}")
+    return value
+
+
+def loss_in_words(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
+    """`old_logp`: one of `knobs.OLD_LOGP`; `mini_batches`: optimizer updates of a step, of each epoch over
+    it.
+    """
+    mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
+    called = next((variant for variant, name in LOSS_OF_VARIANT.items() if name == mode), None)
+    name = mode if called in (None, mode) else f"{mode} (pg_variant {called})"
+    if mode in WITHOUT_RATIO:
+        return f"{name}: asks for no ratio to an old policy"
+    one_update = mini_batches == 1 and select(config, "actor_rollout_ref.actor.ppo_epochs") in (None, 1)
+    always = "; one update a step, so that their ratio is 1" if old_logp == "trainer" and one_update else ""
+    return f"{name}: current policy against {_PI_OLD[old_logp]}{always}"
+
+
+def correction_in_words(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
+    """What stands between an answer of an older version and the gradient; the first word is `none` if
+    nothing does.
+    """
+    section = select(config, CORRECTION) or {}
+    if old_logp == "rollout":
+        if select(config, f"{POLICY_LOSS}.loss_mode") in WITHOUT_RATIO:
+            return f"none: the loss asks for no ratio{_remedy(max_lag, 'pg_variant=tis does')}"
+        return "by the loss, whose ratio is against the versions that wrote the tokens"
+    found = []
+    if section.get("rollout_is"):
+        limits = str(section.get("rollout_is_threshold")).partition("_")
+        bound = f"at most {limits[0]}" if not limits[1] else f"0 outside of {limits[0]} to {limits[2]}"
+        what = "a token" if section["rollout_is"] == "token" else "an answer"
+        scaled = ", then scaled to a mean of 1" if section.get("rollout_is_batch_normalize") else ""
+        found.append(
+            f"{what} weighs by {_PI_OLD[old_logp]} against the versions that wrote it, {bound}{scaled}"
+        )
+    if section.get("rollout_rs"):
+        found.append(f"masked by {section['rollout_rs']} beyond {section.get('rollout_rs_threshold')}")
+    return " and ".join(found) or f"none{_remedy(max_lag, f'{CORRECTION}.rollout_is=token is one')}"
+
+
+def _remedy(max_lag: int, remedy: str) -> str:
+    return f", though answers may have lag {max_lag}; {remedy}" if max_lag else ""

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration comes down to: who computes where, how much is in flight, how old it gets, what it
+occupies.
+
+Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.message_queue import share_of
+from .placement import Placement, drawing
+from .rollout_correction import correction_in_words, loss_in_words
+from .schema import OWN, AsyncPipelineConfig, select
+from .user_classes import base_names, class_constant, find_class
+
+ARENAS = 2
+"""Host copies of the weights on the trainer's side."""
+ORDER_OF_BASE = {
+    "AsyncPipelineTrainer": "drawn",
+    "OnPolicyTrainer": "drawn",
+    "OneStepOffTrainer": "drawn",
+    "NStepAheadTrainer": "drawn",
+    "FullyAsyncTrainer": "finished",
+}
+"""What a strategy of one's own inherits."""
+ITEM_BYTES = {
+    "float32": 4,
+    "fp32": 4,
+    "float16": 2,
+    "fp16": 2,
+    "half": 2,
+    "bfloat16": 2,
+    "bf16": 2,
+    "auto": 2,
+}
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Numbers of a run, before it is started."""
+
+    strategy: str
+    max_lag: int
+    oldest_groups: int
+    """Of a step, those that may have the full lag."""
+    order: str
+    stale: str
+    sync_every: int
+    in_flight: str
+    placement: Placement
+    reward_model_devices: int
+    """Beside those of the pools."""
+    old_logp: str
+    loss: str
+    correction: str
+    """For the age of answers; begins with `none` if there is none."""
+    replicas: int
+    tensor_parallel: int
+    groups_per_step: int
+    answers_per_group: int
+    mini_batches_per_step: int
+    answers_per_mini_batch_and_rank: float
+    padding_per_step: int
+    """Empty samples that fill the last mini-batch up."""
+    groups_at_once: int
+    """In flight or finished and not yet trained, at most."""
+    answers_at_once: int
+    engine_slots: int
+    """Answers that the replicas work on at the same time; others wait in their queues."""
+    parameters: int | None
+    """None: the model is not on this machine."""
+    arena_bytes: int | None
+    """Host memory of the trainer's node."""
+    spare_bytes: int | None
+    """Memory of each replica's devices beside its weights."""
+
+
+def plan_of(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str
+) -> Plan:
+    """`config`: verl's, resolved; `placement` and `old_logp`: what its checks found."""
+
+    def number(path: str) -> int:
+        return int(select(config, path))
+
+    batch, n = number("data.train_batch_size"), number(f"{_ROLLOUT}.n")
+    tp = number(f"{_ROLLOUT}.tensor_model_parallel_size")
+    train, generate = (pool.devices for role in ("train", "generate") if (pool := placement.pool_of(role)))
+    mini = min(batch, number("actor_rollout_ref.actor.ppo_mini_batch_size"))
+    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+    oldest = share_of(knobs.oldest_share, batch)
+    parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
+    nbytes = (
+        None
+        if parameters is None
+        else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
+    )
+    return Plan(
+        strategy=knobs.strategy,
+        max_lag=knobs.max_lag,
+        oldest_groups=oldest,
+        order=_order(knobs.strategy),
+        stale=knobs.stale,
+        sync_every=knobs.sync_every,
+        in_flight=knobs.in_flight,
+        placement=placement,
+        reward_model_devices=_reward_model_devices(config),
+        old_logp=old_logp,
+        loss=loss_in_words(config, old_logp, -(-batch // mini)),
+        correction=correction_in_words(config, old_logp, knobs.max_lag - (oldest == 0)),
+        replicas=generate // tp,
+        tensor_parallel=tp,
+        groups_per_step=batch,
+        answers_per_group=n,
+        mini_batches_per_step=-(-batch // mini),
+        answers_per_mini_batch_and_rank=mini * n / train,
+        padding_per_step=-batch % mini * n,
+        groups_at_once=batch * depth + oldest,
+        answers_at_once=(batch * depth + oldest) * n,
+        engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
+        parameters=parameters,
+        arena_bytes=None if nbytes is None else ARENAS * nbytes,
+        spare_bytes=None if nbytes is None else (nbytes // tp if knobs.stage == "device" else 0),
+    )
+
+
+def _reward_model_devices(config: Mapping[str, Any]) -> int:
+    model = select(config, "reward.reward_model") or {}
+    return int(model["nnodes"]) * int(model["n_gpus_per_node"]) if model.get("enable") else 0
+
+
+def _order(strategy: str) -> str:
+    order = "finished" if strategy == "fully_async" else "drawn"
+    if ":" in strategy:
+        cls = find_class(strategy, f"{OWN}.strategy")
+        order = class_constant(cls, "order") or next(
+            (ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE), ""
+        )
+    return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(
+        order, "in the order that it says itself"
+    )
+
+
+def count_parameters(model: Path) -> int | None:
+    """Out of the headers of its safetensors files, which say the shape of every tensor; None: there are
+    none.
+    """
+    shapes = [shape for file in sorted(model.glob("*.safetensors")) for shape in _shapes(file)]
+    if not shapes:
+        return None
+    total = 0
+    for shape in shapes:
+        size = 1
+        for extent in shape:
+            size *= extent
+        total += size
+    return total
+
+
+def _shapes(file: Path) -> Iterator[list[int]]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    yield from (entry["shape"] for name, entry in header.items() if name != "__metadata__")
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    return asdict(plan) | {"placement": plan.placement.as_list()}
+
+
+def in_words(plan: Plan) -> list[str]:
+    """Lines for a person."""
+    lines = [
+        f"strategy        {plan.strategy}: a step takes groups {plan.order}",
+        f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of "
+        "version "
+        f"s-{plan.max_lag + 1} or newer",
+    ]
+    if plan.oldest_groups == 0 < plan.max_lag:
+        lines.append(
+            f"                but oldest_share is less than one of a step's {plan.groups_per_step} groups, "
+            f"so that none has lag {plan.max_lag}"
+        )
+    elif plan.oldest_groups < plan.groups_per_step:
+        lines.append(
+            f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups "
+            f"have lag {plan.max_lag}"
+        )
+    if plan.stale != "wait" and plan.max_lag > 0:
+        what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]
+        lines.append(f"                an unfinished group that holds a step up is {what}")
+    every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
+    lines += [
+        f"weights         published {every}; answers in flight then: {plan.in_flight}",
+        f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
+        f"loss            {plan.loss}",
+        f"correction      {plan.correction}",
+        *_devices(plan),
+        f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
+        f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} "
+        "mini-batch(es), "
+        f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank{_padding(plan)}",
+        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} answers, for "
+        f"{plan.engine_slots} "
+        f"slots of the engines{_slots(plan)}",
+        f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
+    ]
+    if plan.spare_bytes is None or plan.spare_bytes > 0:
+        lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a spare copy")
+    return lines
+
+
+_OLD_LOGP = {
+    "trainer": "of step s are those of version s-1, the trainer's before the step",
+    "logp_pool": "of step s are those of version s-2 (or the last published before it), computed beside "
+    "step s-1",
+    "rollout": "are what the engines said while they generated; none are computed",
+}
+
+
+def _devices(plan: Plan) -> Iterator[str]:
+    head, *lines = drawing(plan.placement)
+    yield f"devices         {head}"
+    yield from (f"                {line}" for line in lines)
+    yield (
+        f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights "
+        "computes with train"
+    )
+    if plan.reward_model_devices:
+        yield (
+            f"                and {plan.reward_model_devices} more for the reward model, which scores "
+            "while answers are generated"
+        )
+
+
+def _padding(plan: Plan) -> str:
+    return f"; the last is filled up with {plan.padding_per_step} empty ones" if plan.padding_per_step else ""
+
+
+def _slots(plan: Plan) -> str:
+    if plan.answers_at_once > plan.engine_slots:
+        return "; what is not finished beyond those waits in the engines' queues"
+    return ""
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "(unknown: the model is not on this machine)"
+    for unit, scale in (("GB", 10**9), ("MB", 10**6)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes / 1000:.1f} kB"

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes of one's own, written `module:Class`: read from their source, without importing what they
+import.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..errors import ConfigError
+from .schema import hint
+
+
+def find_class(target: str, path: str) -> ast.ClassDef | None:
+    """The definition that `target` names; None where the source does not say, as of a name that it imports.
+
+    `path`: the config key, for the error. Raises ConfigError: no such module, or no such class in it.
+    """
+    module, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise ConfigError(f"{path} must read module:Class, got {target!r}; e.g. my_package.my_module:MyClass")
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    except Exception as error:  # noqa: BLE001 - packages above the module are imported, and may raise what they like
+        raise ConfigError(
+            f"{path} names module {module!r}, whose package cannot be imported ({type(error).__name__}: "
+            f"{error}), got {target!r}; correct it"
+        ) from None
+    if found is None:
+        raise ConfigError(
+            f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH"
+        )
+    if found.origin is None or not found.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(found.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{path} names module {module!r}, which is no Python ({error}), got {target!r}; correct it"
+        ) from None
+    return _defined(name, tree, f"{path} names {target!r}")
+
+
+def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
+    """The text that a class body gives to a name, if it does so plainly."""
+    for node in cls.body if cls else ():
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        value = getattr(node, "value", None)
+        if (
+            any(isinstance(t, ast.Name) and t.id == name for t in targets)
+            and isinstance(value, ast.Constant)
+            and isinstance(value.value, str)
+        ):
+            return value.value
+    return None
+
+
+def base_names(cls: ast.ClassDef | None) -> list[str]:
+    """Last names of the classes that it says to inherit from."""
+    bases = cls.bases if cls else []
+    return [
+        base.attr if isinstance(base, ast.Attribute) else base.id
+        for base in bases
+        if isinstance(base, ast.Attribute | ast.Name)
+    ]
+
+
+def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
+    open_ended, there = False, []
+    for node in _statements(tree.body):
+        if isinstance(node, ast.ClassDef):
+            there.append(node.name)
+            if node.name == name:
+                if not node.bases:
+                    raise ConfigError(
+                        f"{what}, which inherits from nothing; a strategy subclasses AsyncPipelineTrainer, "
+                        "a role RoleStateMachine"
+                    )
+                return node
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name == name:
+                raise ConfigError(f"{what}, which is a function; name a class")
+            open_ended |= node.name == "__getattr__"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+            there += names
+            open_ended |= name in names or "*" in names
+        elif not (isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)):
+            open_ended |= any(
+                isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
+                for part in ast.walk(node)
+            )
+    if open_ended:
+        return None
+    raise ConfigError(f"{what}, and the module has no such class{hint(name, there)}; correct the name")
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Those of a module, and of its branches."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _statements(
+                [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
+            )
+            for handler in getattr(node, "handlers", ()):
+                yield from _statements(handler.body)

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that no step may train on: what is wrong with them, what becomes of their group, and who wrote
+them.
+
+    an answer ──► flaws_of ──►┐                     ┌─► fail: the run ends, and says which replica and version
+    it was
+    its group ──► flaws_of_group ──► BadData.judge ─┼─► drop: answered again, `attempts` times in all; then
+    the prompt is
+                                                    │         quarantined, its group failed, and another
+                                                    prompt drawn
+                                                    └─► keep: counted, and trained
+
+Pure: takes plain numbers, imports neither verl nor ray nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ..errors import BadDataError
+
+NO_SCORE = "no_score"
+"""The kind whose policy is a knob of its own, `reward_failure`."""
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "nonfinite_logprobs": ("fail", "drop"),
+    "empty_answer": ("drop", "fail"),
+    "all_masked": ("drop", "fail", "keep"),
+    "long_prompt": ("drop", "fail", "keep"),
+    "missing_answers": ("drop", "fail"),
+}
+"""What may become of a group, by what is wrong with it; the first is the default."""
+KINDS = (*POLICIES, NO_SCORE)
+OF_SCORES = {"fail": "fail", "drop": "drop", "score": "keep"}
+"""`reward_failure` in these words."""
+HOPELESS = ("long_prompt",)
+"""Another attempt would come to the same."""
+MANY_DROPPED = 64
+"""Groups that may be dropped before it matters which share of all they are."""
+SHOWN = 100
+"""Quarantined prompts that the summary names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policies:
+    """What becomes of a group, by what is wrong with it; see `POLICIES`."""
+
+    nonfinite_logprobs: str = "fail"
+    """The rollout said NaN or infinity for the log-probability of a token. Its replica computes nonsense,
+    or its weights are.
+    """
+    empty_answer: str = "drop"
+    """An answer without a token."""
+    all_masked: str = "drop"
+    """No token of any answer counts, as where all are too long: there is nothing to learn, but what a KL
+    term says.
+    """
+    long_prompt: str = "drop"
+    """More tokens than data.max_prompt_length; keep: verl cuts off its beginning."""
+    missing_answers: str = "drop"
+    """The agent loop returned nothing for an answer, so the group is smaller than rollout.n."""
+
+    def by_kind(self, reward_failure: str) -> dict[str, str]:
+        """The policy of each kind. `reward_failure`: the knob."""
+        return {**asdict(self), NO_SCORE: OF_SCORES[reward_failure]}
+
+
+class Flaw(NamedTuple):
+    """Something wrong with an answer or its group."""
+
+    kind: str
+    why: str
+    writer: str = ""
+    """Which replica and version wrote it, if that is known and matters."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.why}" + (f", written by {self.writer}" if self.writer else "")
+
+
+def flaws_of(
+    key: str,
+    *,
+    prompt_tokens: int,
+    prompt_limit: int,
+    answer_tokens: int,
+    logprobs: Sequence[Any] | None,
+    writer: Callable[[int], str],
+) -> list[Flaw]:
+    """What is wrong with one answer. `logprobs`: of its tokens, None if not asked for; `writer`: who wrote
+    token i.
+    """
+    found = []
+    if answer_tokens == 0:
+        found.append(Flaw("empty_answer", f"answer {key} has no token", writer(0)))
+    if prompt_tokens > prompt_limit:
+        found.append(long_prompt(prompt_tokens, prompt_limit))
+    bad = [i for i, value in enumerate(logprobs or ()) if not is_finite(value)]
+    if bad:
+        assert logprobs is not None
+        why = (
+            f"{len(bad)} of {len(logprobs)} log-probs of answer {key} are not finite, the first "
+            f"{logprobs[bad[0]]!r} at token {bad[0]}"
+        )
+        found.append(Flaw("nonfinite_logprobs", why, writer(bad[0])))
+    return found
+
+
+def flaws_of_group(
+    *, expected: int, present: int, unmasked: Sequence[int], unscored: Collection[str]
+) -> list[Flaw]:
+    """What is wrong with a group as a whole.
+
+    `expected` answers were asked for, `present` came, flawed ones included; `unmasked`: tokens that count, of
+    each
+    answer without flaw; `unscored`: why some have no score.
+    """
+    found = []
+    if present < expected:
+        found.append(
+            Flaw(
+                "missing_answers",
+                f"{expected - present} of {expected} answers are missing: the agent loop returned nothing",
+            )
+        )
+    if unmasked and not any(unmasked):
+        found.append(Flaw("all_masked", f"no token of its {len(unmasked)} answers counts"))
+    return found + [Flaw(NO_SCORE, why) for why in unscored]
+
+
+def long_prompt(tokens: int, limit: int) -> Flaw:
+    return Flaw("long_prompt", f"the prompt has {tokens} tokens, and data.max_prompt_length is {limit}")
+
+
+def is_finite(value: Any) -> bool:
+    """Is it a finite number? None, text and NaN are not."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+class Verdict(NamedTuple):
+    """A group that is not trained."""
+
+    why: str
+    again: bool
+    """It is to be answered again."""
+
+
+class BadData:
+    """What a run has met, and which prompts it has given up."""
+
+    def __init__(
+        self, policies: Mapping[str, str], attempts: int, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`policies`: by kind; `attempts`: times that a prompt is answered. `say` gets a line for the user
+        for the first of each kind.
+        """
+        self.counts: Counter[str] = Counter()
+        """Groups by kind; one with several flaws counts for each kind once."""
+        self.writers: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Of those whose writer is known: who, and how many of which kind."""
+        self.quarantined: dict[str, tuple[str, str]] = {}
+        """Uid and reason, by prompt."""
+        self._policies, self._attempts, self._say = policies, attempts, say
+        self._failures: Counter[str] = Counter()
+        self._groups = self._dropped = 0
+
+    def judge(self, uid: str, prompt: str, flaws: Sequence[Flaw]) -> Verdict | None:
+        """What becomes of a group that is answered; None: it is trained. `prompt`: the same for the same
+        prompt.
+
+        Raises BadDataError: its kind ends the run, or more than half of all groups were dropped.
+        """
+        worst = self._count(uid, flaws)
+        if worst is None:
+            self._groups += 1
+            self._failures.pop(prompt, None)
+            return None
+        self._failures[prompt] += 1
+        again = worst.kind not in HOPELESS and self._failures[prompt] < self._attempts
+        if not again:
+            del self._failures[prompt]
+            self.quarantined[prompt] = uid, str(worst)
+            self._drop(str(worst))
+        return Verdict(str(worst), again)
+
+    def refuse(self, prompt: str) -> Verdict | None:
+        """None, unless the prompt is quarantined: then nobody needs to answer it. Raises BadDataError, as
+        `judge`.
+        """
+        found = self.quarantined.get(prompt)
+        if found is None:
+            return None
+        why = f"quarantined since group {found[0]}: {found[1]}"
+        self._drop(why)
+        return Verdict(why, False)
+
+    def metrics(self) -> dict[str, float]:
+        """Groups so far, by kind, and quarantined prompts."""
+        return {
+            **{f"bad_data/{kind}": float(self.counts[kind]) for kind in KINDS},
+            "bad_data/quarantined": float(len(self.quarantined)),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """For `summary.json`: what was met, by kind and by who wrote it, and the first prompts that were
+        given up.
+        """
+        shown = list(self.quarantined.values())[:SHOWN]
+        return {
+            "groups": {kind: self.counts[kind] for kind in KINDS if self.counts[kind]},
+            "writers": {writer: dict(counts) for writer, counts in self.writers.items()},
+            "prompts_quarantined": len(self.quarantined),
+            "quarantined": [{"uid": uid, "why": why} for uid, why in shown],
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a process that goes on with the run has to know."""
+        return {
+            "counts": dict(self.counts),
+            "quarantined": {prompt: list(found) for prompt, found in self.quarantined.items()},
+            "failures": dict(self._failures),
+            "groups": self._groups,
+            "dropped": self._dropped,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on after an earlier process."""
+        self.counts, self._failures = Counter(state["counts"]), Counter(state["failures"])
+        self.quarantined = {
+            prompt: (str(uid), str(why)) for prompt, (uid, why) in state["quarantined"].items()
+        }
+        self._groups, self._dropped = int(state["groups"]), int(state["dropped"])
+
+    def _count(self, uid: str, flaws: Sequence[Flaw]) -> Flaw | None:
+        """The flaw that decides; None: all are kept. Raises BadDataError: one ends the run."""
+        first = {flaw.kind: flaw for flaw in reversed(flaws)}
+        for kind, flaw in first.items():
+            self.counts[kind] += 1
+            if flaw.writer:
+                self.writers[flaw.writer][kind] += 1
+            if self._policies[kind] == "fail":
+                raise BadDataError(
+                    f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to go on without such groups"
+                )
+            if self.counts[kind] == 1:
+                self._say(f"bad data, {self._policies[kind]} as {_knob(kind)} says: group {uid}: {flaw}")
+        return next((flaw for kind, flaw in first.items() if self._policies[kind] == "drop"), None)
+
+    def _drop(self, why: str) -> None:
+        self._groups += 1
+        self._dropped += 1
+        if self._dropped >= MANY_DROPPED and self._dropped > self._groups / 2:
+            raise BadDataError(
+                f"{self._dropped} of {self._groups} groups could not be used; the last, because {why}"
+            )
+
+
+def _knob(kind: str) -> str:
+    return "reward_failure" if kind == NO_SCORE else f"bad_data.{kind}"

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at answers in the process of verl's agent loops, before they are stored; see `bad_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ray.exceptions import RayTaskError
+
+from ...core.bad_data import Flaw, flaws_of, flaws_of_group, is_finite, long_prompt
+from ...errors import BadDataError, RewardError
+from ...redaction import without_secrets
+from ..reward.manager import UNSCORED
+from ..rollout.client import cause_of
+from .version_spans import Turn, writer_of
+
+_flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the answer that this task writes", default=None)
+
+
+class LongPrompt(BadDataError):
+    """Ends the agent loop of a prompt that is too long."""
+
+
+@contextmanager
+def found_flaws(into: list[Flaw]) -> Iterator[None]:
+    """Flaws that are noted inside, by this task and those that it starts, go there. For training, not for
+    validation.
+    """
+    token = _flaws.set(into)
+    try:
+        yield
+    except LongPrompt:
+        pass
+    finally:
+        _flaws.reset(token)
+
+
+class Checks:
+    """What is looked at in each answer of a run."""
+
+    def __init__(self, policies: Mapping[str, str], prompt_limit: int) -> None:
+        """`policies`: by kind; `prompt_limit`: tokens of a prompt."""
+        self._policies, self._prompt_limit = policies, prompt_limit
+
+    def refuse_long_prompts(self, agent_loop: Any) -> None:
+        """verl cuts off the beginning of a prompt that is too long, where its instructions are. Ours is not
+        answered.
+
+        `agent_loop`: verl's base class. Validation goes verl's way.
+        """
+        cut = agent_loop._cap_text_prompt_length
+
+        def refuse_or_cut(loop: Any, prompt_ids: list[int]) -> list[int]:
+            flaws = _flaws.get()
+            if flaws is not None and len(prompt_ids) > self._prompt_limit:
+                flaws.append(long_prompt(len(prompt_ids), self._prompt_limit))
+                if not self.usable(flaws):
+                    raise LongPrompt(str(flaws[-1]))
+            cut_off: list[int] = cut(loop, prompt_ids)
+            return cut_off
+
+        agent_loop._cap_text_prompt_length = refuse_or_cut
+
+    def usable(self, flaws: Sequence[Flaw]) -> bool:
+        """Is a group with these to be trained?"""
+        return all(self._policies[flaw.kind] == "keep" for flaw in flaws)
+
+    def passes(self, key: str, output: Any, turns: Sequence[Turn]) -> bool:
+        """Can verl store this answer and a step train on it? What is wrong is noted. In validation, all pass.
+
+        `output`: verl's AgentLoopOutput.
+        """
+        flaws = _flaws.get()
+        if flaws is None:
+            return True
+        found = flaws_of(
+            key,
+            prompt_tokens=len(output.prompt_ids),
+            prompt_limit=self._prompt_limit,
+            answer_tokens=len(output.response_ids),
+            logprobs=output.response_logprobs,
+            writer=lambda token: writer_of(turns, len(output.prompt_ids), token),
+        )
+        flaws += found
+        return self.usable(found)
+
+
+def flaws_together(
+    expected: int, flaws: Sequence[Sequence[Flaw]], sound: Sequence[Mapping[str, Any]]
+) -> list[Flaw]:
+    """Of a group: those of each answer, and those of all together. `sound`: what verl would store, of the
+    others.
+    """
+    sessions = {int(fields["session_id"]) for fields in sound} | {i for i, found in enumerate(flaws) if found}
+    infos = [(fields.get("extra_fields") or {}).get("reward_extra_info") or {} for fields in sound]
+    return [flaw for found in flaws for flaw in found] + flaws_of_group(
+        expected=expected,
+        present=len(sessions),
+        unmasked=[int(fields["response_mask"].sum()) for fields in sound],
+        unscored=[str(info[UNSCORED]) for info in infos if info.get(UNSCORED)],
+    )
+
+
+class Scores:
+    """What becomes of an answer that the reward function could not score: `reward_failure`,
+    `reward_default`.
+    """
+
+    def __init__(self, on_failure: str, default: float) -> None:
+        self._on_failure, self._default = on_failure, default
+        self._names: list[str] = []
+        """What the function says of an answer beside its score, as far as is known."""
+
+    def failed(self, error: RayTaskError) -> str:
+        """What a call that failed comes to, in words. Raises the error: it is to end the run."""
+        if self._on_failure == "fail":
+            raise error
+        cause = cause_of(error)
+        return without_secrets(f"raised: {type(cause).__name__}: {cause}".splitlines()[0])[:500]
+
+    def settle(self, answer: Any, why: str) -> None:
+        """Give an answer the score that it has, or the default. `why`: the call failed; empty: it did not.
+
+        Raises RewardError: it has none, and that is to end the run.
+        """
+        if not why and not is_finite(answer.reward_score):
+            why = f"invalid: the score must be a finite number, got {answer.reward_score!r}"[:500]
+        if self._on_failure == "fail":
+            if why:
+                raise RewardError(why)
+            return
+        info = answer.extra_fields.get("reward_extra_info") or {}
+        if why:
+            answer.reward_score = self._default
+            info = {**dict.fromkeys(self._names, self._default), UNSCORED: why}
+        else:
+            self._names = [name for name in info if name != UNSCORED]
+            info = {**info, UNSCORED: info.get(UNSCORED, "")}
+        answer.extra_fields["reward_extra_info"] = info

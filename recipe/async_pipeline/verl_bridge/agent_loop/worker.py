@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent loops whose completion is pushed: one awaitable call a group instead of a polled table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any, ClassVar, NamedTuple
+
+import transfer_queue as tq
+from ray.exceptions import RayTaskError
+from tensordict import TensorDict
+from verl.experimental.agent_loop import agent_loop
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from ...core.bad_data import Flaw, Policies
+from ...errors import RolloutError
+from ..restartable_actors import lasting
+from ..reward.worker import PlainCaller
+from ..sample_columns import Columns
+from ..sample_grouping import joinable
+from .hydra_cache import hydra_with_factories
+from .partial_rollouts import Said, Transcript, kept_transcript, written_so_far
+from .sample_checks import Checks, Scores, flaws_together, found_flaws
+from .version_spans import costs_of, kept_turns, merged, taken_turns
+
+_StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+"""Ray forbids inheriting from the actor class; this is the plain class under it."""
+_VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
+"""verl scores an answer without being told what it is for."""
+_BEGUN: ContextVar[float] = ContextVar("when the answer that this task writes was begun")
+_COST: ContextVar[dict[str, float]] = ContextVar("what it has cost so far")
+GIVE_UP_S = 10.0
+"""Seconds that a worker gets to end the answers of a group."""
+
+
+class Trajectory(NamedTuple):
+    """A finished answer on its way to the sample store."""
+
+    key: str
+    fields: dict[str, Any]
+    tag: dict[str, Any]
+    partition_id: str
+    cost: dict[str, float]
+    """What it took; see `turns.costs_of`."""
+
+
+class Answered(NamedTuple):
+    """What came of a prompt; nothing at all, if it was given up."""
+
+    results: list[dict[str, Any]]
+    """`{key, tag, reward, reward_info, spans, turns, columns, cost}` of each trajectory that is sound."""
+    flaws: list[Flaw]
+    """If a policy says that such a group is not to be trained, it is not in the sample store."""
+
+
+class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
+    """verl's worker. `run_group` answers when the whole group is in the sample store, or raises."""
+
+    reward_loop_worker_handles: list[Any] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # verl resolves the class of the agent loop, and merges its config, anew for each answer.
+        agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
+        super().__init__(*args, **kwargs)
+        if self.reward_loop_worker_handles is not None:
+            self.reward_loop_worker_handles = [
+                PlainCaller(worker) for worker in self.reward_loop_worker_handles
+            ]
+        own = self.config.trainer.v1.async_pipeline
+        policies = Policies(**own.bad_data).by_kind(own.reward_failure)
+        self._checks = Checks(policies, self.rollout_config.prompt_length)
+        self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
+        self._scores = Scores(own.reward_failure, float(own.reward_default))
+        # Asked for each answer, for which a config is too slow.
+        self._scores_at_once, self._saves = (
+            bool(own.reward_while_generating),
+            self.config.trainer.save_freq > 0,
+        )
+        self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
+        self._groups: dict[str, asyncio.Future[Answered]] = {}
+        self._finished: dict[str, list[Trajectory]] = {}
+        self._answering: dict[str, asyncio.Task[Any]] = {}
+        self._given_up: set[str] = set()
+        """Groups that are here, but were given up before their first answer began."""
+        self._transcripts: dict[str, list[Transcript]] = {}
+        """Of prompts that are being answered, answer by answer."""
+        self._before: dict[str, Sequence[Sequence[Said]]] = {}
+
+    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
+        """Answer one prompt n times. `before`: what an earlier process has of it, answer by answer.
+
+        Raises what the agent loop, the rollout server or the reward function raised.
+        """
+        uid = str(prompt["uid"][0])
+        self._groups[uid] = asyncio.get_running_loop().create_future()
+        self._finished[uid] = []
+        self._before[uid] = before
+        try:
+            await self.generate_sequences(prompt)
+            return await self._groups[uid]
+        finally:
+            del self._groups[uid], self._finished[uid], self._before[uid]
+            self._given_up.discard(uid)
+
+    async def transcripts(self) -> dict[str, list[list[Said]]]:
+        """What all prompts that are being answered have been told so far; see `transcripts`."""
+        open_ = [
+            one
+            for written in self._transcripts.values()
+            for transcript in written
+            for one in transcript.open.values()
+        ]
+        found = await written_so_far(open_)
+        return {
+            uid: [transcript.with_open(found) for transcript in written]
+            for uid, written in self._transcripts.items()
+        }
+
+    async def give_up(self, uid: str) -> None:
+        """End a group that is being answered, also on the rollout servers. One that is not is left alone."""
+        task = self._answering.get(uid)
+        if task is None and uid in self._groups:
+            self._given_up.add(uid)
+        if task is not None:
+            task.cancel()
+            # One that does not end by then is given up all the same; so is who waits for it.
+            await asyncio.wait([task], timeout=GIVE_UP_S)
+
+    async def _run_prompt(
+        self,
+        prompt: dict[str, Any],
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool = False,
+    ) -> None:
+        waiting = self._groups.get(prompt["uid"])
+        if waiting is None:  # validation goes verl's way
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            return
+        uid = prompt["uid"]
+        if uid in self._given_up:
+            waiting.set_result(Answered([], []))
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering[uid] = task
+        try:
+            waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
+        except asyncio.CancelledError:
+            waiting.set_result(Answered([], []))
+        except Exception as error:  # noqa: BLE001 - handed to the caller as it is
+            waiting.set_exception(error)
+        finally:
+            del self._answering[uid]
+            self._transcripts.pop(uid, None)
+
+    async def _answer(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool
+    ) -> Answered:
+        uid = prompt["uid"]
+        n = prompt.pop("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        params = dict(sampling_params)
+        if not prompt.pop("__do_sample__", True):
+            params.update(top_p=1.0, top_k=-1, temperature=0)
+        flaws: list[list[Flaw]] = [[] for _ in range(n)]
+        transcripts = self._begin_transcripts(uid, n)
+        sessions = [
+            asyncio.create_task(
+                self._session(
+                    flaws[i],
+                    transcripts[i],
+                    params,
+                    trajectory=trajectory,
+                    trace=trace,
+                    session_id=i,
+                    **prompt,
+                )
+            )
+            for i in range(n)
+        ]
+        # All settle first, so that no sibling writes after the group was declared failed.
+        settled = await asyncio.gather(*sessions, return_exceptions=True)
+        for result in settled:
+            if isinstance(result, Exception):
+                raise result
+            if isinstance(result, BaseException):
+                raise RolloutError(f"an answer of group {uid} was cancelled") from result
+        group = self._finished[uid]
+        found = flaws_together(n, flaws, [one.fields for one in group])
+        if self._checks.usable(found):
+            await self._store_group(group)
+        results = [
+            {
+                "key": one.key,
+                "tag": one.tag,
+                "reward": _reward(one.fields),
+                "reward_info": (one.fields.get("extra_fields") or {}).get("reward_extra_info") or {},
+                "spans": (one.fields.get("extra_fields") or {}).get("version_spans"),
+                "turns": one.fields.get("num_turns"),
+                "columns": sorted(one.fields),
+                "cost": one.cost,
+            }
+            for one in group
+        ]
+        return Answered(results, found)
+
+    async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score
+        gets one,
+        or ends the run, as `reward_failure` says."""
+        if not self._scores_at_once and not _VALIDATING.get():
+            return
+        why = ""
+        try:
+            await super()._compute_score(outputs, kwargs)
+        except RayTaskError as error:
+            why = self._scores.failed(error)
+        self._scores.settle(outputs[-1], why)
+
+    def _begin_transcripts(self, uid: str, n: int) -> list[Transcript] | list[None]:
+        """Only a run that makes checkpoints needs them."""
+        before = list(self._before.get(uid) or ())
+        if not self._saves and not before:
+            return [None] * n
+        made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
+        return made
+
+    async def _session(
+        self, flaws: list[Flaw], transcript: Transcript | None, *args: Any, **kwargs: Any
+    ) -> None:
+        _BEGUN.set(time.perf_counter())
+        _COST.set({})
+        with kept_turns(), found_flaws(flaws), kept_transcript(transcript):
+            await self._run_agent_loop(*args, **kwargs)
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        """As verl's, with the versions of all turns."""
+        turns = taken_turns()
+        outputs = output if isinstance(output, list) else [output]
+        versions = [int(version) for turn in turns for version, _ in turn.spans]
+        for one in outputs if versions else ():
+            one.extra_fields.update(
+                min_global_steps=min(versions),
+                max_global_steps=max(versions),
+                # Which turns are in which of several outputs is not known.
+                version_spans=merged(turns, len(one.prompt_ids)) if len(outputs) == 1 else None,
+            )
+        names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
+        if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
+            return
+        ended, cost = time.perf_counter(), _COST.get(None)
+        if cost is not None:
+            cost.update(costs_of(turns, ended - _BEGUN.get()))
+        token = _VALIDATING.set(validate)
+        try:
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+        finally:
+            _VALIDATING.reset(token)
+        if cost is not None:
+            cost["score_s"] = time.perf_counter() - ended
+
+    async def _store_trajectories(
+        self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
+    ) -> None:
+        """Called at the end of each session. A put a group costs a fraction of a put a session."""
+        group = self._finished.get(fields[0]["uid"])
+        if group is None:
+            await super()._store_trajectories(keys, fields, tags, partition_id)
+        else:
+            group += [
+                Trajectory(key, values, tag, partition_id, _COST.get())
+                for key, values, tag in zip(keys, fields, tags, strict=True)
+            ]
+
+    async def _store_group(self, group: list[Trajectory]) -> None:
+        for indices in joinable([one.fields for one in group]):
+            some = [group[i] for i in indices]
+            keys, fields, tags = (
+                [one.key for one in some],
+                [one.fields for one in some],
+                [one.tag for one in some],
+            )
+            if self._stores_rows:
+                await tq.async_kv_batch_put(
+                    keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
+                )
+            else:
+                await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
+
+
+class PushAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`.
+
+    A worker whose process ends is started again, and begins the groups anew that it had not finished.
+    """
+
+    _early: ClassVar[PushAgentLoopManager | None] = None
+
+    @classmethod
+    def start_early(cls, **kwargs: Any) -> None:
+        """Start the workers now, while servers are still starting; `create` then returns this one."""
+        cls._early = super().create(**kwargs)
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> PushAgentLoopManager:
+        """The manager that was started early in this process, or a new one."""
+        early, cls._early = cls._early, None
+        manager: PushAgentLoopManager = early or super().create(*args, **kwargs)
+        return manager
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = lasting(PushAgentLoopWorker)
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        self._turns = itertools.cycle(self.agent_loop_workers)
+
+    async def transcripts(self) -> dict[str, list[list[Said]]]:
+        """Of all prompts that are being answered, what they have been told so far, answer by answer."""
+        asked = [worker.transcripts.remote() for worker in self.agent_loop_workers]
+        found: dict[str, list[list[Said]]] = {}
+        for one in await asyncio.gather(*asked):
+            found.update(one)
+        return found
+
+    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
+        """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
+
+        Cancelled, it returns when the group has been given up.
+        """
+        worker = next(self._turns)
+        try:
+            result: Answered = await worker.run_group.remote(prompt, before)
+        except asyncio.CancelledError:
+            # A worker that is gone, or that does not answer, has no answers to give up.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"][0])), GIVE_UP_S)
+            raise
+        return result
+
+
+def _reward(fields: dict[str, Any]) -> float | None:
+    """verl keeps a score on the last token of its answer, and no field without one."""
+    scores = fields.get("rm_scores")
+    return None if scores is None else float(scores[-1])

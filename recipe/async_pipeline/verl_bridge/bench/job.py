@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's entry point with a task runner that times the trainer: one arm of a benchmark, once."""
+
+from __future__ import annotations
+
+import ray
+from verl.trainer import main_ppo
+
+from .probe import ProbedTaskRunner
+
+
+def main() -> None:
+    """Takes the same command line as `verl.trainer.main_ppo`."""
+    main_ppo.TaskRunnerV1 = ray.remote(ProbedTaskRunner)
+    main_ppo.main()
+
+
+if __name__ == "__main__":
+    main()

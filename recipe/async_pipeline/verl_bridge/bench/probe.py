@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times any trainer from outside, and gives verl's own the polling interval of the benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import verl.trainer.ppo.v1 as verl_v1
+from verl.trainer.main_ppo import TaskRunnerV1
+
+from ...bench.spans import POLL_S, REFERENCE, SpanFile, of_this_job
+from ...bench.waits import Lognormal
+from ..trainer.async_trainer import AsyncPipelineTrainer
+
+_StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
+"""Ray forbids inheriting from the actor class; this is the plain class under it."""
+
+
+def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
+    """A subclass of a trainer that writes a span for each of its stages."""
+    described = json.loads(os.environ.get(REFERENCE) or "null")
+    waits = None if described is None else (described["seed"], Lognormal(**described["wait"]))
+
+    class Probed(trainer):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if poll_s is not None:
+                self.replay_buffer.poll_interval = poll_s
+
+        def _compute_old_log_prob(self, batch: Any, metrics: Any) -> Any:
+            with spans.measure("old_log_prob"):
+                return super()._compute_old_log_prob(batch, metrics=metrics)
+
+        def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
+            # On devices of its own it is no work of the trainer's.
+            apart = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of(
+                "train"
+            )
+            with spans.measure("ref_log_prob_apart" if apart else "ref_log_prob"):
+                if waits is not None:
+                    self._references = getattr(self, "_references", 0) + 1
+                    time.sleep(waits[1].draw(waits[0], "reference", self._references))
+                return super()._compute_ref_log_prob(batch, metrics=metrics)
+
+        def _compute_advantage(self, batch: Any, metrics: Any) -> Any:
+            with spans.measure("advantage"):
+                return super()._compute_advantage(batch, metrics=metrics)
+
+        def _update_actor(self, batch: Any, metrics: Any) -> Any:
+            # Version v is what v optimizer steps made, so step s starts with version s - 1.
+            tags = [tag for tag in batch.tags if not tag.get("is_padding")]
+            lags = [self.global_steps - 1 - int(tag["min_global_steps"]) for tag in tags]
+            with spans.measure("update_actor", step=self.global_steps, samples=len(tags), lags=lags):
+                return super()._update_actor(batch, metrics=metrics)
+
+        def on_sample_end(self) -> None:
+            self._paused_since = time.monotonic()
+            with spans.measure("sync"):
+                super().on_sample_end()
+
+        def on_step_end(self) -> None:
+            started = time.monotonic()
+            with spans.measure("sync"), spans.measure("weights"):
+                super().on_step_end()
+            # Engines on the training devices give way from the end of sampling; others for the update alone.
+            apart = self.config.trainer.v1.trainer_mode == "separate_async"
+            spans.add("paused", started if apart else self._paused_since)
+
+    return Probed
+
+
+def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
+    """As `probed`, for ours: only the gather holds the trainer, only the load holds a replica."""
+
+    class ProbedPipeline(probed(trainer, spans, None)):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self._gathering: dict[int, float] = {}
+
+        async def gather(self, version: int) -> bytes:
+            self._gathering[version] = time.monotonic()
+            with spans.measure("sync"):
+                ticket: bytes = await super().gather(version)
+            return ticket
+
+        async def publish(self, version: int, snapshot: object) -> Any:
+            began = self._gathering.pop(version)
+            publication = await super().publish(version, snapshot)
+            ended = time.monotonic()
+            spans.add("weights", began, ended)
+            # The load comes last. Replicas load in turn, so on average each of them stands still for its
+            # share.
+            spans.add("paused", ended - publication.stall_s / publication.replicas, ended)
+            return publication
+
+    return ProbedPipeline
+
+
+class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
+    """verl's task runner; the trainer that it finds is probed."""
+
+    def run(self, config: Any) -> None:
+        spans = of_this_job()
+        poll_s = float(os.environ[POLL_S])
+        stock_lookup = verl_v1.get_trainer_cls
+
+        def lookup(mode: str) -> Any:
+            trainer = stock_lookup(mode)
+            if issubclass(trainer, AsyncPipelineTrainer):
+                return probed_pipeline(trainer, spans)
+            return probed(trainer, spans, poll_s)
+
+        verl_v1.get_trainer_cls = lookup
+        super().run(config)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inside vLLM's worker process: says when the engine makes a step."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ...bench.spans import of_this_job
+from ...bench.stalls import STEP
+from ..rollout.vllm.worker import PipelineWorkerExtension
+
+
+class TimedWorkerExtension(PipelineWorkerExtension):
+    """Writes a span for each step of the engine."""
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        # vLLM adds this class to the bases of its worker, so `cls` is the worker.
+        worker: Any = cls
+        spans, plain = of_this_job(), worker.execute_model
+
+        def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with spans.measure(STEP, pid=os.getpid()):
+                return plain(self, *args, **kwargs)
+
+        worker.execute_model = execute_model
+        return super().__new__(cls, **kwargs)

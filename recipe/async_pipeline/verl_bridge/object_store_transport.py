@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings buckets to replicas on other hosts, through Ray's object store: pulled, never pushed.
+
+A courier sits on the trainer's host and maps the trainer's arenas, so neither the trainer nor its devices
+take
+part. It puts each bucket into the object store once, however many replicas pull it; Ray spreads it from host
+to
+host. This module is imported in its actor: it imports neither verl nor vllm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from ..weight_sync.arena import ArenaReader
+from ..weight_sync.board import await_manifest
+from ..weight_sync.manifest import Manifest, decode, decode_ticket, encode
+from ..weight_sync.receiver import Fetch, header_of
+
+
+class Courier:
+    """The actor. Keeps the buckets of one version at a time."""
+
+    def __init__(self) -> None:
+        self._reader = ArenaReader()
+        self._version: int | None = None
+        self._offered: dict[int, ray.ObjectRef[Any]] = {}
+
+    def announced(self, ticket: bytes, timeout_s: float) -> bytes:
+        """The manifest of a version, once the trainer has posted it. Raises WeightSyncError as
+        `await_manifest`.
+        """
+        return encode(await_manifest(decode_ticket(ticket), timeout_s))
+
+    def offer(self, manifest: bytes, sequence: int, fresh: bool) -> list[ray.ObjectRef[Any]]:
+        """One reference to a pair of header and bytes of a bucket; a fresh copy of it, if the last one was
+        bad.
+        """
+        described = decode(manifest)
+        if described.version != self._version:
+            self._version, self._offered = described.version, {}
+        if fresh or sequence not in self._offered:
+            self._offered[sequence] = ray.put(
+                (header_of(described, sequence), self._bytes(described, sequence))
+            )
+        # In a list, so that Ray hands the reference over and not what it refers to.
+        return [self._offered[sequence]]
+
+    def _bytes(self, described: Manifest, sequence: int) -> Any:
+        return self._reader.bucket(described, sequence).numpy()
+
+
+def start_on(node: str) -> Any:
+    """Start a courier on a Ray node. Returns its handle."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(Courier).options(num_cpus=0, scheduling_strategy=strategy).remote()
+
+
+def pull_through(courier: Any, manifest: bytes) -> Fetch:
+    """What an `Inbox` fetches the buckets of a version with."""
+    asked: set[int] = set()
+
+    async def fetch(sequence: int) -> tuple[bytes, Any]:
+        (bucket,) = await courier.offer.remote(manifest, sequence, sequence in asked)
+        asked.add(sequence)
+        header, payload = await bucket
+        return header, payload
+
+    return fetch

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score responses: reward functions with limits, reward workers that restart."""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of a batch that is generated already, from the same reward workers that score answers as they are
+finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl import DataProto
+
+from ...config.schema import AsyncPipelineConfig
+from ...core.bad_data import is_finite
+from ...errors import RewardError
+from ..ray_calls import got
+
+NOT_FOR_REWARDS = (
+    "input_ids",
+    "position_ids",
+    "loss_mask",
+    "rollout_log_probs",
+    "extra_fields",
+    "multi_modal_inputs",
+)
+"""Columns that a reward worker has no use for."""
+
+
+def score_late(
+    workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig
+) -> list[Mapping[str, Any]]:
+    """Have every answer scored, and its score stored as verl stores it. Returns what the workers said.
+    Blocks.
+
+    Raises WaitTimeout, what the reward function raised, or RewardError: a score is no finite number.
+    """
+    stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+    lengths = stored["responses"].offsets().diff().tolist()
+    names = [
+        name
+        for name in stored.keys()
+        if name not in NOT_FOR_REWARDS and not isinstance(stored[name], torch.Tensor)
+    ]
+    others = {name: [getattr(value, "data", value) for value in stored[name]] for name in names}
+    if "extra_fields" in stored.keys():
+        others["tool_extra_fields"] = [getattr(value, "data", value) for value in stored["extra_fields"]]
+    if "num_turns" in stored.keys():
+        others["__num_turns__"] = [int(value) for value in stored["num_turns"]]
+    rows = [
+        _row(
+            stored["prompts"][i], stored["responses"][i], {name: values[i] for name, values in others.items()}
+        )
+        for i in range(len(batch.keys))
+    ]
+    turns = itertools.cycle(workers)
+    asked = [next(turns).compute_score.remote(row) for row in rows]
+    results: list[Mapping[str, Any]] = got(
+        asked, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} answers"
+    )
+    results = [_finite(result, knobs) for result in results]
+    scores = torch.nested.as_nested_tensor(
+        [
+            _on_the_last(float(result["reward_score"]), length)
+            for result, length in zip(results, lengths, strict=True)
+        ],
+        layout=torch.jagged,
+    )
+    fields = TensorDict({"rm_scores": scores}, batch_size=len(batch.keys))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    return results
+
+
+def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[str, Any]:
+    score = result["reward_score"]
+    if is_finite(score):
+        return result
+    if knobs.reward_failure == "fail":
+        raise RewardError(f"invalid: the score must be a finite number, got {score!r}"[:500])
+    return {**result, "reward_score": knobs.reward_default}
+
+
+def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]) -> DataProto:
+    """One answer as verl's agent loop hands it to a reward worker."""
+    mask = torch.ones(1, len(prompt) + len(response), dtype=torch.int64)
+    tensors = {"prompts": prompt.unsqueeze(0), "responses": response.unsqueeze(0), "attention_mask": mask}
+    plain: dict[str, Any] = {}
+    for name, value in others.items():
+        plain[name] = np.empty(1, dtype=object)
+        plain[name][0] = value
+    return DataProto(batch=TensorDict(tensors, batch_size=1), non_tensor_batch=plain)
+
+
+def _on_the_last(score: float, length: int) -> torch.Tensor:
+    scores = torch.zeros(length)
+    scores[-1:] = score
+    return scores

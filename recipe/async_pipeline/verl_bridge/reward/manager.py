@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's reward managers, with a guard around the function that they call. verl loads the class by this
+module's name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+from ...errors import RewardError
+from .executor import Function, Limits, RewardGuard
+
+UNSCORED = "unscored"
+"""In the extra fields of an answer's reward: why it has none of its own, or nothing."""
+
+
+class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
+    """The manager that the config names, given a function that keeps to its limits and says when there is
+    no score.
+    """
+
+    def __init__(self, config: DictConfig, tokenizer: Any, compute_score: Any, **more: Any) -> None:
+        super().__init__(config, tokenizer, compute_score)
+        own = config.trainer.v1.async_pipeline
+        described = config.reward.custom_reward_function
+        kwargs = (
+            OmegaConf.to_container(described.get("reward_kwargs") or {}, resolve=True)
+            if described.get("reward_kwargs")
+            else {}
+        )
+        assert isinstance(kwargs, dict)
+        self._guard = RewardGuard(
+            Function(str(described.path), str(described.name), {str(k): v for k, v in kwargs.items()}),
+            Limits(
+                timeout_s=own.reward_timeout_s,
+                attempts=own.reward_attempts,
+                concurrency=own.reward_concurrency,
+                batch=own.reward_batch,
+                memory_mb=own.reward_memory_mb,
+                cpu_s=own.reward_cpu_s,
+            ),
+        )
+        self._on_failure, self._default = own.reward_failure, float(own.reward_default)
+        self._names: list[str] = ["acc"]
+        """What the function says of an answer beside its score, as far as is known."""
+        inner = resolve_reward_manager_cls(
+            OmegaConf.create({"reward": {"reward_manager": own.reward_manager}})
+        )
+        self._inner = inner(config=config, tokenizer=tokenizer, compute_score=self._score, **more)
+
+    async def _score(self, **answer: Any) -> Any:
+        return await self._guard.score(**answer)
+
+    async def run_single(self, data: Any) -> dict[str, Any]:
+        """`{reward_score, reward_extra_info}` of one answer. Raises RewardError: there is none, and that
+        is to end the run.
+        """
+        try:
+            result: dict[str, Any] = await self._inner.run_single(data)
+        except RewardError as error:
+            if self._on_failure == "fail":
+                raise
+            extra = dict.fromkeys(self._names, self._default)
+            # An answer that is dropped needs a number all the same, where it is validated.
+            return {"reward_score": self._default, "reward_extra_info": {**extra, UNSCORED: str(error)}}
+        self._names = list(result["reward_extra_info"])
+        return {**result, "reward_extra_info": {**result["reward_extra_info"], UNSCORED: ""}}

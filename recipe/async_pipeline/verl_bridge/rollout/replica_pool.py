@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout replicas of a run: started on devices of their own, loaded some at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar
+
+import ray
+from omegaconf import DictConfig
+from ray.exceptions import RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from verl.trainer.ppo.v1 import trainer_base
+from verl.utils.device import get_resource_name
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
+
+from ...config.placement import Placement
+from ...config.schema import loads_at_once
+from ...core.items import Publication
+from ...errors import WeightSyncError
+from ...weight_sync.manifest import decode_ticket
+from ...weight_sync.publisher import Distribution, LoadReport
+from ...weight_sync.versioned_engine import LoadMode
+from ..object_store_transport import start_on
+from ..ray_calls import ASK_S, got, result_of
+from .client import PipelineLLMClient, cause_of
+from .device_holder import node_id
+from .vllm.replica import PipelineVLLMReplica
+
+
+class PipelineServerManager(LLMServerManager):
+    """verl's manager, starting our replicas."""
+
+    rollout_replica_class = PipelineVLLMReplica
+
+    _early: ClassVar[PipelineServerManager | None] = None
+
+    def __init__(self, config: DictConfig) -> None:
+        """Begins to start the servers at once, in a thread; `ready` waits for them."""
+        # A config is no thing for two threads: who copies one takes its parts from their parents while he
+        # does, and who
+        # resolves a reference in another thread meanwhile does not find it.
+        super().__init__(config=copy.deepcopy(config))
+        starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
+        self._starting = starter.submit(lambda: asyncio.run(self._initialize_llm_servers()))
+        starter.shutdown(wait=False)
+
+    @classmethod
+    def start_early(cls, config: DictConfig) -> None:
+        """Begin now, if no device of another role can be taken by it: if all devices are on one node.
+
+        The trainer that is made later in this process takes this one over.
+        """
+        if len(_devices_by_node()) <= 1:
+            cls._early = cls(config)
+
+    @classmethod
+    def started(cls, config: DictConfig) -> PipelineServerManager:
+        """The manager that was begun early, or a new one."""
+        early, cls._early = cls._early, None
+        return early or cls(config)
+
+    def ready(self, timeout_s: float) -> None:
+        """Wait for the servers and tell the balancer about them. Raises WaitTimeout, or what their start
+        raised.
+        """
+        result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
+        servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
+        added = self.global_load_balancer.add_servers.remote(servers)
+        got(added, ASK_S, owner="the trainer", what="the balancer to take the rollout servers in")
+
+    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
+        return super().get_client(client_cls or PipelineLLMClient, **kwargs)
+
+    def attach(self, balancer: Any) -> None:
+        """Use a balancer that verl has started, so that clients can be made before the servers are up."""
+        self.global_load_balancer = balancer
+
+
+class BalancerBesideTrainer(LLMServerManager):
+    """verl's manager as its trainer uses it where all replicas are ours: for the balancer alone.
+
+    Ray would put that on any node; there it would be one more whose loss ends the run.
+    """
+
+    async def _init_global_load_balancer(self) -> None:
+        settings = self.rollout_config
+        if settings.get("router_config_path") or self._load_balancer_cls:
+            await super()._init_global_load_balancer()
+            return
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.global_load_balancer = (
+            ray.remote(GlobalRequestLoadBalancer)
+            .options(scheduling_strategy=here)
+            .remote(
+                servers={},
+                max_cache_size=DEFAULT_ROUTING_CACHE_SIZE,
+                full_determinism=bool(settings.get("full_determinism")),
+            )
+        )
+
+    @classmethod
+    def use(cls) -> None:
+        """verl's trainer makes its manager by this name, and offers nothing else to choose it by."""
+        trainer_base.LLMServerManager = cls
+
+
+def _devices_by_node() -> list[int]:
+    """Of the nodes that have any."""
+    found = [int(node["Resources"].get(get_resource_name(), 0)) for node in ray.nodes() if node["Alive"]]
+    return [devices for devices in found if devices]
+
+
+def devices_of_a_node(placement: Placement) -> int:
+    """Of the largest; Ray knows it, unless it has none that it counts."""
+    return max([*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools)])
+
+
+class ReplicaConsumer:
+    """One rollout replica, as `Distribution` sees it."""
+
+    def __init__(
+        self,
+        replica: Any,
+        balancer: Any,
+        courier: Any | None,
+        piece_bytes: int,
+        timeout_s: float,
+        how: LoadMode,
+    ) -> None:
+        """`courier`: for a replica on another host than the trainer's arenas."""
+        self.name = f"replica {replica.replica_rank}"
+        self._replica, self._balancer = replica, balancer
+        self._arguments = (courier, piece_bytes, timeout_s, how)
+
+    async def load(self, ticket: bytes) -> LoadReport:
+        answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]
+        try:
+            # The servers of one replica load together, and the first speaks for all.
+            reports: list[LoadReport] = [await answer for answer in answers]
+        except RayTaskError as error:
+            # What went wrong there, in one line, instead of Ray's account of it.
+            raise cause_of(error) from error
+        return reports[0]
+
+    async def leave(self) -> None:
+        await self._balancer.remove_servers.remote([self._replica._server_address])
+
+    async def restart(self) -> None:
+        await self._replica.restart()
+
+    async def join(self) -> None:
+        replica = self._replica
+        await self._balancer.add_servers.remote({replica._server_address: replica._server_handle})
+
+    async def check(self) -> None:
+        try:
+            for answer in [server.check.remote() for server in self._replica.servers]:
+                await answer
+        except RayTaskError as error:
+            raise cause_of(error) from error
+
+
+class RolloutPool:
+    """The standalone replicas of a run. Loads are rolling: only some replicas at a time are busy with one."""
+
+    def __init__(
+        self,
+        manager: LLMServerManager,
+        say: Callable[[str], None],
+        *,
+        trainer_node: str,
+        piece_bytes: int,
+        load_timeout_s: float,
+        restart_timeout_s: float,
+        how: LoadMode,
+        at_once: int | None = None,
+        note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
+    ) -> None:
+        """`trainer_node`: the Ray node that the arenas are on. `at_once`: see `knobs.loads_at_once`.
+        `say`, `note`: see `Distribution`. Blocks on Ray calls.
+        """
+        if not manager.get_replicas():
+            raise WeightSyncError("no rollout replica was started, so no weights can be served")
+        self._manager = manager
+        self._trainer_node, self._courier = trainer_node, None
+        self._distribution = Distribution(
+            [
+                ReplicaConsumer(
+                    replica,
+                    manager.global_load_balancer,
+                    self.courier_for(self._nodes_of(replica)),
+                    piece_bytes,
+                    load_timeout_s,
+                    how,
+                )
+                for replica in manager.get_replicas()
+            ],
+            say,
+            load_timeout_s=load_timeout_s,
+            restart_timeout_s=restart_timeout_s,
+            wait_timeout_s=restart_timeout_s,
+            at_once=loads_at_once(at_once, len(manager.get_replicas())),
+            note=note,
+        )
+
+    @staticmethod
+    def _nodes_of(replica: Any) -> list[str]:
+        asked = [server.__ray_call__.remote(node_id) for server in replica.servers]
+        nodes: list[str] = got(
+            asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to say where it is"
+        )
+        return nodes
+
+    def courier_for(self, nodes: Sequence[str]) -> Any:
+        """None for a consumer on nodes that can map the trainer's memory; else the one courier of the run."""
+        if set(nodes) == {self._trainer_node}:
+            return None
+        self._courier = self._courier or start_on(self._trainer_node)
+        return self._courier
+
+    @property
+    def replicas(self) -> Sequence[Any]:
+        replicas: Sequence[Any] = self._manager.get_replicas()
+        return replicas
+
+    def weights(self, owner: str) -> AbstractAsyncContextManager[None]:
+        """Held while replicas change version, and by whoever needs them not to. Raises WaitTimeout."""
+        return self._distribution.weights(owner)
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The version that each replica serves, by its name; one that is fenced serves none."""
+        return self._distribution.versions
+
+    async def publish(self, ticket: bytes) -> Publication:
+        """Have every replica check, load and prove a version; returns when all that work serve it.
+
+        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left,
+        and none
+        comes back.
+        """
+        gathered = decode_ticket(ticket)
+        fenced = set(self._distribution.fenced)
+        reports = await self._distribution.publish(gathered.version, ticket)
+        failures = [f"{name}: {why}" for name, why in self._distribution.fenced.items() if name not in fenced]
+        return Publication(
+            version=gathered.version,
+            num_bytes=gathered.num_bytes,
+            gather_s=gathered.gather_s,
+            transfer_s=sum(r.transfer_s for r in reports),
+            load_s=sum(r.load_s for r in reports),
+            stall_s=sum(r.stall_s for r in reports),
+            busy_s=sum(r.busy_s for r in reports),
+            tensors_proved=sum(r.tensors_proved for r in reports),
+            replicas=len(reports),
+            tokens_read_again=sum(r.tokens_read_again for r in reports),
+            failure="; ".join(failures),
+        )
+
+    async def watch(self) -> None:
+        """Fence replicas that stop working between publications. Never returns; raises as `publish`."""
+        await self._distribution.watch()
+
+    async def close(self) -> None:
+        """Stop waiting for replicas that are on their way back."""
+        await self._distribution.close()

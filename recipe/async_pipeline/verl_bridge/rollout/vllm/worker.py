@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inside vLLM's worker process: load a complete version from shared memory and prove it.
+
+On CPU, vLLM repacks the weight of each linear layer and frees the original. Weights could then be
+neither loaded in place nor compared, and with tied embeddings a reload leaves the head on its dummy
+values without a word. So the repack is switched off before the model is built.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+import vllm._custom_ops as vllm_ops
+import vllm.model_executor.layers.utils as vllm_layers
+from verl.utils.vllm import TensorLoRARequest
+from verl.workers.rollout.vllm_rollout.utils import (
+    VLLM_LORA_INT_ID,
+    VLLM_LORA_NAME,
+    VLLM_LORA_PATH,
+    vLLMColocateWorkerExtension,
+)
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.platforms import current_platform
+
+from ....errors import ProofError, WeightSyncError
+from ....weight_sync.arena import ArenaReader
+from ....weight_sync.copy_plan import RecordedLoad, Recorder
+from ....weight_sync.manifest import Manifest, decode
+from ....weight_sync.proof import ServedModel, prove, scaled
+from ....weight_sync.standby_copy import Spare
+
+
+def keep_weights_unpacked() -> None:
+    """Make vLLM's CPU linear layers use their weight as it is. Must run before the model is built."""
+    vllm_ops._supports_onednn = False
+    vllm_layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+
+
+class PipelineWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's extension, plus `load_snapshot`, and `stage_snapshot` before it if that is wanted."""
+
+    _reader: ArenaReader | None = None
+    _recorded: RecordedLoad | None = None
+    _spare: Spare | None = None
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        if current_platform.is_cpu():
+            keep_weights_unpacked()
+        return super().__new__(cls, **kwargs)
+
+    def stage_snapshot(self, manifest: bytes) -> bool:
+        """Begin to copy a version to the device, beside what the engine does; its load then is a copy there.
+
+        False: it cannot be staged, because no load of its layout could be recorded.
+        """
+        described, parameters = decode(manifest), list(self.model_runner.model.parameters())
+        if self._recorded is None or not self._recorded.fits(described, parameters):
+            return False
+        self._spare = self._spare or Spare(self._recorded, parameters, may_exchange=self.device.type == "cpu")
+        self._spare.begin(described, self._published(described))
+        return True
+
+    def staged_version(self) -> int | None:
+        """The version that lies on the device, complete. Raises what the copy raised."""
+        return None if self._spare is None else self._spare.version()
+
+    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, float], dict[str, int]]:
+        """Load and prove one version; the engine runs nothing else meanwhile.
+
+        Returns seconds and the number of tensors compared, and how many output tokens each request in the
+        batch
+        has. Raises WeightSyncError, ProofError.
+        """
+        started = time.perf_counter()
+        described = decode(manifest)
+        model = self.model_runner.model
+        with torch.no_grad():
+            self._load(model, described, piece_bytes)
+        loaded = time.perf_counter()
+        compared = self._prove(described, model)
+        if self.device.type == "cpu":
+            pack_experts(model)
+        report = {
+            "load_s": loaded - started,
+            "prove_s": time.perf_counter() - loaded,
+            "tensors_proved": float(compared),
+        }
+        return report, self._output_tokens()
+
+    def _load(self, model: torch.nn.Module, described: Manifest, piece_bytes: int) -> None:
+        if described.adapter is not None:
+            self._load_adapter(described, described.adapter)
+        elif self._spare is not None and self._spare.version() == described.version:
+            self._spare.commit()
+            self._finish_load()
+        elif self._recorded is not None and self._recorded.fits(described, model.parameters()):
+            self._recorded.copy(described, self._published(described), self._recorded.targets)
+            self._finish_load()
+        else:
+            self._spare = None
+            published = self._published(described)
+            with Recorder(published) as recorder:
+                for piece in self._arena_reader().read(described, piece_bytes):
+                    self._load_piece(model, piece)
+            self._finish_load()
+            self._recorded = recorder.recorded(described, published)
+
+    def _load_adapter(self, described: Manifest, config: str) -> None:
+        """In place of the adapter before it, under the name that verl's server asks for."""
+        self.remove_lora(VLLM_LORA_INT_ID)
+        request = TensorLoRARequest(
+            lora_name=VLLM_LORA_NAME,
+            lora_int_id=VLLM_LORA_INT_ID,
+            lora_path=VLLM_LORA_PATH,
+            peft_config=json.loads(config),
+            # The manager keeps them, and the arena will be written again.
+            lora_tensors={name: tensor.clone() for name, tensor in self._published(described).items()},
+        )
+        self.add_lora(request)
+
+    def _prove(self, described: Manifest, model: torch.nn.Module) -> int:
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        if described.adapter is None:
+            packed = getattr(model, "packed_modules_mapping", {})
+            return prove(
+                described,
+                ServedModel(dict(model.named_parameters(remove_duplicate=False)), packed, rank, size),
+            )
+        adapters = self.model_runner.lora_manager._adapter_manager
+        served = served_adapter(adapters, described, VLLM_LORA_INT_ID)
+        scaling = PEFTHelper.from_dict(json.loads(described.adapter)).vllm_lora_scaling_factor
+        return prove(
+            scaled(described, ".lora_B.", scaling, adapters.lora_config.lora_dtype),
+            ServedModel(served, {}, rank, size),
+        )
+
+    def _finish_load(self) -> None:
+        for served, config in self._iter_all_models_with_config():
+            process_weights_after_loading(served, config, self.device)
+
+    def _published(self, described: Manifest) -> dict[str, torch.Tensor]:
+        reader = self._arena_reader()
+        if self.device.type == "cuda":
+            reader.pin(described)
+        return reader.tensors(described)
+
+    def _output_tokens(self) -> dict[str, int]:
+        """Also counts a token whose step the scheduler does not know to be finished."""
+        batch = self.model_runner.input_batch
+        return {
+            request: int(batch.num_tokens_no_spec[index] - batch.num_prompt_tokens[index])
+            for request, index in batch.req_id_to_index.items()
+        }
+
+    def _load_piece(self, model: torch.nn.Module, piece: list[tuple[str, torch.Tensor]]) -> None:
+        model.load_weights(iter(piece))
+
+    def _arena_reader(self) -> ArenaReader:
+        self._reader = self._reader or ArenaReader()
+        return self._reader
+
+
+def pack_experts(model: torch.nn.Module) -> None:
+    """vLLM's CPU kernels want the experts of a layer packed, and vLLM packs them at the first load only.
+
+    Raises WeightSyncError: they are padded, too, so that no later version fits into them.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
+            continue
+        if (
+            experts._padded_intermediate_size(experts.moe_config)
+            != experts.moe_config.intermediate_size_per_partition
+        ):
+            raise WeightSyncError(
+                f"experts of width {experts.moe_config.intermediate_size_per_partition} cannot be updated "
+                "on a CPU; "
+                f"it must be a multiple of {experts._intermediate_alignment()}"
+            )
+        for weight in (layer.w13_weight, layer.w2_weight):
+            weight.data.copy_(vllm_ops.cpu_prepack_moe_weight(weight.data, experts.isa))
+
+
+def served_adapter(adapters: Any, described: Manifest, adapter: int) -> dict[str, torch.Tensor]:
+    """The tensors that an adapter computes with, by the name that each was published under.
+
+    Raises ProofError: the adapter is not active, or no layer of the engine takes a tensor.
+    """
+    if adapter not in adapters.lora_index_to_id:
+        raise ProofError(f"v{described.version}: the adapter is not active")
+    slot = adapters.lora_index_to_id.index(adapter)
+    places = {name: (layer, 0) for name, layer in adapters.modules.items()}
+    for name, layer in adapters.modules.items():
+        parent, _, leaf = name.rpartition(".")
+        for index, part in enumerate(adapters.packed_modules_mapping.get(leaf, [])):
+            places[f"{parent}.{part}"] = (layer, index)
+    served = {}
+    for entry in described.tensors:
+        module, _, leaf = entry.name.removeprefix("base_model.model.").rpartition(".lora_")
+        if module not in places:
+            raise ProofError(f"{entry.name} was published but no layer of the engine takes it")
+        layer, index = places[module]
+        stacked = layer.lora_a_stacked if leaf.startswith("A") else layer.lora_b_stacked
+        whole = stacked[index][slot, 0]
+        # The rank is padded to what the engine was started for.
+        rank_of_adapter = entry.shape[0] if leaf.startswith("A") else entry.shape[1]
+        served[entry.name] = whole[:rank_of_adapter] if leaf.startswith("A") else whole[:, :rank_of_adapter]
+    return served

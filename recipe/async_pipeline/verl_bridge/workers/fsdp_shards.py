@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each training rank holds of the weights, under the names that a rollout engine loads.
+
+verl assembles every tensor on every rank before it is sent. An FSDP2 rank knows which block of which tensor
+is its
+own, so on one host it copies that block to its place, and no tensor is ever assembled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from peft import get_peft_model_state_dict
+from torch.distributed.tensor import DTensor
+from verl.utils.fsdp_utils import fsdp_version
+from verl.utils.model import convert_weight_keys
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.engine.spec import BlockPlacement, ShardSpec, derive_dtensor_placement
+
+from ...errors import WeightSyncError
+from ...weight_sync.arena import Part, T
+
+_FUSED_GATE_UP, _FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+
+
+class TrainingRanks:
+    """All ranks of this process's process group."""
+
+    def __init__(self, node: str) -> None:
+        """`node`: what tells this host from others. A collective."""
+        self.rank = dist.get_rank()
+        nodes: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(nodes, node)
+        self.on_one_host = len(set(nodes)) == 1
+
+    def share(self, value: T) -> T:
+        shared = [value]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    def barrier(self) -> None:
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+
+class Held(NamedTuple):
+    """What this rank has to publish."""
+
+    parts: list[Part]
+    adapter: str | None
+    """They are of a LoRA adapter; see `Manifest`."""
+
+
+def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
+    """This rank's parts of all that changes, without copying any. The same tensors in the same order on all
+    ranks.
+
+    Each element is in the part of one rank; with `replicated`, in the parts of all that hold it, as a load
+    needs it.
+
+    None: this engine does something to its weights before they are sent (another engine than FSDP2, adapters
+    that are
+    merged, quantization), so that it has to assemble them itself.
+    """
+    if getattr(type(engine), "get_per_tensor_param", None) is not FSDPEngine.get_per_tensor_param:
+        return None
+    module = engine.module
+    if fsdp_version(module) != 2 or engine._qat_enabled:
+        return None
+    if hasattr(module, "peft_config"):
+        if engine.model_config.lora.get("merge", False):
+            return None
+        return Held(
+            [part_of(*named, replicated=replicated) for named in adapter_of(module).items()],
+            described(module.peft_config["default"]),
+        )
+    weights = convert_weight_keys(module.state_dict(), module)
+    model_type = engine.model_config.hf_config.model_type
+    parts = [part_of(*named, replicated=replicated) for named in weights.items()]
+    return Held([part for whole in parts for part in unfused(whole, model_type)], None)
+
+
+def adapter_of(module: Any) -> dict[str, torch.Tensor]:
+    """The tensors of the one adapter, under the names that peft stores them by. Raises WeightSyncError:
+    not LoRA.
+    """
+    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(module)
+    other = [name for name in tensors if ".lora_A." not in name and ".lora_B." not in name]
+    if other:
+        raise WeightSyncError(f"{other[0]} is trained beside the adapter, but engines load LoRA tensors only")
+    return tensors
+
+
+def described(config: Any) -> str:
+    """A peft configuration as JSON."""
+    return json.dumps(
+        config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+    )
+
+
+def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> Part:
+    """The block of a (distributed) tensor that this rank writes; or, if `replicated`, that it holds."""
+    shape = tuple(weight.shape)
+    if not isinstance(weight, DTensor):
+        # The same on all ranks, so the owner of the memory writes it.
+        mine = replicated or not dist.is_initialized() or dist.get_rank() == 0
+        return Part(name, shape, weight.dtype, (0,) * weight.dim(), weight.detach() if mine else None)
+    offset, contributes = _block(shape, weight.device_mesh, tuple(weight.placements))
+    with torch.no_grad():
+        local = weight.to_local()
+    return Part(name, shape, weight.dtype, offset, local if contributes or replicated else None)
+
+
+@cache
+def _block(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[tuple[int, ...], bool]:
+    """First index of this rank's block, and whether it is the one that writes it."""
+    place, contributes, group = derive_dtensor_placement(ShardSpec(shape, mesh, placements))
+    if isinstance(place, BlockPlacement):
+        return tuple(place.global_offset), contributes
+    return (0,) * len(shape), mesh.get_coordinate() is not None and not any(mesh.get_coordinate())
+
+
+def unfused(part: Part, model_type: str) -> Iterator[Part]:
+    """Transformers keeps the experts of a layer in one tensor; rollout engines load them one by one.
+
+    The same names as verl's `unfuse_moe_params` gives them.
+    """
+    fused = (
+        part.name.endswith((_FUSED_GATE_UP, _FUSED_DOWN)) and len(part.shape) == 3 and model_type != "gpt_oss"
+    )
+    if not fused:
+        yield part
+        return
+    base, _, kind = part.name.rpartition(".")
+    experts, rows, columns = part.shape
+    names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    height = rows // len(names)
+    for expert in range(experts):
+        for index, name in enumerate(names):
+            nothing = Part(f"{base}.{expert}.{name}.weight", (height, columns), part.dtype, (0, 0), None)
+            yield _rows_of_expert(part, expert, index * height, nothing)
+
+
+def _rows_of_expert(part: Part, expert: int, first_row: int, whole: Part) -> Part:
+    """The part of `whole`, which begins at `first_row` of an expert, that lies in a part of the fused
+    tensor.
+    """
+    if part.values is None:
+        return whole
+    inside = expert - part.offset[0]
+    row, column = part.offset[1] - first_row, part.offset[2]
+    rows = range(max(0, row), min(whole.shape[0], row + part.values.shape[1]))
+    if not 0 <= inside < part.values.shape[0] or not rows:
+        return whole
+    values = part.values[inside, rows.start - row : rows.stop - row]
+    return whole._replace(offset=(rows.start, column), values=values)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker classes that run on the training devices."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+
+from ...checkpoint.safe_load import weights_only
+from ...core.clock import within
+from ...errors import WeightSyncError
+from ...weight_sync.arena import ArenaReader, Part
+from ...weight_sync.board import await_manifest
+from ...weight_sync.manifest import Manifest, decode, decode_ticket, encode
+from ...weight_sync.receiver import Inbox
+from ...weight_sync.shard_load import load_parts, prove_parts
+from ..cpu_platform import is_cpu
+from ..object_store_transport import pull_through
+from .fsdp_shards import TrainingRanks, held_by
+from .loss_registry import ppo_loss_with_scores
+
+REF_COLUMN = "ref_log_probs_full"
+"""verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix
+them.
+"""
+
+
+def offload_without_pinning() -> None:
+    """verl keeps a forward-only FSDP2 model in pinned memory, which no machine without accelerator has."""
+    policy = transformer_impl.CPUOffloadPolicy
+    transformer_impl.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)
+
+
+if is_cpu():
+    offload_without_pinning()
+
+
+class PipelineWorker(ActorRolloutRefWorker):
+    """verl's worker, with a gather that can be called by itself and a column of its own for the reference."""
+
+    _ranks: TrainingRanks | None = None
+    _reader: ArenaReader | None = None
+    _inbox: Inbox | None = None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """As verl's, with our losses registered and scores within their reach."""
+        super().init_model()
+        if "actor" in self.role and self.loss_fn.func is ppo_loss:
+            self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gather_weights(self, version: int) -> bytes | None:
+        """Copy the weights into host memory; rank 0 returns the ticket. A collective of all ranks."""
+        self._ranks = self._ranks or TrainingRanks(ray.get_runtime_context().get_node_id())
+        held = held_by(self.actor.engine) if self._ranks.on_one_host else None
+        ticket: bytes | None
+        if held is not None:
+            ticket = self.checkpoint_engine.gather_parts(held.parts, version, self._ranks, held.adapter)
+        else:
+            weights, _ = self.actor.engine.get_per_tensor_param()
+            ticket = self.checkpoint_engine.gather(weights, version)
+        return ticket
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_version(self, ticket: bytes, courier: Any | None, timeout_s: float) -> int:
+        """Have the forward-only model compute with a published version. A collective of all ranks; returns
+        the version.
+
+        Raises WeightSyncError: it is corrupt, or of another model. ProofError: it is not what was loaded.
+        """
+        offered = decode_ticket(ticket)
+        if courier is None:
+            manifest = await_manifest(offered, timeout_s)
+            self._reader = self._reader or ArenaReader()
+            self._reader.verify(manifest)
+        else:
+            # Ray runs this in the thread of an event loop.
+            with ThreadPoolExecutor(1) as thread:
+                pulled = within(
+                    self._pull(courier, ticket, timeout_s),
+                    timeout_s,
+                    owner=self.role,
+                    what=f"the buckets of version {offered.version}",
+                )
+                manifest = thread.submit(asyncio.run, pulled).result()
+            self._reader = self._reader or ArenaReader()
+        parts = self._forward_only()
+        load_parts(offered.version, self._reader.tensors(manifest), parts)
+        prove_parts(manifest, parts)
+        return offered.version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_reference(self, folder: str) -> None:
+        """Write what this rank holds of the forward-only model."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {
+            part.name: part.values.detach().cpu().clone()
+            for part in self._forward_only()
+            if part.values is not None
+        }
+        save_file(tensors, self._file_of_rank(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_reference(self, folder: str) -> None:
+        """The way back. Raises WeightSyncError: it was written by another model."""
+        saved = load_file(self._file_of_rank(folder))
+        parts = {part.name: part.values for part in self._forward_only() if part.values is not None}
+        if odd := saved.keys() ^ parts.keys():
+            raise WeightSyncError(
+                f"{folder} and this model differ in {len(odd)} tensors, e.g. {sorted(odd)[0]}"
+            )
+        with torch.no_grad():
+            for name, values in parts.items():
+                values.detach().copy_(saved[name])
+
+    def _file_of_rank(self, folder: str) -> str:
+        return str(Path(folder) / f"rank_{self.rank}_of_{self.world_size}.safetensors")
+
+    def _forward_only(self) -> list[Part]:
+        held = held_by(self.ref.engine, replicated=True)
+        if held is None or held.adapter is not None:
+            raise WeightSyncError(
+                "this engine cannot load published weights; it must be fsdp2, without LoRA adapters"
+            )
+        return held.parts
+
+    async def _pull(self, courier: Any, ticket: bytes, timeout_s: float) -> Manifest:
+        self._inbox = self._inbox or Inbox()
+        described = decode(await courier.announced.remote(ticket, timeout_s))
+        return await self._inbox.receive(described, pull_through(courier, encode(described)))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """As verl's. Raises CheckpointError: there is more in it than tensors and plain values."""
+        with weights_only(Path(local_path)):
+            super().load_checkpoint(local_path, *more, **others)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_arenas(self) -> None:
+        """Unlink the shared memory of this rank."""
+        self.checkpoint_engine.close()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: TensorDict) -> Any:
+        """As verl's, under our own column. Per-token log-probs of prompt and response, jagged."""
+        output = self.ref.infer_batch(data=data)
+        if output is None:
+            return None
+        output = output.cpu()
+        if "log_probs" in output.keys():
+            output[REF_COLUMN] = output.pop("log_probs")
+        return output
+
+
+class PipelineCritic(TrainingWorker):
+    """verl's critic, which loads no more than it needs."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """As verl's. Raises CheckpointError: there is more in it than tensors and plain values."""
+        with weights_only(Path(local_path)):
+            super().load_checkpoint(local_path, *more, **others)
+
+
+class LogProbWorker(PipelineWorker):
+    """The policy as it was published, forward only, on devices of its own. Made with the role `ref`, see
+    `logp_config`.
+    """
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_log_prob(self, data: TensorDict) -> Any:
+        """As verl's actor computes it: per-token log-probs and entropies of prompt and response, jagged."""
+        output = self.ref.infer_batch(data=data)
+        return None if output is None else output.cpu()
+
+
+def logp_config(config: DictConfig) -> DictConfig:
+    """The actor's settings where a forward-only worker looks for its own. `config`: `actor_rollout_ref`."""
+    made = copy.deepcopy(config)
+    actor, ref, rollout = made.actor, made.ref, made.rollout
+    OmegaConf.set_struct(made, False)
+    ref.strategy, ref.use_torch_compile = actor.strategy, actor.use_torch_compile
+    for name in (
+        "model_dtype",
+        "mixed_precision",
+        "ulysses_sequence_parallel_size",
+        "entropy_from_logits_with_chunking",
+    ):
+        if name in actor.fsdp_config:
+            ref.fsdp_config[name] = actor.fsdp_config[name]
+    for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
+        ref[f"log_prob_{name}"] = rollout[f"log_prob_{name}"]
+    return made

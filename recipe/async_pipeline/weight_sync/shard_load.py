@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way back: a published version into what a sharded model holds, block by block, and the proof that it is
+there.
+
+A consumer that computes with the trainer's own kind of model (a pool for log-probs, a reference that is
+refreshed)
+holds the same tensors under the same names, cut in its own way. Each of its ranks copies the blocks that it
+holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from ..errors import ProofError, WeightSyncError
+from .arena import Part
+from .manifest import Manifest
+from .proof import sample_positions, to_bytes
+
+
+def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> None:
+    """Copy each part's block out of its published tensor, cast to the part's dtype; on a device, this waits
+    for the copies.
+
+    Raises WeightSyncError, before anything is written: the two do not consist of the same tensors.
+    """
+    wanted = {part.name: part.shape for part in parts}
+    if odd := wanted.keys() ^ published.keys():
+        names = ", ".join(sorted(odd)[:3])
+        raise WeightSyncError(f"v{version} and this model differ in {len(odd)} tensors, e.g. {names}")
+    for name, shape in wanted.items():
+        if tuple(published[name].shape) != shape:
+            raise WeightSyncError(
+                f"v{version}: {name} has the shape {tuple(published[name].shape)}, here {shape}"
+            )
+    held = [part for part in parts if part.values is not None and part.values.numel()]
+    targets = [part.values.detach() for part in held if part.values is not None]
+    if targets:
+        sources = [published[part.name][_block(part)] for part in held]
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources, non_blocking=targets[0].is_cuda)
+        if targets[0].is_cuda:
+            torch.cuda.synchronize()
+
+
+def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
+    """Compare the samples of a version with what this rank holds of them. Returns the number of tensors
+    compared.
+
+    Raises ProofError: they differ.
+    """
+    entries = {entry.name: entry for entry in manifest.tensors}
+    held: dict[str, list[Part]] = {}
+    for part in parts:
+        if part.values is not None and part.values.numel():
+            held.setdefault(part.name, []).append(part)
+    compared = 0
+    for sample in manifest.samples:
+        entry = entries[sample.name]
+        dtype = getattr(torch, entry.dtype)
+        numel = int(np.prod(entry.shape, dtype=np.int64))
+        if numel == 0:
+            continue
+        positions = np.stack(
+            np.unravel_index(sample_positions(manifest.version, entry.name, numel), entry.shape or (1,))
+        )
+        drawn = torch.frombuffer(bytearray(sample.values), dtype=torch.uint8).view(-1, dtype.itemsize)
+        for part in held.get(entry.name, ()):
+            assert part.values is not None
+            values = part.values.detach().reshape(part.values.shape or (1,))
+            first = np.array(part.offset or (0,)).reshape(-1, 1)
+            inside = (positions >= first) & (positions < first + np.array(values.shape).reshape(-1, 1))
+            mine = inside.all(axis=0)
+            if not mine.any():
+                continue
+            where = tuple(torch.from_numpy(axis).to(values.device) for axis in positions[:, mine] - first)
+            found = values[where].to(dtype)
+            if to_bytes(found) != bytes(drawn[torch.from_numpy(mine)].numpy()):
+                raise ProofError(f"v{manifest.version}: {entry.name} is not what the trainer published")
+            compared += 1
+    return compared
+
+
+def _block(part: Part) -> tuple[slice, ...]:
+    assert part.values is not None
+    return tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second copy of the served weights on the engine's device, filled while the engine generates from the
+first.
+
+It has the engine's own layout, so to serve it is a copy within the device; or, where nothing but the
+parameters
+themselves refers to their memory, an exchange of the two. It costs as much memory as the weights do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+
+import torch
+
+from ..errors import WeightSyncError
+from .copy_plan import RecordedLoad, memory_of, placed_like
+from .manifest import Manifest
+
+COPY_S = 600.0
+"""A copy of a version from host memory to the device beside it takes seconds."""
+
+
+class Spare:
+    """The copy of all memory that a recorded load writes."""
+
+    def __init__(self, load: RecordedLoad, parameters: Iterable[torch.Tensor], *, may_exchange: bool) -> None:
+        """`may_exchange`: nobody has written down addresses, as the graphs of an accelerator do."""
+        self._load, self._may_exchange = load, may_exchange
+        self._owners: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for parameter in {id(p): p for p in parameters}.values():
+            self._owners[memory_of(parameter)].append(parameter)
+        self._targets: list[torch.Tensor] = []
+        self._manifest: Manifest | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
+        """Fill it with a version, in a thread. The arena must not be written until that is complete."""
+        self.join()
+        self._manifest, self._error = manifest, None
+        self._thread = threading.Thread(
+            target=self._fill, args=(manifest, published), name=f"spare:v{manifest.version}", daemon=True
+        )
+        self._thread.start()
+
+    def version(self) -> int | None:
+        """The version that is complete here, and not served yet. Raises what the copy raised."""
+        if self._manifest is None or self._thread is None or self._thread.is_alive():
+            return None
+        if self._error is not None:
+            raise self._error
+        return self._manifest.version
+
+    def join(self) -> None:
+        """Wait for the copy. Raises WeightSyncError: it does not end."""
+        if self._thread is not None:
+            self._thread.join(COPY_S)
+            if self._thread.is_alive():
+                raise WeightSyncError(
+                    f"{self._thread.name} did not end within {COPY_S:g} s; the engine has to start anew"
+                )
+
+    def commit(self) -> None:
+        """Serve what is here. The engine stands still meanwhile."""
+        served, spare = self._load.targets, self._targets
+        by_memory: dict[int, list[int]] = defaultdict(list)
+        for index, target in enumerate(served):
+            by_memory[memory_of(target)].append(index)
+        in_place: list[int] = []
+        for address, indices in by_memory.items():
+            owners = self._owners[address]
+            if not self._may_exchange or _references(served[indices[0]]) != len(owners) + len(indices):
+                in_place += indices
+                continue
+            storage = spare[indices[0]].untyped_storage()
+            for owner in owners:
+                owner.data = placed_like(owner, storage)
+            self._owners[storage.data_ptr()] = self._owners.pop(address)
+            for index in indices:
+                served[index], spare[index] = spare[index], served[index]
+        if in_place:
+            torch._foreach_copy_([served[i] for i in in_place], [spare[i] for i in in_place])
+            if served[in_place[0]].is_cuda:
+                torch.cuda.current_stream().synchronize()
+        self._manifest = None
+
+    def _fill(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
+        try:
+            device = self._load.targets[0].device
+            on_device = device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.Stream(device)) if on_device else nullcontext():
+                self._targets = self._targets or self._allocate()
+                self._load.copy(manifest, published, self._targets)
+        except BaseException as error:  # noqa: BLE001  whoever asks for the version gets it
+            self._error = error
+
+    def _allocate(self) -> list[torch.Tensor]:
+        """A copy of all memory that is written, with what the load does not write, such as padding."""
+        spare = {memory_of(t): t.untyped_storage().clone() for t in self._load.targets}
+        return [placed_like(t, spare[memory_of(t)]) for t in self._load.targets]
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """Tensors that use this tensor's memory, whoever holds them."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # our own `storage`

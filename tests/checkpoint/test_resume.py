@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From where a run goes on is decided, and complained of, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from recipe.async_pipeline.checkpoint.resume import (
+    Origin,
+    check_keys,
+    check_ledger,
+    identity_of,
+    model_of,
+    origin_of,
+)
+from recipe.async_pipeline.checkpoint.store import begin, publish
+from recipe.async_pipeline.config.placement import placement_of
+from recipe.async_pipeline.config.schema import OWN, AsyncPipelineConfig
+from recipe.async_pipeline.errors import CheckpointError, ConfigError
+
+
+def config(root: Path, **trainer: Any) -> dict[str, Any]:
+    return {
+        "data": {"train_batch_size": 16},
+        "actor_rollout_ref": {
+            "model": {"path": "some/model"},
+            "actor": {"strategy": "fsdp2"},
+            "rollout": {"n": 8, "nnodes": 1, "n_gpus_per_node": 1, "tensor_model_parallel_size": 1},
+        },
+        "trainer": {
+            "project_name": "p",
+            "resume_mode": "auto",
+            "resume_from_path": None,
+            "default_local_dir": str(root),
+            "nnodes": 1,
+            "n_gpus_per_node": 1,
+            **trainer,
+        },
+    }
+
+
+def origin(raw: dict[str, Any], said: list[str] | None = None, **knobs: Any) -> Origin:
+    own = AsyncPipelineConfig(**knobs)
+    placement = placement_of(raw, own.pools, ["logp"], "pools")
+    run_dir = Path(raw["trainer"]["default_local_dir"]) / "run"
+    return origin_of(raw, own, placement, "0.9.1", run_dir, (said if said is not None else []).append)
+
+
+def saved(root: Path, step: int, **knobs: Any) -> Path:
+    made = origin(config(root, resume_mode="disable"), **knobs)
+    part = begin(root, step)
+    (part / "x").write_text("x")
+    return publish(part, step=step, run=made.run, identity=made.identity, saved_unix=float(step))
+
+
+def test_a_new_run_gets_a_name_and_a_resumed_one_keeps_it(tmp_path: Path) -> None:
+    first = origin(config(tmp_path))
+    assert first.found is None
+    assert first.run != origin(config(tmp_path)).run
+    folder = saved(tmp_path, 4)
+    again = origin(config(tmp_path))
+    assert again.found is not None and again.found.folder == folder
+    assert again.run == again.found.manifest.run
+
+
+def test_disabled_means_from_the_beginning(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    assert origin(config(tmp_path, resume_mode="disable")).found is None
+
+
+def test_one_that_is_asked_for_by_its_path_is_used_or_an_error(tmp_path: Path) -> None:
+    older, newer = saved(tmp_path, 4), saved(tmp_path, 8)
+    asked = config(tmp_path / "elsewhere", resume_mode="resume_path", resume_from_path=str(older))
+    found = origin(asked).found
+    assert found is not None and found.folder == older
+    (older / "x").write_text("y")
+    with pytest.raises(
+        CheckpointError,
+        match="trainer.resume_from_path is refused: .*global_step_4 is damaged: the contents of x",
+    ):
+        origin(asked)
+    assert newer.exists(), "no other one is taken instead"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"strategy": "fully_async"}, f"{OWN}.strategy was n_step_ahead there and is fully_async here"),
+        ({"max_lag": 5}, f"{OWN}.max_lag was 3 there and is 5 here"),
+    ],
+)
+def test_a_strategy_that_changed_is_said_by_name(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    saved(tmp_path, 4, strategy="n_step_ahead", max_lag=3)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="found no checkpoint"):
+        origin(config(tmp_path), said, **{"strategy": "n_step_ahead", "max_lag": 3, **change})
+    assert reason in said[0]
+
+
+def test_a_run_with_a_ledger_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
+    """Another one, alike in everything that is compared, has put its own beside them."""
+    own, other = saved(tmp_path, 5), saved(tmp_path, 15)
+    run = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(own))).run
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ledger.jsonl").write_text(f'{{"n": 1, "kind": "opened", "run": "{run}"}}\n')
+    said: list[str] = []
+    found = origin(config(tmp_path), said)
+    assert found.found is not None and (found.found.folder, found.run) == (own, run)
+    assert "global_step_15 is of run " in said[0] and said[0].endswith(
+        f"; the ledger in the run directory is of run {run}"
+    )
+    asked = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(other)))
+    assert asked.found is not None and asked.found.folder == other, "it was asked for by name"
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    begin(tmp_path, 9)
+    origin(config(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        (
+            {"resume_mode": "maybe"},
+            "trainer.resume_mode must be one of auto, disable, resume_path, got 'maybe'",
+        ),
+        (
+            {"resume_mode": "resume_path"},
+            "trainer.resume_from_path must be a folder global_step_N .* got None",
+        ),
+    ],
+)
+def test_keys_that_contradict_each_other(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_keys(config(tmp_path, **keys))
+
+
+def tensors(folder: Path, shape: tuple[int, ...]) -> str:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    save_file({"weight": np.zeros(shape, np.float32)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def test_a_model_is_known_by_its_shape_and_not_by_its_place(tmp_path: Path) -> None:
+    one, same, other = (
+        tensors(tmp_path / name, shape) for name, shape in (("a", (2, 3)), ("b", (2, 3)), ("c", (3, 2)))
+    )
+    assert model_of(one) == model_of(same) != model_of(other)
+
+
+def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
+    assert model_of("org/name") == "org/name"
+    raw = config(tmp_path)
+    placement = placement_of(raw, None, ["logp"], "pools")
+    assert (
+        identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")["actor_rollout_ref.model.path"]
+        == "some/model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rule"),
+    [
+        ({"save_freq": "often"}, "trainer.save_freq must be a number of steps, or -1"),
+        ({"save_freq": float("nan")}, "trainer.save_freq must be"),
+        ({"save_freq": 2.5}, "trainer.save_freq must be"),
+        ({"save_freq": True}, "trainer.save_freq must be"),
+        ({"save_freq": -7}, "trainer.save_freq must be"),
+        ({"max_actor_ckpt_to_keep": 0}, "trainer.max_actor_ckpt_to_keep must be >= 1, or null"),
+        ({"max_critic_ckpt_to_keep": "many"}, "trainer.max_critic_ckpt_to_keep must be >= 1, or null"),
+        ({"resume_from_path": "/nowhere"}, "trainer.resume_from_path must be left out with resume_mode=auto"),
+        (
+            {"resume_mode": "resume_path", "resume_from_path": "/nowhere"},
+            "trainer.resume_from_path must be a folder",
+        ),
+    ],
+)
+def test_keys_that_say_when_and_from_where(tmp_path: Path, trainer: dict[str, Any], rule: str) -> None:
+    for good in (-1, 0, 1, 20, None):
+        check_keys(config(tmp_path, save_freq=good, max_actor_ckpt_to_keep=1))
+    with pytest.raises(ConfigError, match=rule):
+        check_keys(config(tmp_path, **trainer))
+
+
+def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    below = config(tmp_path / "file" / "below", save_freq=2)
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.default_local_dir must be a folder that can be written to .*file cannot; name "
+        r"another",
+    ):
+        check_keys(below)
+    below["trainer"]["save_freq"] = -1
+    check_keys(below)
+    check_keys(config(tmp_path / "not" / "there", save_freq=2))
+    assert not (tmp_path / "not").exists()
+
+
+def test_a_place_that_cannot_be_looked_at_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, **_: Any) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    check_keys(config(tmp_path / "not" / "there", save_freq=2))
+
+
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: str) -> None:
+    def with_contents(**contents: Any) -> dict[str, Any]:
+        raw = config(tmp_path, save_freq=2)
+        where = raw["actor_rollout_ref"]["actor"] if model == "actor" else raw.setdefault("critic", {})
+        where["checkpoint"] = contents
+        return raw
+
+    check_keys(
+        with_contents(
+            save_contents=["model", "optimizer", "extra", "hf_model"],
+            load_contents=["model", "optimizer", "extra"],
+        )
+    )
+    for name in ("save_contents", "load_contents"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"checkpoint\.{name} must have model, optimizer, extra, .*got \['model'\]; leave it out",
+        ):
+            check_keys(with_contents(**{name: ["model"]}))
+    with pytest.raises(ConfigError, match="async_save must be False"):
+        check_keys(with_contents(async_save=True))
+    without = with_contents(save_contents=["model"])
+    without["trainer"]["save_freq"] = -1
+    check_keys(without)
+
+
+def test_a_ledger_that_ends_before_its_checkpoint_is_not_gone_on_with(tmp_path: Path) -> None:
+    made = origin(config(tmp_path, resume_mode="disable"))
+    part = begin(tmp_path, 4)
+    (part / "pipeline.json").write_text(json.dumps({"flow": {"ledger": {"number": 7}}}))
+    publish(part, step=4, run=made.run, identity=made.identity, saved_unix=4.0)
+    found = origin(config(tmp_path)).found
+    assert found is not None
+    check_ledger(tmp_path, found)
+    ledger = tmp_path / "ledger.jsonl"
+
+    def write(last: int, run: str) -> None:
+        ledger.write_text(
+            "".join(json.dumps({"n": n, "kind": "opened", "run": run}) + "\n" for n in range(1, last + 1))
+        )
+
+    write(7, made.run)
+    check_ledger(tmp_path, found)
+    write(5, "another")
+    check_ledger(tmp_path, found)
+    write(5, made.run)
+    with pytest.raises(
+        CheckpointError,
+        match="ledger.jsonl ends at record 5, but global_step_4 was made after record 7: .* or move it away",
+    ):
+        check_ledger(tmp_path, found)

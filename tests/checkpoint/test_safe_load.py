@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What verl's checkpoints hold can be read without running anything, and what runs something is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipe.async_pipeline.errors import CheckpointError
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+
+@pytest.fixture
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.checkpoint.safe_load")
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (str(self.where),))
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+
+def test_a_file_that_would_run_something_is_refused(ours: ModuleType, tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2), "rng": Evil(tmp_path / "it_ran")}, tmp_path / "evil.pt")
+    with pytest.raises(
+        CheckpointError, match=r"the_folder holds more than tensors and plain values, and was not loaded"
+    ):
+        with ours.weights_only(Path("the_folder")):
+            torch.load(tmp_path / "evil.pt", weights_only=False)
+    assert not (tmp_path / "it_ran").exists()
+    torch.load(tmp_path / "evil.pt", weights_only=False)
+    assert (tmp_path / "it_ran").exists(), "as it would have, and as it does outside"
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_all_that_a_rank_saves_can_be_loaded(
+    ours: ModuleType, load: Load, one_rank: None, tmp_path: Path
+) -> None:
+    """As verl's FSDP checkpoint manager writes it: sharded model and optimizer, scheduler, state of random
+    numbers.
+    """
+    manager = load("verl.utils.checkpoint.checkpoint_manager").BaseCheckpointManager
+    model = torch.nn.Linear(4, 3)
+    torch.distributed.fsdp.fully_shard(
+        model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(max, 1))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    saved = {
+        "model": model.state_dict(),
+        "optim": optimizer.state_dict(),
+        "extra": {"lr_scheduler": scheduler.state_dict(), "rng": manager.get_rng_state()},
+    }
+    for name, state in saved.items():
+        torch.save(state, tmp_path / f"{name}.pt")
+    following = random.random(), float(np.random.random()), torch.rand(1).item()
+    with ours.weights_only(tmp_path):
+        found = {name: torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in saved}
+    assert torch.equal(found["model"]["weight"].to_local(), saved["model"]["weight"].to_local())
+    assert found["optim"].keys() == saved["optim"].keys()
+    manager.load_rng_state(found["extra"]["rng"])
+    assert (random.random(), float(np.random.random()), torch.rand(1).item()) == following
+    scheduler.load_state_dict(found["extra"]["lr_scheduler"])

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint is whole or not there; one that is damaged or somebody else's is refused, with the reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.checkpoint.store import (
+    MANIFEST,
+    TRACKER,
+    Found,
+    begin,
+    newest,
+    prune,
+    publish,
+    published,
+    sweep,
+    verify,
+)
+from recipe.async_pipeline.errors import CheckpointError, ConfigError
+
+MINE = {"trainer.project_name": "mine", "verl": "0.9.1"}
+
+
+def made(root: Path, step: int, *, run: str = "r", at: float | None = None, text: str = "weights") -> Path:
+    part = begin(root, step)
+    (part / "actor").mkdir()
+    (part / "actor" / "model.pt").write_text(text)
+    (part / "pipeline.json").write_text("{}")
+    return publish(part, step=step, run=run, identity=MINE, saved_unix=float(step) if at is None else at)
+
+
+def test_what_is_published_can_be_verified_and_is_named_for_verls_tools(tmp_path: Path) -> None:
+    folder = made(tmp_path, 5)
+    assert folder == tmp_path / "global_step_5"
+    manifest = verify(folder, MINE)
+    assert (manifest.step, manifest.run) == (5, "r")
+    assert [(f.path, f.nbytes) for f in manifest.files] == [("actor/model.pt", 7), ("pipeline.json", 2)]
+    assert (tmp_path / TRACKER).read_text() == "5"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_5", TRACKER]
+
+
+def spoil(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (
+            spoil("actor/model.pt", lambda data: b"W" + data[1:]),
+            "the contents of actor/model.pt are not what was written",
+        ),
+        (spoil("actor/model.pt", lambda data: data[:3]), "actor/model.pt has 3 bytes instead of 7"),
+        (
+            lambda folder: (folder / "actor" / "model.pt").unlink(),
+            "actor/model.pt cannot be read: No such file",
+        ),
+        (lambda folder: (folder / MANIFEST).unlink(), f"has no {MANIFEST}"),
+        (spoil(MANIFEST, lambda data: data[:40]), "cannot be read, or is not what was written"),
+        (spoil(MANIFEST, lambda data: data.replace(b'"step": 5', b'"step": 6')), "is not what was written"),
+        (lambda folder: shutil.rmtree(folder), "is not there"),
+    ],
+)
+def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
+    folder = made(tmp_path, 5)
+    damage(folder)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        verify(folder, MINE)
+    assert "global_step_5" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("identity", "reason"),
+    [
+        ({**MINE, "verl": "0.9.2"}, "of another run: verl was 0.9.1 there and is 0.9.2 here"),
+        ({**MINE, "strategy": "x"}, "of another run: strategy was \\(not set\\) there and is x here"),
+        ({"verl": "0.9.1"}, "of another run: trainer.project_name was mine there and is \\(not set\\) here"),
+    ],
+)
+def test_what_is_of_another_run_is_refused(tmp_path: Path, identity: dict[str, str], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        verify(made(tmp_path, 5), identity)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "../../x", "/etc/passwd", "n" * 5000])
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+    folder = made(tmp_path, 5)
+    manifest = verify(folder, MINE)
+    entry = msgspec.structs.replace(manifest.files[0], path=path)
+    for files, reason in (((entry,), "damaged: "), ((), "names no file")):
+        false = msgspec.structs.replace(manifest, files=files).sealed()
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(false))
+        with pytest.raises(CheckpointError, match=reason):
+            verify(folder, MINE)
+
+
+def test_one_that_was_renamed_is_refused(tmp_path: Path) -> None:
+    moved = made(tmp_path, 5).rename(tmp_path / "global_step_9")
+    with pytest.raises(CheckpointError, match="says that it is of step 5; it was renamed"):
+        verify(moved, MINE)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(data=st.binary(max_size=200), at=st.integers(0, 400), whole=st.booleans())
+def test_whatever_stands_in_a_manifest_only_our_error_comes_out(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, at: int, whole: bool
+) -> None:
+    folder = made(tmp_path_factory.mktemp("fuzz"), 5)
+    manifest = (folder / MANIFEST).read_bytes()
+    spoiled = data if whole else manifest[:at] + data + manifest[at + len(data) :]
+    (folder / MANIFEST).write_bytes(spoiled)
+    try:
+        verify(folder, MINE)
+    except CheckpointError:
+        assert spoiled != manifest
+
+
+def test_the_newest_that_can_be_used_is_found(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        made(tmp_path, step)
+    (tmp_path / "global_step_15" / "pipeline.json").write_text("[]")
+    said: list[str] = []
+    found = newest(tmp_path, MINE, None, said.append)
+    assert found == Found(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
+    (line,) = said
+    assert (
+        line.startswith("checkpoint refused: ")
+        and "global_step_15 is damaged: the contents of pipeline.json" in line
+    )
+
+
+def test_newest_means_written_last(tmp_path: Path) -> None:
+    """A run that began anew in the same folder has lower steps than the one before it."""
+    made(tmp_path, 40, run="old", at=100.0)
+    made(tmp_path, 5, run="new", at=200.0)
+    found = newest(tmp_path, MINE, None, print)
+    assert found is not None and found.manifest.run == "new"
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    begin(tmp_path, 5)
+    assert newest(tmp_path, MINE, None, print) is None
+    assert newest(tmp_path / "not there", MINE, None, print) is None
+
+
+def test_if_none_can_be_used_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+    made(tmp_path, 5)
+    with pytest.raises(
+        ConfigError,
+        match="resume_mode=auto found no checkpoint .* that it can use.*set trainer.resume_mode=disable",
+    ):
+        newest(tmp_path, {**MINE, "verl": "1"}, None, lambda line: None)
+
+
+@pytest.mark.parametrize("keep", [1, 2, None])
+def test_the_oldest_of_this_run_are_deleted(tmp_path: Path, keep: int | None) -> None:
+    made(tmp_path, 99, run="other", at=0.0)
+    for step in (5, 10, 15):
+        made(tmp_path, step)
+    gone = prune(tmp_path, "r", keep)
+    assert [int(path.name.rpartition("_")[2]) for path in published(tmp_path)] == {
+        1: [15, 99],
+        2: [15, 10, 99],
+        None: [15, 10, 5, 99],
+    }[keep]
+    assert len(gone) == (0 if keep is None else 3 - keep)
+
+
+def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+    made(tmp_path, 5, text="old")
+    folder = made(tmp_path, 5, text="new")
+    assert (folder / "actor" / "model.pt").read_text() == "new"
+    verify(folder, MINE)
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_killed_at_any_system_call_there_is_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second checkpoint is interrupted before each of the calls that change what is on the disk."""
+    calls = ["fsync", "rename", "replace", "mkdir"]
+    real = {name: getattr(os, name) for name in calls}
+    left = [0]
+
+    def interrupted(name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return real[name](*args, **kwargs)
+
+        return call
+
+    moments = 0
+    while True:
+        root = tmp_path / str(moments)
+        made(root, 5)
+        left[0] = moments
+        with monkeypatch.context() as patched:
+            for name in calls:
+                patched.setattr(os, name, interrupted(name))
+            try:
+                made(root, 10)
+                break
+            except Killed:
+                moments += 1
+        sweep(root)
+        found = newest(root, MINE, None, print)
+        assert found is not None and found.manifest.step in (5, 10)
+        assert {path.name for path in root.iterdir()} <= {
+            "global_step_5",
+            "global_step_10",
+            TRACKER,
+            "latest_checkpointed_iteration.part",
+        }
+    assert moments > 8
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+    made(tmp_path, 5)
+    (begin(tmp_path, 10) / "half").write_text("x")
+    (tmp_path / ".global_step_3.gone").mkdir()
+    (tmp_path / "notes").mkdir()
+    sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_5", TRACKER, "notes"]
+    sweep(tmp_path / "not there")

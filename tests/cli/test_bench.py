@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, with jobs that end at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.bench.measure import Measured
+from recipe.async_pipeline.bench.runner import Job, JobFailed
+from recipe.async_pipeline.cli import bench as command
+from recipe.async_pipeline.cli import main
+from tests.bench.test_report import ONE
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that were asked for; those of `on_policy` fail."""
+    jobs: list[Job] = []
+
+    def run_job(job: Job, *args: Any) -> Measured:
+        jobs.append(job)
+        if job.arm == "on_policy":
+            raise JobFailed("status 1: boom")
+        return ONE
+
+    monkeypatch.setattr(command, "run_job", run_job)
+    monkeypatch.setattr(command, "ensure_toy", lambda *args, **kwargs: SimpleNamespace(dir=tmp_path))
+    monkeypatch.setattr(command, "draw", lambda data, path: path.write_bytes(b"PNG"))
+    return jobs
+
+
+def bench(*arguments: object) -> int:
+    return main.main(["bench", *map(str, arguments)])
+
+
+def test_everything_is_written(ran: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "b.json"
+    status = bench(
+        "--arms",
+        "verl_sync,one_step_off",
+        "--repeats",
+        2,
+        "--steps",
+        3,
+        "--json",
+        out,
+        "--logs",
+        tmp_path / "logs",
+    )
+    assert status == 0
+    assert [(job.arm, job.turn) for job in ran] == [
+        ("verl_sync", 1), ("one_step_off", 1), ("verl_sync", 2), ("one_step_off", 2), ("verl_sync", 0),
+    ]  # fmt: skip
+    data = json.loads(out.read_text())
+    assert data["ratios"]["one_step_off/verl_sync"]["median"] == 1.0
+    assert data["workload"]["steps"] == 3
+    assert data["complete"]
+    assert data["workload"]["warmup"] == 4
+    assert (tmp_path / "b.png").exists()
+    assert "| `one_step_off` |" in capsys.readouterr().out
+
+
+def test_a_deeper_pipeline_is_filled_and_drained_by_all(ran: list[Job], tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    assert bench("--arms", "one_step_off,n_step_ahead_lag6", "--repeats", 1, "--json", out) == 0
+    workload = json.loads(out.read_text())["workload"]
+    assert (workload["warmup"], workload["cooldown"]) == (7, 7)
+
+
+def test_an_arm_that_fails_does_not_stop_the_others(ran: list[Job], tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    assert bench("--arms", "on_policy,one_step_off", "--repeats", 2, "--json", out) == 1
+    assert [job.arm for job in ran] == ["on_policy", "on_policy", "one_step_off", "one_step_off"], (
+        "it gets a second try"
+    )
+    assert ran[0].directory != ran[1].directory
+    data = json.loads(out.read_text())
+    assert data["failed"] == {"on_policy": "status 1: boom"}
+    assert list(data["arms"]) == ["one_step_off"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--arms", "nope"), "--arms must name each arm once"),
+        (("--workload", "nope"), "no workload 'nope'"),
+        (("--repeats", 0), "--repeats must be >= 1, got 0"),
+        (("--steps", 0), "--steps must be >= 1, got 0"),
+        (("--json", "/nowhere/b.json"), "there is no folder /nowhere"),
+        (("--logs", Path(__file__).parent), "is not empty"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    ran: list[Job], capsys: pytest.CaptureFixture[str], arguments: tuple[object, ...], message: str
+) -> None:
+    assert bench(*arguments) == 2
+    assert message in capsys.readouterr().err
+    assert ran == []

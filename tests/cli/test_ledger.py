@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `ledger`: what it says, and its status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.cli.ledger import audit_file
+from recipe.async_pipeline.errors import ConfigError
+from tests.core.test_ledger_audit import resumed, trained_again, whole
+
+
+def write(path: Path, records: list[object]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def test_a_ledger_that_holds_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "ledger.jsonl", [*whole()])
+    assert main.main(["ledger", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "10 dispatched = 8 trained + 1 filtered + 1 expired + 0 failed + 0 in flight" in out
+    assert "ok           every prompt has one fate" in out
+    assert main.main(["ledger", str(tmp_path / "ledger.jsonl"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"] is True
+
+
+def test_one_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "ledger.jsonl", [*trained_again(whole())])
+    assert main.main(["ledger", str(file)]) == 1
+    assert "VIOLATION    prompt p1.0 is trained in step 2, but was trained before" in capsys.readouterr().out
+
+
+def test_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["ledger", str(tmp_path)]) == 2
+    assert "ledger.jsonl is not there" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        audit_file(tmp_path)
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed in the middle of a line."""
+    before, after = resumed()
+    file = write(tmp_path / "ledger.jsonl", [*before])
+    with file.open("a") as lines:
+        lines.write('{"n": 77, "kind": "disp')
+    found = audit_file(tmp_path)
+    assert (found.ok, found.status) == (True, "running")
+    with file.open("a") as lines:
+        lines.write("\n" + "".join(f"{json.dumps(record)}\n" for record in after))
+    assert main.main(["ledger", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    void = len(before) - (after[0]["n"] - 1)
+    assert f"completed after step 6, resumed once; {void} records are void" in out
+
+
+def test_a_run_that_was_resumed_twice_from_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the first of the two did is void, but it was there."""
+    before, after = resumed()
+    file = write(tmp_path / "ledger.jsonl", [*before, *after[:3], *after])
+    assert main.main(["ledger", str(file)]) == 0
+    assert "completed after step 6, resumed 2 times; " in capsys.readouterr().out
+
+
+def test_a_ledger_that_goes_on_from_another_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, after = resumed()
+    write(tmp_path / "ledger.jsonl", [*after])
+    assert main.main(["ledger", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "completed after step 6, resumed once" in out
+    assert " trained; those before are in another ledger; " in out
+
+
+def test_a_line_of_junk_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    lines = [json.dumps(record) for record in whole()]
+    file.write_text("\n".join([*lines[:7], "[" * 200_000, *lines[8:]]) + "\n")
+    assert "line 8 is not whole" in audit_file(file).violations
+    file.write_bytes(b"\xff\xfe" * 2000)
+    assert audit_file(file).violations == ["the ledger has no whole record"]
+
+
+def test_a_line_that_is_not_whole_between_others_is_a_violation(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.jsonl"
+    lines = [json.dumps(record) for record in whole()]
+    file.write_text("\n".join([*lines[:7], lines[7][:10], *lines[8:]]) + "\n")
+    found = audit_file(file)
+    assert any(text == "line 8 is not whole" for text in found.violations)
+
+
+def test_a_ledger_without_its_beginning_or_its_end_says_which(tmp_path: Path) -> None:
+    file, lines = tmp_path / "ledger.jsonl", [json.dumps(record) + "\n" for record in whole()]
+    file.write_text("".join(lines[1:]))
+    found = audit_file(tmp_path)
+    assert found.violations[0] == "the first record is missing, which opens the ledger"
+    assert not any("None" in text for text in found.violations)
+    file.write_text("".join(lines[:-1]))
+    assert audit_file(tmp_path).ok, "a run that was killed"
+    (tmp_path / "summary.json").write_text('{"status": "completed"}')
+    assert audit_file(tmp_path).violations == [
+        "summary.json says that the run completed, but the ledger has no end: its last records are missing"
+    ]

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dispatcher: lazy, one line an error, exit status by whose mistake it is."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import signal
+import subprocess
+import sys
+import types
+
+import pytest
+
+from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.errors import (
+    AsyncPipelineError,
+    ConfigError,
+    PatchedVerlRequired,
+    PatchError,
+    WeightSyncError,
+)
+
+
+@pytest.fixture
+def subcommand(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A subcommand `fake` in the table."""
+    module = types.ModuleType("fake_subcommand")
+    module.add_arguments = lambda parser: parser.add_argument("--status", type=int, default=0)  # type: ignore[attr-defined]
+    module.run = lambda args: args.status  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(main.SUBCOMMANDS, "fake", main.Subcommand(module.__name__, "a fake"))
+    return module
+
+
+def test_a_subcommand_that_is_terminated_can_clean_up(subcommand: types.ModuleType) -> None:
+    cleaned: list[str] = []
+
+    def run(args: argparse.Namespace) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append("all")
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    subcommand.run = run  # type: ignore[attr-defined]
+    with pytest.raises(SystemExit) as caught:
+        main.main(["fake"])
+    assert (caught.value.code, cleaned) == (143, ["all"])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_ctrl_c_is_one_line(subcommand: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    subcommand.run = run  # type: ignore[attr-defined]
+    assert main.main(["fake"]) == 130
+    assert capsys.readouterr().err == "async-pipeline fake: interrupted\n"
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_status_is_the_subcommands(subcommand: types.ModuleType, status: int) -> None:
+    assert main.main(["fake", "--status", str(status)]) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("k"), main.EXIT_USERS),
+        (PatchError("k"), main.EXIT_USERS),
+        (PatchedVerlRequired("k"), main.EXIT_USERS),
+        (WeightSyncError("k"), main.EXIT_OURS),
+        (AsyncPipelineError("k"), main.EXIT_OURS),
+    ],
+)
+def test_an_error_of_ours_is_one_line(
+    subcommand: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    error: AsyncPipelineError,
+    status: int,
+) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise error
+
+    subcommand.run = fail  # type: ignore[attr-defined]
+    assert main.main(["fake"]) == status
+    assert capsys.readouterr().err == "async-pipeline fake: k\n"
+
+
+def test_any_other_error_propagates(subcommand: types.ModuleType) -> None:
+    def fail(args: argparse.Namespace) -> int:
+        raise KeyError("a bug")
+
+    subcommand.run = fail  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="a bug"):
+        main.main(["fake"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["nothing"], ["patch"], ["patch", "nothing"], ["doctor", "--nothing"]]
+)
+def test_wrong_usage_is_the_users_mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main.main(arguments)
+    assert exit_info.value.code == main.EXIT_USERS
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main.main(["--help"])
+    assert exit_info.value.code == main.EXIT_OK
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in main.SUBCOMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["patch", "--help"], ["doctor", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom recipe.async_pipeline.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'verl', 'ray', 'vllm'} & set(sys.modules), 'heavy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_python_dash_m_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "recipe.async_pipeline", "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: async-pipeline")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["--version"])
+    assert capsys.readouterr().out == f"async-pipeline {importlib.metadata.version('async_pipeline')}\n"

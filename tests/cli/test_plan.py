@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline plan`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import main, plan
+from recipe.async_pipeline.sim import search
+from recipe.async_pipeline.sim.profile import dump
+from tests.sim.test_search import LONG_TAIL, TRAINING
+
+search_once = functools.cache(search.plan)
+
+
+@pytest.fixture(autouse=True)
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes seconds, and what is tested here is how its result is told."""
+    monkeypatch.setattr(plan, "plan", search_once)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "p.yaml"
+    file.write_text(dump(LONG_TAIL))
+    return str(file)
+
+
+def planned(path: str, *more: str) -> list[str]:
+    return ["plan", "--profile", path, "--devices", "16", "--max-lag", "2", "--seeds", "3", *more]
+
+
+def test_json_has_these_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(planned(path, "--json")) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts) == ["recommendation", "predicted", "alternatives", "verdict", "why"]
+    assert facts["verdict"] == "async"
+    assert set(facts["recommendation"]) == {"strategy", "max_lag", "depth", "shape", "pools", "groups"}
+    low, high = facts["predicted"]["interval"]
+    assert low <= facts["predicted"]["speedup_vs_sync"] <= high
+    assert facts["predicted"]["lag"]["max"] <= 2
+    assert facts["alternatives"]
+
+
+def test_a_person_gets_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(planned(path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("async: ")
+    assert lines[2].startswith("the best synchronous layout takes ")
+    assert lines[5].split()[:3] == ["strategy", "max_lag", "depth"]
+
+
+def test_a_profile_that_trains_most_of_the_time_is_told_to_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(dump(TRAINING))
+    assert main.main(planned(str(file), "--json")) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["verdict"] == "sync"
+    assert facts["recommendation"] == {"strategy": "sync", "devices": 16}
+    assert facts["alternatives"][0]["speedup_vs_sync"] == pytest.approx(
+        facts["predicted"]["step_s"] / facts["alternatives"][0]["step_s"], rel=0.02
+    )
+
+
+def test_without_lag_the_lag_is_the_reason(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(planned(path, "--max-lag", "0")) == 0
+    assert (
+        "with max_lag 0 a batch is generated only when the one before it is trained"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.real_engine
+def test_what_is_to_be_pasted_is_accepted_by_explain(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(planned(path, "--apply")) == 0
+    printed = capsys.readouterr().out
+    assert not printed.rstrip().endswith("\\")
+    overrides = shlex.split(printed.replace("\\\n", " "))
+    own = [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.model.path=/nowhere",
+        "+ray_kwargs.ray_init.num_gpus=16",
+    ]
+    assert (
+        main.main(
+            [
+                "explain",
+                "--json",
+                *overrides,
+                "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.actor.strategy=fsdp2",
+                *own,
+            ]
+        )
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "1"], "--devices must be >= 2"),
+        (["--seeds", "2"], "--seeds must be >= 3"),
+        (["--max-lag", "-1"], "--max-lag must be >= 0"),
+        (["--seed", "-1"], "--seed must be >= 0"),
+    ],
+)
+def test_mistakes_are_one_line(
+    path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main([*planned(path), *arguments]) == main.EXIT_USERS
+    assert said in capsys.readouterr().err

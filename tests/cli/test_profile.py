@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline profile`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.sim.profile import load
+from tests.sim.runs import leave_behind
+from tests.sim.workloads import profile, setting
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    leave_behind(setting(profile(), "one_step_off"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_it_writes_a_profile_that_can_be_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "p.yaml"
+    assert main.main(["profile", str(run), "--out", str(out), "--fixed-share", "1"]) == 0
+    assert f"async-pipeline plan --profile {out}" in capsys.readouterr().out
+    found = load(str(out))
+    assert found.origin == "measured"
+    assert found.stages.update.fixed_s == pytest.approx(0.5)
+
+
+def test_without_a_file_it_prints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["profile", str(run)]) == 0
+    assert "origin: measured" in capsys.readouterr().out
+
+
+def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        ([str(tmp_path / "nothing")], "has no events.jsonl"),
+        ([str(run), "--fixed-share", "2"], "--fixed-share must be from 0 to 1, got 2.0"),
+        ([str(run), "--out", str(tmp_path / "no" / "p.yaml")], "cannot be written"),
+    ):
+        assert main.main(["profile", *arguments]) == main.EXIT_USERS
+        assert said in capsys.readouterr().err

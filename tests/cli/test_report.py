@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline report` writes its page, says the same in words and as JSON, and a browser can draw it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli.main import EXIT_OK, EXIT_USERS, main
+from tests.observe.pages import check
+from tests.observe.run_folder import RecordedTrainer, write_run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Generation on two of eight devices is what all wait for.
+    trainer = RecordedTrainer(
+        max_lag=3,
+        steps=12,
+        groups=8,
+        order="finished",
+        costs={"update": 0.5},
+        devices={"train": 6, "generate": 2},
+    )
+    return write_run(tmp_path_factory.mktemp("runs") / "run", trainer, strategy="fully_async")
+
+
+def test_one_run_is_one_page_beside_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder)]) == EXIT_OK
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"wrote {folder / 'report.html'}"
+    assert "advice: the trainer waited" in said
+    check((folder / "report.html").read_text())
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+
+
+def test_two_runs_are_compared(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "made" / "page.html"
+    assert main(["report", str(folder), str(folder), "--out", str(page)]) == EXIT_OK
+    check(page.read_text())
+    capsys.readouterr()
+    assert main(["report", str(folder), str(folder), "--json"]) == EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    assert [run["strategy"] for run in found["runs"]] == ["fully_async", "fully_async"]
+    assert found["changed"] == []
+
+
+def test_json_has_the_account_and_the_advice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(folder), "--json"]) == EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    assert found["advice"][0]["rule"] == "move_devices"
+    assert found["advice"][0]["gain"] > 0.05
+    seconds = found["device_seconds"]["train"]
+    assert sum(s for reason, s in seconds.items() if reason != "devices") == pytest.approx(
+        6 * json.loads((folder / "summary.json").read_text())["wall_s"], rel=0.01
+    )
+    assert sum(found["trainer"].values()) == pytest.approx(1.0)
+
+
+def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == EXIT_USERS
+    assert main(["report", *[str(folder)] * 3]) == EXIT_USERS
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "is no folder of a run" in errors[0]
+    assert "got 3" in errors[1]
+
+
+def test_a_trace_older_than_its_events_is_written_again(folder: Path) -> None:
+    trace = folder / "trace.json"
+    trace.write_text("{}")
+    os.utime(trace, (1, 1))
+    assert main(["report", str(folder), "--out", str(folder / "again.html")]) == EXIT_OK
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+FLAGS = (
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 500])
+def test_chromium_draws_it(folder: Path, tmp_path: Path, scheme: str, width: int) -> None:
+    """Without an error of its script, in both schemes, and nothing is wider than the window."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium; `apt-get install chromium` has it")
+    main(["report", str(folder), "--out", str(tmp_path / "page.html")])
+    page = tmp_path / "page.html"
+    told = "addEventListener('error', (e) => (document.title = 'failed: ' + e.message));"
+    width_of = (
+        "document.title += ' wide ' + (document.documentElement.scrollWidth - innerWidth) + ' brush "
+        "' + document.querySelectorAll('.brush').length"
+    )
+    html = (
+        page.read_text()
+        .replace("<head>", f"<head><script>{told}</script>")
+        .replace("</body>", f"<script>{width_of}</script></body>")
+    )
+    page.write_text(html)
+    picture = tmp_path / "page.png"
+    common = [
+        *FLAGS,
+        f"--window-size={width},1200",
+        f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}",
+    ]
+    shot = [
+        browser,
+        *common,
+        f"--user-data-dir={tmp_path / 'shot'}",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
+    subprocess.run(shot, capture_output=True, timeout=120, check=True)
+    dumped = subprocess.run(
+        [browser, *common, f"--user-data-dir={tmp_path / 'dump'}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    title = dumped.partition("<title>")[2].partition("</title>")[0]
+    assert "failed" not in title
+    assert title.endswith("wide 0 brush 1"), title
+    corner = first_pixel(picture)
+    assert (sum(corner) < 150) == (scheme == "dark"), f"ground {corner}"
+
+
+def first_pixel(picture: Path) -> tuple[int, ...]:
+    """Of a PNG, whose first row of pixels has no neighbour to differ from."""
+    data = picture.read_bytes()
+    at, packed = 8, b""
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        if kind == b"IDAT":
+            packed += data[at + 8 : at + 8 + length]
+        at += 12 + length
+    return tuple(zlib.decompress(packed)[1:4])

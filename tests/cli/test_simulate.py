@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.sim.profile import Batch, dump
+from tests.sim.workloads import profile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        dump(
+            msgspec.structs.replace(
+                profile(), batch=Batch(groups_per_device=1.0, answers=4), devices_per_node=2
+            )
+        )
+    )
+    return str(file)
+
+
+def test_json_has_these_keys_and_no_others(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main.main(
+            [
+                "simulate",
+                "--profile",
+                path,
+                "--devices",
+                "8",
+                "--strategy",
+                "one-step-off",
+                "--steps",
+                "16",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts) == [
+        "step_s",
+        "bound_s",
+        "overlap_efficiency",
+        "speedup_vs_sync",
+        "lag",
+        "idle",
+        "linearity",
+        "events_per_s",
+        "wall_s",
+    ]
+    assert facts["overlap_efficiency"] == pytest.approx(facts["bound_s"] / facts["step_s"], rel=1e-3)
+    assert facts["lag"]["max"] == 1
+    assert set(facts["idle"]) == {"train", "generate"}
+    assert facts["linearity"] == pytest.approx(1.0)
+    assert facts["wall_s"] > 0
+
+
+def test_a_person_reads_the_same(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main.main(
+            ["simulate", "--profile", path, "--devices", "8", "--strategy", "n_step_ahead", "--steps", "20"]
+        )
+        == 0
+    )
+    told = capsys.readouterr().out
+    for part in (
+        "for tests",
+        "no schedule is faster than",
+        "the best synchronous layout",
+        "3 allowed",
+        "linearity",
+        "idle          train",
+    ):
+        assert part in told
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{a: {roles: [train], devices: 2}, b: {roles: [logp], devices: 2}, c: {roles: [generate], devices: "
+        "4}}",
+        "{a:{roles:[train],devices:2},b:{roles:[logp],devices:2},c:{roles:[generate],devices:4}}",
+    ],
+)
+def test_pools_may_be_given(written: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main.main(
+            [
+                "simulate",
+                "--profile",
+                path,
+                "--devices",
+                "8",
+                "--strategy",
+                "one_step_off",
+                "--pools",
+                written,
+                "--steps",
+                "16",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    assert set(json.loads(capsys.readouterr().out)["idle"]) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "8"], "--strategy is missing"),
+        (["--strategy", "one_step_off"], "--devices is missing"),
+        (["--strategy", "one_step_off", "--devices", "8", "--seed", "-1"], "--seed must be >= 0, got -1"),
+        (["--strategy", "one_step_off", "--devices", "1"], "--devices must be >= 2, got 1"),
+        (["--strategy", "soon", "--devices", "8"], "--strategy must be one of on_policy"),
+        (
+            ["--strategy", "one_step_off", "--devices", "8", "--steps", "5"],
+            "--steps must be at least 10 with max_lag 1, got 5",
+        ),
+        (
+            ["--strategy", "one_step_off", "--devices", "8", "--pools", "{"],
+            "--pools must be a mapping as in an override",
+        ),
+        (
+            ["--strategy", "one_step_off", "--devices", "8", "--pools", "{a: {roles: [train], device: 2}}"],
+            "--pools.a.device is unknown",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["simulate", "--profile", path, *arguments]) == main.EXIT_USERS
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, and what is checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import soak
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.soak import faults
+
+
+def test_faults_are_chosen_by_name() -> None:
+    assert soak.kinds_of("all") == tuple(faults.FAULTS)
+    assert soak.kinds_of("burst, kill_run,burst") == ("burst", "kill_run")
+    with pytest.raises(ConfigError, match="--faults: there is no 'earthquake'; choose from kill_engine, "):
+        soak.kinds_of("burst,earthquake")
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    soak.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    for minutes in ("0.5", "nan", "inf"):
+        with pytest.raises(ConfigError, match=f"--minutes must be at least 1, got {minutes}"):
+            soak.run(parsed("--minutes", minutes))
+    with pytest.raises(ConfigError, match="is not an empty folder; name another"):
+        soak.run(parsed("--logs", str(tmp_path)))
+    with pytest.raises(ConfigError, match="mine is not an empty folder; name another"):
+        soak.run(parsed("--logs", str(tmp_path / "mine")))
+    with pytest.raises(ConfigError, match="mine/logs cannot be made"):
+        soak.run(parsed("--logs", str(tmp_path / "mine" / "logs")))
+
+
+def test_one_that_ends_early_says_where_its_logs_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(soak, "ensure_toy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        soak.run(parsed("--minutes", "2", "--faults", "burst,kill_run,kill_engine", "--logs", str(tmp_path)))
+    said = capsys.readouterr().err
+    assert "--minutes 2 has room for about 2 of 3 kinds of faults" in said
+    assert f"logs are in {tmp_path}" in said
+
+
+def test_the_help_names_every_fault() -> None:
+    parser = argparse.ArgumentParser()
+    soak.add_arguments(parser)
+    assert all(name in parser.format_help() for name in faults.FAULTS)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline task make`: what its options choose and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import task
+from recipe.async_pipeline.toy.build import Measured, Toy, ToySpec
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ToySpec, Path]]:
+    """Replaces the making by a record of what was asked for."""
+    calls: list[tuple[ToySpec, Path]] = []
+
+    def ensure(spec: ToySpec, root: Path, *, report: Callable[[str], None]) -> Toy:
+        calls.append((spec, root))
+        report("working")
+        return Toy(dir=root / "made", measured=Measured(accuracy_after_warmup=0.25, seconds=1.5))
+
+    monkeypatch.setattr(task, "ensure_toy", ensure)
+    return calls
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    task.add_arguments(parser)
+    return task.run(parser.parse_args(words))
+
+
+def test_the_defaults(
+    asked: list[tuple[ToySpec, Path]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("make") == 0
+    root = tmp_path.resolve() / ".cache" / "toy"
+    assert asked == [(ToySpec(), root)]
+    captured = capsys.readouterr()
+    assert captured.out == f"{root / 'made'}\n"
+    assert captured.err == "working\n"
+
+
+def test_every_option(
+    asked: list[tuple[ToySpec, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("make", "--dir", str(tmp_path), "--seed", "3", "--untied", "--json") == 0
+    assert asked == [(ToySpec.of(seed=3, tied=False), tmp_path.resolve())]
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == {"dir", "model", "train", "val", "reward", "accuracy_after_warmup", "seconds"}
+    assert printed["accuracy_after_warmup"] == 0.25
+    assert Path(printed["reward"]).name == "reward.py"
+
+
+@pytest.mark.parametrize("words", [(), ("make", "--tied", "--untied"), ("make", "--seed", "x")])
+def test_a_wrong_call_is_a_usage_error(asked: list[tuple[ToySpec, Path]], words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(*words)
+    assert stopped.value.code == 2
+    assert asked == []
+
+
+def test_the_command_loads_without_the_heavy_libraries() -> None:
+    program = (
+        "import sys; import recipe.async_pipeline.cli.task; "
+        "sys.exit(bool({'torch', 'transformers', 'tokenizers', 'pyarrow'} & set(sys.modules)))"
+    )
+    root = Path(task.__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0

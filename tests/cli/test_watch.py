@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watcher: what the user sees, what is filed, and that nothing is left behind.
+
+It ends every descendant of its own process, so it always runs in a process of its own here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import watch
+from recipe.async_pipeline.cli.watch import Screen, descendants
+from recipe.async_pipeline.observe.table import MARK, TRANSIENT
+from tests import REPOSITORY
+
+DEADLINE_S = 60.0
+
+SLEEPER = (
+    "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); "
+    "print(p.pid)"
+)
+"""Starts a sleeping child, says its number and ends."""
+IGNORES_CTRL_C = (
+    "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print({mark!r}, 'ready', "
+    "flush=True); "
+    "time.sleep(1000)"
+)
+HURRIED = (
+    "import sys; from recipe.async_pipeline.cli import watch; watch.STOP_S, watch.TERM_S = {stop_s}, 0.5; "
+    "sys.exit(watch.Watcher(sys.argv[1:]).run())"
+)
+"""A watcher with short deadlines."""
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+# What the user sees.
+
+
+@pytest.fixture
+def out() -> io.StringIO:
+    return io.StringIO()
+
+
+def shown(out: io.StringIO) -> list[str]:
+    """Lines without their clock."""
+    return [re.sub(r"^ *\d+\.\d s  ", "", line) for line in out.getvalue().splitlines()]
+
+
+def screen_of(out: io.StringIO, *, verbose: bool = False) -> Screen:
+    return Screen(out, time.monotonic(), verbose=verbose)
+
+
+def test_only_marked_lines_are_shown(out: io.StringIO) -> None:
+    screen = screen_of(out)
+    for line in ("noise\n", f"{MARK} step 1\n", f"\x1b[36m(Runner pid=7)\x1b[0m {MARK} step 2\n"):
+        screen.line(line)
+    assert shown(out) == ["step 1", "step 2"]
+    assert re.match(r" +0\.\d s  step 1", out.getvalue())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_replaces_itself_on_a_terminal_and_stays_below_what_is_said(tmp_path: Path) -> None:
+    terminal = Terminal()
+    screen = Screen(terminal, time.monotonic())
+    screen.line(f"{MARK} run directory {tmp_path}\n")
+    screen.line(f"(TaskRunner pid=1) {TRANSIENT} step 1/9\n")
+    screen.line(f"(TaskRunner pid=1) {TRANSIENT} step 2/9\n")
+    screen.line(f"{MARK} a row\n")
+    screen.close()
+    clear = "\r\x1b[2K"
+    said = re.sub(r" +\d+\.\d s  ", "", terminal.getvalue())
+    assert said == f"run directory {tmp_path}\nstep 1/9{clear}step 2/9{clear}a row\nstep 2/9{clear}"
+    assert "step" not in (tmp_path / "run.log").read_text()
+
+
+def test_progress_is_for_terminals_only(out: io.StringIO) -> None:
+    Screen(out, time.monotonic()).line(f"{TRANSIENT} step 1/9\n")
+    assert out.getvalue() == ""
+
+
+def test_verbose_shows_all_without_colours(out: io.StringIO) -> None:
+    screen = screen_of(out, verbose=True)
+    screen.line("\x1b[31mnoise\x1b[0m\n")
+    screen.line(f"{MARK} step\n")
+    assert shown(out) == ["noise", "step"]
+
+
+def test_what_ray_adds_to_a_repeated_line_is_not_shown(out: io.StringIO) -> None:
+    screen_of(out).line(f"(pid=7) {MARK} ready [repeated 2x across cluster] (set RAY_DEDUP_LOGS=0)\n")
+    assert shown(out) == ["ready"]
+
+
+def test_the_log_holds_everything_also_what_came_before_it(out: io.StringIO, tmp_path: Path) -> None:
+    screen = screen_of(out)
+    lines = ["early", "\x1b[1mbold\x1b[0m", f"{MARK} run directory {tmp_path}", "later", f"{MARK} step 1"]
+    for line in lines:
+        screen.line(f"{line}\n")
+    filed = ["early", "bold", *lines[2:]]
+    assert (tmp_path / "run.log").read_text(encoding="utf-8").splitlines() == filed, "before it is closed"
+    screen.close()
+    assert screen.log_path == tmp_path / "run.log"
+
+
+def test_the_log_of_an_earlier_process_stays(out: io.StringIO, tmp_path: Path) -> None:
+    for _ in range(2):
+        screen = screen_of(out)
+        screen.line(f"{MARK} run directory {tmp_path}\n")
+        screen.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.log", "run.log"]
+
+
+def test_a_second_run_directory_changes_nothing(out: io.StringIO, tmp_path: Path) -> None:
+    screen = screen_of(out)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        screen.line(f"{MARK} run directory {tmp_path / name}\n")
+    screen.close()
+    assert len((tmp_path / "a" / "run.log").read_text(encoding="utf-8").splitlines()) == 2
+    assert not (tmp_path / "b" / "run.log").exists()
+
+
+def test_a_log_that_cannot_be_written_is_said_and_is_no_reason_to_stop(
+    out: io.StringIO, tmp_path: Path
+) -> None:
+    screen = screen_of(out)
+    screen.line(f"{MARK} run directory {tmp_path / 'missing'}\n")
+    screen.line(f"{MARK} step 1\n")
+    screen.fail(3)
+    screen.close()
+    assert any("run.log cannot be written" in line for line in shown(out))
+    assert "step 1" in shown(out)
+    assert shown(out)[-1] == "failed with status 3"
+
+
+def test_the_cause_is_on_the_last_line(out: io.StringIO, tmp_path: Path) -> None:
+    screen = screen_of(out)
+    for line in (f"{MARK} run directory {tmp_path}", "Traceback", f"{MARK} cause: ValueError: boom", "noise"):
+        screen.line(f"{line}\n")
+    screen.fail(1)
+    screen.close()
+    last = shown(out)[-1]
+    assert last == f"failed with status 1: ValueError: boom; the whole log is {tmp_path / 'run.log'}"
+    assert "    Traceback" not in out.getvalue(), "with a cause there is no need for the tail"
+
+
+def test_a_key_that_hydra_does_not_know_is_one_line_and_status_2() -> None:
+    path = "trainer.v1.async_pipeline.max_lags"
+    code = f"import sys; sys.exit(\"Could not override '{path}'.\\nTo append to your config use +{path}=2\")"
+    watched = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code]
+    done = subprocess.run(watched, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert line.endswith(f"failed with status 2: {path} is unknown (did you mean 'max_lag'?)")
+
+
+def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = screen_of(out)
+    screen.line("noise\n")
+    screen.reassure()
+    assert shown(out) == [], "not yet"
+    monkeypatch.setattr(watch, "QUIET_S", 0.0)
+    screen.reassure()
+    screen.line(f"{MARK} run directory {tmp_path}\n")
+    screen.reassure()
+    screen.close()
+    assert shown(out)[0] == "... at work: 1 lines so far"
+    assert shown(out)[-1] == "... at work: 2 lines in run.log so far"
+
+
+def test_without_a_cause_the_tail_is_shown(out: io.StringIO) -> None:
+    screen = screen_of(out)
+    for number in range(100):
+        screen.line(f"line {number}\n")
+    screen.fail(7)
+    assert shown(out) == [
+        *(f"    line {n}" for n in range(100 - watch.TAIL_LINES, 100)),
+        "failed with status 7",
+    ]
+
+
+# Whole runs.
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A watcher in a process of its own, gone in any case at the end."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,  # a line may be read first and the rest by communicate
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
+    with process:
+        below: list[int] = []
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                below = descendants(process.pid)
+            for pid in (process.pid, *below):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def watched(*command: str) -> tuple[int, str]:
+    """Status and output of `async-pipeline watch -- COMMAND`."""
+    with started("-m", "recipe.async_pipeline", "watch", "--", *command) as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, output.decode()
+
+
+def test_a_run_that_is_well() -> None:
+    status, output = watched("echo", f"{MARK} done")
+    assert status == 0
+    assert re.fullmatch(r" *\d+\.\d s  done\n", output)
+
+
+def test_the_status_of_a_failing_command_is_passed_on_with_its_tail() -> None:
+    status, output = watched("sh", "-c", "echo the reason; exit 7")
+    assert status == 7
+    assert "    the reason\n" in output
+    assert "failed with status 7" in output
+
+
+def test_a_command_that_was_killed_has_the_status_that_a_shell_gives() -> None:
+    status, output = watched("sh", "-c", "kill -KILL $$")
+    assert status == 128 + signal.SIGKILL
+    assert "failed with status 137" in output
+
+
+def test_a_command_that_says_nothing_is_known_to_be_alive() -> None:
+    impatient = (
+        "import sys; from recipe.async_pipeline.cli import watch; watch.QUIET_S = 0.001; "
+        "sys.exit(watch.Watcher(sys.argv[1:]).run())"
+    )
+    # An interpreter takes longer than that to start.
+    with started("-c", impatient, sys.executable, "-c", "import sys; sys.exit(4)") as process:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 4
+    assert "... at work: 0 lines so far" in output.decode()
+
+
+def test_no_command_is_the_users_mistake() -> None:
+    status, output = watched()
+    assert status == 2
+    assert "no command; write it after --" in output
+
+
+def test_a_command_that_is_no_program_is_the_users_mistake() -> None:
+    status, output = watched("no-such-program", "x")
+    assert (status, output.count("\n")) == (2, 1)
+    assert "no-such-program cannot be found, or is no program" in output
+
+
+def test_the_command_knows_when_the_user_began() -> None:
+    code = f"import os, time; print({MARK!r}, time.time() - float(os.environ['ASYNC_PIPELINE_STARTED_UNIX']))"
+    status, output = watched(sys.executable, "-c", code)
+    assert status == 0
+    assert 0 <= float(output.split()[-1]) < DEADLINE_S
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("status", [0, 3])
+def test_an_orphan_that_the_command_left_is_ended(detached: bool, status: int) -> None:
+    code = f"{SLEEPER.format(detached=detached)}; print({MARK!r}, p.pid, flush=True); sys.exit({status})"
+    code_status, output = watched(sys.executable, "-c", code)
+    assert code_status == status
+    found = re.search(r" s  (\d+)\n", output)
+    assert found is not None
+    assert is_gone(int(found[1]))
+
+
+def interrupt(stop_s: float, times: int, code: str) -> tuple[int, str, list[int]]:
+    """Ctrl-C a watcher whose command runs `code`; its status, output and the processes that it had."""
+    with started("-c", HURRIED.format(stop_s=stop_s), sys.executable, "-c", code) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert b"ready" in said
+        had = descendants(process.pid)
+        for _ in range(times):
+            process.send_signal(signal.SIGINT)
+            said += process.stdout.readline()
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, (said + output).decode(), had
+
+
+def test_ctrl_c_lets_the_command_end_by_itself() -> None:
+    code = (
+        "import time\n"
+        f"try:\n    print({MARK!r}, 'ready', flush=True)\n    time.sleep(1000)\n"
+        f"except KeyboardInterrupt:\n    print({MARK!r}, 'tidied up', flush=True)\n"
+    )
+    status, output, had = interrupt(1000, 1, code)
+    assert status == 130
+    assert "interrupted: ending the run" in output
+    assert "tidied up" in output
+    assert "all processes have ended" in output
+    assert had and all(is_gone(pid) for pid in had)
+
+
+def test_ctrl_c_ends_a_command_that_ignores_it() -> None:
+    status, output, had = interrupt(0.3, 1, IGNORES_CTRL_C.format(mark=MARK))
+    assert status == 130
+    assert "all processes have ended" in output
+    assert had and all(is_gone(pid) for pid in had)
+
+
+def test_a_second_ctrl_c_kills_at_once() -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IGNORES_CTRL_C.format(
+        mark=MARK
+    )
+    status, _, had = interrupt(1000, 2, stubborn)
+    assert status == 130
+    assert had and all(is_gone(pid) for pid in had)
+
+
+# Processes.
+
+
+def test_descendants_in_order_of_age() -> None:
+    nested = "sh -c 'sleep 1000 & wait' & wait"
+    process = subprocess.Popen(["sh", "-c", nested], start_new_session=True)
+    try:
+        until(lambda: len(descendants(process.pid)) == 2, "a child and a grandchild")
+        child, grandchild = descendants(process.pid)
+        assert descendants(child) == [grandchild]
+        assert descendants(grandchild) == []
+        assert {child, grandchild} <= set(descendants(os.getpid()))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_end_all_kills_who_does_not_listen() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from recipe.async_pipeline.cli.watch import descendants, end_all, os\n"
+        "deaf = 'trap \"\" TERM; echo ready; while :; do sleep 1000; done'\n"
+        "p = subprocess.Popen(['sh', '-c', deaf], stdout=subprocess.PIPE)\n"
+        "p.stdout.readline()\n"
+        "end_all([p.pid, 2**22 + 1], patience_s=0.2)\n"
+        "left = descendants(os.getpid())\n"
+        "sys.stdout.write(f'{left} {p.poll()}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=DEADLINE_S
+    )
+    assert done.stdout.startswith("[] "), done.stderr

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shares and counts become whole devices by the stated rule; what cannot be is said in one line with what
+could.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.config.placement import (
+    PLACED,
+    Placement,
+    Pool,
+    check_divides,
+    drawing,
+    place,
+    pools_of_ratios,
+    pools_of_tasks,
+    wishes_of,
+)
+from recipe.async_pipeline.errors import ConfigError
+
+WITH_REF = ("train", "logp", "ref_logp", "generate")
+
+
+def placed(
+    pools: Any, *, roles: tuple[str, ...] = WITH_REF, devices: int = 8, node: int = 8
+) -> dict[str, tuple[Any, ...]]:
+    made = place(wishes_of(pools), roles=roles, devices=devices, node=node)
+    return {pool.name: (pool.roles, pool.per_node) for pool in made.pools}
+
+
+def four(**sizes: Any) -> dict[str, Any]:
+    (kind,) = sizes
+    return {role: {"roles": [role], kind: size} for role, size in zip(WITH_REF, sizes[kind], strict=True)}
+
+
+# The forms in which a layout may be written.
+
+
+def test_equal_neighbours_share_where_that_sums_to_one() -> None:
+    assert placed(pools_of_ratios([0.5, 0.5, 0.5, 0.5])) == {
+        "train": (("train", "logp", "ref_logp"), (4,)),
+        "generate": (("generate",), (4,)),
+    }
+
+
+def test_four_quarters_are_four_pools() -> None:
+    assert placed(pools_of_ratios([0.25] * 4), devices=4) == {role: ((role,), (1,)) for role in WITH_REF}
+
+
+def test_logp_and_its_neighbour_may_share() -> None:
+    assert placed(pools_of_ratios([0.375, 0.125, 0.125, 0.5])) == {
+        "train": (("train",), (3,)),
+        "logp": (("logp", "ref_logp"), (1,)),
+        "generate": (("generate",), (4,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ratios", "why"),
+    [
+        ([0.5, 0.5, 0.5], "must be \\[train, logp, ref_logp, generate\\]"),
+        ("0.5", "must be \\[train, logp, ref_logp, generate\\]"),
+        ([0.5, 0.5, 0.5, 0], "above 0 and at most 1, got 0"),
+        ([0.5, 0.5, 0.5, True], "above 0 and at most 1, got True"),
+        ([0.5, 0.5, 0.5, 0.4], "no sharing of pools makes them sum to 1"),
+        (
+            [0.25, 0.25, 0.25, 0.5],
+            "they sum to 1 in 2 ways, train \\| logp\\+ref_logp and train\\+logp \\| ref_logp",
+        ),
+    ],
+)
+def test_ratios_that_mean_nothing(ratios: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.use_nodes_ratios.*{why}"):
+        pools_of_ratios(ratios)
+
+
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=4))
+def test_ratios_that_are_taken_use_every_device(parts: list[int]) -> None:
+    try:
+        pools = pools_of_ratios([part / sum(parts) for part in parts])
+    except ConfigError:
+        assume(False)
+    made = place(wishes_of(pools), roles=WITH_REF, devices=sum(parts), node=64)
+    assert made.devices == sum(parts)
+    assert sorted(role for pool in made.pools for role in pool.roles) == sorted(WITH_REF)
+
+
+def test_groups_of_roles_with_a_share_each() -> None:
+    pools = pools_of_tasks([["logp", "actor-train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])
+    assert placed(pools, devices=4) == {
+        "train": (("train", "logp"), (2,)),
+        "ref_logp": (("ref_logp",), (1,)),
+        "generate": (("generate",), (1,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ratios", "why"),
+    [
+        ("train", [1], "must be a list of roles"),
+        ([["train"], "generate"], [0.5], "must have a share for each of the 2 entries"),
+        ([["train"], "generate"], None, "must have a share for each of the 2 entries"),
+        ([["train"], "generat"], [0.5, 0.5], "did you mean 'generate'"),
+        ([["train"], "generate", "train"], [0.5, 0.25, 0.25], "names train twice"),
+        ([["train", "generate"]], [1.0], "must be \\[generate\\] alone"),
+        (["generate"], [1.0], "must have a pool for train"),
+        ([[], "generate"], [0.5, 0.5], "must be a list of roles"),
+    ],
+)
+def test_groups_that_cannot_be(tasks: Any, ratios: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        pools_of_tasks(tasks, ratios)
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        ([], "must map names of pools"),
+        ({}, "must map names of pools"),
+        ({"a": 3}, "pools.a must have roles"),
+        ({"a": {"roles": ["train"], "device": 1}}, "pools.a.device is unknown"),
+        ({"a": {"roles": "train", "devices": 1}}, "pools.a.roles must be a list"),
+        ({"a": {"roles": ["reward"], "devices": 1}}, "pools.a.roles must be of train"),
+        ({"a": {"roles": ["train"]}}, "devices or share, got neither"),
+        ({"a": {"roles": ["train"], "devices": 1, "share": 0.5}}, "devices or share, got both"),
+        ({"a": {"roles": ["train"], "devices": 0}}, "devices must be a whole number >= 1"),
+        ({"a": {"roles": ["train"], "devices": True}}, "devices must be a whole number >= 1"),
+        ({"a": {"roles": ["train"], "share": 1.5}}, "share must be above 0 and at most 1"),
+        (
+            {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["train", "logp"], "devices": 1}},
+            "train is on pool a and on pool b",
+        ),
+        ({"a": {"roles": ["train"], "devices": 1}}, "must have a pool for generate"),
+        (
+            {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["generate"], "share": 0.5}},
+            "all sizes as devices or all as shares",
+        ),
+    ],
+)
+def test_our_own_form_is_checked(pools: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        wishes_of(pools)
+
+
+# Whole devices.
+
+
+def test_what_has_no_place_of_its_own_shares_the_training_devices() -> None:
+    pools = {"a": {"roles": ["train"], "devices": 2}, "b": {"roles": ["generate"], "devices": 6}}
+    assert placed(pools, roles=PLACED) == {
+        "a": (("train", "logp", "ref_logp", "critic"), (2,)),
+        "b": (("generate",), (6,)),
+    }
+
+
+def test_a_pool_for_a_role_that_the_run_does_not_have() -> None:
+    with pytest.raises(
+        ConfigError, match="no ref_logp, so that the devices of pool ref_logp would do nothing"
+    ):
+        placed(four(share=[0.25] * 4), roles=("train", "logp", "generate"))
+
+
+def test_a_role_that_the_run_does_not_have_may_be_named_beside_others() -> None:
+    pools = pools_of_ratios([0.5, 0.25, 0.25, 0.25])
+    assert placed(pools, roles=("train", "logp", "generate"))["logp"] == (("logp",), (2,))
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=4, max_size=4),
+    st.integers(4, 4096),
+)
+def test_shares_are_dealt_out_whole(parts: list[int], devices: int) -> None:
+    shares = [part / sum(parts) for part in parts]
+    try:
+        made = place(wishes_of(four(share=shares)), roles=WITH_REF, devices=devices, node=devices)
+    except ConfigError as error:
+        assert "gets no device" in str(error)
+        assert min(shares) * devices < 1
+        return
+    assert made.devices == devices
+    for pool, share in zip(made.pools, shares, strict=True):
+        assert abs(pool.devices - share * devices) < 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("pools", "why"),
+    [
+        (four(share=[0.4, 0.2, 0.2, 0.1]), "must sum to 1, got 0.4 \\+ 0.2 \\+ 0.2 \\+ 0.1 = 0.9"),
+        (
+            four(share=[0.94, 0.02, 0.02, 0.02]),
+            "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125 and lower another, or "
+            "have 50",
+        ),
+        (four(devices=[5, 1, 1, 2]), "must fit into the 8 devices .* got 9"),
+    ],
+)
+def test_impossible_sizes_say_what_is_possible(pools: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        placed(pools)
+
+
+def test_a_pool_is_within_a_node_or_takes_whole_ones() -> None:
+    with pytest.raises(
+        ConfigError, match="pool train must be within a node of 8 .* got 12; nearest are 8 and 16"
+    ):
+        placed(four(devices=[12, 1, 1, 2]), devices=16)
+
+
+def test_pools_that_no_node_has_room_for() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="pool (train|logp|ref_logp) needs 5 devices of one node, but the others leave at most 3 on "
+        "any of 2 nodes of 8",
+    ):
+        placed(four(devices=[5, 5, 5, 1]), devices=16)
+    assert len(placed(four(devices=[5, 5, 3, 3]), devices=16)) == 4
+
+
+def test_large_pools_take_whole_nodes() -> None:
+    assert placed(four(devices=[16, 4, 4, 24]), devices=48)["generate"] == (("generate",), (8, 8, 8))
+
+
+def test_samples_are_dealt_out_evenly() -> None:
+    check_divides(Pool("a", ("train",), (8,)), 128, "a mini-batch")
+    with pytest.raises(
+        ConfigError, match="a mini-batch, 128 samples, .* 6 devices of pool a; nearest sizes are 4 and 8"
+    ):
+        check_divides(Pool("a", ("train",), (6,)), 128, "a mini-batch")
+    with pytest.raises(ConfigError, match="nearest sizes are 5$"):
+        check_divides(Pool("a", ("train",), (6,)), 5, "a mini-batch")
+
+
+# What comes out.
+
+
+def test_a_role_is_found() -> None:
+    made = place(wishes_of(four(devices=[1, 1, 1, 1])), roles=WITH_REF, devices=4, node=4)
+    logp = made.own_pool_of("logp")
+    assert logp is not None
+    assert (logp.name, logp.devices) == ("logp", 1)
+    assert made.own_pool_of("train") is None
+    assert made.pool_of("critic") is None
+    assert Placement.from_list(made.as_list()) == made
+
+
+def test_the_drawing_has_a_mark_for_each_device() -> None:
+    made = place(
+        wishes_of(pools_of_tasks([["logp", "train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])),
+        roles=WITH_REF,
+        devices=4,
+        node=4,
+    )
+    assert drawing(made) == [
+        "device    0  3",
+        "train     ##",
+        "logp      ##",
+        "ref_logp    #",
+        "generate     #",
+    ]
+
+
+@given(st.integers(1, 500), st.integers(1, 5000))
+def test_the_drawing_fits_a_line(train: int, generate: int) -> None:
+    pools = (Pool("a", ("train", "logp"), (train,)), Pool("b", ("generate",), (generate,)))
+    assert all(len(line) < 120 for line in drawing(Placement(pools)))
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-1, 3), st.floats(), st.sampled_from([*PLACED, "rollout", ""])
+)
+LISTS_OF_ROLES = st.one_of(
+    ODD, st.lists(ODD, max_size=3), st.lists(st.lists(ODD, max_size=2) | ODD, max_size=3)
+)
+SIZED = st.dictionaries(
+    st.sampled_from(["roles", "devices", "share", "more"]), ODD | LISTS_OF_ROLES, max_size=3
+)
+
+
+@given(
+    st.one_of(ODD, LISTS_OF_ROLES, st.dictionaries(st.sampled_from("abc"), ODD | SIZED, max_size=3)),
+    LISTS_OF_ROLES,
+)
+def test_anything_at_all_is_a_layout_or_refused_in_one_line(pools: Any, more: Any) -> None:
+    for read in (
+        lambda: wishes_of(pools),
+        lambda: pools_of_ratios(pools),
+        lambda: pools_of_tasks(pools, more),
+        lambda: pools_of_tasks(more, pools),
+    ):
+        try:
+            read()
+        except ConfigError as error:
+            assert "\n" not in str(error)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of a plan, and how it is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recipe.async_pipeline.config.placement import placement_of
+from recipe.async_pipeline.config.run_plan import Plan, as_json, count_parameters, in_words, plan_of
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig
+
+pytestmark = pytest.mark.real_engine
+
+
+def config(model: Path, **rollout: Any) -> dict[str, Any]:
+    return {
+        "data": {"train_batch_size": 16},
+        "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
+        "actor_rollout_ref": {
+            "model": {"path": str(model)},
+            "actor": {"ppo_mini_batch_size": 8},
+            "rollout": {
+                "n": 8,
+                "nnodes": 2,
+                "n_gpus_per_node": 4,
+                "tensor_model_parallel_size": 2,
+                "max_num_seqs": 32,
+                "dtype": "bfloat16",
+                **rollout,
+            },
+        },
+    }
+
+
+def planned(config: dict[str, Any], knobs: AsyncPipelineConfig) -> Plan:
+    roles = ("train", "logp", "ref_logp", "generate")
+    return plan_of(config, knobs, placement_of(config, None, roles), "trainer")
+
+
+def knobs(**changes: Any) -> AsyncPipelineConfig:
+    return AsyncPipelineConfig(**{"strategy": "fully_async", "max_lag": 2, **changes})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_file(
+        {"a": torch.zeros(1000, 500), "scalar": torch.zeros(())},
+        tmp_path / "model-00001-of-00002.safetensors",
+    )
+    save_file({"b": torch.zeros(499_999)}, tmp_path / "model-00002-of-00002.safetensors")
+    return tmp_path
+
+
+def test_numbers(model: Path) -> None:
+    plan = planned(config(model), knobs(oldest_share=0.25))
+    assert (plan.placement.devices, plan.replicas) == (10, 4)
+    assert (plan.groups_at_once, plan.answers_at_once, plan.engine_slots) == (36, 288, 128)
+    assert planned(config(model), knobs(depth=1)).groups_at_once == 32
+    assert (plan.mini_batches_per_step, plan.answers_per_mini_batch_and_rank) == (2, 32)
+    assert (plan.parameters, plan.arena_bytes, plan.spare_bytes) == (10**6, 4 * 10**6, 0)
+
+
+def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path) -> None:
+    assert planned(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("base", "body", "order"),
+    [
+        ("Elsewhere", "order = 'finished'", "as they are finished"),
+        ("Elsewhere", "pass", "in the order that it says itself"),
+        ("FullyAsyncTrainer", "pass", "as they are finished"),
+        ("strategies.AsyncPipelineTrainer", "pass", "as they were drawn"),
+    ],
+)
+def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str, order: str
+) -> None:
+    (tmp_path / "a_plan_of_ones_own.py").write_text(f"class Mine({base}):\n    {body}\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = planned(config(model), knobs(strategy="a_plan_of_ones_own:Mine"))
+    assert own.order == order
+
+
+def test_a_share_of_less_than_a_group_is_said_to_be_none(model: Path) -> None:
+    text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.01))))
+    assert "but oldest_share is less than one of a step's 16 groups, so that none has lag 2" in text
+
+
+def test_in_words(model: Path) -> None:
+    text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.25, stale="drop", sync_every=2))))
+    for part in (
+        "fully_async: a step takes groups as they are finished",
+        "at most 2: step s, which starts at version s-1, uses answers of version s-3 or newer",
+        "at most 4 of a step's 16 groups have lag 2",
+        "holds a step up is given up",
+        "published every 2 steps; answers in flight then: keep",
+        "old log-probs   of step s are those of version s-1",
+        "devices         device    0        9",
+        "ref_logp  ##",
+        "generate    ########",
+        "4 replica(s) x 2",
+        "16 prompts x 8 answers = 128 samples in 2 mini-batch(es), 32 samples",
+        "at most 36 groups = 288 answers, for 128 slots of the engines; what is not finished",
+        "host memory     4.0 MB",
+    ):
+        assert part in text
+    assert "device memory" not in text
+
+
+def test_what_holds_by_default_is_not_told(model: Path) -> None:
+    text = "\n".join(
+        in_words(planned(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1)))
+    )
+    assert "as they were drawn" in text
+    assert "published every step" in text
+    for part in ("of a step has lag", "given up", "queues"):
+        assert part not in text
+
+
+def test_a_model_that_is_elsewhere_has_no_size(tmp_path: Path) -> None:
+    assert count_parameters(tmp_path / "nowhere") is None
+    text = "\n".join(in_words(planned(config(tmp_path / "nowhere"), knobs(stage="device"))))
+    assert text.count("(unknown: the model is not on this machine)") == 2
+
+
+def test_json_has_every_number(model: Path) -> None:
+    data = json.loads(json.dumps(as_json(planned(config(model), knobs()))))
+    assert data["groups_at_once"] == 48
+    assert data["placement"][1] == {"name": "generate", "roles": ["generate"], "per_node": [4, 4]}
+
+
+def test_a_reward_model_has_devices_beside_the_map(model: Path) -> None:
+    without = planned(config(model), knobs())
+    assert (without.reward_model_devices, any("reward model" in line for line in in_words(without))) == (
+        0,
+        False,
+    )
+    scored = config(model) | {"reward": {"reward_model": {"enable": True, "nnodes": 2, "n_gpus_per_node": 4}}}
+    lines = in_words(planned(scored, knobs()))
+    assert any(
+        line.endswith("and 8 more for the reward model, which scores while answers are generated")
+        for line in lines
+    )

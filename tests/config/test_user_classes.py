@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A class of one's own is found in its source, or one line says why not; nothing of it is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.config.user_classes import base_names, class_constant, find_class
+from recipe.async_pipeline.errors import ConfigError
+
+SOURCE = """
+import sys
+sys.exit("this module must not be imported")
+from elsewhere import Imported
+
+class Plain(Imported):
+    order = "finished"
+
+class Rootless: ...
+NUMBER = 3
+
+try:
+    class Inner(Plain):
+        order: str = "drawn"
+except ImportError:
+    Other = None
+
+Alias = Plain
+Silent = type("Silent", (), {})
+
+def function(): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_to_find.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "torn_to_find.py").write_text("class Plain(:\n", encoding="utf-8")
+    (tmp_path / "open_to_find.py").write_text("def __getattr__(name): ...\n", encoding="utf-8")
+    (tmp_path / "package_to_find").mkdir()
+    (tmp_path / "package_to_find" / "__init__.py").write_text("1 / 0", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "order"), [("Plain", "finished"), ("Inner", "drawn")])
+def test_a_class_and_what_its_body_says(name: str, order: str) -> None:
+    cls = find_class(f"mine_to_find:{name}", "p")
+    assert cls is not None
+    assert cls.name == name
+    assert class_constant(cls, "order") == order
+    assert class_constant(cls, "nothing") is None
+    assert base_names(cls) == [{"Plain": "Imported", "Inner": "Plain"}[name]]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "mine_to_find:Imported",
+        "mine_to_find:Alias",
+        "mine_to_find:Silent",
+        "mine_to_find:Other",
+        "open_to_find:Any",
+        "builtins:dict",
+    ],
+)
+def test_what_the_source_alone_does_not_say_is_let_through(target: str) -> None:
+    assert find_class(target, "p") is None
+    assert class_constant(None, "order") is None
+    assert base_names(None) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mine_to_find:Plian", "the module has no such class (did you mean 'Plain'?)"),
+        ("mine_to_find:Rootless", "which inherits from nothing"),
+        ("mine_to_find:NUMBER", "the module has no such class"),
+        ("mine_to_find:function", "which is a function; name a class"),
+        ("mine_to_find:", "must read module:Class"),
+        (":Plain", "must read module:Class"),
+        ("mine to find:Plain", "must read module:Class"),
+        ("none_to_find:Plain", "which cannot be found"),
+        ("torn_to_find:Plain", "which is no Python (invalid syntax"),
+        ("package_to_find.inner:Plain", "cannot be imported (ZeroDivisionError: division by zero)"),
+        ("json:dumps", "which is a function"),
+    ],
+)
+def test_what_is_wrong_is_one_line(target: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_class(target, "the.key")
+    line = str(caught.value)
+    assert line.startswith("the.key ")
+    assert words in line
+    assert repr(target) in line
+    assert "\n" not in line

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer that costs virtual time instead of computing. Only for tests of pure scheduling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from recipe.async_pipeline.core.degradation import Caution, Change
+from recipe.async_pipeline.core.flow_state import FlowState
+from recipe.async_pipeline.core.items import (
+    Group,
+    Prompt,
+    PromptBatch,
+    Publication,
+    StepBatch,
+    Ticket,
+    Trajectory,
+)
+from recipe.async_pipeline.core.message_queue import MessageQueue
+from recipe.async_pipeline.core.staleness import Versions
+
+CALM = Caution()
+ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
+WITH_CRITIC = (*ALL_ROLES, "values", "critic")
+
+
+class SimCheckpoint(NamedTuple):
+    """What a simulated trainer has written."""
+
+    flow: FlowState
+    drawn: int
+    """Prompts that it has drawn."""
+    critic: int
+
+
+class SimTrainer:
+    """Answers take `answer_s(step, index)` seconds, stages what `costs` says; `calls` records the order."""
+
+    wait_timeout_s: float | None = 1000.0
+
+    def __init__(
+        self,
+        *,
+        max_lag: int = 0,
+        steps: int = 6,
+        groups: int = 3,
+        n: int = 2,
+        costs: Mapping[str, float] | None = None,
+        answer_s: Callable[[int, int], float] = lambda step, index: 1.0,
+        roles: Sequence[str] = ALL_ROLES,
+        fail: Mapping[str, BaseException] | None = None,
+        sync_every: int = 1,
+        filtered: Callable[[str], bool] = lambda uid: False,
+        places: Mapping[str, str] | None = None,
+        old: str = "trainer",
+        refresh: int = 0,
+        save_every: int = 0,
+        caution: Caution = CALM,
+        failing: Callable[[int], bool] = lambda version: False,
+        resume: SimCheckpoint | None = None,
+        falls_at: float | None = None,
+        **queue: Any,
+    ) -> None:
+        """`resume`: goes on from there. `falls_at`: when the last replica is gone for good. `places`: role
+        -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further
+        settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica
+        fenced for it?
+        """
+        self.caution, self.failing, self.falls_at = caution, failing, falls_at
+        self.changes: list[Change] = []
+        self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
+        self.facts: Mapping[str, Any] = {}
+        self.resumed: FlowState | None = None
+        self.save_every, self.checkpoints = save_every, list[SimCheckpoint]()
+        self._drawn = 0
+        if resume is not None:
+            self.resumed, self.first_step, self._drawn = resume.flow, resume.flow.step + 1, resume.drawn
+        self.groups, self.n = groups, n
+        self.costs = {
+            "draw": 0.0,
+            "assemble": 0.0,
+            "logp": 0.25,
+            "ref_logp": 0.25,
+            "advantage": 0.0,
+            "update": 1.0,
+            "finish": 0.0,
+            "gather": 0.125,
+            "publish": 0.125,
+            "validate": 0.0,
+            "pull": 0.0625,
+            "save": 0.5,
+            "restore": 0.0,
+            "values": 0.25,
+            "critic": 1.0,
+            **(costs or {}),
+        }
+        self.answer_s = answer_s
+        self._roles = roles
+        self.places = {"generate": "generate", **(places or {})}
+        self.old, self.refresh = old, refresh
+        self._queue, self._sync_every, self._filtered = queue, sync_every, filtered
+        self.discarded: list[str] = []
+        self.cancelled: list[str] = []
+        self.fail = dict(fail or {})
+        self.served, self.criticised = -1, 0 if resume is None else resume.critic
+        self.finished: list[StepBatch] = []
+        self.arenas: deque[int] = deque(maxlen=2)
+        self.held: dict[str, int] = {}
+        """What the copies of the policy elsewhere hold, by role."""
+        self.calls: list[str] = []
+        self.trained: list[StepBatch] = []
+        self.in_flight = 0
+        self.in_flight_max = 0
+
+    def roles(self) -> Sequence[str]:
+        return self._roles
+
+    def pools(self) -> Mapping[str, int]:
+        return dict.fromkeys(("train", *self.places.values()), 1)
+
+    def pool_of(self, role: str) -> str | None:
+        if role in self.places:
+            return self.places[role]
+        if role in ("values", "critic"):
+            return self.places.get("critic", "train") if "critic" in self._roles else None
+        return "train" if role in ("logp", "ref_logp", "train", "param_update") else None
+
+    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
+        return MessageQueue(
+            versions,
+            batch=self.groups,
+            max_lag=max_lag,
+            first_step=self.first_step,
+            last_step=self.last_step,
+            **self._queue,
+        )
+
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        return "filtered" if self._filtered(group.uid) else None
+
+    def publishes(self, version: int) -> bool:
+        if self.refresh and version % self.refresh == 0:
+            return True
+        return version % self._sync_every == 0 or version == self.last_step
+
+    def old_policy(self, step: int) -> int | None:
+        if self.old == "rollout":
+            return None
+        if self.old == "trainer":
+            return step - 1
+        oldest = self.first_step - 1
+        return next(v for v in range(max(oldest, step - 2), -1, -1) if v == oldest or self.publishes(v))
+
+    def reference(self, step: int) -> int | None:
+        return ((step - 1) // self.refresh * self.refresh or None) if self.refresh else None
+
+    def saves(self, step: int) -> bool:
+        return self.save_every > 0 and (step % self.save_every == 0 or step == self.last_step)
+
+    async def _cost(self, name: str, step: int) -> None:
+        self.calls.append(f"{name}:{step}")
+        if name in self.fail and step >= 2:
+            raise self.fail[name]
+        await asyncio.sleep(self.costs[name])
+
+    async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
+        await self._cost("draw", ticket.step)
+        numbers = [divmod(self._drawn + i, self.groups) for i in range(ticket.prompts)]
+        self._drawn += ticket.prompts
+        prompts = tuple(_prompt(step + 1, i) for step, i in numbers)
+        return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
+
+    async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
+        await self._cost("restore", self.first_step)
+        return [_prompt(*map(int, uid[1:].split("."))) for uid in uids]
+
+    async def generate_group(self, prompt: Prompt) -> Group:
+        first = self.served
+        self.in_flight += 1
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        if "generate" in self.fail and prompt.step >= 2:
+            raise self.fail["generate"]
+        try:
+            await asyncio.sleep(self.answer_s(prompt.step, prompt.payload))
+        except asyncio.CancelledError:
+            self.cancelled.append(prompt.uid)
+            raise
+        finally:
+            self.in_flight -= 1
+        trajectories = tuple(
+            Trajectory(
+                key=f"{prompt.uid}_{i}_0",
+                first_version=first,
+                last_version=self.served,
+                num_tokens=1,
+                reward=0.5,
+            )
+            for i in range(self.n)
+        )
+        return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    async def discard(self, group: Group) -> None:
+        self.discarded.append(group.uid)
+
+    async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
+        await self._cost("assemble", step)
+        return StepBatch(step=step, groups=tuple(sorted(groups, key=lambda g: g.uid)))
+
+    async def _pull(self, role: str, version: int | None) -> None:
+        """Load a version out of its arena, which nobody may write meanwhile."""
+        if version is None or self.held.get(role) == version:
+            return
+        for _ in range(2):
+            assert version in self.arenas, f"{role} wants version {version} of {list(self.arenas)}"
+            await asyncio.sleep(self.costs["pull"])
+        self.held[role] = version
+
+    async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
+        if "logp" in self.places:
+            await self._pull("logp", self.old_policy(batch.step))
+        await self._cost("logp", batch.step)
+        return batch.with_results(metrics={"logp": batch.step})
+
+    async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
+        await self._pull("ref_logp", self.reference(batch.step))
+        await self._cost("ref_logp", batch.step)
+        return batch.with_results(metrics={"ref_logp": batch.step})
+
+    async def compute_values(self, batch: StepBatch) -> StepBatch:
+        await self._cost("values", batch.step)
+        assert self.criticised == batch.step - 1, "valued by the critic of the step before"
+        return batch.with_results(metrics={"values": batch.step})
+
+    async def update_critic(self, batch: StepBatch) -> StepBatch:
+        await self._cost("critic", batch.step)
+        self.criticised += 1
+        assert self.criticised == batch.step
+        return batch.with_results(metrics={"critic": batch.step})
+
+    async def compute_advantages(self, batch: StepBatch) -> StepBatch:
+        await self._cost("advantage", batch.step)
+        return batch
+
+    async def update(self, batch: StepBatch) -> StepBatch:
+        await self._cost("update", batch.step)
+        self.trained.append(batch)
+        return batch
+
+    async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
+        await self._cost("finish", batch.step)
+        self.finished.append(batch)
+
+    async def save(self, state: FlowState) -> bool:
+        made = SimCheckpoint(state, self._drawn, self.criticised)
+        assert len(self.trained) + self.first_step - 1 == state.step
+        await self._cost("save", state.step)
+        assert len(self.trained) + self.first_step - 1 == state.step, (
+            "the weights changed while they were saved"
+        )
+        assert self.criticised == made.critic, "so did the critic"
+        self.checkpoints.append(made)
+        return True
+
+    async def gather(self, version: int) -> object:
+        self.arenas.append(version)
+        await self._cost("gather", version)
+        return version
+
+    async def publish(self, version: int, snapshot: object) -> Publication:
+        assert snapshot == version
+        await self._cost("publish", version)
+        assert version > self.served, "versions only move forward"
+        self.served = version
+        return Publication(
+            version=version,
+            num_bytes=8,
+            gather_s=0.1,
+            transfer_s=0.1,
+            load_s=0.1,
+            stall_s=0.1,
+            busy_s=1e9,
+            tensors_proved=1,
+            replicas=1,
+            failure="replica 0: it died" if self.failing(version) else "",
+        )
+
+    def stepped(self, change: Change) -> None:
+        self.changes.append(change)
+
+    async def watch(self) -> None:
+        if self.falls_at is not None:
+            await asyncio.sleep(self.falls_at)
+            raise ConnectionError("nobody serves any more")
+
+    async def validate(self, version: int) -> float | None:
+        await self._cost("validate", version)
+        return self.costs["validate"] or None
+
+
+def _prompt(step: int, index: int) -> Prompt:
+    return Prompt(uid=f"p{step}.{index}", step=step, payload=index)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles of one's own, by name out of a config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_role
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.role import ROLES
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.stages.custom import insert_custom_roles, load_role
+from tests.fakes.trainer import SimTrainer
+
+SEEN: list[str] = []
+
+
+class Passes(RoleStateMachine):
+    """Not registered: it has no name."""
+
+    async def process(self, item: Any) -> None:
+        SEEN.append(f"{self.role}:{item.step}")
+        await self.emit(item)
+
+
+@pytest.fixture(autouse=True)
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module `theirs` with two roles, and things that are none."""
+    module = ModuleType("theirs")
+    for name in ("first", "second"):
+        setattr(
+            module, name.title(), register_role(name)(type(name.title(), (Passes,), {"__module__": "theirs"}))
+        )
+    module.Nameless, module.number = Passes, 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "theirs", module)
+    SEEN.clear()
+    yield
+    for name in ("first", "second"):
+        del ROLES[name]
+
+
+def test_roles_are_inserted_in_order_and_run() -> None:
+    flow = AsyncTrainingFlow(SimTrainer(steps=2))
+    insert_custom_roles(flow.graph, ["theirs:First@reward->train", "theirs:Second@first -> train"])
+    assert flow.graph["reward"] == ("first",)
+    assert flow.graph["first"] == ("second",)
+    assert flow.graph["second"] == ("train",)
+    run_virtual(flow.run())
+    assert SEEN == ["first:1", "second:1", "first:2", "second:2"]
+
+
+def test_none_at_all() -> None:
+    flow = AsyncTrainingFlow(SimTrainer())
+    before = dict(flow.graph)
+    insert_custom_roles(flow.graph, [])
+    assert flow.graph == before
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("no_such_module:First", r"cannot be imported \(No module named 'no_such_module'\)"),
+        ("theirs:Third", "cannot be imported"),
+        ("theirs:number", "must be a RoleStateMachine decorated with @register_role"),
+        ("theirs:Nameless", "must be a RoleStateMachine decorated with @register_role"),
+        ("builtins:dict", "must be a RoleStateMachine"),
+    ],
+)
+def test_what_is_no_role_is_named(target: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"custom role {target} {reason}"):
+        load_role(target)
+
+
+def test_an_edge_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="no edge train->reward"):
+        insert_custom_roles(AsyncTrainingFlow(SimTrainer()).graph, ["theirs:First@train->reward"])

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers as verl's agent loops hand them over: what is noted, what goes on, and what a score comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray.exceptions import RayTaskError
+
+from recipe.async_pipeline.core.bad_data import Flaw, Policies
+from recipe.async_pipeline.errors import RewardError
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import Turn
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+TURNS = [Turn(4, [(3, 0), (4, 2)], "replica 0"), Turn(9, [(4, 0)], "replica 1")]
+
+
+@pytest.fixture
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.agent_loop.sample_checks")
+
+
+def checks(ours: ModuleType, **policies: str) -> Any:
+    return ours.Checks(Policies(**policies).by_kind("fail"), 8)
+
+
+def output(load: Load, *, prompt: int = 4, answer: int = 3, logprobs: list[float] | None = None) -> Any:
+    module = load("verl.experimental.agent_loop.agent_loop")
+    return module.AgentLoopOutput(
+        prompt_ids=[1] * prompt,
+        response_ids=[2] * answer,
+        response_mask=[1] * answer,
+        response_logprobs=logprobs,
+        metrics={},
+    )
+
+
+def noted(ours: ModuleType, checks: Any, one: Any) -> tuple[bool, list[Flaw]]:
+    flaws: list[Flaw] = []
+    with ours.found_flaws(flaws):
+        return checks.passes("u_0_0", one, TURNS), flaws
+
+
+def test_a_sound_answer_passes(ours: ModuleType, load: Load) -> None:
+    assert noted(ours, checks(ours), output(load, logprobs=[-1.0, -2.0, -3.0])) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("token", "writer"),
+    [(0, "replica 0 with version 3"), (2, "replica 0 with version 4"), (5, "replica 1 with version 4")],
+)
+def test_a_log_prob_that_is_none_is_put_down_to_who_wrote_the_token(
+    ours: ModuleType, load: Load, token: int, writer: str
+) -> None:
+    logprobs = [-1.0] * 6
+    logprobs[token] = float("nan")
+    passes, (flaw,) = noted(ours, checks(ours), output(load, answer=6, logprobs=logprobs))
+    assert not passes
+    assert (flaw.kind, flaw.writer) == ("nonfinite_logprobs", writer)
+
+
+def test_a_turn_that_does_not_say_who_it_was(ours: ModuleType, load: Load) -> None:
+    flaws: list[Flaw] = []
+    with ours.found_flaws(flaws):
+        assert not checks(ours).passes("u_0_0", output(load, answer=0, logprobs=[]), [])
+    assert flaws == [Flaw("empty_answer", "answer u_0_0 has no token")]
+
+
+def test_in_validation_all_pass(ours: ModuleType, load: Load) -> None:
+    assert checks(ours).passes("u_0_0", output(load, answer=0), TURNS)
+
+
+@pytest.mark.parametrize(("policy", "left"), [("drop", None), ("keep", list(range(2, 10)))])
+def test_a_prompt_that_is_too_long_is_refused_or_cut_where_training_asks_for_it(
+    ours: ModuleType, load: Load, policy: str, left: list[int] | None
+) -> None:
+    base = load("verl.experimental.agent_loop.agent_loop").AgentLoopBase
+    stock = type("Base", (), {"_cap_text_prompt_length": base._cap_text_prompt_length})
+    checks(ours, long_prompt=policy).refuse_long_prompts(stock)
+    loop: Any = stock()
+    loop.rollout_config = SimpleNamespace(prompt_length=8)
+    assert loop._cap_text_prompt_length(list(range(10))) == list(range(2, 10)), "validation goes verl's way"
+    flaws: list[Flaw] = []
+    got = None
+    with ours.found_flaws(flaws):
+        assert loop._cap_text_prompt_length([1, 2]) == [1, 2]
+        got = loop._cap_text_prompt_length(list(range(10)))
+    assert got == left
+    assert [flaw.kind for flaw in flaws] == ["long_prompt"]
+
+
+def test_other_errors_of_an_agent_loop_are_its_own(ours: ModuleType) -> None:
+    with pytest.raises(ValueError, match="mine"), ours.found_flaws([]):
+        raise ValueError("mine")
+
+
+def test_answers_that_are_written_at_once_keep_their_flaws_apart(ours: ModuleType, load: Load) -> None:
+    async def write(flaws: list[Flaw], answer: int) -> None:
+        with ours.found_flaws(flaws):
+            await asyncio.sleep(0)
+            checks(ours).passes(f"u_{answer}_0", output(load, answer=answer), TURNS)
+
+    async def main() -> list[list[Flaw]]:
+        flaws: list[list[Flaw]] = [[], []]
+        await asyncio.gather(*(asyncio.create_task(write(flaws[i], i)) for i in range(2)))
+        return flaws
+
+    first, second = asyncio.run(main())
+    assert [flaw.kind for flaw in first] == ["empty_answer"]
+    assert second == []
+
+
+def stored(session: int, mask: list[int], why: str = "") -> dict[str, Any]:
+    return {
+        "session_id": session,
+        "response_mask": torch.tensor(mask),
+        "extra_fields": {"reward_extra_info": {"unscored": why}},
+    }
+
+
+def test_a_group_is_looked_at_as_a_whole(ours: ModuleType) -> None:
+    flaw = Flaw("empty_answer", "x")
+    assert ours.flaws_together(2, [[], []], [stored(0, [1]), stored(1, [0])]) == []
+    assert ours.flaws_together(2, [[], [flaw]], [stored(0, [1])]) == [flaw], "it is not missing besides"
+    assert [f.kind for f in ours.flaws_together(3, [[], [flaw], []], [stored(0, [1])])] == [
+        "empty_answer",
+        "missing_answers",
+    ]
+    assert [f.kind for f in ours.flaws_together(2, [[], []], [stored(0, [0]), stored(1, [0])])] == [
+        "all_masked"
+    ]
+    assert ours.flaws_together(1, [[]], [stored(0, [1]), stored(0, [1])]) == [], (
+        "several outputs of one answer"
+    )
+    assert ours.flaws_together(1, [[]], [stored(0, [1], "died")]) == [Flaw("no_score", "died")]
+
+
+# Scores.
+
+
+def scored(score: Any, info: dict[str, Any] | None = None) -> Any:
+    return SimpleNamespace(
+        reward_score=score, extra_fields={} if info is None else {"reward_extra_info": info}
+    )
+
+
+@pytest.mark.parametrize("score", [None, float("nan"), float("-inf"), "1"])
+def test_a_score_that_is_none_ends_the_run(ours: ModuleType, score: Any) -> None:
+    with pytest.raises(RewardError, match="the score must be a finite number, got"):
+        ours.Scores("fail", 0.0).settle(scored(score), "")
+
+
+def test_a_score_that_is_one_is_left_alone(ours: ModuleType) -> None:
+    one = scored(1.0)
+    ours.Scores("fail", 0.0).settle(one, "")
+    assert one.extra_fields == {}
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "score"])
+def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(
+    ours: ModuleType, on_failure: str
+) -> None:
+    scores = ours.Scores(on_failure, -1.0)
+    good, bad, died = scored(1.0, {"acc": 1.0}), scored(float("nan"), {}), scored(None)
+    scores.settle(good, "")
+    scores.settle(bad, "")
+    scores.settle(died, "raised: ValueError: x")
+    assert good.extra_fields == {"reward_extra_info": {"acc": 1.0, "unscored": ""}}
+    assert (bad.reward_score, died.reward_score) == (-1.0, -1.0)
+    assert died.extra_fields["reward_extra_info"] == {"acc": -1.0, "unscored": "raised: ValueError: x"}
+    assert (
+        bad.extra_fields["reward_extra_info"]["unscored"]
+        == "invalid: the score must be a finite number, got nan"
+    )
+
+
+def test_what_a_guard_said_before_stays(ours: ModuleType) -> None:
+    one = scored(-1.0, {"acc": -1.0, "unscored": "timeout: x"})
+    ours.Scores("drop", -1.0).settle(one, "")
+    assert one.extra_fields["reward_extra_info"]["unscored"] == "timeout: x"
+
+
+def test_a_call_that_failed_ends_the_run_or_is_put_in_words(ours: ModuleType) -> None:
+    error = RayTaskError("compute_score", "traceback", ValueError("no such rule\nand more"))
+    with pytest.raises(RayTaskError):
+        ours.Scores("fail", 0.0).failed(error)
+    assert ours.Scores("drop", 0.0).failed(error) == "raised: ValueError: no such rule"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spans of several turns become those of one answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
+    COSTS,
+    Turn,
+    cost_columns,
+    costs_of,
+    kept_turns,
+    merged,
+    take_turn,
+    taken_turns,
+)
+
+
+def test_positions_count_from_the_end_of_the_prompt() -> None:
+    # A prompt of 5; an answer of 4, a tool's 3, an answer of 2 that a load cut in two.
+    turns = [Turn(5, [[7, 0]]), Turn(12, [[7, 0], [8, 1]])]
+    assert merged(turns, 5) == [(7, 0), (7, 7), (8, 8)]
+
+
+def test_tasks_do_not_see_each_others_turns() -> None:
+    async def answer(version: int) -> list[Turn]:
+        with kept_turns():
+            for turn in range(2):
+                await asyncio.sleep(0)
+                take_turn(turn, [[version, 0]])
+            return taken_turns()
+
+    async def main() -> list[list[Turn]]:
+        return await asyncio.gather(*(answer(version) for version in range(3)))
+
+    assert asyncio.run(main()) == [[Turn(0, [[v, 0]]), Turn(1, [[v, 0]])] for v in range(3)]
+
+
+def test_outside_and_without_spans_nothing_is_kept() -> None:
+    take_turn(3, [[1, 0]])
+    assert taken_turns() == []
+    with kept_turns() as turns:
+        take_turn(3, None)
+        take_turn(3, [])
+    assert turns == []
+
+
+def test_costs_are_added_up_over_turns() -> None:
+    # A prompt of 5; 4 tokens, a tool's 3, 2 tokens.
+    turns = [Turn(5, [[7, 0]], tokens=4, seconds=0.5), Turn(12, [[7, 0]], tokens=2, seconds=0.25)]
+    assert costs_of(turns, 2.0) == {
+        "turns": 2,
+        "prompt_tokens": 5,
+        "tokens": 6,
+        "observation_tokens": 3,
+        "generate_s": 0.75,
+        "environment_s": 1.25,
+    }
+
+
+def test_costs_of_a_group_are_columns_with_all_figures() -> None:
+    found = cost_columns([costs_of([], 1.0) | {"score_s": 0.1234567}, {}])
+    assert tuple(found) == COSTS
+    assert found["score_s"] == [0.123457, 0.0]
+    assert found["environment_s"] == [1.0, 0.0]

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a reward function does, its caller gets a score or one clear error, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from recipe.async_pipeline import redaction
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import ConfigError, RewardError
+from recipe.async_pipeline.verl_bridge.reward.executor import (
+    BATCH_WAIT_S,
+    Function,
+    Limits,
+    RewardGuard,
+    checked,
+    only_errors,
+)
+from tests import FAKES
+
+FILE = str(FAKES / "reward_functions.py")
+Make = Callable[..., RewardGuard]
+
+
+@pytest.fixture
+def guard() -> Iterator[Make]:
+    made: list[RewardGuard] = []
+
+    def make(
+        name: str, path: str = FILE, *, kwargs: dict[str, Any] | None = None, **limits: Any
+    ) -> RewardGuard:
+        made.append(
+            RewardGuard(
+                Function(path, name, kwargs or {}),
+                Limits(**{"timeout_s": 30.0, "attempts": 1, "concurrency": 1, **limits}),
+            )
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"data_source": "toy", "solution_str": text, "ground_truth": "46", "extra_info": {}}
+
+
+def score(guard: RewardGuard, *texts: str) -> list[Any]:
+    """Of all answers, asked for at once; an error in place of a score."""
+
+    async def ask() -> list[Any]:
+        asked: list[Coroutine[Any, Any, Any]] = [guard.score(**answer(text)) for text in texts]
+        return list(await asyncio.gather(*asked, return_exceptions=True))
+
+    return asyncio.run(ask())
+
+
+def test_scores_come_back_from_another_process(guard: Make) -> None:
+    one = guard("one", kwargs={"bonus": 0.25})
+    assert score(one, "46", "47", "dict") == [1.25, 0.25, {"score": 0.5, "acc": 1}]
+    assert score(one, "pid")[0] != os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise", "raised: one: ValueError: no such rule"),
+        ("die", "died: one: ProcessExpired"),
+        ("none", "invalid: the score must be a finite number, got None"),
+        ("nan", "invalid: the score must be a finite number, got nan"),
+        ("text", "invalid: the score must be a finite number, got '1'"),
+    ],
+)
+def test_no_score_is_an_error_that_says_why(guard: Make, text: str, reason: str) -> None:
+    one = guard("one")
+    (error,) = score(one, text)
+    assert isinstance(error, RewardError)
+    assert str(error).startswith(reason)
+    assert score(one, "46") == [1.0], "the next one is none the worse"
+
+
+SAID = {
+    "exit": "SystemExit: 3",
+    "interrupt": "KeyboardInterrupt: now",
+    "cancel": "CancelledError: mine",
+    "stop": "StopIteration: no more",
+    "close": "GeneratorExit: done",
+    "two": "TwoArguments: first",
+}
+
+
+@pytest.mark.parametrize("word", [*SAID, "code"])
+def test_what_a_pool_or_an_event_loop_would_not_survive_is_an_error_as_any_other(
+    guard: Make, word: str
+) -> None:
+    strange = guard("strange", attempts=2)
+    (error,) = score(strange, word)
+    assert isinstance(error, RewardError)
+    assert str(error).startswith(f"raised: strange: {SAID.get(word, 'AttributeError: ')}")
+    assert score(strange, "46") == [1.0]
+
+
+@pytest.mark.parametrize("word", ["exit", "interrupt", "two"])
+def test_so_is_that_of_a_service(guard: Make, word: str) -> None:
+    service = guard("unusual", timeout_s=0.2)
+    first, second, third = score(service, word, "0", "60")
+    assert str(first) == f"raised: unusual: {SAID[word]}"
+    assert second == 1.0
+    assert str(third) == "timeout: unusual took more than 0.2 s", (
+        "its own cancellation is not taken for the function's"
+    )
+
+
+def test_a_caller_that_gives_up_is_told_nothing_else(guard: Make) -> None:
+    async def give_up() -> None:
+        asked = asyncio.ensure_future(guard("unusual").score(solution_str="60"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asked
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(give_up())
+
+
+@pytest.mark.parametrize("word", SAID)
+def test_in_the_thread_of_an_event_loop_only_errors_are_raised(word: str) -> None:
+    raises = only_errors(Function(FILE, "strange", {}).load())
+
+    async def ask() -> Any:
+        return await asyncio.to_thread(raises, **answer(word))
+
+    ordinary = word == "two"
+    with pytest.raises(Exception, match=SAID[word].partition(" ")[2]) as caught:
+        asyncio.run(asyncio.wait_for(ask(), 30))
+    assert isinstance(caught.value, RewardError) is not ordinary, (
+        "what the function raised is what the run ends with"
+    )
+
+
+def test_what_a_function_has_started_ends_with_it(guard: Make, tmp_path: Path) -> None:
+    strange = guard("strange", timeout_s=1.5)
+    (error,) = score(strange, f"start {tmp_path / 'pid'}")
+    assert str(error) == "timeout: strange took more than 1.5 s"
+    psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=10)
+
+
+def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Make) -> None:
+    one = guard("one", memory_mb=1024)
+    (error,) = score(one, "eat")
+    assert str(error).startswith("raised: one: MemoryError")
+    assert score(one, "46") == [1.0]
+
+
+def test_a_function_that_burns_is_ended_long_before_its_time_is_up(guard: Make) -> None:
+    one = guard("one", cpu_s=0.5)
+    (error,) = score(one, "burn")
+    assert str(error).startswith("died: one: ProcessExpired")
+    assert score(one, "46") == [1.0]
+
+
+def test_it_leaves_no_core_dump(guard: Make) -> None:
+    assert score(guard("one"), "limits") == [0.0]
+
+
+def test_a_function_that_hogs_is_killed(guard: Make) -> None:
+    one = guard("one", timeout_s=1.5)
+    (error,) = score(one, "hog")
+    assert str(error) == "timeout: one took more than 1.5 s"
+    assert score(one, "46") == [1.0]
+
+
+def test_what_fails_once_is_tried_again(guard: Make, tmp_path: Path) -> None:
+    assert score(guard("one", timeout_s=3.0, attempts=2), f"once {tmp_path / 'seen'}") == [0.0]
+    assert (tmp_path / "seen").exists()
+
+
+def test_a_service_that_does_not_answer_is_given_up(guard: Make) -> None:
+    service = guard("service", timeout_s=0.2, concurrency=8)
+    found = score(service, "0", "60", "0.01")
+    assert (found[0], found[2]) == (1.0, 1.0)
+    assert str(found[1]) == "timeout: service took more than 0.2 s"
+
+
+def test_an_error_that_quotes_a_secret_does_not_carry_it_on(
+    guard: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tells(**_: Any) -> float:
+        raise ValueError("HF said hf_secret_0123")
+
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_0123")
+    monkeypatch.setattr(
+        redaction, "_hider_of_this_process", lambda: redaction.hider_of(os.environ, for_programs=True)
+    )
+    monkeypatch.setattr(Function, "load", lambda self: tells)
+    (error,) = score(guard("any"), "46")
+    assert str(error) == "raised: any: ValueError: HF said ***"
+
+
+def test_calls_at_once_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, most = 0, 0
+
+    async def counted(**_: Any) -> float:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0)
+        now -= 1
+        return 1.0
+
+    monkeypatch.setattr(Function, "load", lambda self: counted)
+    assert score(guard("any", concurrency=3), *"abcdefgh") == [1.0] * 8
+    assert most == 3
+
+
+def test_a_function_for_many_gets_micro_batches(guard: Make) -> None:
+    assert score(guard("many", batch=3), *["46"] * 7) == [3.0] * 6 + [1.0]
+
+
+def test_one_bad_answer_takes_no_other_down(guard: Make) -> None:
+    found = score(guard("many", batch=3, attempts=2), "46", "raise", "47")
+    assert (found[0], found[2]) == (1.0, 0.0)
+    assert str(found[1]).startswith("raised: many: ValueError: poisoned")
+
+
+def test_as_many_scores_as_answers(guard: Make) -> None:
+    found = score(guard("many", batch=2), "46", "short")
+    assert {str(error) for error in found} == {
+        "invalid: 2 answers must get a list of as many scores, got [1.0]"
+    }
+
+
+def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time, os\nif os.environ.get('SLOW'): time.sleep(2)\ndef one(**_): return 1.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        one = guard("one", str(slow), timeout_s=1.0)
+        patch.setenv("SLOW", "1")
+        assert score(one, "46") == [1.0]
+
+
+def test_a_batch_that_was_sent_does_not_cut_the_next(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def counted(solution_strs: list[str], **_: Any) -> list[float]:
+        return [float(len(solution_strs))] * len(solution_strs)
+
+    monkeypatch.setattr(Function, "load", lambda self: counted)
+    many = guard("any", batch=4)
+
+    async def ask() -> list[Any]:
+        async def later(waits: float) -> Any:
+            await asyncio.sleep(waits * BATCH_WAIT_S)
+            return await many.score(**answer("46"))
+
+        # The first four are full at once; their time would be up while the next four come.
+        return list(await asyncio.gather(*(later(waits) for waits in (0, 0, 0, 0, 0.5, 0.9, 1.1, 1.4))))
+
+    assert run_virtual(ask()) == [4.0] * 8
+
+
+def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
+    hog = (
+        "import asyncio; from recipe.async_pipeline.verl_bridge.reward.executor import *\n"
+        f"guard = RewardGuard(Function({FILE!r}, 'told', {{}}), Limits(timeout_s=600.0, concurrency=1))\n"
+        f"if __name__ == '__main__': asyncio.run(guard.score(solution_str={str(tmp_path / 'pid')!r}))\n"
+    )
+    script = tmp_path / "hog.py"
+    script.write_text(hog)
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=Path(FILE).parents[1],
+        env={**os.environ, "PYTHONPATH": str(Path(FILE).parents[1])},
+    ) as parent:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        child = psutil.Process(int((tmp_path / "pid").read_text()))
+        parent.kill()
+    child.wait(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(FILE, "nothing"), ("nowhere.py", "one"), ("pkg://no.such.package", "one"), ("file://x.txt", "one")],
+)
+def test_a_function_that_is_not_there(path: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="correct path and name"):
+        RewardGuard(Function(path, name, {}), Limits(timeout_s=1.0))
+
+
+def test_a_function_of_a_package() -> None:
+    assert (
+        Function("pkg://recipe.async_pipeline.toy.reward", "compute_score", {}).load()("toy", "46", "46")
+        == 1.0
+    )
+
+
+@pytest.mark.parametrize("good", [0, 1.5, True, {"score": 2}])
+def test_a_score_is_a_finite_number(good: Any) -> None:
+    assert checked(good) == good

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's own reward manager, calling a function that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline.errors import RewardError
+from tests import FAKES
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+FUNCTIONS = str(FAKES / "reward_functions.py")
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def manager(load: Load) -> Iterator[Make]:
+    made: list[Any] = []
+
+    def make(on_failure: str) -> Any:
+        own = {
+            "reward_timeout_s": 20.0,
+            "reward_attempts": 1,
+            "reward_concurrency": 1,
+            "reward_batch": None,
+            "reward_memory_mb": None,
+            "reward_cpu_s": None,
+            "reward_failure": on_failure,
+            "reward_default": -1.0,
+            "reward_manager": {"source": "register", "name": "naive"},
+        }
+        config = OmegaConf.create(
+            {
+                "trainer": {"v1": {"async_pipeline": own}},
+                "reward": {
+                    "custom_reward_function": {
+                        "path": FUNCTIONS,
+                        "name": "one",
+                        "reward_kwargs": {"bonus": 0.5},
+                    }
+                },
+            }
+        )
+        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(chr(int(i)) for i in ids))
+        made.append(
+            load("recipe.async_pipeline.verl_bridge.reward.manager").GuardedRewardManager(
+                config, tokenizer, None
+            )
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one._guard.close()
+
+
+def answers(load: Load, *texts: str) -> list[Any]:
+    """As verl's agent loop hands them over."""
+    found = []
+    for text in texts:
+        ids = torch.tensor([[ord(letter) for letter in text]])
+        others = {"data_source": "toy", "reward_model": {"ground_truth": "46"}, "extra_info": {}}
+        found.append(
+            load("verl").DataProto.from_single_dict(
+                {
+                    "responses": ids,
+                    "attention_mask": torch.ones_like(ids),
+                    **{k: np.array([v], dtype=object) for k, v in others.items()},
+                }
+            )
+        )
+    return found
+
+
+def score(make: Make, on_failure: str, data: list[Any]) -> list[Any]:
+    async def ask() -> list[Any]:
+        manager = make(on_failure)  # verl takes the loop that runs where it is made
+        return [await manager.run_single(one) for one in data]
+
+    return asyncio.run(ask())
+
+
+def test_scores_are_verls(load: Load, manager: Make) -> None:
+    right, wrong = score(manager, "fail", answers(load, "46", "47"))
+    assert right == {"reward_score": 1.5, "reward_extra_info": {"acc": 1.5, "unscored": ""}}
+    assert wrong["reward_score"] == 0.5
+
+
+@pytest.mark.parametrize("on_failure", ["drop", "score"])
+def test_an_answer_without_a_score_is_marked_and_looks_like_the_others(
+    load: Load, manager: Make, on_failure: str
+) -> None:
+    good, bad = score(manager, on_failure, answers(load, "dict", "raise"))
+    assert bad["reward_score"] == -1.0
+    assert bad["reward_extra_info"].keys() == good["reward_extra_info"].keys() == {"score", "acc", "unscored"}
+    assert bad["reward_extra_info"]["unscored"].startswith("raised: one: ValueError")
+
+
+def test_an_answer_without_a_score_ends_the_run_if_that_is_wanted(load: Load, manager: Make) -> None:
+    with pytest.raises(RewardError, match="raised: one: ValueError: no such rule"):
+        score(manager, "fail", answers(load, "raise"))

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads are rolling and add up; a replica that fails comes back; one on another host gets a courier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import Publication
+from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
+from recipe.async_pipeline.weight_sync.publisher import LoadReport
+from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+TICKET = encode(Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25))
+
+
+@pytest.fixture(scope="module")
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.rollout.replica_pool")
+
+
+class Method:
+    """`actor.method.remote(...)`, awaitable."""
+
+    def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._function(*args))
+
+
+class Server:
+    """A server's handle: answers after two seconds, keeps a log with everybody else."""
+
+    courier: str | None = None
+    dead: ClassVar[set[str]] = set()
+
+    def __init__(self, name: str, log: list[str], error: Exception | None = None, node: str = "a") -> None:
+        self.name, self.log, self.error, self.node = name, log, error, node
+        self.load_version, self.check = Method(self._load), Method(self._check)
+        self.__ray_call__ = SimpleNamespace(remote=lambda function: self.node)
+
+    async def _check(self) -> None:
+        if self.name in self.dead:
+            raise RayTaskError("check", "a traceback", ValueError("the engine is dead")).as_instanceof_cause()
+
+    async def _load(self, *arguments: Any) -> LoadReport:
+        assert arguments == (TICKET, self.courier, 64, 10.0, LoadMode("abort", "device"))
+        self.log.append(f"{self.name} begins")
+        await asyncio.sleep(2.0)
+        if self.error is not None:
+            raise self.error
+        self.log.append(f"{self.name} serves")
+        return LoadReport(0.5, 2.0, 0.2, 0.1, 6.0, 3, 20)
+
+
+class Balancer:
+    """The balancer's handle: who gets requests."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Any] = {}
+        self.add_servers, self.remove_servers = Method(self._add), Method(self._remove)
+
+    async def _add(self, servers: dict[str, Any]) -> None:
+        self.servers.update(servers)
+
+    async def _remove(self, names: list[str]) -> None:
+        for name in names:
+            del self.servers[name]
+
+
+class Replica:
+    def __init__(self, rank: int, *servers: Server) -> None:
+        self.replica_rank, self.servers = rank, list(servers)
+        self._server_address, self._server_handle = f"address {rank}", servers[0]
+
+    async def restart(self) -> None:
+        (old,) = self.servers
+        self.servers = [Server(f"{old.name}, restarted", old.log)]
+        self._server_address, self._server_handle = f"{self._server_address}, restarted", self.servers[0]
+
+
+@pytest.fixture
+def balancer() -> Balancer:
+    return Balancer()
+
+
+@pytest.fixture
+def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(ours, "got", lambda refs, timeout_s, **said: list(refs))
+
+    def make(*replicas: Replica, **more: Any) -> Any:
+        balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}
+        manager = SimpleNamespace(get_replicas=lambda: list(replicas), global_load_balancer=balancer)
+        return ours.RolloutPool(
+            manager,
+            lambda line: None,
+            trainer_node="a",
+            piece_bytes=64,
+            load_timeout_s=10.0,
+            restart_timeout_s=10.0,
+            how=LoadMode("abort", "device"),
+            **more,
+        )
+
+    return make
+
+
+def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
+    log: list[str] = []
+    made = pool(Replica(0, Server("a", log)), Replica(1, Server("b", log)))
+    assert run_virtual(made.publish(TICKET)) == Publication(
+        version=5,
+        num_bytes=330,
+        gather_s=0.25,
+        transfer_s=1.0,
+        load_s=4.0,
+        stall_s=0.4,
+        busy_s=12.0,
+        tensors_proved=6,
+        replicas=2,
+        tokens_read_again=40,
+    )
+    assert log == ["a begins", "a serves", "b begins", "b serves"], "the pool never stands still as a whole"
+
+
+def test_the_servers_of_one_replica_load_together(pool: Callable[..., Any]) -> None:
+    log: list[str] = []
+    publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log))).publish(TICKET))
+    assert log[:2] == ["a begins", "b begins"]
+    assert publication.replicas == 1
+
+
+def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
+    pool: Callable[..., Any], balancer: Balancer
+) -> None:
+    log: list[str] = []
+    bad = Replica(0, Server("bad", log, error=ProofError("v5: other values")))
+
+    async def main() -> None:
+        made = pool(bad, Replica(1, Server("good", log)))
+        publication = await made.publish(TICKET)
+        assert publication.replicas == 1
+        assert list(balancer.servers) == ["address 1"]
+        await asyncio.sleep(10)
+        assert list(balancer.servers) == ["address 1", "address 0, restarted"]
+        assert balancer.servers["address 0, restarted"] is bad.servers[0]
+        await made.close()
+
+    run_virtual(main())
+    assert log[-2:] == ["bad, restarted begins", "bad, restarted serves"]
+
+
+def test_an_engine_that_dies_between_publications_is_replaced(
+    pool: Callable[..., Any], balancer: Balancer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[tuple[str, str, int | None]] = []
+    monkeypatch.setattr(Server, "dead", set())
+
+    async def main() -> None:
+        made = pool(Replica(0, Server("a", [])), note=lambda *what: notes.append(what))
+        watch = asyncio.create_task(made.watch())
+        await made.publish(TICKET)
+        await asyncio.sleep(10)
+        assert notes == []
+        Server.dead.add("a")
+        await asyncio.sleep(10)
+        assert list(balancer.servers) == ["address 0, restarted"]
+        assert made.versions == {"replica 0": 5}
+        watch.cancel()
+        await made.close()
+
+    run_virtual(main())
+    assert notes == [("FENCED", "replica 0", None), ("REJOINED", "replica 0", 5)]
+
+
+def test_what_the_only_replica_raises_comes_through(pool: Callable[..., Any]) -> None:
+    error = ProofError("v5: other values")
+    with pytest.raises(ProofError) as caught:
+        run_virtual(pool(Replica(0, Server("a", [], error=error))).publish(TICKET))
+    assert caught.value is error
+
+
+def test_what_happened_in_the_server_is_said_without_rays_account_of_it(pool: Callable[..., Any]) -> None:
+    error = RayTaskError("load_version", "a traceback", ValueError("the disk is full")).as_instanceof_cause()
+    with pytest.raises(ValueError, match="^the disk is full$"):
+        run_virtual(pool(Replica(0, Server("a", [], error))).publish(TICKET))
+
+
+def test_a_pool_needs_a_replica(pool: Callable[..., Any]) -> None:
+    with pytest.raises(WeightSyncError, match="no rollout replica was started"):
+        pool()
+
+
+def test_our_replicas_are_started(ours: ModuleType) -> None:
+    assert ours.PipelineServerManager.rollout_replica_class is ours.PipelineVLLMReplica
+
+
+@pytest.mark.parametrize(("devices", "early"), [([2], True), ([2, 0], True), ([2, 1], False)])
+def test_replicas_start_early_only_where_they_cannot_split_the_training_devices(
+    ours: ModuleType, monkeypatch: pytest.MonkeyPatch, devices: list[int], early: bool
+) -> None:
+    nodes = [{"Alive": True, "Resources": {"GPU": count} if count else {}} for count in devices]
+    gone = {"Alive": False, "Resources": {"GPU": 8}}
+    monkeypatch.setattr(ours.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(ours, "get_resource_name", lambda: "GPU")
+    begun: list[object] = []
+
+    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+        def __init__(self, config: object) -> None:
+            begun.append(config)
+
+    Manager.start_early("config")
+    assert begun == (["config"] if early else [])
+    Manager.started("config")
+    assert begun == ["config"], "once"
+
+
+def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
+    ours: ModuleType, pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[str] = []
+    started: list[str] = []
+    monkeypatch.setattr(ours, "start_on", lambda node: started.append(node) or "the courier")
+    servers = [Server("here", log), Server("there", log, node="b"), Server("far", log, node="c")]
+    for server, courier in zip(servers, (None, "the courier", "the courier"), strict=True):
+        server.courier = courier
+    publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(TICKET))
+    assert publication.replicas == 3
+    assert started == ["a"], "it runs where the trainer's memory is"
+
+
+def test_servers_start_with_a_config_of_their_own(ours: ModuleType) -> None:
+    """In another thread, while the trainer copies and resolves its own."""
+    from omegaconf import OmegaConf
+
+    seen: list[Any] = []
+
+    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+        async def _initialize_llm_servers(self, start_rank: int | None = None) -> None:
+            seen.append(self.config)
+
+    rollout = {"nnodes": 1, "name": "vllm", "disaggregation": {"enabled": False}}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": "m"}}})
+    manager = Manager(config)
+    manager._starting.result(timeout=60)
+    assert seen == [config]
+    assert seen[0] is not config
+    assert manager.rollout_config._get_parent()._get_parent() is seen[0]

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine core gets a load that counts tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import load_snapshot, register
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> type:
+    """In the place of vLLM's engine core, new for each test: the real one takes seconds to import."""
+    module = ModuleType("vllm.v1.engine.core")
+    module.EngineCore = type("EngineCore", (), {})  # type: ignore[attr-defined]
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made: type = module.EngineCore  # type: ignore[attr-defined]
+    return made
+
+
+def test_every_engine_core_can_load(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
+    register()
+    assert not hasattr(core, "load_snapshot"), "other processes have no core"
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
+    register()
+    assert core.load_snapshot is load_snapshot
+
+
+def test_a_load_counts_the_tokens_of_live_requests() -> None:
+    def collective_rpc(method: str, timeout_s: float, args: tuple[Any, ...]) -> list[Any]:
+        assert (method, timeout_s, args) == ("load_snapshot", 9.0, (b"manifest", 64))
+        # `done` is finished; of `a` the last token is not known to the scheduler yet; `b` waits.
+        return [({"load_s": 1.0}, {"a": 4, "done": 7}), ({"load_s": 2.0}, {"a": 4})]
+
+    live = {"a": SimpleNamespace(num_output_tokens=3), "b": SimpleNamespace(num_output_tokens=2)}
+    core = SimpleNamespace(collective_rpc=collective_rpc, scheduler=SimpleNamespace(requests=live))
+    reports, progress = load_snapshot(core, b"manifest", 64, 9.0)
+    assert reports == [{"load_s": 1.0}, {"load_s": 2.0}]
+    assert progress == {"a": 4, "b": 2}
+
+
+@pytest.mark.real_engine
+def test_vllm_has_what_is_used() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    assert {"collective_rpc"} <= set(dir(EngineCore))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each option of verl that cannot be honoured is an error that says so."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MISTAKES: list[tuple[str, Any]] = [
+    ("trainer.v1.trainer_mode", "separate_async"),
+    (f"{ROLLOUT}.checkpoint_engine.backend", "nccl"),
+    (f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 7),
+    (f"{ROLLOUT}.agent.agent_loop_manager_class", "mine.Manager"),
+    (f"{ROLLOUT}.n", 0),
+    ("data.train_batch_size", 0),
+    ("actor_rollout_ref.actor.ppo_mini_batch_size", 0),
+    (f"{ROLLOUT}.max_num_seqs", None),
+    (f"{ROLLOUT}.tensor_model_parallel_size", None),
+    ("critic.ppo_mini_batch_size", 0),
+    ("trainer.critic_warmup", "x"),
+    ("actor_rollout_ref.model.lora_rank", float("nan")),
+    ("actor_rollout_ref.model.lora.rank", -1),
+    ("ray_kwargs.ray_init.num_gpus", 1.5),
+    ("reward.num_workers", 0),
+    ("trainer.total_training_steps", -3),
+    ("trainer.use_v1", False),
+    (f"{ROLLOUT}.name", "sglang"),
+    (f"{ROLLOUT}.mode", "sync"),
+    (f"{ROLLOUT}.data_parallel_size", 2),
+    (f"{ROLLOUT}.pipeline_model_parallel_size", 2),
+    (f"{ROLLOUT}.disaggregation.enabled", True),
+    ("actor_rollout_ref.actor.strategy", "megatron"),
+    ("trainer.val_only", True),
+    ("distillation.enabled", True),
+    ("skip.rollout_tq.enable", True),
+]
+
+
+@pytest.fixture(scope="module")
+def rules(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.config_rules")
+
+
+def test_the_smoke_config_is_one_that_can_be_honoured(rules: ModuleType, smoke: Smoke) -> None:
+    rules.check_verl_config(smoke())
+
+
+def test_every_rule_is_tried_here(rules: ModuleType) -> None:
+    assert [path for path, *_ in rules.RULES] == [path for path, _ in MISTAKES]
+
+
+@pytest.mark.parametrize(("path", "value"), MISTAKES)
+def test_an_option_that_cannot_be_honoured(rules: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rules.check_verl_config(smoke({path: value}))
+    assert str(caught.value).startswith(f"{path} must ")
+    assert f"got {value!r}; " in str(caught.value)
+
+
+SECTIONS = [
+    ("actor_rollout_ref.actor.policy_loss", 1),
+    ("transfer_queue", "a/b"),
+    ("trainer.v1", 3),
+    ("critic", None),
+    ("actor_rollout_ref.model", None),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), SECTIONS)
+def test_a_value_where_there_is_a_section(rules: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{path} must be a section, got "):
+        rules.check_sections(smoke({path: value}))
+
+
+def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(
+    rules: ModuleType, smoke: Smoke
+) -> None:
+    rules.check_sections(smoke())
+    rules.check_sections(
+        smoke({"algorithm.rollout_correction": None, "actor_rollout_ref.model.override_config": {"a": 1}})
+    )
+    without = smoke()
+    del without.actor_rollout_ref.actor.fsdp_config
+    rules.check_sections(without)
+
+
+@pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
+def test_adapters_must_be_merged(rules: ModuleType, smoke: Smoke, path: str) -> None:
+    load_format = "actor_rollout_ref.rollout.load_format"
+    with pytest.raises(
+        ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"
+    ):
+        rules.check_verl_config(smoke({path: 8, load_format: "dummy"}))
+    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
+        rules.check_verl_config(
+            smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True})
+        )
+    rules.check_verl_config(smoke({path: 8, load_format: "auto"}))
+    merged = {path: 8, "actor_rollout_ref.model.lora.merge": True}
+    rules.check_verl_config(smoke(merged))
+    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
+        rules.check_verl_config(smoke({**merged, "actor_rollout_ref.actor.use_kl_loss": True}))

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray can start a worker again, whatever it was made with; with real Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import ray
+
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+LARGE = 1 << 20
+"""Bytes; Ray passes what is larger than 100 kB by way of its object store."""
+
+
+@pytest.fixture
+def ours(load: Load) -> Iterator[ModuleType]:
+    module = load("recipe.async_pipeline.verl_bridge.restartable_actors")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        yield module
+    finally:
+        ray.shutdown()
+
+
+class Worker:
+    def __init__(self, config: bytes, address: str | None) -> None:
+        self.size = len(config)
+
+    def answer(self) -> tuple[int, int]:
+        return self.size, os.getpid()
+
+    def die(self) -> None:
+        os._exit(1)
+
+
+def test_a_worker_with_a_large_config_starts_again_more_than_once(ours: ModuleType) -> None:
+    config = bytes(LARGE)
+    workers = ours.lasting(Worker, 2)
+    first, second = (workers.options(name=f"worker_{i}").remote(config, None) for i in range(2))
+    assert len(workers._kept) == 2, "the config is there once, for both, and the address"
+    pids = set()
+    for _ in range(2):
+        size, pid = ray.get(first.answer.remote(), timeout=60)
+        assert size == LARGE
+        pids.add(pid)
+        first.die.options(max_task_retries=0).remote()
+        size, pid = ray.get(first.answer.remote(), timeout=60)
+        pids.add(pid)
+    assert len(pids) == 3
+    assert ray.get(second.answer.remote(), timeout=60)[0] == LARGE

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts are found again, in whatever batch of whatever epoch they were drawn, and only if they are still
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from recipe.async_pipeline.core.items import Prompt
+from recipe.async_pipeline.errors import CheckpointError
+from tests.conftest import Load
+
+pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")]
+BATCH = 4
+
+
+@pytest.fixture(scope="module")
+def make(load: Load) -> Any:
+    """Makes a source like the trainer's, over a small dataset that is shuffled anew in each epoch."""
+    module = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source")
+    import torch
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+    from verl.utils import tensordict_utils as tu
+
+    def source(rows: int = 10, seed: int = 1, text: str = "prompt") -> Any:
+        data = [{"raw_prompt": [{"role": "user", "content": f"{text} {i}"}], "index": i} for i in range(rows)]
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+        loader = StatefulDataLoader(
+            data,
+            batch_size=BATCH,
+            drop_last=True,
+            collate_fn=list,
+            sampler=RandomSampler(data, generator=generator),
+        )
+        place: dict[str, Any] = {"iterator": None, "drawn": 0}
+
+        def next_batch() -> Any:
+            """As verl's `_fetch_one_gen_batch`."""
+            place["iterator"] = place["iterator"] or iter(loader)
+            try:
+                batch = next(place["iterator"])
+            except StopIteration:
+                place["iterator"] = iter(loader)
+                batch = next(place["iterator"])
+            place["drawn"] += 1
+            uids = [f"{id(place)}.{place['drawn']}.{i}" for i in range(BATCH)]
+            return tu.get_tensordict(
+                {**{name: [row[name] for row in batch] for name in batch[0]}, "uid": uids}
+            )
+
+        return module.PromptSource(next_batch, loader)
+
+    return source
+
+
+def deal(source: Any, prompts: int) -> tuple[Prompt, ...]:
+    while source.lacks(prompts):
+        source.add(source.draw())
+    dealt: tuple[Prompt, ...] = source.deal(prompts)
+    return dealt
+
+
+def says(prompts: Sequence[Prompt]) -> list[str]:
+    return [prompt.payload["raw_prompt"][0][0]["content"] for prompt in prompts]
+
+
+def written_and_read(state: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(state), type=type(state))
+
+
+@pytest.mark.parametrize("dealt", [0, 1, 3, 4, 9, 13, 22])
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> None:
+    before = make()
+    prompts = list(deal(before, dealt)) if dealt else []
+    # Every `answered`-th is trained; one is finished.
+    trained = {p.uid for i, p in enumerate(prompts) if answered and i % answered == 0}
+    for uid in trained:
+        before.forget(uid)
+    left = [p for p in prompts if p.uid not in trained]
+    finished, in_flight = [p.uid for p in left[:1]], [p.uid for p in left[1:]]
+    state, loader = before.state(in_flight, finished)
+
+    after = make()
+    after.restore(written_and_read(state), loader)
+    found = after.found(in_flight)
+    assert [p.uid for p in found] == in_flight
+    assert says(found) == says(left[1:])
+    assert [p.step for p in found] == [p.step for p in left[1:]]
+    assert [after.place(uid) for uid in (*finished, *in_flight)] == [
+        before.place(uid) for uid in (*finished, *in_flight)
+    ]
+    for number in (1, 5, 2, 8):
+        ours, theirs = deal(after, number), deal(before, number)
+        assert says(ours) == says(theirs)
+        assert [p.step for p in ours] == [p.step for p in theirs]
+        assert all(p.payload["uid"][0] == p.uid for p in ours)
+
+
+def test_as_often_as_it_is_resumed(make: Any) -> None:
+    undisturbed = says(deal(make(), 60))
+    source, seen = make(), []
+    for _ in range(10):
+        seen += says(deal(source, 6))
+        state, loader = source.state([], [])
+        source = make()
+        source.restore(written_and_read(state), loader)
+    assert seen == undisturbed
+
+
+def test_only_states_that_may_be_wanted_are_kept(make: Any) -> None:
+    source = make(rows=100)
+    for _ in range(20):
+        for prompt in deal(source, BATCH):
+            source.forget(prompt.uid)
+    assert len(source._states) <= 3
+
+
+@pytest.mark.parametrize("change", [{"seed": 2}, {"text": "another"}])
+def test_other_data_is_refused(make: Any, change: dict[str, Any]) -> None:
+    before = make()
+    prompts = deal(before, 3)
+    state, loader = before.state([p.uid for p in prompts], [])
+    with pytest.raises(
+        CheckpointError, match="row 3 of batch 1 is not the one that was drawn before; data.train_files"
+    ):
+        make(**change).restore(state, loader)

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Consumers that fail, hang and come back, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import ProofError, WaitTimeout, WeightSyncError
+from recipe.async_pipeline.weight_sync.publisher import (
+    ATTEMPTS,
+    BACK_OFF_S,
+    CHECK_EVERY_S,
+    LONGEST_BACK_OFF_S,
+    Distribution,
+    LoadReport,
+)
+
+LOAD_TIMEOUT_S, RESTART_TIMEOUT_S, GRACE_S = 10.0, 50.0, 1.0
+LOAD_S, RESTART_S = 2.0, 20.0
+FOREVER_S = 1e9
+
+
+@dataclass
+class Replica:
+    """Does what its script says, call after call: `ok`, `raise` or `hang`; then all is well."""
+
+    name: str
+    log: list[str] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
+    version: int | None = None
+    checks: list[str] = field(default_factory=list)
+    working: bool = True
+    failed: bool = False
+
+    async def load(self, manifest: bytes) -> LoadReport:
+        version = int(manifest)
+        assert not self.failed, "a replica that failed a load starts anew before the next"
+        assert self.version is None or version > self.version, "never back"
+        self.log.append(f"{self.name} loads {version}")
+        self.failed = True
+        await self._follow(self.loads, LOAD_S)
+        self.failed = False
+        self.version = version
+        self.log.append(f"{self.name} serves {version}")
+        return LoadReport(0.1, LOAD_S, LOAD_S, 0.01, 0.0, 3, 0)
+
+    async def leave(self) -> None:
+        self.working = False
+
+    async def restart(self) -> None:
+        assert not self.working
+        self.version = None
+        await self._follow(self.restarts, RESTART_S)
+        self.failed = False
+
+    async def join(self) -> None:
+        assert self.version is not None
+        self.working = True
+
+    async def check(self) -> None:
+        assert self.working
+        await self._follow(self.checks, 0.0)
+
+    async def _follow(self, script: list[str], seconds: float) -> None:
+        step = script.pop(0) if script else "ok"
+        await asyncio.sleep(FOREVER_S if step == "hang" else seconds)
+        if step == "raise":
+            raise ProofError(f"{self.name}: other values")
+
+
+def distribute(
+    *replicas: Replica, say: Callable[[str], None] = lambda line: None, **more: Any
+) -> Distribution:
+    return Distribution(
+        replicas,
+        say,
+        load_timeout_s=LOAD_TIMEOUT_S,
+        restart_timeout_s=RESTART_TIMEOUT_S,
+        grace_s=GRACE_S,
+        **more,
+    )
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(scenario())
+
+
+def test_who_serves_what_is_known() -> None:
+    a, b = Replica("a"), Replica("b", loads=["ok", "raise"])
+
+    async def scenario() -> None:
+        distribution = distribute(a, b)
+        await publish(distribution, 1)
+        assert distribution.versions == {"a": 1, "b": 1}
+        await publish(distribution, 2)
+        assert distribution.versions == {"a": 2}, "b is fenced"
+        await asyncio.sleep(2 * RESTART_S)
+        assert distribution.versions == {"a": 2, "b": 2}
+        await distribution.close()
+
+    run(scenario)
+
+
+def publish(distribution: Distribution, version: int) -> Coroutine[Any, Any, list[LoadReport]]:
+    return distribution.publish(version, str(version).encode())
+
+
+def test_consumers_load_one_after_another() -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        reports = await publish(distribute(Replica("a", log), Replica("b", log)), 0)
+        assert len(reports) == 2
+
+    run(scenario)
+    assert log == ["a loads 0", "a serves 0", "b loads 0", "b serves 0"], "never all at once"
+
+
+@pytest.mark.parametrize(("at_once", "seconds"), [(1, 5 * LOAD_S), (2, 3 * LOAD_S), (5, LOAD_S), (9, LOAD_S)])
+def test_so_many_load_at_the_same_time(at_once: int, seconds: float) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        replicas = [Replica(str(i), log) for i in range(5)]
+        assert len(await publish(distribute(*replicas, at_once=at_once), 0)) == 5
+        assert asyncio.get_running_loop().time() == seconds
+
+    run(scenario)
+    loading, most = 0, 0
+    for line in log:
+        loading += 1 if " loads " in line else -1
+        most = max(most, loading)
+    assert most == min(at_once, 5)
+
+
+@pytest.mark.parametrize(("what", "seconds"), [("raise", LOAD_S), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
+def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: str, seconds: float) -> None:
+    log: list[str] = []
+    said: list[str] = []
+    bad, good = Replica("bad", log, loads=["ok", what]), Replica("good", log)
+
+    async def scenario() -> None:
+        distribution = distribute(bad, good, say=said.append)
+        loop = asyncio.get_running_loop()
+        await publish(distribution, 0)
+        started = loop.time()
+        assert len(await publish(distribution, 1)) == 1
+        assert loop.time() - started == seconds + LOAD_S, "nobody waits for the restart"
+        assert (bad.working, good.version) == (False, 1)
+        assert list(distribution.fenced) == ["bad"]
+        await publish(distribution, 2)
+        await asyncio.sleep(RESTART_S + LOAD_S)
+        assert (bad.working, bad.version, distribution.fenced) == (True, 2, {})
+        await publish(distribution, 3)
+        assert bad.version == 3
+
+    run(scenario)
+    assert "bad loads 1" in log and log.count("bad loads 2") == 1
+    assert said[0].startswith("bad is fenced and starts anew; 1 go on. ")
+    assert said[1] == "bad serves again, version 2"
+
+
+def test_at_the_first_publication_the_last_one_that_fails_ends_it() -> None:
+    """Nothing has ever worked, so starting anew is no remedy."""
+
+    async def scenario() -> None:
+        distribution = distribute(Replica("a", loads=["raise"]), Replica("b", loads=["hang"]))
+        with pytest.raises(WaitTimeout, match="waited 11 s for b to load version 0; b does not answer"):
+            await publish(distribution, 0)
+        async with distribution.weights("somebody else"):
+            pass
+        await distribution.close()
+
+    run(scenario)
+
+
+def test_where_nobody_is_left_a_publication_waits_for_the_first_to_return() -> None:
+    notes: list[tuple[str, str, int | None]] = []
+    a, b = Replica("a", loads=["ok", "raise"], restarts=["raise"]), Replica("b", loads=["ok", "raise"])
+
+    async def scenario() -> None:
+        distribution = distribute(a, b, note=lambda *what: notes.append(what))
+        loop = asyncio.get_running_loop()
+        await publish(distribution, 0)
+        started = loop.time()
+        assert len(await publish(distribution, 1)) == 1
+        assert loop.time() - started == 3 * LOAD_S + RESTART_S, "b's; a needs a second attempt"
+        assert distribution.versions == {"b": 1}
+        assert len(await publish(distribution, 2)) == 1
+        await asyncio.sleep(2 * RESTART_S)
+        assert distribution.versions == {"a": 2, "b": 2}
+
+    run(scenario)
+    assert notes == [
+        ("FENCED", "a", None),
+        ("FENCED", "b", None),
+        ("ABSENT", "a", None),
+        ("REJOINED", "b", 1),
+        ("REJOINED", "a", 2),
+    ]
+
+
+def test_where_nobody_comes_back_a_publication_raises_what_the_last_one_died_of() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a", loads=["ok", "raise"], restarts=["raise"] * ATTEMPTS))
+        await publish(distribution, 0)
+        with pytest.raises(ProofError, match="a: other values"):
+            await publish(distribution, 1)
+
+    run(scenario)
+
+
+def watched(distribution: Distribution) -> asyncio.Task[None]:
+    return asyncio.create_task(distribution.watch())
+
+
+@pytest.mark.parametrize(("what", "seconds"), [("raise", 0.0), ("hang", LOAD_TIMEOUT_S + GRACE_S)])
+def test_one_that_stops_working_between_publications_is_fenced_and_comes_back(
+    what: str, seconds: float
+) -> None:
+    said: list[str] = []
+    replica = Replica("a", checks=["ok", what])
+
+    async def scenario() -> None:
+        distribution = distribute(replica, say=said.append)
+        watch = watched(distribution)
+        await asyncio.sleep(10 * CHECK_EVERY_S)
+        assert len(replica.checks) == 2, "nobody is asked before the first publication"
+        await publish(distribution, 0)
+        await asyncio.sleep(2 * CHECK_EVERY_S + seconds + 0.1)
+        assert list(distribution.fenced) == ["a"]
+        await asyncio.sleep(RESTART_S + LOAD_S)
+        assert distribution.versions == {"a": 0}, "the newest version once more"
+        assert not watch.done()
+        watch.cancel()
+
+    run(scenario)
+    assert said[0].startswith("a is fenced and starts anew; 0 go on. ")
+
+
+def test_whoever_watches_learns_that_nobody_comes_back() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a", checks=["raise"], restarts=["raise"] * ATTEMPTS))
+        watch = watched(distribution)
+        await publish(distribution, 0)
+        with pytest.raises(ProofError, match="a: other values"):
+            await watch
+
+    run(scenario)
+
+
+def test_one_that_falls_again_and_again_is_started_anew_more_and_more_seldom() -> None:
+    falls: list[float] = []
+
+    async def scenario() -> None:
+        def note(event: str, name: str, version: int | None) -> None:
+            if event == "FENCED":
+                falls.append(asyncio.get_running_loop().time())
+
+        distribution = distribute(Replica("a", checks=["raise"] * 12), note=note)
+        watch = watched(distribution)
+        await publish(distribution, 0)
+        await asyncio.sleep(2000)
+        watch.cancel()
+
+    run(scenario)
+    gaps = [b - a for a, b in zip(falls, falls[1:], strict=False)]
+    least = RESTART_S + LOAD_S
+    assert gaps[0] - least <= CHECK_EVERY_S, "the first time, at once"
+    assert BACK_OFF_S <= gaps[1] - least <= BACK_OFF_S + CHECK_EVERY_S
+    assert max(gaps) - least == pytest.approx(LONGEST_BACK_OFF_S, abs=CHECK_EVERY_S)
+
+
+def test_one_that_does_not_come_back_is_given_up_after_some_attempts() -> None:
+    said: list[str] = []
+
+    async def scenario() -> None:
+        never = Replica("never", loads=["raise"], restarts=["raise", "hang", "raise"])
+        distribution = distribute(never, Replica("good"), say=said.append)
+        await publish(distribution, 0)
+        await asyncio.sleep(1000)
+        assert not never.working
+        assert distribution.fenced == {"never": "ProofError: never: other values"}
+        assert len(await publish(distribution, 1)) == 1
+
+    run(scenario)
+    assert [line.partition(". ")[0] for line in said[1:]] == [
+        f"never did not come back (attempt {n} of {ATTEMPTS})" for n in (1, 2, 3)
+    ]
+    assert "waited 50 s for never to start anew" in said[2]
+
+
+def test_a_version_that_is_not_newer_is_refused() -> None:
+    async def scenario() -> None:
+        distribution = distribute(Replica("a"))
+        await publish(distribution, 3)
+        with pytest.raises(WeightSyncError, match="v3 offered after v3"):
+            await publish(distribution, 3)
+
+    run(scenario)
+
+
+def test_whoever_needs_the_weights_to_stay_can_hold_them() -> None:
+    async def scenario() -> None:
+        replica = Replica("a")
+        distribution = distribute(replica)
+        async with distribution.weights("validation"):
+            task = asyncio.create_task(publish(distribution, 0))
+            await asyncio.sleep(100)
+            assert replica.version is None
+        await task
+        assert replica.version == 0
+
+    run(scenario)
+
+
+def test_weights_that_nobody_gives_back_are_not_waited_for_for_ever() -> None:
+    async def scenario() -> None:
+        distribution = Distribution(
+            [Replica("a")], lambda line: None, load_timeout_s=10, restart_timeout_s=50, wait_timeout_s=300
+        )
+        async with distribution.weights("validation"):
+            with pytest.raises(
+                WaitTimeout,
+                match="param_update waited 300 s for the replicas' weights to stand still; validation has "
+                "them",
+            ):
+                await publish(distribution, 0)
+        assert len(await publish(distribution, 0)) == 1, "and nothing is held by the one that gave up"
+
+    run(scenario)
+
+
+def test_of_an_error_the_user_gets_the_first_line() -> None:
+    class Wordy(Replica):
+        async def check(self) -> None:
+            raise ConnectionError("the engine died\nin many words", "the engine died")
+
+    async def scenario() -> None:
+        distribution = distribute(Wordy("a"))
+        watch = watched(distribution)
+        await publish(distribution, 0)
+        await asyncio.sleep(CHECK_EVERY_S + 0.1)
+        assert distribution.fenced == {"a": "ConnectionError: the engine died"}
+        watch.cancel()
+
+    run(scenario)
+
+
+def test_a_balancer_that_does_not_answer_ends_it() -> None:
+    class Deaf(Replica):
+        async def leave(self) -> None:
+            await asyncio.sleep(1e6)
+
+    async def scenario() -> None:
+        distribution = distribute(Deaf("a", loads=["raise"]), Replica("b"))
+        with pytest.raises(
+            WaitTimeout, match="param_update waited 60 s for the balancer to give a no more work"
+        ):
+            await publish(distribution, 0)
+
+    run(scenario)
+
+
+STEPS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=8)
+RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
+
+
+@given(
+    scripts=st.lists(st.tuples(STEPS, RESTARTS, STEPS), min_size=1, max_size=3),
+    gaps=st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=12),
+    at_once=st.integers(1, 3),
+)
+@settings(max_examples=60)
+def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
+    scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float], at_once: int
+) -> None:
+    replicas = [
+        Replica(f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c))
+        for i, (a, b, c) in enumerate(scripts)
+    ]
+
+    async def scenario() -> None:
+        distribution = distribute(*replicas, at_once=at_once)
+        watch = watched(distribution)
+        try:
+            for version, gap in enumerate(gaps):
+                assert await publish(distribution, version)
+                for replica in replicas:
+                    assert (
+                        (replica in distribution.serving)
+                        == replica.working
+                        == (replica.name not in distribution.fenced)
+                    )
+                    if replica.working:
+                        assert replica.version == version
+                await asyncio.sleep(gap)
+            await asyncio.sleep(1500)
+        except (ProofError, WaitTimeout):
+            assert all(not replica.working for replica in replicas), "nobody is left"
+            return
+        for replica in replicas:
+            if not replica.working:
+                assert replica.name in distribution.fenced, "its fate is recorded"
+            else:
+                assert replica.version == len(gaps) - 1
+        watch.cancel()
+        await distribution.close()
+
+    run(scenario)
