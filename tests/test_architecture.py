@@ -23,11 +23,12 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline import errors
 from recipe.async_pipeline.config.aliases import FOREIGN, Draft, quota
-from recipe.async_pipeline.config.schema import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields, select
+from recipe.async_pipeline.config.paths import select
+from recipe.async_pipeline.config.schema import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields
 from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.patching.series import find_verl_root
 from tests import REPOSITORY
-from tests.config.test_translation import UNDERSTOOD
+from tests.fakes.alias_values import UNDERSTOOD
 
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 OWN_NAME = "recipe.async_pipeline"
@@ -47,6 +48,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     # Parts of one reading of the config.
     "config/aliases.py": "config/test_translation.py",
     "config/schema.py": "config/test_translation.py",
+    "config/paths.py": "config/test_translation.py",
+    "console.py": "cli/test_main.py",
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
     "core/trainer_protocol.py": "core/test_flow.py",
@@ -72,9 +75,13 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench/weight_sync_job.py": "e2e/test_bench.py",
     "verl_bridge/bench/weight_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench/probe.py": "e2e/test_bench.py",
+    "verl_bridge/agent_loop/manager.py": WHOLE_JOB,
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
+    "verl_bridge/rollout/vllm/server.py": WHOLE_JOB,
     "verl_bridge/rollout/vllm/worker.py": WHOLE_JOB,
     "verl_bridge/workers/training_worker.py": WHOLE_JOB,
+    "verl_bridge/workers/log_prob_worker.py": "e2e/test_pools.py",
+    "verl_bridge/trainer/terminal.py": WHOLE_JOB,
 }
 """Modules without a mirror, each with the test file (below tests/) that covers it."""
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.async_pipeline.processes import gain_no_rights
+from recipe.async_pipeline.processes import descendants, gain_no_rights
+from tests import REPOSITORY
+from tests.cli.test_watch import DEADLINE_S, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 PARENT = '''
@@ -45,3 +49,34 @@ def test_a_child_that_gains_no_rights(tmp_path: Path) -> None:
     child.start()
     child.join()
     assert "NoNewPrivs:\t1" in (tmp_path / "status").read_text()
+
+
+def test_descendants_in_order_of_age() -> None:
+    nested = "sh -c 'sleep 1000 & wait' & wait"
+    process = subprocess.Popen(["sh", "-c", nested], start_new_session=True)
+    try:
+        until(lambda: len(descendants(process.pid)) == 2, "a child and a grandchild")
+        child, grandchild = descendants(process.pid)
+        assert descendants(child) == [grandchild]
+        assert descendants(grandchild) == []
+        assert {child, grandchild} <= set(descendants(os.getpid()))
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_end_all_kills_who_does_not_listen() -> None:
+    code = (
+        "import subprocess, sys\n"
+        "from recipe.async_pipeline.cli.watch import descendants, end_all, os\n"
+        "deaf = 'trap \"\" TERM; echo ready; while :; do sleep 1000; done'\n"
+        "p = subprocess.Popen(['sh', '-c', deaf], stdout=subprocess.PIPE)\n"
+        "p.stdout.readline()\n"
+        "end_all([p.pid, 2**22 + 1], patience_s=0.2)\n"
+        "left = descendants(os.getpid())\n"
+        "sys.stdout.write(f'{left} {p.poll()}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=DEADLINE_S
+    )
+    assert done.stdout.startswith("[] "), done.stderr

@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
 
 _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 """Linux's prctl."""
@@ -23,3 +28,90 @@ def gain_no_rights() -> None:
     """What this process runs gains no rights by setuid. Does nothing but on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+TERM_S = 5.0
+"""Seconds between asking its leftovers to end and killing them."""
+
+
+KILL_S = 5.0
+"""Seconds until a killed process must be gone; one that hangs in the kernel is given up."""
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below `root`, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (parent := _parent(entry)) is not None:
+            children.setdefault(parent, []).append(int(entry.name))
+    found, queue = [], deque(children.get(root, []))
+    while queue:
+        pid = queue.popleft()
+        found.append(pid)
+        queue.extend(children.get(pid, []))
+    return found
+
+
+def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
+    """Ask processes to end, then kill those that did not, and reap what became ours."""
+    alive = set(pids)
+    for pid in alive:
+        _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    while alive and time.monotonic() < deadline:
+        alive = {pid for pid in alive if _is_alive(pid)}
+        time.sleep(0.05)
+    # What was started meanwhile is included.
+    for pid in set(descendants(os.getpid())) | alive:
+        _signal(pid, signal.SIGKILL)
+    # A killed process takes a moment to go.
+    deadline = time.monotonic() + KILL_S
+    while (left := _reap_and_look()) and time.monotonic() < deadline:
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _reap_and_look() -> list[int]:
+    """Reap what has ended; the descendants that are left."""
+    _reap()
+    return descendants(os.getpid())
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _parent(entry: Path) -> int | None:
+    try:
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -12,7 +12,7 @@ from recipe.async_pipeline.bench.picture import draw
 from recipe.async_pipeline.bench.report import report
 from recipe.async_pipeline.bench.workload import Workload
 from recipe.async_pipeline.errors import ConfigError
-from tests.bench.test_report import RESULTS
+from tests.fakes.bench_results import RESULTS
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from recipe.async_pipeline.bench.measure import Measured
 from recipe.async_pipeline.bench.runner import Job, JobFailed
 from recipe.async_pipeline.cli import bench as command
 from recipe.async_pipeline.cli import main
-from tests.bench.test_report import ONE
+from tests.fakes.bench_results import ONE
 
 
 @pytest.fixture

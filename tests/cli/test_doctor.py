@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import doctor, main
+from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching import series, verl_source
 
@@ -96,15 +97,15 @@ def test_report_and_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     good = doctor.Finding(subject="a", verdict="ok", detail="fine")
     bad = doctor.Finding(subject="b", verdict="fail", detail="broken", remedy="mend it")
     monkeypatch.setattr(doctor, "examine", lambda: (good,))
-    assert main.main(["doctor"]) == main.EXIT_OK
+    assert main.main(["doctor"]) == EXIT_OK
     monkeypatch.setattr(doctor, "examine", lambda: (good, bad))
     capsys.readouterr()
-    assert main.main(["doctor"]) == main.EXIT_USERS
+    assert main.main(["doctor"]) == EXIT_USERS
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["ok", "a", "fine"],
         ["fail", "b", "broken;", "mend", "it"],
     ]
-    assert main.main(["doctor", "--json"]) == main.EXIT_USERS
+    assert main.main(["doctor", "--json"]) == EXIT_USERS
     assert json.loads(capsys.readouterr().out)[1]["remedy"] == "mend it"
 
 

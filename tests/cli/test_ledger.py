@@ -9,14 +9,9 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import main
-from recipe.async_pipeline.cli.ledger import audit_file
 from recipe.async_pipeline.errors import ConfigError
-from tests.core.test_ledger_audit import resumed, trained_again, whole
-
-
-def write(path: Path, records: list[object]) -> Path:
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return path
+from recipe.async_pipeline.observe.ledger_file import audit_file
+from tests.fakes.ledgers import resumed, trained_again, whole, write
 
 
 def test_a_ledger_that_holds_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,34 +72,3 @@ def test_a_ledger_that_goes_on_from_another_says_so(
     out = capsys.readouterr().out
     assert "completed after step 6, resumed once" in out
     assert " trained; those before are in another ledger; " in out
-
-
-def test_a_line_of_junk_is_no_traceback(tmp_path: Path) -> None:
-    file = tmp_path / "ledger.jsonl"
-    lines = [json.dumps(record) for record in whole()]
-    file.write_text("\n".join([*lines[:7], "[" * 200_000, *lines[8:]]) + "\n")
-    assert "line 8 is not whole" in audit_file(file).violations
-    file.write_bytes(b"\xff\xfe" * 2000)
-    assert audit_file(file).violations == ["the ledger has no whole record"]
-
-
-def test_a_line_that_is_not_whole_between_others_is_a_violation(tmp_path: Path) -> None:
-    file = tmp_path / "ledger.jsonl"
-    lines = [json.dumps(record) for record in whole()]
-    file.write_text("\n".join([*lines[:7], lines[7][:10], *lines[8:]]) + "\n")
-    found = audit_file(file)
-    assert any(text == "line 8 is not whole" for text in found.violations)
-
-
-def test_a_ledger_without_its_beginning_or_its_end_says_which(tmp_path: Path) -> None:
-    file, lines = tmp_path / "ledger.jsonl", [json.dumps(record) + "\n" for record in whole()]
-    file.write_text("".join(lines[1:]))
-    found = audit_file(tmp_path)
-    assert found.violations[0] == "the first record is missing, which opens the ledger"
-    assert not any("None" in text for text in found.violations)
-    file.write_text("".join(lines[:-1]))
-    assert audit_file(tmp_path).ok, "a run that was killed"
-    (tmp_path / "summary.json").write_text('{"status": "completed"}')
-    assert audit_file(tmp_path).violations == [
-        "summary.json says that the run completed, but the ledger has no end: its last records are missing"
-    ]

@@ -13,6 +13,7 @@ import types
 import pytest
 
 from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.console import EXIT_OK, EXIT_OURS, EXIT_USERS
 from recipe.async_pipeline.errors import (
     AsyncPipelineError,
     ConfigError,
@@ -68,11 +69,11 @@ def test_status_is_the_subcommands(subcommand: types.ModuleType, status: int) ->
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (ConfigError("k"), main.EXIT_USERS),
-        (PatchError("k"), main.EXIT_USERS),
-        (PatchedVerlRequired("k"), main.EXIT_USERS),
-        (WeightSyncError("k"), main.EXIT_OURS),
-        (AsyncPipelineError("k"), main.EXIT_OURS),
+        (ConfigError("k"), EXIT_USERS),
+        (PatchError("k"), EXIT_USERS),
+        (PatchedVerlRequired("k"), EXIT_USERS),
+        (WeightSyncError("k"), EXIT_OURS),
+        (AsyncPipelineError("k"), EXIT_OURS),
     ],
 )
 def test_an_error_of_ours_is_one_line(
@@ -104,14 +105,14 @@ def test_any_other_error_propagates(subcommand: types.ModuleType) -> None:
 def test_wrong_usage_is_the_users_mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main.main(arguments)
-    assert exit_info.value.code == main.EXIT_USERS
+    assert exit_info.value.code == EXIT_USERS
     assert "usage:" in capsys.readouterr().err
 
 
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main.main(["--help"])
-    assert exit_info.value.code == main.EXIT_OK
+    assert exit_info.value.code == EXIT_OK
     shown = capsys.readouterr().out
     assert all(name in shown for name in main.SUBCOMMANDS)
 

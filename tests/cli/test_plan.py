@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import main, plan
+from recipe.async_pipeline.console import EXIT_USERS
 from recipe.async_pipeline.sim import search
 from recipe.async_pipeline.sim.profile import dump
-from tests.sim.test_search import LONG_TAIL, TRAINING
+from tests.sim.workloads import LONG_TAIL, TRAINING
 
 search_once = functools.cache(search.plan)
 
@@ -115,5 +116,5 @@ def test_what_is_to_be_pasted_is_accepted_by_explain(path: str, capsys: pytest.C
 def test_mistakes_are_one_line(
     path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main([*planned(path), *arguments]) == main.EXIT_USERS
+    assert main.main([*planned(path), *arguments]) == EXIT_USERS
     assert said in capsys.readouterr().err

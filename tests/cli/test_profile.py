@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.console import EXIT_USERS
 from recipe.async_pipeline.sim.profile import load
 from tests.sim.runs import leave_behind
 from tests.sim.workloads import profile, setting
@@ -41,5 +42,5 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
         ([str(run), "--fixed-share", "2"], "--fixed-share must be from 0 to 1, got 2.0"),
         ([str(run), "--out", str(tmp_path / "no" / "p.yaml")], "cannot be written"),
     ):
-        assert main.main(["profile", *arguments]) == main.EXIT_USERS
+        assert main.main(["profile", *arguments]) == EXIT_USERS
         assert said in capsys.readouterr().err

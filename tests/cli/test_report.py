@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.cli.main import EXIT_OK, EXIT_USERS, main
+from recipe.async_pipeline.cli.main import main
+from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from tests.observe.pages import check
 from tests.observe.run_folder import RecordedTrainer, write_run
 

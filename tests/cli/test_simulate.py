@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.console import EXIT_USERS
 from recipe.async_pipeline.sim.profile import Batch, dump
 from tests.sim.workloads import profile
 
@@ -139,7 +140,7 @@ def test_pools_may_be_given(written: str, path: str, capsys: pytest.CaptureFixtu
 def test_mistakes_are_one_line(
     path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["simulate", "--profile", path, *arguments]) == main.EXIT_USERS
+    assert main.main(["simulate", "--profile", path, *arguments]) == EXIT_USERS
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1

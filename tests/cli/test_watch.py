@@ -20,8 +20,9 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import watch
-from recipe.async_pipeline.cli.watch import Screen, descendants
+from recipe.async_pipeline.cli.watch import Screen
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
+from recipe.async_pipeline.processes import descendants
 from tests import REPOSITORY
 
 DEADLINE_S = 60.0
@@ -342,34 +343,3 @@ def test_a_second_ctrl_c_kills_at_once() -> None:
 
 
 # Processes.
-
-
-def test_descendants_in_order_of_age() -> None:
-    nested = "sh -c 'sleep 1000 & wait' & wait"
-    process = subprocess.Popen(["sh", "-c", nested], start_new_session=True)
-    try:
-        until(lambda: len(descendants(process.pid)) == 2, "a child and a grandchild")
-        child, grandchild = descendants(process.pid)
-        assert descendants(child) == [grandchild]
-        assert descendants(grandchild) == []
-        assert {child, grandchild} <= set(descendants(os.getpid()))
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_end_all_kills_who_does_not_listen() -> None:
-    code = (
-        "import subprocess, sys\n"
-        "from recipe.async_pipeline.cli.watch import descendants, end_all, os\n"
-        "deaf = 'trap \"\" TERM; echo ready; while :; do sleep 1000; done'\n"
-        "p = subprocess.Popen(['sh', '-c', deaf], stdout=subprocess.PIPE)\n"
-        "p.stdout.readline()\n"
-        "end_all([p.pid, 2**22 + 1], patience_s=0.2)\n"
-        "left = descendants(os.getpid())\n"
-        "sys.stdout.write(f'{left} {p.poll()}')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=DEADLINE_S
-    )
-    assert done.stdout.startswith("[] "), done.stderr

@@ -18,7 +18,7 @@ from recipe.async_pipeline.config.rollout_correction import (
     loss_in_words,
 )
 from recipe.async_pipeline.errors import ConfigError
-from tests.config.test_translation import nested
+from tests.fakes.alias_values import nested
 
 TIS = [(f"{POLICY_LOSS}.loss_mode", "tis")]
 KNOWN = ("vanilla", "gspo", "dro", "tis")

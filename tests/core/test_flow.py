@@ -19,7 +19,7 @@ from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.role import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
-from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
+from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer
 
 
 def run_flow(trainer: SimTrainer, **kwargs: Any) -> tuple[AsyncTrainingFlow, FlowResult]:
@@ -207,15 +207,6 @@ def test_a_run_without_reference_policy_has_no_such_role() -> None:
 
 
 # Roles on devices of their own.
-
-LAYOUTS = [
-    {},
-    {"logp": "logp"},
-    {"ref_logp": "ref"},
-    {"logp": "logp", "ref_logp": "ref"},
-    {"logp": "forward", "ref_logp": "forward"},
-    {"logp": "forward", "critic": "critic"},
-]
 
 
 def test_on_pools_of_their_own_all_compute_at_once() -> None:

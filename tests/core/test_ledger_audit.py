@@ -4,35 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from recipe.async_pipeline.core.ledger_audit import Audit, audit, horizon, valid
-from tests.core.test_resume import Life, Records
-from tests.fakes.trainer import SimTrainer
-
-
-def whole() -> Records:
-    """The ledger of a run with all fates."""
-    trainer = SimTrainer(
-        max_lag=1,
-        steps=4,
-        groups=2,
-        order="finished",
-        stale="drop",
-        filtered=lambda uid: uid == "p2.0",
-        answer_s=lambda step, index: 50.0 if (step, index) == (1, 1) else 0.5,
-    )
-    return Life(trainer).ledger
-
-
-def at(records: Records, kind: str, number: int = 0) -> int:
-    return [i for i, record in enumerate(records) if record["kind"] == kind][number]
-
-
-def renumbered(records: Records) -> Records:
-    return [{**record, "n": n} for n, record in enumerate(records, start=1)]
+from tests.fakes.ledgers import at, changed, renumbered, resumed, trained_again, whole
+from tests.fakes.lives import Records
 
 
 def test_a_whole_run_has_no_violation() -> None:
@@ -59,24 +36,12 @@ def without(kind: str, number: int = 0) -> Callable[[Records], Records]:
     return lambda records: renumbered([r for i, r in enumerate(records) if i != at(records, kind, number)])
 
 
-def changed(kind: str, number: int = 0, /, **fields: Any) -> Callable[[Records], Records]:
-    return lambda records: [
-        {**r, **fields} if i == at(records, kind, number) else r for i, r in enumerate(records)
-    ]
-
-
 def twice(kind: str, number: int = 0) -> Callable[[Records], Records]:
     def repeat(records: Records) -> Records:
         place = at(records, kind, number)
         return renumbered([*records[: place + 1], records[place], *records[place + 1 :]])
 
     return repeat
-
-
-def trained_again(records: Records) -> Records:
-    """The second step takes a group of the first."""
-    first, second = (records[at(records, "trained", i)] for i in (0, 1))
-    return changed("trained", 1, uids=[first["uids"][0], *second["uids"][1:]])(records)
 
 
 def fewer_answers(records: Records) -> Records:
@@ -140,17 +105,6 @@ def test_what_is_wrong_is_found(spoil: Callable[[Records], Records], violation: 
 def test_many_violations_are_counted_but_not_all_kept() -> None:
     found = audit([{"n": n, "kind": "guessed"} for n in range(100)])
     assert (found.num_violations, len(found.violations)) == (101, 21)
-
-
-def resumed() -> tuple[Records, Records]:
-    """Of a run that was killed, and of the one that went on."""
-
-    def make(**more: Any) -> SimTrainer:
-        return SimTrainer(max_lag=2, steps=6, save_every=2, **more)
-
-    first = Life(make(), killed_at=260)
-    assert first.checkpoints and not first.alive
-    return first.ledger, Life(make(resume=first.checkpoints[-1])).ledger
 
 
 def test_what_a_resumed_run_makes_void_does_not_count() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.cli.ledger import audit_file
 from recipe.async_pipeline.core.event_audit import audit_events
+from recipe.async_pipeline.observe.ledger_file import audit_file
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import (

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from recipe.async_pipeline.checkpoint.store import published
-from recipe.async_pipeline.cli.ledger import audit_file
+from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.e2e.job import Event, Job, processes_of, run_job, smoke_command
 from tests.e2e.weights import assert_same_weights
 

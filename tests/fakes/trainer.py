@@ -302,3 +302,13 @@ class SimTrainer:
 
 def _prompt(step: int, index: int) -> Prompt:
     return Prompt(uid=f"p{step}.{index}", step=step, payload=index)
+
+
+LAYOUTS = [
+    {},
+    {"logp": "logp"},
+    {"ref_logp": "ref"},
+    {"logp": "logp", "ref_logp": "ref"},
+    {"logp": "forward", "ref_logp": "forward"},
+    {"logp": "forward", "critic": "critic"},
+]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.console import EXIT_USERS
 from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Stage, Stages, Sync, dump
 from tests.sim.runs import leave_behind
@@ -54,7 +55,7 @@ def test_a_short_run_is_compared_over_its_later_half(
     assert abs(json.loads(capsys.readouterr().out)["error"]) < 0.2
     fourth = next(i for i, line in enumerate(lines) if '"TRAINED"' in line and json.loads(line)["step"] == 4)
     events.write_text("\n".join(lines[: fourth + 1]) + "\n")
-    assert main.main(["simulate", "--against", str(tmp_path)]) == main.EXIT_USERS
+    assert main.main(["simulate", "--against", str(tmp_path)]) == EXIT_USERS
     assert (
         "has 4 steps, of which too few are without a warm-up; give a run of 8 or more"
         in capsys.readouterr().err
@@ -62,5 +63,5 @@ def test_a_short_run_is_compared_over_its_later_half(
 
 
 def test_what_the_run_says_cannot_be_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["simulate", "--against", str(tmp_path), "--devices", "4"]) == main.EXIT_USERS
+    assert main.main(["simulate", "--against", str(tmp_path), "--devices", "4"]) == EXIT_USERS
     assert "--devices is what the run of --against says, got 4; leave it out" in capsys.readouterr().err

@@ -9,29 +9,12 @@ import msgspec
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.layout import groups_of, knobs_of, placement_of, pools_of
-from recipe.async_pipeline.sim.profile import Answers, Batch, Decode, Profile, Stage, Stages, Sync
+from recipe.async_pipeline.sim.profile import Profile, Stage, Stages
 from recipe.async_pipeline.sim.search import Plan, _candidates, judge, overrides, plan, synchronous
 from recipe.async_pipeline.sim.simulation import simulate
 from recipe.async_pipeline.sim.trainer import Setting
-from tests.sim.workloads import profile
-
-LONG_TAIL = profile(
-    batch=Batch(groups_per_device=2.0, answers=8),
-    answers=Answers(tokens=Lognormal(median=1000, sigma=1.0, cap=16_000), prompt_share=0.5),
-    decode=Decode(concurrency=(1, 128), token_s=(0.01, 0.02), slots=512),
-    stages=Stages(update=Stage(fixed_s=0.5, token_s=1e-3), logp=Stage(fixed_s=0.2, token_s=2e-4)),
-    sync=Sync(transfer_s=0.1, load_s=0.2, stall_s=0.1, switch_s=2.0),
-    devices_per_node=8,
-)
-TRAINING = msgspec.structs.replace(
-    LONG_TAIL,
-    answers=Answers(tokens=Lognormal(median=100, sigma=0.2, cap=200)),
-    stages=Stages(update=Stage(token_s=0.011)),
-    sync=Sync(),
-)
-"""Generation is about a tenth of a synchronous step."""
+from tests.sim.workloads import LONG_TAIL, TRAINING
 
 
 @pytest.fixture(scope="module")

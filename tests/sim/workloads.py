@@ -6,6 +6,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
+
 from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.sim.distribution import Lognormal
 from recipe.async_pipeline.sim.layout import knobs_of
@@ -87,3 +89,22 @@ def random_profile(seed: int) -> Profile:
         ),
         sync=Sync(transfer_s=chance.uniform(0, 0.5), load_s=load_s, stall_s=load_s * chance.random()),
     )
+
+
+LONG_TAIL = profile(
+    batch=Batch(groups_per_device=2.0, answers=8),
+    answers=Answers(tokens=Lognormal(median=1000, sigma=1.0, cap=16_000), prompt_share=0.5),
+    decode=Decode(concurrency=(1, 128), token_s=(0.01, 0.02), slots=512),
+    stages=Stages(update=Stage(fixed_s=0.5, token_s=1e-3), logp=Stage(fixed_s=0.2, token_s=2e-4)),
+    sync=Sync(transfer_s=0.1, load_s=0.2, stall_s=0.1, switch_s=2.0),
+    devices_per_node=8,
+)
+
+
+TRAINING = msgspec.structs.replace(
+    LONG_TAIL,
+    answers=Answers(tokens=Lognormal(median=100, sigma=0.2, cap=200)),
+    stages=Stages(update=Stage(token_s=0.011)),
+    sync=Sync(),
+)
+"""Generation is about a tenth of a synchronous step."""

@@ -21,7 +21,7 @@ from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group, Prompt, Publication
 from recipe.async_pipeline.core.ledger_audit import audit, valid
 from recipe.async_pipeline.weight_sync.publisher import Distribution, LoadReport
-from tests.core.test_resume import Life, check, lives
+from tests.fakes.lives import Life, check, lives
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
 LOAD_S, RESTART_S, DEADLINE_S = 0.2, 30.0, 20.0

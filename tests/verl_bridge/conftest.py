@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.patching.series import find_verl_root
 from tests import REPOSITORY
+from tests.conftest import Load
 
 Smoke = Callable[..., DictConfig]
 
@@ -43,3 +46,20 @@ def smoke(base: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return config
 
     return make
+
+
+@pytest.fixture(scope="module")
+def launch(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.launch")
+
+
+def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error with which `prepare` ends the process."""
+    before = copy.deepcopy(config)
+    with pytest.raises(SystemExit) as ended:
+        launch.prepare(config)
+    assert ended.value.code == 2
+    assert config == before, "what is refused is not touched"
+    error = capsys.readouterr().err
+    assert error.startswith(f"{MARK} ") and error.count("\n") == 1
+    return error

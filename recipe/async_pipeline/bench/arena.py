@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..cli.main import echo
+from ..console import echo
 from ..errors import ConfigError
 from ..weight_sync.arena import ArenaReader, ArenaWriter, Part
 from ..weight_sync.board import await_manifest

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ..cli.main import echo
+from ..console import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from .arms import hydra_overrides

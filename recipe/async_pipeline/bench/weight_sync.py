@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cli.main import echo
+from ..console import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.segment import create_segment

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from ..config.paths import select
 from ..config.placement import Placement
-from ..config.schema import OWN, AsyncPipelineConfig, select
+from ..config.schema import OWN, AsyncPipelineConfig
 from ..errors import CheckpointError, ConfigError
 from ..observe.run_files import last_number, run_of
 from .store import Found, newest, sweep, verify

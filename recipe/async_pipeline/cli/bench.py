@@ -22,9 +22,9 @@ from ..bench.picture import draw
 from ..bench.report import report, table
 from ..bench.runner import Job, JobFailed, jobs_in_turns, run_job
 from ..bench.workload import Workload, load, names
+from ..console import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
-from .main import echo
 
 _OTHERS: Mapping[str, tuple[Any, str]] = {
     "weight-sync": (

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from recipe.async_pipeline.cli.main import EXIT_OK, EXIT_USERS, echo
+from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching import series, verl_source
 

@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 
 from ..config.run_plan import as_json, in_words, plan_of
 from ..config.translation import SWITCHES, unknown_key
+from ..console import echo
 from ..errors import ConfigError
 from ..patching.series import find_verl_root
-from .main import echo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     # Imports verl, which takes seconds and warns of engines that are not installed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from ..verl_bridge.launch import checked, set_verls_keys
+        from ..verl_bridge.config_checks import checked
+        from ..verl_bridge.launch import set_verls_keys
 
     found = checked(config)
     if found is None:

@@ -16,11 +16,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError, RunFilesError
 
-EXIT_OK, EXIT_OURS, EXIT_USERS, EXIT_CTRL_C = 0, 1, 2, 130
+from ..console import EXIT_CTRL_C, EXIT_OURS, EXIT_USERS, echo
 
 
 class Subcommand(NamedTuple):
@@ -71,13 +71,6 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "run a training command: show its steps, log the rest, leave nothing behind",
     ),
 }
-
-
-def echo(text: str, *, file: TextIO | None = None) -> None:
-    """Write one line of the command's own output (to stdout by default), at once."""
-    stream = file or sys.stdout
-    stream.write(text + "\n")
-    stream.flush()
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:

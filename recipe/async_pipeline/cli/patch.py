@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from recipe.async_pipeline.cli.main import EXIT_OK, echo
+from recipe.async_pipeline.console import EXIT_OK, echo
 from recipe.async_pipeline.patching import series, verl_source
 
 HELP = {

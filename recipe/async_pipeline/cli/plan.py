@@ -8,11 +8,11 @@ import json
 import sys
 from typing import Any
 
+from ..console import echo
 from ..errors import ConfigError
 from ..sim.bound import bound_s
 from ..sim.profile import load
 from ..sim.search import DEFAULT_MAX_LAG, SEEDS, Found, Plan, overrides, plan
-from .main import echo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..console import echo
 from ..errors import ConfigError
 from ..sim.extraction import FIXED_SHARE, extract
 from ..sim.profile import dump
 from ..sim.run_log import read_run
-from .main import echo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+from ..console import echo
 from ..errors import AsyncPipelineError, RunFilesError
 from ..observe.advice import advise
 from ..observe.advice_model import facts_of
@@ -18,7 +19,6 @@ from ..observe.report_page import figures_of, run_page
 from ..observe.run_reader import read_run
 from ..observe.step_account import summary_of
 from ..observe.trace import write_trace
-from .main import echo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

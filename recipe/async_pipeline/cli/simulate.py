@@ -10,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config.placement import Placement, drawing
+from ..config.placement import Placement
+from ..config.run_plan import drawing
 from ..config.schema import AsyncPipelineConfig
+from ..console import echo
 from ..errors import ConfigError
 from ..sim.bound import bound_terms, estimate_s
 from ..sim.layout import groups_of, knobs_of, placement_of, pools_of, smaller
@@ -19,7 +21,6 @@ from ..sim.profile import Profile, load
 from ..sim.search import MEASURED_STEPS, WORK_BATCHES, synchronous
 from ..sim.simulation import LEAST_STEPS, Outcome, simulate
 from ..sim.trainer import Setting
-from .main import echo
 
 DEFAULT_STEPS = 50
 ENOUGH_ANSWERS = 150_000

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bench.arms import hydra_overrides
+from ..console import echo
 from ..errors import ConfigError
 from ..soak import judge
 from ..soak.faults import FAULTS, control_of
@@ -23,7 +24,6 @@ from ..soak.job import SoakJob
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
 from ..toy.build import ToySpec, ensure_toy
-from .main import echo
 
 LEAST_MINUTES = 1.0
 SAVE_EVERY = 10

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from recipe.async_pipeline.cli.main import echo
+from recipe.async_pipeline.console import echo
 from recipe.async_pipeline.toy.build import ToySpec, ensure_toy
 
 DEFAULT_ROOT = Path(".cache") / "toy"

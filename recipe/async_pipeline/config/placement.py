@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 from ..errors import ConfigError
-from .schema import OWN, AsyncPipelineConfig, hint, select
+from .paths import hint, select
+from .schema import OWN, AsyncPipelineConfig
 
 MOST_DEVICES = 1_000_000
 """Of a node, or nodes; more is a slip of the pen."""
@@ -243,78 +243,6 @@ def role_called(name: Any, path: str) -> str:
     return role
 
 
-def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]]:
-    """`[train, logp, ref_logp, generate]`: equal neighbours of the first three share a pool where all then
-    sum to 1.
-
-    So `[0.5, 0.5, 0.5, 0.5]` is one pool for the three and one for generation, `[0.25, 0.25, 0.25, 0.25]`
-    four pools.
-    Raises ConfigError.
-    """
-    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 4:
-        raise ConfigError(
-            f"{path} must be [train, logp, ref_logp, generate], got {ratios!r}; e.g. [0.5,0.5,0.5,0.5]"
-        )
-    for ratio in ratios:
-        check_share(ratio, path)
-    train, logp, ref, generate = (float(ratio) for ratio in ratios)
-    shares = (train, logp, ref)
-    fitting = []
-    for cuts in (cut for size in range(3) for cut in combinations((1, 2), size)):
-        groups = [shares[a:b] for a, b in zip((0, *cuts), (*cuts, 3), strict=True)]
-        equal = all(max(group) - min(group) < TOLERANCE for group in groups)
-        if equal and abs(sum(group[0] for group in groups) + generate - 1) < TOLERANCE:
-            fitting.append(groups)
-    if len(fitting) != 1:
-        why = "no sharing of pools makes them sum to 1"
-        if fitting:
-            why = (
-                f"they sum to 1 in {len(fitting)} ways, "
-                f"{' and '.join(_as_shared(groups) for groups in fitting)}"
-            )
-        raise ConfigError(
-            f"{path}: {why}, got {list(ratios)}; where neighbours of train, logp, ref_logp are equal they "
-            f"may share a pool; or set {POOLS}"
-        )
-    names, pools = iter(("train", "logp", "ref_logp")), {}
-    for group in fitting[0]:
-        roles = [next(names) for _ in group]
-        pools[roles[0]] = {"roles": roles, "share": group[0]}
-    return pools | {"generate": {"roles": ["generate"], "share": generate}}
-
-
-def _as_shared(groups: Sequence[Sequence[float]]) -> str:
-    names = iter(("train", "logp", "ref_logp"))
-    return " | ".join("+".join(next(names) for _ in group) for group in groups)
-
-
-def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
-    """`[[logp, actor-train], ref_logp, generate]` with a share for each entry. Raises ConfigError."""
-    if not isinstance(tasks, Sequence) or isinstance(tasks, str) or not tasks:
-        raise ConfigError(
-            f"{TASKS} must be a list of roles and lists of roles, got {tasks!r}; e.g. "
-            "[[logp,actor-train],ref_logp,generate]"
-        )
-    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != len(tasks):
-        raise ConfigError(
-            f"{TASK_RATIOS} must have a share for each of the {len(tasks)} entries of {TASKS}, got "
-            f"{ratios!r}; add it"
-        )
-    pools: dict[str, dict[str, Any]] = {}
-    for task, ratio in zip(tasks, ratios, strict=True):
-        roles = sorted(
-            (role_called(role, TASKS) for role in (task if isinstance(task, list | tuple) else [task])),
-            key=PLACED.index,
-        )
-        check_share(ratio, TASK_RATIOS)
-        name = roles[0] if roles else ""
-        if name in pools:
-            raise ConfigError(f"{TASKS} names {name} twice, got {tasks!r}; a role is on one pool")
-        pools[name] = {"roles": roles, "share": float(ratio)}
-    wishes_of(pools, TASKS)
-    return pools
-
-
 def place(
     wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: int, path: str = POOLS
 ) -> Placement:
@@ -439,21 +367,3 @@ def check_divides(pool: Pool, samples: int, what: str) -> None:
             f"{what}, {samples} samples, cannot be dealt out evenly to the {pool.devices} devices of pool "
             f"{pool.name}; nearest sizes are {nearest}"
         )
-
-
-def drawing(placement: Placement) -> list[str]:
-    """Lines: roles down, devices across, a mark where a role computes."""
-    total = placement.devices
-    scale = max(1, -(-total // 64))
-    names = [role for pool in placement.pools for role in pool.roles]
-    width = max(len("device"), *(len(name) for name in names))
-    lines, at = [], 0
-    last = f"{total - 1}"
-    ruler = "0" + " " * max(0, -(-total // scale) - 1 - len(last)) + (last if total > 1 else "")
-    lines.append(f"{'device':<{width}}  {ruler}" + (f"   (one mark is {scale} devices)" if scale > 1 else ""))
-    for pool in placement.pools:
-        before, marks = at // scale, max(1, (at + pool.devices) // scale - at // scale)
-        for role in pool.roles:
-            lines.append(f"{role:<{width}}  {' ' * before}{'#' * marks}")
-        at += pool.devices
-    return lines

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .loss_modes import LOSS_OF_VARIANT
-from .schema import hint, select
+from .paths import hint, select
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..core.message_queue import share_of
-from .placement import Placement, drawing
+from .paths import select
+from .placement import Placement
 from .rollout_correction import correction_in_words, loss_in_words
-from .schema import OWN, AsyncPipelineConfig, select
+from .schema import OWN, AsyncPipelineConfig
 from .user_classes import base_names, class_constant, find_class
 
 ARENAS = 2
@@ -258,3 +259,21 @@ def _size(nbytes: int | None) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return f"{nbytes / 1000:.1f} kB"
+
+
+def drawing(placement: Placement) -> list[str]:
+    """Lines: roles down, devices across, a mark where a role computes."""
+    total = placement.devices
+    scale = max(1, -(-total // 64))
+    names = [role for pool in placement.pools for role in pool.roles]
+    width = max(len("device"), *(len(name) for name in names))
+    lines, at = [], 0
+    last = f"{total - 1}"
+    ruler = "0" + " " * max(0, -(-total // scale) - 1 - len(last)) + (last if total > 1 else "")
+    lines.append(f"{'device':<{width}}  {ruler}" + (f"   (one mark is {scale} devices)" if scale > 1 else ""))
+    for pool in placement.pools:
+        before, marks = at // scale, max(1, (at + pool.devices) // scale - at // scale)
+        for role in pool.roles:
+            lines.append(f"{role:<{width}}  {' ' * before}{'#' * marks}")
+        at += pool.devices
+    return lines

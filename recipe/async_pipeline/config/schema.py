@@ -8,13 +8,13 @@ remedy.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.bad_data import NO_SCORE, POLICIES, Policies, is_finite
 from ..errors import ConfigError
+from .paths import hint
 
 OWN = "trainer.v1.async_pipeline"
 STRATEGY_LAG: Mapping[str, int | None] = {
@@ -391,30 +391,6 @@ def is_strategy(name: str) -> bool:
     return name in STRATEGY_LAG or ":" in name
 
 
-def select(raw: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None."""
-    node: Any = raw
-    for part in path.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return None
-        node = node[part]
-    return node
-
-
-def walk(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All dotted paths of a nested mapping, inner nodes included."""
-    for name, value in raw.items():
-        path = f"{prefix}{name}"
-        yield path, value
-        if isinstance(value, Mapping):
-            yield from walk(value, f"{path}.")
-
-
 def _require(ok: bool, name: str, rule: str, value: Any, remedy: str) -> None:
     if not ok:
         raise ConfigError(f"{OWN}.{name} {rule}, got {value!r}; {remedy}")
-
-
-def hint(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..redaction import shown
 from .aliases import FOREIGN, Draft, groups_of_roles, quota, verls_own
+from .paths import hint, select, walk
 from .placement import wishes_of
 from .rollout_correction import PARAMETERS, POLICY_LOSS
 from .schema import (
@@ -25,10 +26,7 @@ from .schema import (
     STRATEGY_LAG,
     AsyncPipelineConfig,
     canonical_strategy,
-    hint,
     own_fields,
-    select,
-    walk,
 )
 
 ASYNC_TRAINING = "async_training"

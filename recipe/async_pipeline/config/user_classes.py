@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..errors import ConfigError
-from .schema import hint
+from .paths import hint
 
 
 def find_class(target: str, path: str) -> ast.ClassDef | None:

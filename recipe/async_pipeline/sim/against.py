@@ -8,7 +8,7 @@ import json
 from statistics import fmean
 from typing import Any
 
-from ..cli.main import echo
+from ..console import echo
 from ..errors import ConfigError
 from .extraction import extract
 from .profile import Profile, load

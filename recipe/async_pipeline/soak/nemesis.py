@@ -14,9 +14,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..cli.ledger import audit_file
 from ..core.event_audit import audit_events
 from ..core.ledger_audit import Audit
+from ..observe.ledger_file import audit_file
 from ..observe.summary import one_line
 from .faults import FAULTS, strike
 from .job import START_S, SoakFailed, SoakJob

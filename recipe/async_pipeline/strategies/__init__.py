@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from ..config.schema import is_strategy
 from ..errors import ConfigError
 from ..redaction import hide_in_output
-from ..verl_bridge.rollout.replica_pool import PipelineServerManager
+from ..verl_bridge.rollout.server_manager import PipelineServerManager
 from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from .fully_async import FullyAsyncTrainer
 from .n_step_ahead import NStepAheadTrainer

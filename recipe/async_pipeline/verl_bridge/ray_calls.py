@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from ..errors import WaitTimeout
 
@@ -35,3 +35,8 @@ def result_of(future: Future[T], timeout_s: float, *, owner: str, what: str) -> 
         if future.done():  # an error of its own
             raise
         raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}") from None
+
+
+def cause_of(error: Exception) -> BaseException:
+    """What was raised in the other process, if it was another one."""
+    return error.cause if isinstance(error, RayTaskError) else error

@@ -282,7 +282,7 @@ def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytes
 
 
 def said(ours: ModuleType, tokens: list[int], stop: str | None) -> Any:
-    return importlib.import_module(f"{ours.__package__}.transcripts").Said(
+    return importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts").Said(
         [1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0"
     )
 
@@ -291,7 +291,7 @@ async def resumed(
     ours: ModuleType, before: list[Any], answers: list[Any], prompts: list[list[int]]
 ) -> tuple[list[Any], Any, list[Any]]:
     """The outputs to some prompts, the transcript after them, and what servers were asked for."""
-    transcripts = importlib.import_module(f"{ours.__package__}.transcripts")
+    transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
     asked: list[Any] = []
 
     async def answer() -> Any:

@@ -18,7 +18,7 @@ from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
-from tests.core.test_resume import Life
+from tests.fakes.lives import Life
 from tests.fakes.trainer import SimTrainer
 
 pytestmark = pytest.mark.real_engine
@@ -217,9 +217,9 @@ def test_files_that_do_not_belong_together_are_refused(
     ours: ModuleType, store: Store, tmp_path: Path
 ) -> None:
     folder = checkpoints(ours, tmp_path).write(snapshot(ours, flow_state(store)))
-    samples = ours.plain_tree.read(folder / "samples")
+    samples = ours.tensor_tree.read(folder / "samples")
     lost = sorted(samples)[0]
-    ours.plain_tree.write(folder / "samples", {key: row for key, row in samples.items() if key != lost})
+    ours.tensor_tree.write(folder / "samples", {key: row for key, row in samples.items() if key != lost})
     with pytest.raises(CheckpointError, match=f"has no samples of 1 answers that it names, e.g. {lost}"):
         ours.read(folder)
     (folder / "pipeline.json").write_text('{"flow": 3}')

@@ -13,8 +13,8 @@ from ray.exceptions import RayTaskError
 from ...core.bad_data import Flaw, flaws_of, flaws_of_group, is_finite, long_prompt
 from ...errors import BadDataError, RewardError
 from ...redaction import without_secrets
+from ..ray_calls import cause_of
 from ..reward.manager import UNSCORED
-from ..rollout.client import cause_of
 from .version_spans import Turn, writer_of
 
 _flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the answer that this task writes", default=None)

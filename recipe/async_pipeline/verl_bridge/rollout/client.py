@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -20,7 +20,7 @@ from ...core.clock import within
 from ...errors import WaitTimeout
 from ..agent_loop.partial_rollouts import Open, Transcript, continued, current_transcript
 from ..agent_loop.version_spans import take_turn
-from ..ray_calls import ASK_S
+from ..ray_calls import ASK_S, cause_of
 from .router import Router, servers_of
 
 logger = logging.getLogger(__name__)
@@ -216,8 +216,3 @@ class PipelineLLMClient(LLMServerClient):
 def is_death(error: Exception) -> bool:
     """Did the server's process end, or the engine below it?"""
     return isinstance(error, ActorDiedError) or type(cause_of(error)).__name__ == ENGINE_DEAD
-
-
-def cause_of(error: Exception) -> BaseException:
-    """What was raised in the other process, if it was another one."""
-    return error.cause if isinstance(error, RayTaskError) else error

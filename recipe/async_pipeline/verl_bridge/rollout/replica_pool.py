@@ -3,23 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from typing import Any, ClassVar
+from typing import Any
 
-import ray
-from omegaconf import DictConfig
 from ray.exceptions import RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from verl.trainer.ppo.v1 import trainer_base
-from verl.utils.device import get_resource_name
-from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
-from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
+from verl.workers.rollout.llm_server import LLMServerManager
 
-from ...config.placement import Placement
 from ...config.schema import loads_at_once
 from ...core.items import Publication
 from ...errors import WeightSyncError
@@ -27,98 +17,8 @@ from ...weight_sync.manifest import decode_ticket
 from ...weight_sync.publisher import Distribution, LoadReport
 from ...weight_sync.versioned_engine import LoadMode
 from ..object_store_transport import start_on
-from ..ray_calls import ASK_S, got, result_of
-from .client import PipelineLLMClient, cause_of
+from ..ray_calls import ASK_S, cause_of, got
 from .device_holder import node_id
-from .vllm.replica import PipelineVLLMReplica
-
-
-class PipelineServerManager(LLMServerManager):
-    """verl's manager, starting our replicas."""
-
-    rollout_replica_class = PipelineVLLMReplica
-
-    _early: ClassVar[PipelineServerManager | None] = None
-
-    def __init__(self, config: DictConfig) -> None:
-        """Begins to start the servers at once, in a thread; `ready` waits for them."""
-        # A config is no thing for two threads: who copies one takes its parts from their parents while he
-        # does, and who
-        # resolves a reference in another thread meanwhile does not find it.
-        super().__init__(config=copy.deepcopy(config))
-        starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
-        self._starting = starter.submit(lambda: asyncio.run(self._initialize_llm_servers()))
-        starter.shutdown(wait=False)
-
-    @classmethod
-    def start_early(cls, config: DictConfig) -> None:
-        """Begin now, if no device of another role can be taken by it: if all devices are on one node.
-
-        The trainer that is made later in this process takes this one over.
-        """
-        if len(_devices_by_node()) <= 1:
-            cls._early = cls(config)
-
-    @classmethod
-    def started(cls, config: DictConfig) -> PipelineServerManager:
-        """The manager that was begun early, or a new one."""
-        early, cls._early = cls._early, None
-        return early or cls(config)
-
-    def ready(self, timeout_s: float) -> None:
-        """Wait for the servers and tell the balancer about them. Raises WaitTimeout, or what their start
-        raised.
-        """
-        result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
-        servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
-        added = self.global_load_balancer.add_servers.remote(servers)
-        got(added, ASK_S, owner="the trainer", what="the balancer to take the rollout servers in")
-
-    def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
-        return super().get_client(client_cls or PipelineLLMClient, **kwargs)
-
-    def attach(self, balancer: Any) -> None:
-        """Use a balancer that verl has started, so that clients can be made before the servers are up."""
-        self.global_load_balancer = balancer
-
-
-class BalancerBesideTrainer(LLMServerManager):
-    """verl's manager as its trainer uses it where all replicas are ours: for the balancer alone.
-
-    Ray would put that on any node; there it would be one more whose loss ends the run.
-    """
-
-    async def _init_global_load_balancer(self) -> None:
-        settings = self.rollout_config
-        if settings.get("router_config_path") or self._load_balancer_cls:
-            await super()._init_global_load_balancer()
-            return
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        self.global_load_balancer = (
-            ray.remote(GlobalRequestLoadBalancer)
-            .options(scheduling_strategy=here)
-            .remote(
-                servers={},
-                max_cache_size=DEFAULT_ROUTING_CACHE_SIZE,
-                full_determinism=bool(settings.get("full_determinism")),
-            )
-        )
-
-    @classmethod
-    def use(cls) -> None:
-        """verl's trainer makes its manager by this name, and offers nothing else to choose it by."""
-        trainer_base.LLMServerManager = cls
-
-
-def _devices_by_node() -> list[int]:
-    """Of the nodes that have any."""
-    found = [int(node["Resources"].get(get_resource_name(), 0)) for node in ray.nodes() if node["Alive"]]
-    return [devices for devices in found if devices]
-
-
-def devices_of_a_node(placement: Placement) -> int:
-    """Of the largest; Ray knows it, unless it has none that it counts."""
-    return max([*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools)])
 
 
 class ReplicaConsumer:

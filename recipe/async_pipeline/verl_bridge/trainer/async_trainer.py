@@ -54,28 +54,24 @@ from ...stages.custom import insert_custom_roles
 from ...weight_sync.versioned_engine import LoadMode
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .. import plugin
+from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.version_spans import cost_columns
-from ..agent_loop.worker import PushAgentLoopManager
 from ..interrupts import until_cancelled
 from ..ray_calls import result_of
 from ..reward.batch_scoring import score_late
 from ..reward.worker_manager import use_ours as use_our_reward_workers
-from ..rollout.replica_pool import (
-    BalancerBesideTrainer,
-    PipelineServerManager,
-    RolloutPool,
-    devices_of_a_node,
-)
+from ..rollout.replica_pool import RolloutPool
+from ..rollout.server_manager import BalancerBesideTrainer, PipelineServerManager, devices_of_a_node
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
 from .checkpointing import PARTITION
-from .checkpointing import echo as _echo
-from .checkpointing import say as _say
 from .insight_spans import InsightStates
 from .insight_spans import chosen as insight_chosen
 from .log_probs import LogProbTrainer, own_copy, verls_name
 from .ray_metrics import RayGauges
 from .sample_metrics import SampleMeters
+from .terminal import echo as _echo
+from .terminal import say as _say
 
 T = TypeVar("T")
 KEPT_RECORDS = 10_000

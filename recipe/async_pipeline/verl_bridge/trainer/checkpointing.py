@@ -28,9 +28,8 @@ from ...errors import WaitTimeout
 from ...observe.event_file import EventFile
 from ...observe.run_files import rows_until, run_of, set_aside
 from ...observe.summary import RunRecorder, one_line
-from ...observe.table import MARK
+from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.partial_rollouts import WRITTEN_S, Said, tokens_in
-from ..agent_loop.worker import PushAgentLoopManager
 from ..workers.policy_copy import PolicyCopy
 from . import checkpoint_contents
 from .checkpoint_contents import (
@@ -45,6 +44,7 @@ from .checkpoint_contents import (
 )
 from .prompt_source import PromptSource
 from .sample_metrics import SampleMeters
+from .terminal import say
 
 T = TypeVar("T")
 PARTITION = "train"
@@ -300,13 +300,3 @@ def is_full(error: Exception) -> bool:
     if isinstance(error, OSError):
         return not isinstance(error, TimeoutError | ConnectionError)
     return any(text in str(error) for text in NOT_WRITTEN)
-
-
-def say(text: str) -> None:
-    """A line for the user."""
-    echo(f"{MARK} {text}")
-
-
-def echo(line: str) -> None:
-    # Ray forwards the standard output of this actor to the user's terminal.
-    os.write(1, f"{line}\n".encode())

@@ -31,7 +31,8 @@ from ..sample_columns import trained_columns
 from ..workers.log_prob_group import end_group, outliving, start_group
 from ..workers.policy_copy import PolicyCopy
 from ..workers.training_worker import REF_COLUMN
-from .checkpointing import ResumableTrainer, say
+from .checkpointing import ResumableTrainer
+from .terminal import say
 
 
 class LogProbTrainer(ResumableTrainer):

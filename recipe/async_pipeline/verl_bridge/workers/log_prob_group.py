@@ -19,7 +19,8 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from .training_worker import LogProbWorker, PipelineWorker, logp_config
+from .log_prob_worker import LogProbWorker, logp_config
+from .training_worker import PipelineWorker
 
 T = TypeVar("T")
 ATTEMPTS = 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by the process that engine cores are forked from (`early_engine`), and only there: what they
+"""Imported by the process that engine cores are forked from (`prefork`), and only there: what they
 all import.
 """
 

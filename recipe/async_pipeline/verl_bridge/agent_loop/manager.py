@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop manager: hands groups to workers and gets finished ones pushed back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+
+from ..restartable_actors import lasting
+from .partial_rollouts import Said
+from .worker import GIVE_UP_S, Answered, PushAgentLoopWorker
+
+
+class PushAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`.
+
+    A worker whose process ends is started again, and begins the groups anew that it had not finished.
+    """
+
+    _early: ClassVar[PushAgentLoopManager | None] = None
+
+    @classmethod
+    def start_early(cls, **kwargs: Any) -> None:
+        """Start the workers now, while servers are still starting; `create` then returns this one."""
+        cls._early = super().create(**kwargs)
+
+    @classmethod
+    def create(cls, *args: Any, **kwargs: Any) -> PushAgentLoopManager:
+        """The manager that was started early in this process, or a new one."""
+        early, cls._early = cls._early, None
+        manager: PushAgentLoopManager = early or super().create(*args, **kwargs)
+        return manager
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = lasting(PushAgentLoopWorker)
+
+    async def _init_agent_loop_workers(self) -> None:
+        await super()._init_agent_loop_workers()
+        self._turns = itertools.cycle(self.agent_loop_workers)
+
+    async def transcripts(self) -> dict[str, list[list[Said]]]:
+        """Of all prompts that are being answered, what they have been told so far, answer by answer."""
+        asked = [worker.transcripts.remote() for worker in self.agent_loop_workers]
+        found: dict[str, list[list[Said]]] = {}
+        for one in await asyncio.gather(*asked):
+            found.update(one)
+        return found
+
+    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
+        """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
+
+        Cancelled, it returns when the group has been given up.
+        """
+        worker = next(self._turns)
+        try:
+            result: Answered = await worker.run_group.remote(prompt, before)
+        except asyncio.CancelledError:
+            # A worker that is gone, or that does not answer, has no answers to give up.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"][0])), GIVE_UP_S)
+            raise
+        return result

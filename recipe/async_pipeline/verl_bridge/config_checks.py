@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check a resolved verl config before Ray starts. Every complaint is one line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+from verl.trainer.ppo.utils import need_reference_policy
+
+from ..checkpoint.resume import check_keys
+from ..config.aliases import BYPASS, FOREIGN
+from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
+from ..config.paths import hint, select
+from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
+from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss
+from ..config.schema import OWN, AsyncPipelineConfig, plain_defaults
+from ..config.translation import Translation, is_enabled, reject_near_misses, resolve
+from ..config.user_classes import find_class
+from ..core.flow import GRAPH, OPTIONAL, graph_of
+from ..errors import ConfigError, PatchedVerlRequired
+from ..patching.series import find_verl_root, require_patched
+from ..stages.custom import insert_custom_roles
+from . import plugin
+from .config_rules import ROLLOUT, check_devices, check_sections, check_verl_config, has_critic
+from .reward.executor import FILE, PACKAGE, Function
+from .workers.loss_registry import OffPolicyLossConfig
+
+STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
+
+
+class Checked(NamedTuple):
+    """A config that the pipeline can run."""
+
+    translation: Translation
+    placement: Placement
+    old_logp: str
+    """Whose policy old log-probs are of; see `placement.proximal_policy`."""
+
+
+def checked(config: DictConfig) -> Checked | None:
+    """What the pipeline makes of a config; None: it is not asked for. Raises ConfigError: it could not
+    run.
+    """
+    raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+    if not is_enabled(raw):
+        _require_no_stray_keys(raw)
+        return None
+    if not plugin.is_loaded():
+        raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
+    require_patched(find_verl_root())
+    _require_resolvable(config)
+    check_sections(config)
+    translation = resolve(raw)
+    _require_importable(translation.config)
+    _require_reward_function(config, translation.config)
+    config = copy.deepcopy(config)
+    _update(config, translation.verl)
+    check_verl_config(config)
+    _require_roles_that_fit(config, translation.config)
+    bypass = bool(OmegaConf.select(config, BYPASS))
+    _require_corrections_that_work(config, bypass=bypass)
+    resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    check_keys(resolved)
+    layout = next((path for path in (RATIOS, TASK_RATIOS) if select(raw, path) is not None), POOLS)
+    placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass), layout)
+    old_logp = proximal_policy(translation.config, placement, bypass=bypass)
+    check_devices(config, placement, translation.config)
+    return Checked(translation, placement, old_logp)
+
+
+def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
+    """Raises ConfigError: verl would leave out the rollout correction that is asked for, and say nothing."""
+    asked = {
+        name: value
+        for name in ("rollout_is", "rollout_rs")
+        if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None
+    }
+    if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
+        why = "where old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
+        raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
+    for name, value in asked.items() if bypass else ():
+        raise ConfigError(
+            f"{CORRECTION}.{name} must be null where old log-probs are the rollout's (bypass_mode, "
+            f"old_logp=rollout), got {value!r}; "
+            "verl corrects nothing there, the loss has to: set it to null"
+        )
+    # Where other code may register losses in the workers, they are not known here.
+    check_loss(
+        config,
+        None
+        if OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
+        else {*POLICY_LOSS_REGISTRY, *OWN_LOSSES},
+    )
+    losses = config.actor_rollout_ref.actor.policy_loss
+    if losses.get("_target_") in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
+        known = [field.name for field in dataclasses.fields(OffPolicyLossConfig)]
+        for name in losses:
+            if name not in known and name != "_target_":
+                raise ConfigError(
+                    f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; there "
+                    f"are {', '.join(known)}"
+                )
+    _try_correction(OmegaConf.select(config, CORRECTION) or {})
+
+
+def _try_correction(section: Mapping[str, Any]) -> None:
+    """On one token, by verl's own functions. Raises ConfigError: they refuse it, or the token gets no
+    weight.
+    """
+    token, mask = torch.zeros(1, 1), torch.ones(1, 1)
+    for name, compute, example in (
+        ("rollout_is", compute_rollout_correction_weights, "2.0, or for a band that holds 1 '\"0.5_5.0\"'"),
+        ("rollout_rs", compute_rollout_rejection_mask, "'\"0.5_2.0\"' for k1, 0.1 for k2 and k3"),
+    ):
+        if section.get(name) is None:
+            continue
+        threshold = section.get(f"{name}_threshold")
+        try:
+            weights = compute(token, mask, section[name], threshold)[0]
+            good = bool(weights.isfinite().all())
+            why = "no finite weight"
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            good, why = False, " ".join(str(error).split()).rstrip(".")
+        if not good:
+            raise ConfigError(
+                f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}: verl says "
+                f"of a token of ratio 1: {why}; e.g. {example}"
+            )
+
+
+def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        OmegaConf.update(config, path, value, force_add=True)
+
+
+def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
+    absent = (
+        (set() if has_critic(config) else {"critic"})
+        | ({"logp"} if bypass else set())
+        | (set() if need_reference_policy(config) else {"ref_logp"})
+    )
+    return [role for role in PLACED if role not in absent]
+
+
+def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
+    """Our defaults may be composed into a stock run; a choice of ours may not be ignored."""
+    reject_near_misses(raw)
+    # Our file leaves it to the strategy what these two are.
+    defaults = plain_defaults() | {"strategy": None, "max_lag": None}
+    own = select(raw, OWN)
+    knobs = [
+        (f"{OWN}.{name}", value, defaults.get(str(name)))
+        for name, value in (own.items() if isinstance(own, Mapping) else ())
+    ]
+    ours = [(path, select(raw, path), None) for key in FOREIGN for path in key.paths] + knobs
+    stray = [path for path, value, default in ours if value is not None and value != default and value != []]
+    if stray:
+        raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
+
+
+def _require_resolvable(config: DictConfig) -> None:
+    """Raises ConfigError: an interpolation such as ${oc.env:NAME} has no value."""
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        text = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{error.full_key} cannot be resolved: {text}; set it or override the key"
+        ) from None
+
+
+def _require_importable(knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: a strategy or role of one's own names a class that cannot be found."""
+    roles = [(f"{OWN}.custom_roles", spec.partition("@")[0]) for spec in knobs.custom_roles]
+    for path, target in [(f"{OWN}.strategy", knobs.strategy), *roles]:
+        if ":" in target:
+            find_class(target, path)
+
+
+def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: a reward function that is not there, or limits for the calls of one that verl
+    has built in.
+    """
+    if not knobs.reward_while_generating:
+        if OmegaConf.select(config, "algorithm.filter_groups.enable"):
+            raise ConfigError(
+                f"{OWN}.reward_while_generating must be True with algorithm.filter_groups, got False; "
+                "groups are filtered by their rewards as they are finished"
+            )
+        if knobs.reward_failure == "drop":
+            raise ConfigError(
+                f"{OWN}.reward_failure must not be drop with reward_while_generating=False, got 'drop'; "
+                "use fail or score"
+            )
+    path = OmegaConf.select(config, "reward.custom_reward_function.path")
+    if knobs.reward_timeout_s is None:
+        # The workers load it, each within its own limits; here it only has to be there.
+        if path and not str(path).startswith(PACKAGE) and not Path(str(path).removeprefix(FILE)).is_file():
+            raise ConfigError(
+                f"reward.custom_reward_function.path must be a Python file or {PACKAGE}MODULE, got "
+                f"{str(path)!r}, and there is no such file; correct it"
+            )
+        return
+    if not path:
+        raise ConfigError(
+            f"{OWN}.reward_timeout_s wants a reward function of your own, got {path!r}; set "
+            "reward.custom_reward_function.path"
+        )
+    Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
+
+
+def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError: a role of one's own is none, or there is no such edge."""
+    critic, reference = has_critic(config), need_reference_policy(config)
+    roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
+    try:
+        insert_custom_roles(graph_of(roles), knobs.custom_roles)
+    except ConfigError as error:
+        raise ConfigError(f"{OWN}.custom_roles: {error}") from None

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that only computes log-probs, with published weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+
+from .training_worker import PipelineWorker
+
+
+class LogProbWorker(PipelineWorker):
+    """The policy as it was published, forward only, on devices of its own. Made with the role `ref`, see
+    `logp_config`.
+    """
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_log_prob(self, data: TensorDict) -> Any:
+        """As verl's actor computes it: per-token log-probs and entropies of prompt and response, jagged."""
+        output = self.ref.infer_batch(data=data)
+        return None if output is None else output.cpu()
+
+
+def logp_config(config: DictConfig) -> DictConfig:
+    """The actor's settings where a forward-only worker looks for its own. `config`: `actor_rollout_ref`."""
+    made = copy.deepcopy(config)
+    actor, ref, rollout = made.actor, made.ref, made.rollout
+    OmegaConf.set_struct(made, False)
+    ref.strategy, ref.use_torch_compile = actor.strategy, actor.use_torch_compile
+    for name in (
+        "model_dtype",
+        "mixed_precision",
+        "ulysses_sequence_parallel_size",
+        "entropy_from_logits_with_chunking",
+    ):
+        if name in actor.fsdp_config:
+            ref.fsdp_config[name] = actor.fsdp_config[name]
+    for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
+        ref[f"log_prob_{name}"] = rollout[f"log_prob_{name}"]
+    return made

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where rollout servers start, and with which config."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+
+@pytest.fixture(scope="module")
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
+
+
+def test_our_replicas_are_started(ours: ModuleType) -> None:
+    assert ours.PipelineServerManager.rollout_replica_class is ours.PipelineVLLMReplica
+
+
+@pytest.mark.parametrize(("devices", "early"), [([2], True), ([2, 0], True), ([2, 1], False)])
+def test_replicas_start_early_only_where_they_cannot_split_the_training_devices(
+    ours: ModuleType, monkeypatch: pytest.MonkeyPatch, devices: list[int], early: bool
+) -> None:
+    nodes = [{"Alive": True, "Resources": {"GPU": count} if count else {}} for count in devices]
+    gone = {"Alive": False, "Resources": {"GPU": 8}}
+    monkeypatch.setattr(ours.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(ours, "get_resource_name", lambda: "GPU")
+    begun: list[object] = []
+
+    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+        def __init__(self, config: object) -> None:
+            begun.append(config)
+
+    Manager.start_early("config")
+    assert begun == (["config"] if early else [])
+    Manager.started("config")
+    assert begun == ["config"], "once"
+
+
+def test_servers_start_with_a_config_of_their_own(ours: ModuleType) -> None:
+    """In another thread, while the trainer copies and resolves its own."""
+    from omegaconf import OmegaConf
+
+    seen: list[Any] = []
+
+    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+        async def _initialize_llm_servers(self, start_rank: int | None = None) -> None:
+            seen.append(self.config)
+
+    rollout = {"nnodes": 1, "name": "vllm", "disaggregation": {"enabled": False}}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": "m"}}})
+    manager = Manager(config)
+    manager._starting.result(timeout=60)
+    assert seen == [config]
+    assert seen[0] is not config
+    assert manager.rollout_config._get_parent()._get_parent() is seen[0]

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pipeline cannot honour is one line, before anything starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from omegaconf.errors import OmegaConfBaseException
+
+from recipe.async_pipeline.config.schema import OWN, own_fields
+from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError
+from tests.fakes.config_mistakes import MISTAKES
+from tests.verl_bridge.conftest import Smoke, refused
+
+pytestmark = pytest.mark.real_engine
+
+ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(("tp", "remedy"), [(0, "set it to 1 or"), (3, "give the rollout 3 or 6 devices")])
+def test_tensor_parallelism_must_divide_the_devices(
+    launch: ModuleType, smoke: Smoke, tp: int, remedy: str
+) -> None:
+    config = smoke({f"{ROLLOUT}.n_gpus_per_node": 4, f"{ROLLOUT}.tensor_model_parallel_size": tp})
+    with pytest.raises(ConfigError, match=f"must divide the 4 rollout devices, got {tp}; .*{remedy}"):
+        launch.checked(config)
+
+
+@pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
+def test_the_devices_must_be_there(launch: ModuleType, smoke: Smoke, path: str) -> None:
+    with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
+        launch.checked(smoke({path: 4}))
+    launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
+
+
+MODEL = "reward.reward_model"
+
+
+JUDGE: dict[str, Any] = {
+    f"{MODEL}.enable": True,
+    f"{MODEL}.enable_resource_pool": True,
+    f"{MODEL}.nnodes": 1,
+    f"{MODEL}.n_gpus_per_node": 2,
+    f"{MODEL}.rollout.free_cache_engine": False,
+    "ray_kwargs.ray_init.num_gpus": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (
+            {f"{MODEL}.enable_resource_pool": False},
+            f"{MODEL}.enable_resource_pool must be True, got False; .* devices of its own",
+        ),
+        ({f"{MODEL}.nnodes": 0}, f"{MODEL}.nnodes must be >= 1, got 0"),
+        ({f"{MODEL}.n_gpus_per_node": None}, f"{MODEL}.n_gpus_per_node must be >= 1, got None"),
+        ({f"{MODEL}.rollout.free_cache_engine": True}, "free_cache_engine must be False, got True"),
+        (
+            {f"{MODEL}.rollout.tensor_model_parallel_size": 3},
+            "tensor_model_parallel_size must divide its 2 devices, got 3",
+        ),
+        ({"ray_kwargs.ray_init.num_gpus": 3}, "and a reward model, together 4, got 3"),
+    ],
+)
+def test_a_reward_model_has_devices_of_its_own(
+    launch: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str
+) -> None:
+    launch.checked(smoke(JUDGE))
+    with pytest.raises(ConfigError, match=error):
+        launch.checked(smoke(JUDGE | changes))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(f"{ROLLOUT}.nnodes", 0), (f"{ROLLOUT}.n_gpus_per_node", None), ("trainer.nnodes", 0)]
+)
+def test_both_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{path} must be >= 1, got {value}"):
+        launch.checked(smoke({path: value}))
+
+
+def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
+    launch: ModuleType, smoke: Smoke
+) -> None:
+    config = smoke({f"{OWN}.reward_timeout_s": 5, "reward.reward_manager.name": "dapo"})
+    launch.prepare(config)
+    manager = config.reward.reward_manager
+    assert (manager.source, manager.name) == ("importlib", "GuardedRewardManager")
+    assert manager.module.path == "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
+    assert config.trainer.v1.async_pipeline.reward_manager.name == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {f"{CORRECTION}.rollout_is": "token", f"{ROLLOUT}.calculate_log_probs": False},
+            "calculate_log_probs must be True with .*rollout_is, got False; set it",
+        ),
+        (
+            {
+                f"{CORRECTION}.rollout_is": "token",
+                f"{CORRECTION}.bypass_mode": True,
+                f"{ROLLOUT}.calculate_log_probs": True,
+            },
+            "rollout_is must be null where old .*got 'token'; .*set it to null",
+        ),
+        (
+            {"reward.custom_reward_function.path": "/no/such/reward.py"},
+            "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it",
+        ),
+        (
+            {f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None},
+            "wants a reward function of your own, got None",
+        ),
+        (
+            {f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"},
+            "cannot be loaded .* correct path and name",
+        ),
+        ({f"{OWN}.reward_batch": 4}, "reward_batch wants a limit for the calls"),
+        ({f"{OWN}.reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
+    ],
+)
+def test_limits_that_cannot_be(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert re.search(part, refused(launch, smoke(changes), capsys))
+
+
+POOLS_OF_THREE = {
+    "t": {"roles": ["train"], "devices": 2},
+    "l": {"roles": ["logp"], "devices": 3},
+    "g": {"roles": ["generate"], "devices": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {"trainer.use_nodes_ratios": [0.25] * 4},
+            "trainer.use_nodes_ratios: pool (logp|ref_logp) gets no device",
+        ),
+        (
+            {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3, "use_ref": False},
+            "has no ref_logp",
+        ),
+        (
+            {"trainer.use_nodes_ratios": [0.75, 0.75, 0.75, 0.25], "trainer.n_gpus_per_node": 3},
+            "mini-batch .* 128 samples, .* 3 devices of pool train; nearest sizes are 2 and 4",
+        ),
+        ({"trainer.critic_warmup": 2}, "critic_warmup must be 0 without a critic, got 2"),
+        (
+            {"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"},
+            "critic.strategy must be fsdp or fsdp2, got megatron",
+        ),
+        (
+            {
+                "algorithm.adv_estimator": "gae",
+                "trainer.n_gpus_per_node": 2,
+                "critic.ppo_mini_batch_size": 1,
+                f"{ROLLOUT}.n": 1,
+            },
+            "mini-batch .* cannot be dealt out evenly to the 2 devices",
+        ),
+        (
+            {f"{OWN}.old_logp": "logp_pool"},
+            "wants logp on a pool without train, but it shares the training devices",
+        ),
+        (
+            {"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"},
+            "older than the one that answers",
+        ),
+        (
+            {"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2},
+            "needs every version published",
+        ),
+        (
+            {"quarters": True, f"{OWN}.old_logp": "rollout", f"{CORRECTION}.rollout_is": None},
+            "this run has no logp",
+        ),
+        ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
+        (
+            {f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
+            "must be fsdp2 where ref_logp loads",
+        ),
+        (
+            {"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"},
+            "LoRA rank 8 cannot be combined",
+        ),
+        (
+            {
+                "quarters": True,
+                "actor_rollout_ref.model.lora_rank": 8,
+                "actor_rollout_ref.model.lora.merge": True,
+            },
+            "LoRA rank 8 cannot be combined",
+        ),
+        ({f"{OWN}.ref_refresh_every": 4, "use_ref": False}, "must be 0 without a reference policy"),
+        (
+            {f"{OWN}.old_logp": "rollout", f"{ROLLOUT}.calculate_log_probs": False},
+            "calculate_log_probs must be True",
+        ),
+        (
+            {f"{OWN}.pools": POOLS_OF_THREE, "trainer.n_gpus_per_node": 7},
+            "a batch of logp .* 128 samples, .* 3 devices of pool l",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    changes = dict(changes)
+    if changes.pop("quarters", False):
+        changes |= {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3}
+    lora = "actor_rollout_ref.model.lora_rank" in changes
+    with_ref = changes.pop("use_ref", True) and not lora
+    if lora:
+        changes["trainer.use_nodes_ratios"] = [0.25, 0.5, 0.5, 0.25]
+    config = smoke(
+        {"actor_rollout_ref.actor.use_kl_loss": with_ref, "ray_kwargs.ray_init.num_gpus": None, **changes}
+    )
+    assert re.search(part, refused(launch, config, capsys))
+
+
+@pytest.mark.parametrize(
+    ("role", "part"),
+    [
+        ("json:JSONDecoder@reward->train", "must be a RoleStateMachine"),
+        (
+            "recipe.async_pipeline.stages.reward:RewardStateMachine@reward->train",
+            "is in the pipeline already",
+        ),
+    ],
+)
+def test_a_role_of_ones_own_must_fit(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], role: str, part: str
+) -> None:
+    line = refused(launch, smoke({f"{OWN}.custom_roles": [role]}), capsys)
+    assert f"{OWN}.custom_roles: " in line
+    assert part in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({f"{OWN}.max_lagg": 1}, "did you mean 'max_lag'?"),
+        ({"trainer.max_lag": 1}, "it belongs at"),
+        ({"async_pipeline": "yes"}, "must be True or False"),
+        ({f"{ROLLOUT}.name": "sglang"}, "other engines are not supported yet"),
+        ({"data.train_files": "${oc.env:NO_SUCH_VARIABLE}"}, "data.train_files cannot be resolved"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert part in refused(launch, smoke(changes), capsys)
+    assert not Path("outputs").exists()
+
+
+READ = [
+    *(path for path, _ in MISTAKES),
+    *(f"{OWN}.{name}" for name in own_fields()),
+    *(
+        f"{ROLLOUT}.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "nnodes",
+            "n_gpus_per_node",
+            "load_format",
+            "calculate_log_probs",
+            "dtype",
+        )
+    ),
+    *(
+        f"trainer.{name}"
+        for name in (
+            "nnodes",
+            "n_gpus_per_node",
+            "critic_warmup",
+            "logger",
+            "project_name",
+            "experiment_name",
+        )
+    ),
+    *(f"critic.{name}" for name in ("strategy", "ppo_mini_batch_size", "enable")),
+    *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora.rank", "lora.merge")),
+    *(f"actor_rollout_ref.actor.{name}" for name in ("use_kl_loss", "policy_loss", "policy_loss.loss_mode")),
+    *(
+        f"actor_rollout_ref.actor.{name}"
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode")
+    ),
+    *(
+        f"actor_rollout_ref.actor.policy_loss.{name}"
+        for name in ("tis_upper_bound", "dro_beta", "clip_cov_ratio", "nonsense")
+    ),
+    *(
+        f"algorithm.{name}"
+        for name in ("adv_estimator", "filter_groups.enable", "filter_groups.metric", "use_kl_in_reward")
+    ),
+    *(
+        f"algorithm.rollout_correction{name}"
+        for name in (
+            "",
+            ".bypass_mode",
+            ".rollout_is",
+            ".rollout_is_threshold",
+            ".rollout_rs",
+            ".rollout_rs_threshold",
+            ".loss_type",
+        )
+    ),
+    *(f"transfer_queue{name}" for name in ("", ".backend", ".backend.SimpleStorage")),
+    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "train_files")),
+    *(
+        f"reward.{name}"
+        for name in ("custom_reward_function.path", "custom_reward_function.name", "reward_manager")
+    ),
+    *(f"ray_kwargs.ray_init.{name}" for name in ("num_gpus", "num_cpus")),
+    "async_strategy",
+    "trainer.use_nodes_ratios",
+]
+"""What is looked at before Ray starts."""
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.floats(-2, 8),
+    st.sampled_from(
+        [
+            10**30,
+            float("nan"),
+            float("inf"),
+            "",
+            "x",
+            "gae",
+            "fsdp",
+            "a/b",
+            "pkg://os",
+            "m:C",
+            "${nowhere}",
+            [],
+            [1],
+            {},
+            {"a": 1},
+        ]
+    ),
+)
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(changes=st.dictionaries(st.sampled_from(READ), ODD, min_size=1, max_size=3))
+def test_any_values_are_taken_or_refused_in_one_line(
+    launch: ModuleType, smoke: Smoke, changes: dict[str, Any]
+) -> None:
+    try:
+        config = smoke(changes)
+    except (OmegaConfBaseException, ValueError):  # not even a config
+        assume(False)
+    try:
+        launch.checked(config)
+    except AsyncPipelineError as error:
+        assert "\n" not in str(error)
+
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({f"{LOSS}.loss_mode": "nonsense"}, r"loss_mode must be one of .*, tis, topr, .*got 'nonsense'"),
+        (
+            {"pg_variant": "tis", f"{LOSS}.tis_upper_bound": "abc"},
+            "tis_upper_bound must be a number, got 'abc'",
+        ),
+        ({"pg_variant": "kimi15", f"{LOSS}.dro_beta": 0}, "dro_beta must be a number > 0"),
+        ({f"{CORRECTION}.rollout_is": "tokens"}, "rollout_is must be one of token, sequence or null"),
+        (
+            {f"{CORRECTION}.rollout_is_threshold": "abc"},
+            "rollout_is=token with rollout_is_threshold, got 'abc': .*Invalid rollout_is_threshold 'abc'; "
+            "e.g. 2.0",
+        ),
+        ({f"{CORRECTION}.rollout_is_threshold": -1}, "got -1: .*must be positive"),
+        ({f"{CORRECTION}.rollout_is_threshold": None}, "got None: "),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.1_0.9"}, "got '0.1_0.9': .*for a band that holds 1"),
+        (
+            {"pg_variant": "tis", f"{LOSS}.tis_uper_bound": 2},
+            "tis_uper_bound is unknown, got 2 .did you mean 'tis_upper_bound'",
+        ),
+        (
+            {"pg_variant": "tis", "tis_upper_bound": 2},
+            f"tis_upper_bound is misplaced, got 2; it belongs at {LOSS}.tis_upper_bound",
+        ),
+        (
+            {f"{ROLLOUT}.stale": "drop"},
+            f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.stale",
+        ),
+        ({"algorithm.single_mini_batch": True}, "algorithm.single_mini_batch is misplaced"),
+        (
+            {f"{CORRECTION}.rollout_rs": "token_k9"},
+            "Invalid rollout_rs option|rollout_rs_threshold must be provided",
+        ),
+        (
+            {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "5_1"},
+            "lower <= upper",
+        ),
+        ({f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.max_lag": 1}, "no such class .did you mean"),
+    ],
+)
+def test_a_loss_or_a_correction_that_workers_would_refuse(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert re.search(part, refused(launch, smoke(changes), capsys))
+
+
+def test_a_threshold_that_gives_no_weight(launch: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(ConfigError, match="rollout_is_threshold, got nan: .*no finite weight"):
+        launch.checked(smoke({f"{CORRECTION}.rollout_is_threshold": float("nan")}))
+
+
+@pytest.mark.parametrize("name", ["gspo", "policy_gradient", "topr", "cispo"])
+def test_losses_of_verl_and_of_ours_are_known(launch: ModuleType, smoke: Smoke, name: str) -> None:
+    launch.checked(
+        smoke(
+            {
+                f"{LOSS}.loss_mode": name,
+                f"{CORRECTION}.rollout_rs": "seq_mean_k1",
+                f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0",
+            }
+        )
+    )
+
+
+def test_a_loss_that_an_external_library_may_add_is_let_through(launch: ModuleType, smoke: Smoke) -> None:
+    launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "my_losses"}))
+
+
+def test_age_that_nothing_corrects_for_is_said(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch.prepare(smoke({f"{CORRECTION}.rollout_is": None}))
+    assert (
+        "correction for age: none, though answers may have lag 1; "
+        "algorithm.rollout_correction.rollout_is=token is one" in capsys.readouterr().out
+    )
+    launch.prepare(smoke({"async_strategy": "on_policy", f"{CORRECTION}.rollout_is": None}))
+    launch.prepare(smoke({}))
+    assert "correction" not in capsys.readouterr().out
