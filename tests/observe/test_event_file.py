@@ -12,7 +12,7 @@ import pytest
 from recipe.async_pipeline import AsyncTrainingFlow, redaction
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import LogRecord
-from recipe.async_pipeline.observe.event_file import EventFile
+from recipe.async_pipeline.observe.event_file import EventFile, read_events
 from recipe.async_pipeline.observe.summary import write_atomically
 from tests.fakes.trainer import SimTrainer
 
@@ -107,3 +107,16 @@ def test_a_disk_that_takes_no_more_is_told_of_when_it_matters() -> None:
         file.sync()
     file(record(2))
     file.close()
+
+
+def test_a_log_that_was_cut_short_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+    flow = AsyncTrainingFlow(SimTrainer(max_lag=1))
+    run_virtual(flow.run())
+    records = flow.log.records
+    path = tmp_path / "events.jsonl"
+    path.write_text("".join(json.dumps(r.as_dict()) + "\n" for r in records) + '{"t": 9')
+    read = read_events(path)
+    assert [r.as_dict() for r in read] == [r.as_dict() for r in records]
+    path.write_text('{"t": 9\n{"t": 1.0, "role": "flow", "event": "DONE"}\n')
+    with pytest.raises(json.JSONDecodeError):
+        read_events(path)

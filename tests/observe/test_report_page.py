@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.observe.report_data import RunData, data_of
-from recipe.async_pipeline.observe.report_page import advice_list, figures_of, run_page, step_chart
+from recipe.async_pipeline.observe.report_page import advice_list, figures_of, run_page
 from recipe.async_pipeline.observe.run_reader import read_run
 from tests.observe.pages import check
 from tests.observe.run_folder import RecordedTrainer, write_run
@@ -104,16 +104,3 @@ def test_a_crash_in_the_middle_is_shown_to_its_end(folder: Path, tmp_path: Path)
     for upto in (1, 12, len(lines) // 3, len(lines) - 3):
         (tmp_path / "events.jsonl").write_text("".join(lines[:upto]))
         check(run_page(data_of(read_run(tmp_path))))
-
-
-def test_a_long_first_step_does_not_dwarf_the_others(run: RunData) -> None:
-    assert run.accounting is not None
-    steps = list(run.accounting.steps)
-    steps[0] = replace(steps[0], seconds={"generate": 900.0, "train": 1.0})
-    slow = replace(run, accounting=replace(run.accounting, steps=steps))
-    assert "The first step is left out: it took 15 min, of which 15 min for generate." in step_chart(slow)
-    assert "left out" not in step_chart(
-        replace(
-            run, accounting=replace(run.accounting, steps=[replace(s, seconds={"train": 1.0}) for s in steps])
-        )
-    )

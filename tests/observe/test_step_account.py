@@ -10,7 +10,7 @@ import pytest
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.observe.accounting import account
+from recipe.async_pipeline.observe.accountant import account
 from recipe.async_pipeline.observe.step_account import StepAccountant, summary_of
 from tests.fakes.trainer import SimTrainer
 

@@ -10,10 +10,12 @@ import json
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+from ..core.events import LogRecord
 from ..redaction import without_secrets
 
 CLOSE_S = 30.0
@@ -105,3 +107,20 @@ def _is_torn(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
+
+
+def read_events(path: Path) -> list[LogRecord]:
+    """The records of an `events.jsonl`; a last line that was cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    records = []
+    for number, line in enumerate(lines):
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines) - 1:
+                break
+            raise
+        common: dict[str, Callable[[Any], Any]] = {"t": float, "role": str, "event": str}
+        taken = {key: convert(fields.pop(key)) for key, convert in common.items()}
+        records.append(LogRecord(**taken, state=fields.pop("state", None), fields=fields))
+    return records

@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from ..core.events import Interval, LogRecord, busy_intervals
-from .accounting import Accountant, Accounting, AccountingError
+from .accountant import Accountant
+from .accounting import Accounting, AccountingError
 from .group_counts import GroupCounts
 from .run_reader import PREFIX, RunFiles
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.events import LogRecord
 from ..errors import RunFilesError
-from .accounting import read_events
+from .event_file import read_events
 
 PREFIX = "async_pipeline/"
 

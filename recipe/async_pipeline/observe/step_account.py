@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.events import LogRecord
-from .accounting import Accountant, Accounting, is_work
+from .accountant import Accountant
+from .accounting import Accounting, is_work
 
 
 class StepAccountant:

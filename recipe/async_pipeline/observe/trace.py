@@ -25,7 +25,7 @@ from typing import Any
 from ..core.events import LogRecord
 from ..core.state_machine import TERMINAL
 from ..errors import AsyncPipelineError, RunFilesError
-from .accounting import read_events
+from .event_file import read_events
 from .group_counts import GroupCounts
 
 TraceEvent = dict[str, Any]

@@ -15,7 +15,7 @@ from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..core.events import LogRecord
 from ..errors import ConfigError
-from ..observe.accounting import read_events
+from ..observe.event_file import read_events
 
 SETTINGS = "settings.json"
 ENDS = {

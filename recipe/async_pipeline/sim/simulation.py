@@ -14,7 +14,8 @@ from ..core.clock import run_virtual
 from ..core.events import LogRecord
 from ..core.flow import AsyncTrainingFlow
 from ..errors import ConfigError
-from ..observe.accounting import Accountant, Accounting
+from ..observe.accountant import Accountant
+from ..observe.accounting import Accounting
 from .trainer import Setting, SimulatedTrainer
 
 LEAST_STEPS = 4

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every device-second has one reason, the right one, and they add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline import AsyncTrainingFlow
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.events import LogRecord
+from recipe.async_pipeline.core.items import Group, Prompt
+from recipe.async_pipeline.observe.accountant import Accountant, account
+from recipe.async_pipeline.observe.accounting import PoolAccount
+from tests.fakes.trainer import ALL_ROLES, WITH_CRITIC, SimTrainer
+
+QUIET = {"gather": 0.0, "publish": 0.0, "logp": 0.0, "ref_logp": 0.0}
+
+
+def run_log(trainer: SimTrainer, startup_s: float = 0.0) -> list[LogRecord]:
+    flow = AsyncTrainingFlow(trainer, startup_s=lambda: startup_s)
+    run_virtual(flow.run())
+    return list(flow.log.records)
+
+
+def rounded(account: PoolAccount) -> dict[str, float]:
+    return {reason: round(seconds, 6) for reason, seconds in account.seconds.items() if seconds > 1e-9}
+
+
+def test_on_policy_either_pool_waits_for_the_other() -> None:
+    """Each step: a second of answers, then half a second of log-probs, a second of training, and the
+    weights.
+    """
+    found = account(run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0))
+    # The stall of a load is what the replica says: a tenth of each publication but the first.
+    assert rounded(found.pools["train"]) == {
+        "start_up": 10.25,
+        "wait_generate": 4.0,
+        "compute_logp": 1.0,
+        "compute_ref_logp": 1.0,
+        "compute_train": 4.0,
+        "sync": 0.5,
+        "wait_param_update": 0.5,
+    }
+    assert rounded(found.pools["generate"]) == {
+        "start_up": 10.25,
+        "compute_generate": 4.0 - 4 * 0.1,
+        "sync": 4 * 0.1,
+        "wait_logp": 0.75,
+        "wait_ref_logp": 0.75,
+        "wait_train": 3.0,
+        "wait_param_update": 3 * 0.25,
+        # Nothing is left to be generated while the last step is trained and its weights are served.
+        "none": 1.75,
+    }
+
+
+def test_the_critical_role_is_the_one_that_a_step_waits_for_longest() -> None:
+    slow_answers = account(run_log(SimTrainer(max_lag=0, answer_s=lambda step, index: 5.0)))
+    assert {step.critical for step in slow_answers.steps} == {"generate"}
+    slow_updates = account(run_log(SimTrainer(max_lag=1, costs={"update": 5.0})))
+    assert [step.critical for step in slow_updates.steps] == ["train"] * 6
+    assert [step.step for step in slow_updates.steps] == [1, 2, 3, 4, 5, 6]
+    slow_reference = SimTrainer(max_lag=2, costs={"ref_logp": 5.0}, places={"ref_logp": "ref"})
+    assert {step.critical for step in account(run_log(slow_reference)).steps[1:]} == {"ref_logp"}
+
+
+def test_a_pool_of_log_probs_waits_for_the_step_that_makes_its_version() -> None:
+    trainer = SimTrainer(
+        max_lag=2, costs={"update": 3.0}, places={"logp": "logp"}, answer_s=lambda step, index: 0.25
+    )
+    shares = account(run_log(trainer)).pools["logp"].shares()
+    assert next(iter(shares)) == "wait_train"
+
+
+def test_what_the_servers_say_replaces_what_the_roles_saw() -> None:
+    """Ten seconds of open groups, of which the engines had requests for four and stood still for one."""
+    accountant = Accountant()
+    pools = {"rollout": {"devices": 4, "slots": 4, "roles": ["generate"]}}
+    said = {"stall_s": 2.0, "busy_s": 8.0, "replicas": 2}
+    log = [
+        LogRecord(
+            t=0.0,
+            role="flow",
+            event="START",
+            state="RUNNING",
+            fields={"graph": {"generate": []}, "pools": pools},
+        ),
+        LogRecord(t=1.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 0}),
+        LogRecord(t=1.0, role="generate", event="LEASE", state="RUNNING", fields={}),
+        LogRecord(
+            t=11.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 1}
+        ),
+        LogRecord(t=13.0, role="param_update", event="VALIDATED", state="RUNNING", fields={"seconds": 1.5}),
+    ]
+    for record in log:
+        accountant(record)
+    assert accountant.settled() == {
+        "rollout": {"start_up": 4.0, "sync": 4.0, "compute_generate": 12.0, "wait_environment": 24.0}
+    }
+    assert rounded(accountant.account().pools["rollout"]) == {
+        "start_up": 4.0,
+        "sync": 4.0,
+        "compute_generate": 12.0 + 2.0,
+        "wait_environment": 24.0,
+        "validation": 6.0,
+    }
+
+
+def test_a_full_channel_is_a_lease_that_nobody_computes_with() -> None:
+    """The reference's pool hands on at once; the join takes long, and fills the channel behind it."""
+    trainer = SimTrainer(
+        max_lag=6, steps=12, costs={**QUIET, "advantage": 4.0, "update": 0.1}, places={"logp": "logp"}
+    )
+    found = account(run_log(trainer))
+    assert found.pools["logp"].shares()["wait_reward"] > 0.5
+
+
+def test_the_clock_may_tick_between_any_two_records() -> None:
+    """On a real clock also between ITEM and LEASE of a role that needs no device."""
+    records = run_log(SimTrainer(max_lag=1, steps=4))
+    ticking = [replace(record, t=record.t + 1e-4 * number) for number, record in enumerate(records)]
+    assert {step.critical for step in account(ticking).steps} == {
+        step.critical for step in account(records).steps
+    }
+
+
+def test_shares_of_work_since_the_first_version() -> None:
+    found = account(run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0))
+    busy = 4.0 + 6.5
+    assert found.bubble_ratio == pytest.approx(1 - busy / (2 * found.steady_s))
+    assert found.busiest == pytest.approx(6.5 / found.steady_s)
+    assert account([]).bubble_ratio == account([]).busiest == 0.0
+
+
+PLACES: tuple[dict[str, str], ...] = (
+    {},
+    {"logp": "logp"},
+    {"ref_logp": "ref"},
+    {"logp": "logp", "ref_logp": "ref"},
+)
+
+
+@given(
+    max_lag=st.integers(0, 3),
+    places=st.sampled_from(PLACES),
+    order=st.sampled_from(["drawn", "finished"]),
+    critic=st.booleans(),
+    costs=st.fixed_dictionaries(
+        {k: st.floats(0, 3) for k in ("logp", "update", "publish", "gather", "advantage", "validate")}
+    ),
+    answers=st.lists(st.floats(0, 9), min_size=5, max_size=5),
+    devices=st.integers(1, 7),
+)
+def test_device_seconds_add_up_whatever_the_schedule(
+    max_lag: int,
+    places: dict[str, str],
+    order: str,
+    critic: bool,
+    costs: dict[str, float],
+    answers: list[float],
+    devices: int,
+) -> None:
+    class Wide(SimTrainer):
+        def pools(self) -> dict[str, int]:
+            return {name: devices + number for number, name in enumerate(super().pools())}
+
+    kinds: dict[str, Any] = {"roles": WITH_CRITIC if critic else ALL_ROLES, "order": order}
+    trainer = Wide(
+        max_lag=max_lag,
+        steps=5,
+        costs=costs,
+        places=places,
+        answer_s=lambda s, i: answers[(s + i) % 5],
+        **kinds,
+    )
+    log = run_log(trainer, startup_s=2.5)
+    found = account(log)  # checks its sums
+    assert found.wall_s == pytest.approx(log[-1].t + 2.5)
+    assert all(seconds >= 0 for pool in found.pools.values() for seconds in pool.seconds.values())
+    assert 0 <= found.bubble_ratio <= 1
+    assert 0 <= found.busiest <= 1
+    assert len(found.steps) == 5
+
+
+def test_efficiency_is_the_larger_of_the_busiest_pool_and_the_loop() -> None:
+    """Answers of three seconds, a second of training: two batches under way make a step of two seconds at
+    best.
+    """
+
+    class Timed(SimTrainer):
+        async def generate_group(self, prompt: Prompt) -> Group:
+            group = await super().generate_group(prompt)
+            return replace(group, trajectories=tuple(replace(t, seconds=3.0) for t in group.trajectories))
+
+    trainer = Timed(
+        max_lag=1, steps=10, costs={**QUIET, "gather": 0.1, "publish": 0.2}, answer_s=lambda step, index: 3.0
+    )
+    found = account(run_log(trainer))
+    assert found.loop_s == pytest.approx(10 * (3.0 + 1.0 + 0.3) / 2)
+    assert found.overlap_efficiency == pytest.approx(found.loop_s / found.steady_s)
+    assert 0.9 < found.overlap_efficiency <= 1.0
+    assert found.overlap_efficiency > found.busiest

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of a report, each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from recipe.async_pipeline.observe.report_data import RunData, Series
+from recipe.async_pipeline.observe.report_sections import fates, freshness, ordered, step_chart
+from tests.observe.accounts import run_of, work
+
+
+def with_steps(run: RunData, *seconds: Mapping[str, float]) -> RunData:
+    assert run.accounting is not None
+    steps = [
+        replace(run.accounting.steps[0], step=n, seconds=each) for n, each in enumerate(seconds, start=1)
+    ]
+    return replace(run, accounting=replace(run.accounting, steps=steps))
+
+
+def test_the_step_chart_leaves_out_a_first_step_that_dwarfs_the_others() -> None:
+    run = run_of(work(0.5, 0.5))
+    usual = {"generate": 4.0, "train": 6.0}
+    html = step_chart(with_steps(run, {"generate": 900.0, "train": 1.0}, usual, usual, usual))
+    assert "The first step is left out: it took 15 min, of which 15 min for generate." in html
+    assert "left out" not in step_chart(with_steps(run, usual, usual, usual, usual))
+
+
+def test_work_comes_before_waiting_and_start_up_comes_last() -> None:
+    seconds = {"start_up": 50.0, "wait_train": 30.0, "sync": 5.0, "compute_generate": 15.0, "none": 0.01}
+    assert ordered(seconds, 100.0) == [
+        ("compute_generate", 15.0, 0.15),
+        ("sync", 5.0, 0.05),
+        ("wait_train", 30.0, 0.3),
+        ("start_up", 50.0, 0.5),
+    ]
+    assert ordered(seconds, 0.0) == []
+
+
+def test_a_section_without_data_is_empty() -> None:
+    run = run_of(work(0.5, 0.5))
+    assert fates(run) == ""
+    assert freshness([run]) == ""
+
+
+def test_the_lag_histogram_names_the_allowed_lag() -> None:
+    run = run_of(work(0.5, 0.5), lag_share={0: 0.25, 1: 0.75}, lag_mean=Series(x=[1.0, 2.0], y=[0.0, 1.0]))
+    assert "75%" in freshness([run])
+    assert "1 is allowed (max_lag)" in freshness([run])
