@@ -157,6 +157,45 @@ def test_a_relative_import_is_resolved() -> None:
     assert f"{OWN_NAME}.core.channel" in set(imports("core/flow.py"))
 
 
+OWN_PATH = re.compile(r"(?:pkg://)?(recipe\.async_pipeline(?:\.\w+)+)[:.]?")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_path_in_a_string_leads_to_something(module: str) -> None:
+    """Ray, vLLM, hydra and verl import these by name, and only in a run."""
+    strings = (node.value for node in ast.walk(parse(module)) if isinstance(node, ast.Constant))
+    for found in filter(None, (OWN_PATH.fullmatch(s) for s in strings if isinstance(s, str))):
+        assert exists(found[1].removeprefix(f"{OWN_NAME}.")), f"{module} names {found[1]}, which is not there"
+
+
+def exists(dotted: str) -> bool:
+    """Whether a module or package, or a name at the top of a module, is called so."""
+    path = PACKAGE.joinpath(*dotted.split("."))
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    parent = path.parent.with_suffix(".py")
+    return parent.is_file() and path.name in top_names(parent.relative_to(PACKAGE).as_posix())
+
+
+def top_names(module: str) -> set[str]:
+    """Names that a module defines at its top."""
+    names: set[str] = set()
+    for node in parse(module).body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names.update(target.id for target in targets if isinstance(target, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+    return names
+
+
+def test_a_path_to_nothing_would_be_found() -> None:
+    assert exists("core.flow") and exists("core") and exists("core.flow.AsyncTrainingFlow")
+    assert not exists("core.flow.Other") and not exists("core.other") and not exists("core.flow.GRAPH.x")
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = f"import sys, {OWN_NAME}; print(*sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run(

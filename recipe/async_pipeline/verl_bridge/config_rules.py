@@ -18,7 +18,7 @@ from ..config.placement import Placement, check_divides
 from ..config.schema import OWN, AsyncPipelineConfig
 from ..errors import ConfigError
 
-MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.worker.PushAgentLoopManager"
+MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
 ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{ROLLOUT}.checkpoint_engine"
 _ABSENT = object()
