@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from recipe.async_pipeline.core.items import Group, Prompt, StepBatch, Trajectory
+from recipe.async_pipeline.core.items import Group, LoadReport, Prompt, StepBatch, Trajectory
 
 
 def group(uid: str, *first_versions: int) -> Group:
@@ -55,3 +55,13 @@ def test_with_results_replaces_only_what_it_is_given() -> None:
 def test_items_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Prompt(uid="a", step=1).step = 2  # type: ignore[misc]
+
+
+def test_every_figure_of_a_load_is_added_up() -> None:
+    names = [field.name for field in dataclasses.fields(LoadReport)]
+    first = LoadReport(**{name: number for number, name in enumerate(names, 1)})
+    second = LoadReport(**{name: 10 * number for number, name in enumerate(names, 1)})
+    assert LoadReport.total([first, second]) == LoadReport(
+        **{name: 11 * number for number, name in enumerate(names, 1)}
+    )
+    assert LoadReport.total([]) == LoadReport()

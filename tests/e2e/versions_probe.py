@@ -27,6 +27,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from recipe.async_pipeline.config.schema import IN_FLIGHT
+from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
@@ -85,9 +86,9 @@ class Probe:
                 await asyncio.sleep(0.005)
 
         async def load() -> Loaded:
-            return Loaded(
-                *await self.engine.engine_core.call_utility_async("load_snapshot", manifest, 1 << 16, 60.0)
-            )
+            answer = self.engine.engine_core.call_utility_async("load_snapshot", manifest, 1 << 16, 60.0)
+            reports, progress = await answer
+            return Loaded([LoadReport(**report) for report in reports], progress)
 
         started = time.perf_counter()
         await self.versioned.load(self.version, load, in_flight)

@@ -18,9 +18,10 @@ import pytest
 from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.flow_state import FlowState
-from recipe.async_pipeline.core.items import Group, Prompt, Publication
+from recipe.async_pipeline.core.items import Group, LoadReport, Prompt, Publication
 from recipe.async_pipeline.core.ledger_audit import audit, valid
-from recipe.async_pipeline.weight_sync.publisher import Distribution, LoadReport
+from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.publisher import Distribution
 from tests.fakes.lives import Life, check, lives
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
@@ -38,12 +39,12 @@ class Replica:
         self._dice, self._bad = dice, bad
         self._loaded = False
 
-    async def load(self, ticket: bytes) -> LoadReport:
-        version = int(ticket)
+    async def load(self, ticket: Ticket) -> LoadReport:
+        version = ticket.version
         assert version > self.version, "versions only move forward"
         await self._work(LOAD_S, "its weights are corrupt")
         self.version, self._loaded = version, True
-        return LoadReport(0.1, LOAD_S, LOAD_S, 0.0, 1.0, 1, 0)
+        return LoadReport(transfer_s=0.1, load_s=LOAD_S, stall_s=LOAD_S, busy_s=1.0, tensors_proved=1)
 
     async def check(self) -> None:
         await self._work(0.0, "its engine is dead")
@@ -109,10 +110,9 @@ class Hurt(SimTrainer):
         return False if full else await super().save(state)
 
     async def publish(self, version: int, snapshot: object) -> Publication:
-        fenced = set(self.distribution.fenced)
-        reports = await self.distribution.publish(version, str(version).encode())
-        assert reports
-        failed = [f"{name}: {why}" for name, why in self.distribution.fenced.items() if name not in fenced]
+        ticket = Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
+        outcome = await self.distribution.publish(ticket)
+        assert outcome.reports
         self.served = version
         return Publication(
             version=version,
@@ -123,8 +123,8 @@ class Hurt(SimTrainer):
             stall_s=0.1,
             busy_s=1e9,
             tensors_proved=1,
-            replicas=len(reports),
-            failure="; ".join(failed),
+            replicas=len(outcome.reports),
+            failure="; ".join(outcome.failures.values()),
         )
 
     async def watch(self) -> None:

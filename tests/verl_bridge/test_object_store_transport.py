@@ -82,7 +82,7 @@ def test_a_version_arrives_whole_on_another_node(nodes: tuple[str, str]) -> None
     try:
         for version in range(3):
             weights = {name: tensor + version for name, tensor in WEIGHTS.items()}
-            ticket = encode(writer.gather(version, weights.items()))
+            ticket = writer.gather(version, weights.items())
             manifest = ray.get(courier.announced.remote(ticket, 30.0))
             buckets = len(decode(manifest).buckets)
             assert buckets > 2

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WaitTimeout, WeightSyncError
+from recipe.async_pipeline.weight_sync.manifest import Ticket
 from recipe.async_pipeline.weight_sync.publisher import (
     ATTEMPTS,
     BACK_OFF_S,
     CHECK_EVERY_S,
     LONGEST_BACK_OFF_S,
     Distribution,
-    LoadReport,
+    Outcome,
 )
 
 LOAD_TIMEOUT_S, RESTART_TIMEOUT_S, GRACE_S = 10.0, 50.0, 1.0
@@ -41,8 +43,8 @@ class Replica:
     working: bool = True
     failed: bool = False
 
-    async def load(self, manifest: bytes) -> LoadReport:
-        version = int(manifest)
+    async def load(self, ticket: Ticket) -> LoadReport:
+        version = ticket.version
         assert not self.failed, "a replica that failed a load starts anew before the next"
         assert self.version is None or version > self.version, "never back"
         self.log.append(f"{self.name} loads {version}")
@@ -51,7 +53,7 @@ class Replica:
         self.failed = False
         self.version = version
         self.log.append(f"{self.name} serves {version}")
-        return LoadReport(0.1, LOAD_S, LOAD_S, 0.01, 0.0, 3, 0)
+        return LoadReport(transfer_s=0.1, load_s=LOAD_S, stall_s=LOAD_S, prove_s=0.01, tensors_proved=3)
 
     async def leave(self) -> None:
         self.working = False
@@ -110,16 +112,17 @@ def test_who_serves_what_is_known() -> None:
     run(scenario)
 
 
-def publish(distribution: Distribution, version: int) -> Coroutine[Any, Any, list[LoadReport]]:
-    return distribution.publish(version, str(version).encode())
+def publish(distribution: Distribution, version: int) -> Coroutine[Any, Any, Outcome]:
+    return distribution.publish(Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1))
 
 
 def test_consumers_load_one_after_another() -> None:
     log: list[str] = []
 
     async def scenario() -> None:
-        reports = await publish(distribute(Replica("a", log), Replica("b", log)), 0)
-        assert len(reports) == 2
+        outcome = await publish(distribute(Replica("a", log), Replica("b", log)), 0)
+        assert len(outcome.reports) == 2
+        assert outcome.failures == {}
 
     run(scenario)
     assert log == ["a loads 0", "a serves 0", "b loads 0", "b serves 0"], "never all at once"
@@ -131,7 +134,7 @@ def test_so_many_load_at_the_same_time(at_once: int, seconds: float) -> None:
 
     async def scenario() -> None:
         replicas = [Replica(str(i), log) for i in range(5)]
-        assert len(await publish(distribute(*replicas, at_once=at_once), 0)) == 5
+        assert len((await publish(distribute(*replicas, at_once=at_once), 0)).reports) == 5
         assert asyncio.get_running_loop().time() == seconds
 
     run(scenario)
@@ -153,11 +156,15 @@ def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: st
         loop = asyncio.get_running_loop()
         await publish(distribution, 0)
         started = loop.time()
-        assert len(await publish(distribution, 1)) == 1
+        outcome = await publish(distribution, 1)
+        assert len(outcome.reports) == 1
+        assert outcome.failures == distribution.fenced
         assert loop.time() - started == seconds + LOAD_S, "nobody waits for the restart"
         assert (bad.working, good.version) == (False, 1)
         assert list(distribution.fenced) == ["bad"]
-        await publish(distribution, 2)
+        assert (await publish(distribution, 2)).failures == {}, (
+            "the failure of the update before is not repeated"
+        )
         await asyncio.sleep(RESTART_S + LOAD_S)
         assert (bad.working, bad.version, distribution.fenced) == (True, 2, {})
         await publish(distribution, 3)
@@ -192,10 +199,10 @@ def test_where_nobody_is_left_a_publication_waits_for_the_first_to_return() -> N
         loop = asyncio.get_running_loop()
         await publish(distribution, 0)
         started = loop.time()
-        assert len(await publish(distribution, 1)) == 1
+        assert len((await publish(distribution, 1)).reports) == 1
         assert loop.time() - started == 3 * LOAD_S + RESTART_S, "b's; a needs a second attempt"
         assert distribution.versions == {"b": 1}
-        assert len(await publish(distribution, 2)) == 1
+        assert len((await publish(distribution, 2)).reports) == 1
         await asyncio.sleep(2 * RESTART_S)
         assert distribution.versions == {"a": 2, "b": 2}
 
@@ -290,7 +297,7 @@ def test_one_that_does_not_come_back_is_given_up_after_some_attempts() -> None:
         await asyncio.sleep(1000)
         assert not never.working
         assert distribution.fenced == {"never": "ProofError: never: other values"}
-        assert len(await publish(distribution, 1)) == 1
+        assert len((await publish(distribution, 1)).reports) == 1
 
     run(scenario)
     assert [line.partition(". ")[0] for line in said[1:]] == [
@@ -335,7 +342,9 @@ def test_weights_that_nobody_gives_back_are_not_waited_for_for_ever() -> None:
                 "them",
             ):
                 await publish(distribution, 0)
-        assert len(await publish(distribution, 0)) == 1, "and nothing is held by the one that gave up"
+        assert len((await publish(distribution, 0)).reports) == 1, (
+            "and nothing is held by the one that gave up"
+        )
 
     run(scenario)
 
@@ -394,7 +403,7 @@ def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
         watch = watched(distribution)
         try:
             for version, gap in enumerate(gaps):
-                assert await publish(distribution, version)
+                assert (await publish(distribution, version)).reports
                 for replica in replicas:
                     assert (
                         (replica in distribution.serving)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.config.schema import IN_FLIGHT
 from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 
@@ -162,7 +163,7 @@ class Engine:
             self.load_ahead = False
             self.read_inbox()
             await asyncio.sleep(seconds / 2)
-            return Loaded([{}], progress)
+            return Loaded([LoadReport()], progress)
 
         return load
 

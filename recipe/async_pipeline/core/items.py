@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
@@ -122,21 +122,40 @@ class StepBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Publication:
-    """What one weight publication cost, in seconds and bytes."""
+class LoadReport:
+    """What loading one weight version cost: one engine rank, one replica, or all replicas added up.
+
+    An engine rank fills in what it measured; its replica adds the rest.
+    """
+
+    transfer_s: float = 0.0
+    """Until the version lay in memory of the replica's host, checked."""
+    load_s: float = 0.0
+    """From there until it was served."""
+    stall_s: float = 0.0
+    """The part of `load_s` in which the replica stood still."""
+    prove_s: float = 0.0
+    """The part of `stall_s` that the verification took."""
+    busy_s: float = 0.0
+    """Seconds with open requests since the replica's previous load."""
+    tensors_proved: int = 0
+    tokens_read_again: int = 0
+    """Tokens of stopped requests that the engine has to process a second time."""
+
+    @classmethod
+    def total(cls, reports: Iterable[LoadReport]) -> LoadReport:
+        """Return the sum of each figure over `reports`."""
+        made = list(reports)
+        return cls(**{f.name: sum(getattr(report, f.name) for report in made) for f in fields(LoadReport)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication(LoadReport):
+    """One weight update: its loads added up over replicas, and what the trainer adds to that."""
 
     version: int
     num_bytes: int
     gather_s: float
-    transfer_s: float
-    load_s: float
-    stall_s: float
-    """The part of `load_s` in which its replica stood still."""
-    busy_s: float
-    """Seconds in which each replica had requests open since it loaded the version before, added up."""
-    tensors_proved: int
     replicas: int
-    tokens_read_again: int = 0
-    """By engines whose requests were stopped for the load."""
     failure: str = ""
-    """Why replicas were fenced for it; empty: all that served took it."""
+    """Which replicas were fenced during it, and why; empty if every replica took the version."""

@@ -22,7 +22,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from ..errors import WeightSyncError
 from ..weight_sync.arena import ArenaReader, ArenaWriter, Part, Ranks
 from ..weight_sync.board import Board, await_manifest
-from ..weight_sync.manifest import Manifest, decode_ticket, encode
+from ..weight_sync.manifest import Manifest, Ticket, decode_ticket, encode
 
 POLL_S = 0.002
 """How often a receiver under verl's manager looks for the ticket; sender and receiver start together."""
@@ -51,8 +51,8 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         self._timeout_s = timeout_s
         self._board: Board | None = None
 
-    def gather(self, weights: Generator[tuple[str, torch.Tensor], None, None], version: int) -> bytes | None:
-        """All training ranks call this together; the master returns the encoded ticket, others None.
+    def gather(self, weights: Generator[tuple[str, torch.Tensor], None, None], version: int) -> Ticket | None:
+        """All training ranks call this together; the master returns the ticket, others None.
 
         Raises WeightSyncError: the version is not newer than the last.
         """
@@ -61,17 +61,16 @@ class DualBufferCheckpointEngine(CheckpointEngine):
                 pass
             return None
         self._writer = self._writer or self._new_writer()
-        return encode(self._writer.gather(version, weights))
+        return self._writer.gather(version, weights)
 
     def gather_parts(
         self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
-    ) -> bytes | None:
+    ) -> Ticket | None:
         """As `gather`, without assembling any tensor: each rank copies what it holds. All ranks are on one
         host.
         """
         self._writer = self._writer or self._new_writer(ranks)
-        ticket = self._writer.gather_parts(version, parts, adapter)
-        return None if ticket is None else encode(ticket)
+        return self._writer.gather_parts(version, parts, adapter)
 
     # verl's own protocol. The ticket is left on a board in shared memory whose name `prepare` hands out.
 
@@ -103,7 +102,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         version = 0 if global_steps is None else global_steps
         ticket = self.gather(weights, version)
         if ticket is not None and self._board is not None:
-            self._board.post(ticket)
+            self._board.post(encode(ticket))
         return {}
 
     async def receive_weights(

@@ -16,7 +16,7 @@ import ray
 
 from ..weight_sync.arena import ArenaReader
 from ..weight_sync.board import await_manifest
-from ..weight_sync.manifest import Manifest, decode, decode_ticket, encode
+from ..weight_sync.manifest import Manifest, Ticket, decode, encode
 from ..weight_sync.receiver import Fetch, header_of
 
 
@@ -28,11 +28,11 @@ class Courier:
         self._version: int | None = None
         self._offered: dict[int, ray.ObjectRef[Any]] = {}
 
-    def announced(self, ticket: bytes, timeout_s: float) -> bytes:
+    def announced(self, ticket: Ticket, timeout_s: float) -> bytes:
         """The manifest of a version, once the trainer has posted it. Raises WeightSyncError as
         `await_manifest`.
         """
-        return encode(await_manifest(decode_ticket(ticket), timeout_s))
+        return encode(await_manifest(ticket, timeout_s))
 
     def offer(self, manifest: bytes, sequence: int, fresh: bool) -> list[ray.ObjectRef[Any]]:
         """One reference to a pair of header and bytes of a bucket; a fresh copy of it, if the last one was

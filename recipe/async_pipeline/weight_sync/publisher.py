@@ -11,13 +11,15 @@ return.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from ..core.clock import within
+from ..core.items import LoadReport
 from ..core.wait_graph import Holders
 from ..errors import WeightSyncError
+from .manifest import Ticket
 
 ASK_S = 60.0
 """For the balancer to take a consumer out of the rotation, or back in."""
@@ -34,21 +36,13 @@ MEMORY_S = 600.0
 CHECK_EVERY_S = 2.0
 
 
-class LoadReport(NamedTuple):
-    """What one load cost one consumer, in seconds."""
+class Outcome(NamedTuple):
+    """The result of one weight update."""
 
-    transfer_s: float
-    """Until the version lay in memory of the consumer's host, checked."""
-    load_s: float
-    """From there until it was served."""
-    stall_s: float
-    """The part of `load_s` in which the consumer stood still."""
-    prove_s: float
-    """Part of `stall_s`."""
-    busy_s: float
-    """In which requests were open since the consumer's last load."""
-    tensors_proved: int
-    tokens_read_again: int
+    reports: list[LoadReport]
+    """One for each consumer that loaded the version."""
+    failures: Mapping[str, str]
+    """Consumers that were fenced during the update and do not serve at its end, with the reason."""
 
 
 class Consumer(Protocol):
@@ -56,7 +50,7 @@ class Consumer(Protocol):
 
     name: str
 
-    async def load(self, ticket: bytes) -> LoadReport:
+    async def load(self, ticket: Ticket) -> LoadReport:
         """Check, load and prove one version, and serve it from then on."""
 
     async def leave(self) -> None:
@@ -107,7 +101,7 @@ class Distribution:
         self._wait_timeout_s = wait_timeout_s
         self._at_once = at_once
         self._say, self._note = say, note
-        self._newest: tuple[int, bytes] | None = None
+        self._newest: Ticket | None = None
         self._begun = False
         """A version was served: from then on, whatever fails has worked before."""
         self._returning: dict[str, asyncio.Task[LoadReport | None]] = {}
@@ -115,7 +109,7 @@ class Distribution:
         """When each consumer was fenced, of late."""
         self._last_error: Exception | None = None
 
-    async def publish(self, version: int, ticket: bytes) -> list[LoadReport]:
+    async def publish(self, ticket: Ticket) -> Outcome:
         """Have every consumer that serves load a version. One that fails is fenced, and the others go on.
 
         Waits for: the loads; if nobody is left, the first that comes back. Raises what the last of them
@@ -124,14 +118,15 @@ class Distribution:
         WeightSyncError:
         the version is not newer than the last.
         """
+        before = set(self.fenced)
         reports: list[LoadReport] = []
         failed: list[tuple[Consumer, Exception]] = []
         async with self.weights("param_update"):
-            if self._newest is not None and version <= self._newest[0]:
+            if self._newest is not None and ticket.version <= self._newest.version:
                 raise WeightSyncError(
-                    f"v{version} offered after v{self._newest[0]}; versions only move forward"
+                    f"v{ticket.version} offered after v{self._newest.version}; versions only move forward"
                 )
-            self._newest = (version, ticket)
+            self._newest = ticket
             turns = iter(list(self.serving))
 
             async def lane() -> None:
@@ -139,7 +134,7 @@ class Distribution:
                     if consumer not in self.serving:  # fenced meanwhile
                         continue
                     try:
-                        reports.append(await self._load(consumer, version, ticket))
+                        reports.append(await self._load(consumer, ticket))
                     except Exception as error:  # noqa: BLE001  whatever it is, the others go on
                         failed.append((consumer, error))
 
@@ -150,7 +145,7 @@ class Distribution:
                 await self._fence(consumer, error)
         reports = reports or [await self._first_back()]
         self._begun = True
-        return reports
+        return Outcome(reports, {name: why for name, why in self.fenced.items() if name not in before})
 
     async def watch(self, every_s: float = CHECK_EVERY_S) -> None:
         """Fence whoever stops working between two publications. Never returns.
@@ -190,15 +185,15 @@ class Distribution:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _load(self, consumer: Consumer, version: int, ticket: bytes) -> LoadReport:
+    async def _load(self, consumer: Consumer, ticket: Ticket) -> LoadReport:
         report = await within(
             consumer.load(ticket),
             self._load_timeout_s,
             owner="param_update",
-            what=f"{consumer.name} to load version {version}",
+            what=f"{consumer.name} to load version {ticket.version}",
             holder=lambda: f"{consumer.name} does not answer",
         )
-        self.versions[consumer.name] = version
+        self.versions[consumer.name] = ticket.version
         return report
 
     async def _look_after(self, consumer: Consumer) -> None:
@@ -278,12 +273,12 @@ class Distribution:
         )
         async with self.weights(consumer.name):
             assert self._newest is not None, "nobody is fenced before the first publication"
-            version, ticket = self._newest
-            report = await self._load(consumer, version, ticket)
+            ticket = self._newest
+            report = await self._load(consumer, ticket)
             await within(consumer.join(), ASK_S, owner=consumer.name, what="the balancer to give it work")
             self.serving.append(consumer)
             del self.fenced[consumer.name]
-        return version, report
+        return ticket.version, report
 
     async def _first_back(self) -> LoadReport:
         """What the newest version cost the first consumer that serves it after all were fenced."""

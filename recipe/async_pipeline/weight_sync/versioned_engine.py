@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..core.clock import within
+from ..core.items import LoadReport
 
 STANDSTILL_S = 5.0
 """An engine that could not load is told to stand still, and not waited for longer than this."""
@@ -41,7 +42,7 @@ class Span(NamedTuple):
 class Loaded(NamedTuple):
     """What the engine says after a load."""
 
-    reports: Sequence[Mapping[str, float]]
+    reports: Sequence[LoadReport]
     """One for each of its ranks."""
     progress: Mapping[str, int]
     """Output tokens that each live request had at the load, by the engine's own id of it."""

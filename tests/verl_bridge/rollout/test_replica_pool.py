@@ -12,15 +12,14 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Publication
+from recipe.async_pipeline.core.items import LoadReport, Publication
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
-from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
-from recipe.async_pipeline.weight_sync.publisher import LoadReport
+from recipe.async_pipeline.weight_sync.manifest import Ticket
 from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-TICKET = encode(Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25))
+TICKET = Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,15 @@ class Server:
         if self.error is not None:
             raise self.error
         self.log.append(f"{self.name} serves")
-        return LoadReport(0.5, 2.0, 0.2, 0.1, 6.0, 3, 20)
+        return LoadReport(
+            transfer_s=0.5,
+            load_s=2.0,
+            stall_s=0.2,
+            prove_s=0.1,
+            busy_s=6.0,
+            tensors_proved=3,
+            tokens_read_again=20,
+        )
 
 
 class Balancer:
@@ -125,6 +132,7 @@ def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
         transfer_s=1.0,
         load_s=4.0,
         stall_s=0.4,
+        prove_s=0.2,
         busy_s=12.0,
         tensors_proved=6,
         replicas=2,

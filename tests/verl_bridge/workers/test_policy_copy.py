@@ -10,6 +10,9 @@ import pytest
 
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.workers.policy_copy import PolicyCopy
+from recipe.async_pipeline.weight_sync.manifest import Ticket
+
+TICKET, NEXT = (Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1) for version in (4, 5))
 
 
 def copy_of(load: Any) -> PolicyCopy:
@@ -25,26 +28,26 @@ def test_every_rank_loads_the_version() -> None:
 
     policy = copy_of(load)
     assert policy.version is None
-    policy.load(4, b"ticket", 2.0)
+    policy.load(TICKET, 2.0)
     assert policy.version == 4
-    assert asked == [(b"ticket", "courier", 2.0)]
+    assert asked == [(TICKET, "courier", 2.0)]
 
 
 def test_ranks_that_differ() -> None:
     policy = copy_of(lambda *arguments: [4, 3])
     with pytest.raises(WeightSyncError, match=r"logp was to load version 4, and its ranks hold \[3, 4\]"):
-        policy.load(4, b"", 2.0)
+        policy.load(TICKET, 2.0)
     assert policy.version is None
 
 
 def test_after_a_load_that_failed_nothing_is_held() -> None:
     def load(*arguments: Any) -> list[int]:
-        if policy.version is None and arguments[0] == b"bad":
+        if policy.version is None and arguments[0] == NEXT:
             raise ProofError("differs")
         return [4]
 
     policy = copy_of(load)
-    policy.load(4, b"good", 2.0)
+    policy.load(TICKET, 2.0)
     with pytest.raises(ProofError):
-        policy.load(5, b"bad", 2.0)
+        policy.load(NEXT, 2.0)
     assert policy.version is None

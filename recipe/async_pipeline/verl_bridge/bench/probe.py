@@ -13,6 +13,7 @@ from verl.trainer.main_ppo import TaskRunnerV1
 
 from ...bench.spans import POLL_S, REFERENCE, SpanFile, of_this_job
 from ...bench.waits import Lognormal
+from ...weight_sync.manifest import Ticket
 from ..trainer.async_trainer import AsyncPipelineTrainer
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
@@ -80,10 +81,10 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
             super().__init__(config)
             self._gathering: dict[int, float] = {}
 
-        async def gather(self, version: int) -> bytes:
+        async def gather(self, version: int) -> Ticket:
             self._gathering[version] = time.monotonic()
             with spans.measure("sync"):
-                ticket: bytes = await super().gather(version)
+                ticket: Ticket = await super().gather(version)
             return ticket
 
         async def publish(self, version: int, snapshot: object) -> Any:

@@ -11,10 +11,10 @@ from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from ...config.schema import loads_at_once
-from ...core.items import Publication
+from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError
-from ...weight_sync.manifest import decode_ticket
-from ...weight_sync.publisher import Distribution, LoadReport
+from ...weight_sync.manifest import Ticket
+from ...weight_sync.publisher import Distribution
 from ...weight_sync.versioned_engine import LoadMode
 from ..object_store_transport import start_on
 from ..ray_calls import ASK_S, cause_of, got
@@ -38,7 +38,7 @@ class ReplicaConsumer:
         self._replica, self._balancer = replica, balancer
         self._arguments = (courier, piece_bytes, timeout_s, how)
 
-    async def load(self, ticket: bytes) -> LoadReport:
+    async def load(self, ticket: Ticket) -> LoadReport:
         answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]
         try:
             # The servers of one replica load together, and the first speaks for all.
@@ -138,29 +138,21 @@ class RolloutPool:
         """The version that each replica serves, by its name; one that is fenced serves none."""
         return self._distribution.versions
 
-    async def publish(self, ticket: bytes) -> Publication:
+    async def publish(self, ticket: Ticket) -> Publication:
         """Have every replica check, load and prove a version; returns when all that work serve it.
 
         Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left,
         and none
         comes back.
         """
-        gathered = decode_ticket(ticket)
-        fenced = set(self._distribution.fenced)
-        reports = await self._distribution.publish(gathered.version, ticket)
-        failures = [f"{name}: {why}" for name, why in self._distribution.fenced.items() if name not in fenced]
+        outcome = await self._distribution.publish(ticket)
         return Publication(
-            version=gathered.version,
-            num_bytes=gathered.num_bytes,
-            gather_s=gathered.gather_s,
-            transfer_s=sum(r.transfer_s for r in reports),
-            load_s=sum(r.load_s for r in reports),
-            stall_s=sum(r.stall_s for r in reports),
-            busy_s=sum(r.busy_s for r in reports),
-            tensors_proved=sum(r.tensors_proved for r in reports),
-            replicas=len(reports),
-            tokens_read_again=sum(r.tokens_read_again for r in reports),
-            failure="; ".join(failures),
+            version=ticket.version,
+            num_bytes=ticket.num_bytes,
+            gather_s=ticket.gather_s,
+            replicas=len(outcome.reports),
+            failure="; ".join(f"{name}: {why}" for name, why in outcome.failures.items()),
+            **vars(LoadReport.total(outcome.reports)),
         )
 
     async def watch(self) -> None:

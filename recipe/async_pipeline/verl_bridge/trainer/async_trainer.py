@@ -51,6 +51,7 @@ from ...observe.watchdog import Watchdog
 from ...patching.series import find_verl_root, require_patched
 from ...redaction import redacted
 from ...stages.custom import insert_custom_roles
+from ...weight_sync.manifest import Ticket
 from ...weight_sync.versioned_engine import LoadMode
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .. import plugin
@@ -610,7 +611,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         _say(f"weight updates are {change.level.name.lower().replace('_', '-')} from here on: {change.why}")
 
     async def publish(self, version: int, snapshot: object) -> Publication:
-        assert isinstance(snapshot, bytes)
+        assert isinstance(snapshot, Ticket)
         self._last_publication = await self.rollout_pool.publish(snapshot)
         return self._last_publication
 

@@ -24,6 +24,7 @@ from ...core.flow import AsyncTrainingFlow
 from ...core.items import StepBatch
 from ...errors import WeightSyncError
 from ...observe.summary import one_line
+from ...weight_sync.manifest import Ticket
 from ..ray_calls import ASK_S, got
 from ..rollout.device_holder import node_id
 from ..rollout.replica_pool import RolloutPool
@@ -46,7 +47,7 @@ class LogProbTrainer(ResumableTrainer):
     """verl's, of models that see or hear; else None."""
     old_policy: Callable[[int], int | None]
     _flow: AsyncTrainingFlow
-    _tickets: dict[int, bytes]
+    _tickets: dict[int, Ticket]
     """Of the versions that lie in the arenas."""
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
@@ -111,7 +112,7 @@ class LogProbTrainer(ResumableTrainer):
                 "checkpoint"
             )
         started = time.perf_counter()
-        await self._call(policy.load, version, self._tickets[version], self.knobs.publish_timeout_s)
+        await self._call(policy.load, self._tickets[version], self.knobs.publish_timeout_s)
         return time.perf_counter() - started
 
     def _policy_copy(self, role: str, group: Any) -> PolicyCopy:
@@ -154,14 +155,14 @@ class LogProbTrainer(ResumableTrainer):
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("ref_log_prob"))
         return batch
 
-    async def gather(self, version: int) -> bytes:
+    async def gather(self, version: int) -> Ticket:
         tickets = await self._call(self.actor_rollout_wg.gather_weights, version)
-        ticket = next((t for t in tickets if t is not None), None)
+        ticket: Ticket | None = next((t for t in tickets if t is not None), None)
         if ticket is None:
             raise WeightSyncError(f"no training rank returned a ticket of version {version}")
         newest = max(self._tickets, default=version)
-        self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: bytes(ticket)}
-        return bytes(ticket)
+        self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: ticket}
+        return ticket
 
 
 def verls_name(pool: Pool) -> str:

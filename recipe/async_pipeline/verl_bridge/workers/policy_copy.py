@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import WeightSyncError
+from ...weight_sync.manifest import Ticket
 
 
 class PolicyCopy:
@@ -22,15 +23,15 @@ class PolicyCopy:
         """None: what the run began with."""
         self.role, self._courier = role, courier
 
-    def load(self, version: int, ticket: bytes, timeout_s: float) -> None:
+    def load(self, ticket: Ticket, timeout_s: float) -> None:
         """Have all its ranks hold a version, proved. Blocks.
 
         Raises WeightSyncError, ProofError: they do not; what they hold then is not known.
         """
         self.version = None
         found = set(self.group.load_version(ticket, self._courier, timeout_s))
-        if found != {version}:
+        if found != {ticket.version}:
             raise WeightSyncError(
-                f"{self.role} was to load version {version}, and its ranks hold {sorted(found)}"
+                f"{self.role} was to load version {ticket.version}, and its ranks hold {sorted(found)}"
             )
-        self.version = version
+        self.version = ticket.version

@@ -23,7 +23,7 @@ from ...core.clock import within
 from ...errors import WeightSyncError
 from ...weight_sync.arena import ArenaReader, Part
 from ...weight_sync.board import await_manifest
-from ...weight_sync.manifest import Manifest, decode, decode_ticket, encode
+from ...weight_sync.manifest import Manifest, Ticket, decode, encode
 from ...weight_sync.receiver import Inbox
 from ...weight_sync.shard_load import load_parts, prove_parts
 from ..cpu_platform import is_cpu
@@ -62,11 +62,11 @@ class PipelineWorker(ActorRolloutRefWorker):
             self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def gather_weights(self, version: int) -> bytes | None:
+    def gather_weights(self, version: int) -> Ticket | None:
         """Copy the weights into host memory; rank 0 returns the ticket. A collective of all ranks."""
         self._ranks = self._ranks or TrainingRanks(ray.get_runtime_context().get_node_id())
         held = held_by(self.actor.engine) if self._ranks.on_one_host else None
-        ticket: bytes | None
+        ticket: Ticket | None
         if held is not None:
             ticket = self.checkpoint_engine.gather_parts(held.parts, version, self._ranks, held.adapter)
         else:
@@ -75,15 +75,14 @@ class PipelineWorker(ActorRolloutRefWorker):
         return ticket
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_version(self, ticket: bytes, courier: Any | None, timeout_s: float) -> int:
+    def load_version(self, ticket: Ticket, courier: Any | None, timeout_s: float) -> int:
         """Have the forward-only model compute with a published version. A collective of all ranks; returns
         the version.
 
         Raises WeightSyncError: it is corrupt, or of another model. ProofError: it is not what was loaded.
         """
-        offered = decode_ticket(ticket)
         if courier is None:
-            manifest = await_manifest(offered, timeout_s)
+            manifest = await_manifest(ticket, timeout_s)
             self._reader = self._reader or ArenaReader()
             self._reader.verify(manifest)
         else:
@@ -93,14 +92,14 @@ class PipelineWorker(ActorRolloutRefWorker):
                     self._pull(courier, ticket, timeout_s),
                     timeout_s,
                     owner=self.role,
-                    what=f"the buckets of version {offered.version}",
+                    what=f"the buckets of version {ticket.version}",
                 )
                 manifest = thread.submit(asyncio.run, pulled).result()
             self._reader = self._reader or ArenaReader()
         parts = self._forward_only()
-        load_parts(offered.version, self._reader.tensors(manifest), parts)
+        load_parts(ticket.version, self._reader.tensors(manifest), parts)
         prove_parts(manifest, parts)
-        return offered.version
+        return ticket.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_reference(self, folder: str) -> None:
@@ -137,7 +136,7 @@ class PipelineWorker(ActorRolloutRefWorker):
             )
         return held.parts
 
-    async def _pull(self, courier: Any, ticket: bytes, timeout_s: float) -> Manifest:
+    async def _pull(self, courier: Any, ticket: Ticket, timeout_s: float) -> Manifest:
         self._inbox = self._inbox or Inbox()
         described = decode(await courier.announced.remote(ticket, timeout_s))
         return await self._inbox.receive(described, pull_through(courier, encode(described)))

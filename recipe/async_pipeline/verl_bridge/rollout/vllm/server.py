@@ -16,12 +16,12 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from ....core.clock import unless_broken, within
+from ....core.items import LoadReport
 from ....errors import CorruptionError, WeightSyncError
 from ....weight_sync.arena import ArenaReader
 from ....weight_sync.board import await_manifest
 from ....weight_sync.busy_time import OpenTime
-from ....weight_sync.manifest import Manifest, Ticket, decode, decode_ticket, encode
-from ....weight_sync.publisher import LoadReport
+from ....weight_sync.manifest import Manifest, Ticket, decode, encode
 from ....weight_sync.receiver import Inbox
 from ....weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
 from ...cpu_platform import is_cpu
@@ -86,7 +86,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         self._versioned = VersionedEngine(self.engine)
 
     async def load_version(
-        self, ticket: bytes, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
+        self, offered: Ticket, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
     ) -> LoadReport:
         """Fetch, check, load, prove and announce one version, in this order.
 
@@ -99,7 +99,6 @@ class PipelineVLLMServer(vLLMHttpServer):
         not answer.
         """
         started = time.perf_counter()
-        offered = decode_ticket(ticket)
         if self.global_steps is not None and offered.version <= self.global_steps:
             raise WeightSyncError(
                 f"replica {self.replica_rank} serves v{self.global_steps} and was offered "
@@ -121,9 +120,9 @@ class PipelineVLLMServer(vLLMHttpServer):
             answer = unless_broken(
                 core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s), self._death
             )
-            return Loaded(
-                *await self._within(timeout_s, answer, f"its engine to load version {offered.version}")
-            )
+            what = f"its engine to load version {offered.version}"
+            reports, progress = await self._within(timeout_s, answer, what)
+            return Loaded([LoadReport(**of_rank) for of_rank in reports], progress)
 
         # Its requests may have to end first, for which nobody else waits.
         loading = self._versioned.load(
@@ -136,14 +135,14 @@ class PipelineVLLMServer(vLLMHttpServer):
         # Requests that are kept wait for no longer than the engine itself takes; before that its step was
         # finished.
         ended = time.perf_counter()
-        kept = max(r["load_s"] + r["prove_s"] for r in loaded.reports)
+        kept = max(report.stall_s for report in loaded.reports)
         return LoadReport(
             transfer_s=fetched - started,
             load_s=ended - fetched,
             stall_s=kept if how.in_flight == "keep" else ended - staged_at,
-            prove_s=max(r["prove_s"] for r in loaded.reports),
+            prove_s=max(report.prove_s for report in loaded.reports),
             busy_s=self._open.take(ended),
-            tensors_proved=int(min(r["tensors_proved"] for r in loaded.reports)),
+            tensors_proved=min(report.tensors_proved for report in loaded.reports),
             tokens_read_again=read_again,
         )
 
@@ -156,7 +155,7 @@ class PipelineVLLMServer(vLLMHttpServer):
             manifest = await asyncio.to_thread(await_manifest, offered, timeout_s)
             await checked(partial(self._reader.verify, manifest))
             return manifest
-        described = decode(await courier.announced.remote(encode(offered), timeout_s))
+        described = decode(await courier.announced.remote(offered, timeout_s))
         return await self._inbox.receive(described, pull_through(courier, encode(described)))
 
     async def _stage(self, manifest: bytes, version: int, timeout_s: float) -> None:

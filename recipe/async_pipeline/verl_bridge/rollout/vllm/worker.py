@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
+from ....core.items import LoadReport
 from ....errors import ProofError, WeightSyncError
 from ....weight_sync.arena import ArenaReader
 from ....weight_sync.copy_plan import RecordedLoad, Recorder
@@ -88,12 +90,10 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         compared = self._prove(described, model)
         if self.device.type == "cpu":
             pack_experts(model)
-        report = {
-            "load_s": loaded - started,
-            "prove_s": time.perf_counter() - loaded,
-            "tensors_proved": float(compared),
-        }
-        return report, self._output_tokens()
+        load_s, prove_s = loaded - started, time.perf_counter() - loaded
+        report = LoadReport(load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=compared)
+        # vLLM sends plain values only between its processes.
+        return asdict(report), self._output_tokens()
 
     def _load(self, model: torch.nn.Module, described: Manifest, piece_bytes: int) -> None:
         if described.adapter is not None:
