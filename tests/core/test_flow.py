@@ -447,7 +447,7 @@ def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: s
     )
     flow = AsyncTrainingFlow(trainer)
     live: list[int] = []
-    flow.log.subscribe(lambda record: live.append(len(flow.ledger.in_flight)))
+    flow.log.subscribe(lambda record: live.append(len(flow.fates.in_flight)))
     run_virtual(flow.run())
     assert max(live) == (3 + 1) * 4
     assert trainer.in_flight_max <= (3 + 1) * 4

@@ -35,7 +35,7 @@ def test_draws_the_steps_in_order_and_ends_after_the_last(alone: MakeRole) -> No
     assert [b.step for b in batches] == [1, 2, 3, 4]
     assert [b.admitted_version for b in batches] == [0, 0, 0, 0]
     assert machine.state is StageState.DONE
-    assert machine.pipeline.ledger.drawn == 12
+    assert machine.pipeline.fates.drawn == 12
 
 
 def test_waits_until_weights_that_are_new_enough_are_served(alone: MakeRole) -> None:

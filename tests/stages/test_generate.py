@@ -149,7 +149,7 @@ def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeR
     run_virtual(main())
     ledger = machine.pipeline.ledger
     assert trainer.cancelled == ["p0"]
-    assert ledger.count("expired") == (stale == "drop")
+    assert machine.pipeline.fates.count("expired") == (stale == "drop")
     assert ledger.regenerated == (stale == "resume")
     assert arrived == [("p1", 1.0), *([("p0", 3.0)] if stale == "resume" else [])]
     assert [r.fields["fate"] for r in machine.pipeline.log.records if r.event == "RECALLED"] == [stale]
@@ -177,5 +177,5 @@ def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) 
 
     run_virtual(main())
     assert trainer.discarded == ["p0"]
-    assert machine.pipeline.ledger.count("expired") == 1
+    assert machine.pipeline.fates.count("expired") == 1
     assert len(machine.outputs[0]) == 0

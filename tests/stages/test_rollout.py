@@ -56,7 +56,7 @@ def test_a_group_that_teaches_nothing_is_filtered(alone: MakeRole) -> None:
     trainer = SimTrainer(groups=1, max_lag=1, filtered=lambda uid: uid == "a")
     machine = alone("rollout", trainer)
     assert uids(run_virtual(feed(machine, group("a", 1), group("b", 2)))) == [(1, ["b"])]
-    assert machine.pipeline.ledger.count("filtered") == 1
+    assert machine.pipeline.fates.count("filtered") == 1
     assert trainer.discarded == ["a"]
 
 

@@ -107,8 +107,8 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "samples/failed": 0.0,
         "samples/regenerated": 0.0,
     }
-    ledger = machine.pipeline.ledger
-    assert (ledger.step, ledger.lag_max, ledger.trajectories_trained, ledger.count("trained")) == (3, 2, 4, 1)
+    fates, ledger = machine.pipeline.fates, machine.pipeline.ledger
+    assert (fates.step, ledger.lag_max, ledger.trajectories_trained, fates.count("trained")) == (3, 2, 4, 1)
     trained = next(r for r in machine.pipeline.log.records if r.event == "TRAINED")
     assert trained.fields["version"] == 3
     assert trained.fields["lag/max"] == 2.0

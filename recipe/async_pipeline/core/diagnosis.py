@@ -159,12 +159,12 @@ def _channels(machines: Sequence[RoleStateMachine]) -> list[Channel[object]]:
 
 
 def _counts(flow: AsyncTrainingFlow) -> list[str]:
-    queue, versions, ledger = flow.queue, flow.versions, flow.ledger
-    fates = ", ".join(f"{ledger.count(fate)} {fate}" for fate in ("trained", "filtered", "expired", "failed"))
+    queue, versions, fates = flow.queue, flow.versions, flow.fates
+    counts = ", ".join(f"{count} {fate}" for fate, count in fates.counts().items())
     return [
         f"message queue: {queue.untrained} groups untrained, {queue.finished} of them finished, room for "
         f"{queue.room()}",
         f"versions: trained {versions.trained}, gathered {versions.gathered}, served {versions.served}",
-        f"groups: {ledger.drawn} drawn, {fates}, {len(ledger.in_flight)} without a fate",
-        f"steps trained: {ledger.step} of {flow.trainer.last_step}",
+        f"groups: {fates.drawn} drawn, {counts}, {len(fates.in_flight)} without a fate",
+        f"steps trained: {fates.step} of {flow.trainer.last_step}",
     ]

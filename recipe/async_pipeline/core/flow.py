@@ -37,6 +37,7 @@ from .channel import Channel
 from .clock import Clock, LoopClock
 from .degradation import Change, Level, StepDown
 from .events import EventLog
+from .fates import FateRegister, Settlement
 from .flow_state import FlowState
 from .items import Publication, StepBatch
 from .ledger import Ledger
@@ -117,13 +118,12 @@ class AsyncTrainingFlow:
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()
         self.queue = trainer.message_queue(self.versions, self.max_lag)
+        self.fates = FateRegister(first_step=trainer.first_step)
         self.ledger = Ledger(
-            max_lag=self.max_lag,
-            first_step=trainer.first_step,
-            last_step=trainer.last_step,
-            facts=trainer.facts,
+            self.fates, max_lag=self.max_lag, last_step=trainer.last_step, facts=trainer.facts
         )
-        self.queue.on_drop(lambda uid: self.ledger.give_up(uid, "expired", "it held a step up"))
+        self.fates.subscribe(self._leave_queue)
+        self.queue.on_drop(lambda uid: self.fates.settle(uid, "expired", why="it held a step up"))
         self.publications: list[Publication] = []
         self.step_down = StepDown(trainer.caution)
         self._depth = self.queue.depth
@@ -174,7 +174,7 @@ class AsyncTrainingFlow:
         )
         try:
             await self._supervise()
-            self.ledger.check(())
+            self.fates.check(())
         except BaseException as error:
             self.ledger.close("failed" if isinstance(error, Exception) else "interrupted")
             raise
@@ -184,13 +184,13 @@ class AsyncTrainingFlow:
 
     def result(self) -> FlowResult:
         return FlowResult(
-            steps=self.ledger.step,
-            groups_drawn=self.ledger.drawn,
-            groups_trained=self.ledger.count("trained"),
-            groups_filtered=self.ledger.count("filtered"),
-            groups_expired=self.ledger.count("expired"),
-            groups_failed=self.ledger.count("failed"),
-            groups_in_flight=len(self.ledger.in_flight),
+            steps=self.fates.step,
+            groups_drawn=self.fates.drawn,
+            groups_trained=self.fates.count("trained"),
+            groups_filtered=self.fates.count("filtered"),
+            groups_expired=self.fates.count("expired"),
+            groups_failed=self.fates.count("failed"),
+            groups_in_flight=len(self.fates.in_flight),
             regenerated=self.ledger.regenerated,
             trajectories_trained=self.ledger.trajectories_trained,
             lag_max=self.ledger.lag_max,
@@ -203,7 +203,7 @@ class AsyncTrainingFlow:
         """Raises ConservationError: the prompts without a fate are not those that are somewhere in the
         pipeline.
         """
-        self.ledger.check(self.queue.live)
+        self.fates.check(self.queue.live)
 
     def state(self, step: int) -> FlowState:
         """What a checkpoint of `step` has to hold; to be called after that step was trained, before the next
@@ -245,6 +245,14 @@ class AsyncTrainingFlow:
             f"versions trained {v.trained}, gathered {v.gathered}, served {v.served}"
         )
         return Holders(text, (m.name for m in machines if m.state not in TERMINAL))
+
+    def _leave_queue(self, settled: Settlement) -> None:
+        """Free the places in the message queue; a prompt that expires has left it before it is settled."""
+        if settled.step is not None:
+            self.queue.trained(settled.step)
+        elif settled.fate != "expired":
+            for uid in settled.uids:
+                self.queue.give_back(uid)
 
     def _wire(self) -> None:
         lanes = {role: _role(role).lanes(self) for role in self.graph}

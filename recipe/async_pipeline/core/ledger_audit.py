@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
-from .ledger import Fate
+from .fates import Fate
 
 SHOWN = 20
 """Violations that are kept in full; more are counted."""

@@ -43,13 +43,11 @@ class RolloutStateMachine(RoleStateMachine):
             yield from (entry.answer for entry in state.entries if entry.answer is not None)
 
     async def _judge(self, group: Group) -> None:
-        queue = self.pipeline.queue
         fate = self.trainer.rejects(group)
         if fate is None:
-            queue.put(group)
+            self.pipeline.queue.put(group)
         else:
-            self.pipeline.ledger.give_up(group.uid, fate, group.flaw)
-            queue.give_back(group.uid)
+            self.pipeline.fates.settle(group.uid, fate, why=group.flaw, group=group)
             self.note("REJECTED", key=group.uid, fate=fate, **({"why": group.flaw} if group.flaw else {}))
             await self.trainer.discard(group)
 

@@ -13,8 +13,10 @@ next step is taken by this very lane, and the critic waits for it as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from ..core.degradation import Level
+from ..core.fates import NotTrained
 from ..core.items import StepBatch
 from ..core.role import RoleStateMachine, register_role
 from ..core.staleness import check_lag
@@ -44,8 +46,7 @@ class TrainStateMachine(RoleStateMachine):
         facts = self._check_lags(item)
         batch = await self.trainer.update(item)
         self.pipeline.versions.advance_trained(item.step)
-        self.pipeline.ledger.commit(item.step, item.groups)
-        self.pipeline.queue.trained(item.step)
+        self.pipeline.fates.train(item.step, item.groups)
         self.pipeline.check_books()
         self.note("TRAINED", version=item.step, **facts)
         self.release()
@@ -72,7 +73,6 @@ class TrainStateMachine(RoleStateMachine):
             for group in item.groups
             for t in group.trajectories
         ]
-        ledger = self.pipeline.ledger
         spans = [t.last_version - t.first_version for g in item.groups for t in g.trajectories]
         return {
             "batch/tail_s": max((t.seconds or 0.0 for g in item.groups for t in g.trajectories), default=0.0),
@@ -84,6 +84,6 @@ class TrainStateMachine(RoleStateMachine):
             "version/served_min": float(self.pipeline.versions.served),
             "queue/untrained": float(self.pipeline.queue.untrained),
             "queue/finished": float(self.pipeline.queue.finished),
-            **{f"samples/{fate}": float(ledger.count(fate)) for fate in ("filtered", "expired", "failed")},
-            "samples/regenerated": float(ledger.regenerated),
+            **{f"samples/{fate}": float(self.pipeline.fates.count(fate)) for fate in get_args(NotTrained)},
+            "samples/regenerated": float(self.pipeline.ledger.regenerated),
         }

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from recipe.async_pipeline.core.fates import Settlement
 from recipe.async_pipeline.core.items import Prompt
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
@@ -82,8 +83,7 @@ def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> 
     prompts = list(deal(before, dealt)) if dealt else []
     # Every `answered`-th is trained; one is finished.
     trained = {p.uid for i, p in enumerate(prompts) if answered and i % answered == 0}
-    for uid in trained:
-        before.forget(uid)
+    before.settled(Settlement(fate="trained", uids=tuple(trained), step=1))
     left = [p for p in prompts if p.uid not in trained]
     finished, in_flight = [p.uid for p in left[:1]], [p.uid for p in left[1:]]
     state, loader = before.state(in_flight, finished)
@@ -119,7 +119,7 @@ def test_only_states_that_may_be_wanted_are_kept(make: Any) -> None:
     source = make(rows=100)
     for _ in range(20):
         for prompt in deal(source, BATCH):
-            source.forget(prompt.uid)
+            source.settled(Settlement(fate="expired", uids=(prompt.uid,)))
     assert len(source._states) <= 3
 
 

@@ -317,6 +317,8 @@ class AsyncPipelineTrainer(LogProbTrainer):
         with EventFile(self.run_dir / "events.jsonl") as events, self._ledger as ledger, watchdog:
             flow.log.subscribe(events)
             flow.ledger.subscribe(ledger)
+            flow.fates.subscribe(self.prompts.settled)
+            flow.fates.subscribe(self._meters.settled)
             _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
             _echo(header())
             self._last_finish = time.perf_counter()
@@ -407,9 +409,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         try:
             answered = await self.agent_loop_manager.run_group(prompt.payload, self.told.pop(prompt.uid, []))
         except asyncio.CancelledError:
-            self._meters.give_up(time.perf_counter() - started)
-            if self.knobs.stale == "drop":
-                self.prompts.forget(prompt.uid)
+            self._meters.cancelled(time.perf_counter() - started)
             raise
         seconds = time.perf_counter() - started
         self._flow.log.append(
@@ -434,7 +434,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             )
             for r in sorted(answered.results, key=lambda r: str(r["key"]))
         )
-        self._meters.meet("finished", trajectories)
+        self._meters.finished(prompt.uid, trajectories)
         verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
         columns = [r["columns"] for r in sorted(answered.results, key=lambda r: str(r["key"]))]
         alike = all(one == columns[0] for one in columns)
@@ -455,10 +455,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         return float(value)
 
     async def discard(self, group: Group) -> None:
-        rejected = self.rejects(group)
-        self._meters.meet("filtered" if rejected == "filtered" else "dropped", group.trajectories)
-        if not group.again and (rejected or self.knobs.stale == "drop"):
-            self.prompts.forget(group.uid)
+        self._meters.discarded(group.uid)
         if group.flaw:  # the agent loop has not stored it
             return
         await self._call(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
@@ -512,12 +509,10 @@ class AsyncPipelineTrainer(LogProbTrainer):
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
-        found, warning = self._meters.trained(batch)
+        found, warning = self._meters.selection()
         if warning is not None:
             _say(warning)
         found |= self._accounts.take()
-        for group in batch.groups:
-            self.prompts.forget(group.uid)
         await self._call(self._finish, batch, {**facts, **found}, step_s, self._accounts.critical_role())
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:

@@ -168,7 +168,7 @@ class ResumableTrainer(PPOTrainer):
         checkpoint_contents.put(groups, restored.samples, PARTITION)
         self.told = restored.transcripts
         for group in groups:
-            self._meters.meet("finished", group.trajectories)
+            self._meters.finished(group.uid, group.trajectories)
         say(
             f"resumed from {restored.folder}: step {self.global_steps}, {len(groups)} finished groups, "
             f"{len(state.flow.in_flight())} prompts to be answered again"

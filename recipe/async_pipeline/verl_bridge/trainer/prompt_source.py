@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 from verl.utils import tensordict_utils as tu
 
+from ...core.fates import Settlement
 from ...core.items import Prompt
 from ...errors import CheckpointError
 
@@ -106,9 +107,10 @@ class PromptSource:
         """Where a prompt that is not forgotten comes from; in the order of the dataset."""
         return self._places[uid]
 
-    def forget(self, uid: str) -> None:
-        """A prompt was trained, or will not be."""
-        del self._places[uid]
+    def settled(self, settled: Settlement) -> None:
+        """Forget prompts that have a fate. Subscribes to the register."""
+        for uid in settled.uids:
+            del self._places[uid]
 
     # Checkpoints.
 

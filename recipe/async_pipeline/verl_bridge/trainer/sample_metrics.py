@@ -5,14 +5,23 @@ that were made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 
+from ...core.fates import Fate, Settlement
 from ...core.items import StepBatch, Trajectory
+from ...observe import selection_bias
 from ...observe.off_policy import TrajectoryVersions, off_policy_metrics
-from ...observe.selection_bias import Fate, SelectionMeter
+
+SELECTION: Mapping[Fate, selection_bias.Fate] = {
+    "trained": "trained",
+    "filtered": "filtered",
+    "expired": "dropped",
+    "failed": "dropped",
+}
+"""How the responses to a prompt count, by its fate."""
 
 
 class SampleMeters:
@@ -26,26 +35,43 @@ class SampleMeters:
         self._answers = int(rollout.n)
         self._sampled = ["rollout_log_probs"] if rollout.calculate_log_probs else []
         self._bypassed = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
-        self._selection = SelectionMeter()
+        self._selection = selection_bias.SelectionMeter()
+        self._undecided: dict[str, tuple[Trajectory, ...]] = {}
+        """Finished responses to prompts without a fate, by prompt."""
 
-    def meet(self, fate: Fate, trajectories: Iterable[Trajectory]) -> None:
-        """Each of these met `fate`."""
-        for one in trajectories:
-            self._selection.record(
-                fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward
-            )
+    def finished(self, uid: str, trajectories: tuple[Trajectory, ...]) -> None:
+        """Count the responses to a prompt; what becomes of them is decided later."""
+        self._undecided[uid] = trajectories
+        self._record("finished", trajectories)
 
-    def give_up(self, seconds: float) -> None:
-        """The answers to one prompt were given up, so long after they were asked for; no more is known of
-        them.
+    def settled(self, settled: Settlement) -> None:
+        """Count the responses to prompts that have a fate. Subscribes to the register."""
+        groups = {group.uid: group.trajectories for group in settled.groups}
+        for uid in settled.uids:
+            finished = self._undecided.pop(uid, ())
+            self._record(SELECTION[settled.fate], groups.get(uid, finished))
+
+    def discarded(self, uid: str) -> None:
+        """Count the responses to a prompt as dropped, unless its fate has decided about them."""
+        self._record("dropped", self._undecided.pop(uid, ()))
+
+    def cancelled(self, seconds: float) -> None:
+        """Count responses to one prompt that were cancelled `seconds` after they were requested.
+
+        Nothing else is known of them.
         """
         for _ in range(self._answers):
             self._selection.record("dropped", seconds=seconds)
 
-    def trained(self, batch: StepBatch) -> tuple[dict[str, float], str | None]:
-        """Metrics of all samples so far, and a warning if those trained have become unlike them."""
-        self.meet("trained", (one for group in batch.groups for one in group.trajectories))
+    def selection(self) -> tuple[dict[str, float], str | None]:
+        """Return metrics of all samples so far, and a warning if the trained ones are a biased selection."""
         return self._selection.metrics(), self._selection.warning()
+
+    def _record(self, fate: selection_bias.Fate, trajectories: Iterable[Trajectory]) -> None:
+        for one in trajectories:
+            self._selection.record(
+                fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward
+            )
 
     def distances(self, batch: StepBatch) -> dict[str, float]:
         """How far the policies that wrote the batch are from the one that it trains. Blocks on the sample
