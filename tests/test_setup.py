@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`setup.py` lists what the package imports, and `cpu.in.txt` asks for the same."""
+"""`setup.py` lists every package that is imported, and `cpu.in.txt` lists the same packages."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests import REPOSITORY
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 
 DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
-"""Distributions that are not called as what they import."""
+"""Distribution names that differ from the name that is imported."""
 STACK = {
     "peft", "ray", "tensordict", "tokenizers", "torch", "transfer_queue", "transformers", "verl", "vllm",
 }  # fmt: skip
-"""What verl and the engine bring, in the versions that suit the machine."""
+"""Packages that come with verl and the engine, in versions that depend on the machine."""
 
 
 def lists() -> dict[str, list[str]]:
-    """The literal lists of requirements in setup.py, by name."""
+    """Return the literal lists of requirements in setup.py, by name."""
     tree = ast.parse((REPOSITORY / "setup.py").read_text(encoding="utf-8"))
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     return {
@@ -36,7 +36,7 @@ def lists() -> dict[str, list[str]]:
 
 
 def imported() -> Iterator[tuple[str, str]]:
-    """The top-level name of each import that is neither ours nor the standard library's, and its file."""
+    """Yield the top-level name and the file of each third-party import."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
@@ -50,7 +50,7 @@ def imported() -> Iterator[tuple[str, str]]:
                     yield top, str(path.relative_to(PACKAGE))
 
 
-def test_what_the_package_imports_is_required_and_the_other_way_round() -> None:
+def test_requirements_and_imports_match() -> None:
     required = {*lists()["INSTALL_REQUIRES"], *lists()["BENCH_REQUIRES"]}
     needed = {DISTRIBUTIONS.get(name, name): where for name, where in imported() if name not in STACK}
     assert set(needed) - required == set(), f"imported, not required: {needed}"
@@ -58,10 +58,10 @@ def test_what_the_package_imports_is_required_and_the_other_way_round() -> None:
 
 
 @pytest.mark.parametrize("name", ["INSTALL_REQUIRES", "BENCH_REQUIRES", "DEV_REQUIRES"])
-def test_the_lock_is_made_of_the_same_requirements(name: str) -> None:
+def test_the_lock_file_has_the_same_requirements(name: str) -> None:
     text = (REPOSITORY / "run_scripts" / "cpu.in.txt").read_text(encoding="utf-8")
-    asked = {re.split(r"[\s=<>\[]", line)[0].lower() for line in text.splitlines()}
-    assert set(lists()[name]) - asked == set()
+    listed = {re.split(r"[\s=<>\[]", line)[0].lower() for line in text.splitlines()}
+    assert set(lists()[name]) - listed == set()
 
 
 def test_the_stack_is_still_imported() -> None:

@@ -1,26 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """async_pipeline: verl's reinforcement-learning post-training as an asynchronous pipeline.
 
-Eight roles, each a state machine with its own produce/consume loop, joined by bounded channels:
+Eight stages, each a state machine with its own produce/consume loop, joined by bounded channels:
 
     dataloader ─► generate ─► rollout ─► logp, ref_logp ─► reward ─► train ─► param_update
         ▲                                                                        │
         └──── admission: how far generation may run ahead (max_lag) ◄── served ──┘
 
-Where what lives:
+Decisions, without verl, Ray or torch:
 
-    core/         decides: the state machine, channels, leases, versions, the flow. Pure asyncio.
-    stages/       the eight roles, one file each
-    strategies/   how far ahead: on_policy, one_step_off, n_step_ahead (subclasses of verl's trainer)
-    weight_sync/  host arenas, manifests and the proof of delivery. No verl, no ray.
-    verl_bridge/  acts: the only importer of verl and ray
-    observe/      the event file, where device-seconds went, the trace, the report
-    toy/          a task small enough to learn on two CPU cores
+    core/          state machine, channels, leases, schedule, versions, ledger, the flow
+    stages/        the eight stages, one file each; custom stages
+    strategies/    on_policy, one_step_off, n_step_ahead, fully_async
+    config/        the keys that users set, their validation, and the plan of a run
 
-Importing this package loads neither torch nor verl nor ray.
+Work on files and memory, without verl or Ray:
+
+    checkpoint/    what a run saves and resumes from
+    weight_sync/   host arenas, manifests, publishing, and verification of every weight update
+    patching/      the series of patches and the verl tree that it applies to
+
+Execution on verl and Ray, the only importer of both:
+
+    verl_bridge/   launch, and trainer/ agent_loop/ rollout/ workers/ reward/ bench/
+
+Around a run:
+
+    observe/       event log, accounting of device-seconds, trace, advice, report
+    sim/           simulation in virtual time, profiles, the planner
+    bench/ soak/   measurements against verl's own trainers; fault injection
+    toy/           a task small enough to learn on two CPU cores
+    cli/           one file per subcommand of `async-pipeline`
+
+Importing this package loads neither torch nor verl nor Ray.
 """
 
-from . import stages as _stages  # registers the eight roles
+from . import stages as _stages  # registers the eight stages
 from .config.schema import AsyncPipelineConfig
 from .core.flow import AsyncTrainingFlow, FlowResult
 from .core.role import RoleStateMachine, create_role_state_machine, known_roles, register_role

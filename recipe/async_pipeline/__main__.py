@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m recipe.async_pipeline` is the command `async-pipeline`."""
+"""Entry point of `python -m recipe.async_pipeline`, equivalent to the command `async-pipeline`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit statuses, and lines for the user."""
+"""Exit statuses, and output to the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXIT_OK, EXIT_OURS, EXIT_USERS, EXIT_CTRL_C = 0, 1, 2, 130
 
 
 def echo(text: str, *, file: TextIO | None = None) -> None:
-    """Write one line of the command's own output (to stdout by default), at once."""
+    """Write one line of the command's own output (to stdout by default) and flush it."""
     stream = file or sys.stdout
     stream.write(text + "\n")
     stream.flush()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error this package raises on purpose: one root, each class also a stdlib error.
+"""The errors that this package raises on purpose: one root; each class is also a standard-library error.
 
-The message of each names the actor, what it was doing and the next step, on one line.
+Every message names the actor, the operation and the next step, on one line.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class PatchedVerlRequired(PatchError):
 
 
 class StageProtocolError(AsyncPipelineError, RuntimeError):
-    """An event that the state machine does not allow in its present state."""
+    """An event is illegal in the present state of a stage's state machine."""
 
 
 class ChannelClosed(AsyncPipelineError, EOFError):
-    """Sent to a closed channel, or received from a closed channel that is empty."""
+    """A send to a closed channel, or a receive from a closed channel that is empty."""
 
 
 class LeaseError(AsyncPipelineError, RuntimeError):
-    """A lease was released twice, by a stranger, or asked of a pool that does not exist."""
+    """A lease was released twice, released by a non-holder, or requested from an unknown pool."""
 
 
 class WaitTimeout(AsyncPipelineError, TimeoutError):
-    """A wait passed its deadline; the message says who waited, for what, and who holds it."""
+    """A wait exceeded its deadline; the message names the waiter, the resource and its holders."""
 
 
 class StalenessViolation(AsyncPipelineError, RuntimeError):
@@ -44,7 +44,7 @@ class StalenessViolation(AsyncPipelineError, RuntimeError):
 
 
 class ConservationError(AsyncPipelineError, RuntimeError):
-    """A prompt was lost, or trained twice."""
+    """A prompt was lost, or trained more than once."""
 
 
 class WeightSyncError(AsyncPipelineError, RuntimeError):
@@ -52,11 +52,11 @@ class WeightSyncError(AsyncPipelineError, RuntimeError):
 
 
 class CorruptionError(WeightSyncError):
-    """Weights on their way are not what the trainer gathered: a checksum differs."""
+    """Weights in transit differ from what the trainer gathered: a checksum does not match."""
 
 
 class ProofError(WeightSyncError):
-    """The weights that a replica serves are not the weights that the trainer published."""
+    """The weights that a replica serves differ from those that the trainer published."""
 
 
 class RolloutError(AsyncPipelineError, RuntimeError):
@@ -64,20 +64,20 @@ class RolloutError(AsyncPipelineError, RuntimeError):
 
 
 class BadDataError(AsyncPipelineError, ValueError):
-    """Answers that no step may train on, and that the config does not let the run go on without."""
+    """Responses are unfit for training, and the configuration does not allow dropping them."""
 
 
 class RewardError(AsyncPipelineError, RuntimeError):
-    """A reward function brought no score: it raised, took too long, died, or returned none."""
+    """A reward function failed to return a score: it raised, timed out, died, or returned none."""
 
 
 class WarmupFailed(AsyncPipelineError, RuntimeError):
-    """The small model did not reach the accuracy that RL needs to start from."""
+    """The toy model did not reach the accuracy that RL needs as a starting point."""
 
 
 class CheckpointError(AsyncPipelineError, ValueError):
-    """A checkpoint is torn, or of another run."""
+    """A checkpoint is incomplete, damaged, or belongs to another run."""
 
 
 class RunFilesError(AsyncPipelineError, ValueError):
-    """The files of a run are not there, or cannot be understood."""
+    """The files of a run are missing or cannot be parsed."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process does to itself, once it is started, for the sake of the one that started it."""
+"""Process control on Linux: parent-death signals, adoption of orphans, and ending process trees."""
 
 from __future__ import annotations
 
@@ -13,69 +13,76 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
-"""Linux's prctl."""
+"""Option numbers of Linux's prctl."""
 
 
 def end_with_parent() -> None:
-    """Be killed when the thread that started this process has ended, however it ends. Does nothing but on
-    Linux.
-    """
+    """Have the kernel kill this process when the thread that started it ends. No-op outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def gain_no_rights() -> None:
-    """What this process runs gains no rights by setuid. Does nothing but on Linux."""
+    """Prevent this process and its children from gaining privileges by setuid. No-op outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 TERM_S = 5.0
-"""Seconds between asking its leftovers to end and killing them."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 KILL_S = 5.0
-"""Seconds until a killed process must be gone; one that hangs in the kernel is given up."""
+"""Seconds to wait for killed processes to disappear; one that hangs in the kernel is abandoned."""
 
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose own parent dies. Linux only."""
+    """Make this process the parent of every descendant whose own parent dies. No-op outside Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(root: int) -> list[int]:
-    """All processes below `root`, children before grandchildren."""
+    """Return the PIDs of all processes below `root`, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)) is not None:
             children.setdefault(parent, []).append(int(entry.name))
+
     found, queue = [], deque(children.get(root, []))
+
     while queue:
         pid = queue.popleft()
         found.append(pid)
         queue.extend(children.get(pid, []))
+
     return found
 
 
 def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
-    """Ask processes to end, then kill those that did not, and reap what became ours."""
+    """Send SIGTERM to the processes, SIGKILL to the survivors after `patience_s`, and reap them.
+
+    Also kills every other descendant of this process.
+    """
     alive = set(pids)
     for pid in alive:
         _signal(pid, signal.SIGTERM)
+
     deadline = time.monotonic() + patience_s
     while alive and time.monotonic() < deadline:
         alive = {pid for pid in alive if _is_alive(pid)}
         time.sleep(0.05)
-    # What was started meanwhile is included.
+
+    # Processes that were started in the meantime are killed as well.
     for pid in set(descendants(os.getpid())) | alive:
         _signal(pid, signal.SIGKILL)
-    # A killed process takes a moment to go.
+
+    # A killed process takes a moment to disappear.
     deadline = time.monotonic() + KILL_S
-    while (left := _reap_and_look()) and time.monotonic() < deadline:
+    while (left := _reap_and_list()) and time.monotonic() < deadline:
         for pid in left:
             _signal(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -88,8 +95,8 @@ def _signal(pid: int, number: int) -> None:
         pass
 
 
-def _reap_and_look() -> list[int]:
-    """Reap what has ended; the descendants that are left."""
+def _reap_and_list() -> list[int]:
+    """Reap ended children; return the PIDs of the remaining descendants."""
     _reap()
     return descendants(os.getpid())
 

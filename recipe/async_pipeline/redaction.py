@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps secrets out of what a run writes: configs for trackers, `run.log`, and messages about keys.
+"""Hide secrets in everything that a run writes: tracker configs, `run.log`, and messages about keys.
 
-A key that looks like one of a secret (`api_key`, `hf_token`, `password`) has its text replaced; so has, in
-lines of
-output and in the files of a run, the value of every environment variable with such a name, and the password
-of a URL. What
-does not look like a secret is not found.
+A secret is recognised by its name (`api_key`, `hf_token`, `password`). Three kinds of text are replaced:
+the value under such a key, the value of every environment variable with such a name, and the password in a
+URL. A secret under any other name is not detected.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _TOKEN = (
     r"(?:auth|access|api|bearer|hf|hub|refresh|session|wandb|github|slack|http|security)[_-]?)?token"
 )
 _KEY = re.compile(rf"(?:.*[_.-])?(?:{_NAMES}|{_TOKEN})", re.IGNORECASE)
-_OF_A_TOKENIZER = re.compile(
+_TOKENIZER_TOKEN = re.compile(
     r"(?:.*[_.-])?(?:pad|eos|bos|unk|mask|sep|cls|image|video|audio|stop|special|per|think)_token",
     re.IGNORECASE,
 )
@@ -41,25 +39,25 @@ _PAIR = re.compile(
     r"""(?<![\w.-])(?P<key>[\w.-]{1,100})(?P<between>["']?\s{0,9}[:=]\s{0,9})(?:(?P<quote>["'])(?P<quoted>.{0,2000}?)(?P=quote)|(?P<bare>[^\s"',}\])]+))"""
 )
 _VARIABLE = re.compile(r"[A-Z0-9_]+_(?:KEY|PASS|PWD)")
-"""An environment variable whose name says less than a key of ours has to."""
+"""Names of environment variables that count as secrets in addition to `_KEY`."""
 _IN_URL = re.compile(r"(?<=://)([^\s/@:\"']{1,100}):[^\s/@\"']{1,200}(?=@)")
 _HARMLESS = re.compile(r"(?:none|null|true|false|[\d.]*|\*+)", re.IGNORECASE)
-LEAST_LENGTH = 8
-"""Of a value of the environment that is looked for; a shorter one would hide innocent words."""
+MIN_LENGTH = 8
+"""Shortest environment value, in characters, that is searched for; a shorter one could match common words."""
 
 
 def looks_secret(key: str) -> bool:
-    """Is this the name of something that nobody else may know?"""
-    return _KEY.fullmatch(key) is not None and _OF_A_TOKENIZER.fullmatch(key) is None
+    """Return whether `key` looks like the name of a secret."""
+    return _KEY.fullmatch(key) is not None and _TOKENIZER_TOKEN.fullmatch(key) is None
 
 
 def shown(key: str, value: Any) -> str:
-    """A value as it may stand in a message."""
+    """Return the repr of a value for use in a message, redacted if `key` names a secret."""
     return repr(redacted({key.rpartition(".")[2]: value})[key.rpartition(".")[2]])
 
 
 def redacted(value: Any) -> Any:
-    """A copy of nested mappings and lists, without the texts under keys that look like secrets."""
+    """Return a copy of nested mappings and lists, with the text under secret keys replaced."""
     if isinstance(value, Mapping):
         return {
             key: _hidden(inner) if isinstance(key, str) and looks_secret(key) else redacted(inner)
@@ -71,20 +69,26 @@ def redacted(value: Any) -> Any:
 
 
 def hider_of(environment: Mapping[str, str], *, for_programs: bool = False) -> Callable[[str], str]:
-    """What replaces the values of an environment's secrets in a text, JSON or not, and passwords of URLs."""
+    """Return a function that replaces the secrets of `environment`, and passwords in URLs, in a text.
+
+    Plain and JSON-escaped forms of each value are replaced. With `for_programs`, values such as numbers and
+    booleans are left alone.
+    """
     secret = [value for name, value in environment.items() if looks_secret(name) or _VARIABLE.fullmatch(name)]
-    # In what a program reads, a number would be found within other numbers.
+
+    # In text that a program parses, a short number would also match inside other numbers.
     long = [
         value
         for value in secret
-        if len(value) >= LEAST_LENGTH and not (for_programs and _HARMLESS.fullmatch(value))
+        if len(value) >= MIN_LENGTH and not (for_programs and _HARMLESS.fullmatch(value))
     ]
     values = {
         form
         for value in long
         for form in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
     }
-    # The longest first: one may be part of another.
+
+    # Longest first: one value may contain another.
     found = re.compile(
         "|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)) or r"(?!)"
     )
@@ -93,29 +97,34 @@ def hider_of(environment: Mapping[str, str], *, for_programs: bool = False) -> C
 
 @cache
 def _hider_of_this_process() -> Callable[[str], str]:
+    """Return the redaction function for the environment of this process."""
     return hider_of(os.environ, for_programs=True)
 
 
 def without_secrets(text: str) -> str:
-    """A text that this process is about to write, such as an error of somebody else's code."""
+    """Return `text` with the secrets of this process's environment replaced."""
     return _hider_of_this_process()(text)
 
 
 class RedactedStream:
-    """A stream of text that somebody else keeps, such as the output of a process that Ray keeps for weeks."""
+    """A text stream that hides secrets before it writes to `stream`."""
 
     def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
         self._stream, self._redactor = stream, LineRedactor(environment)
         self._rest, self._lock = "", threading.Lock()
 
     def write(self, text: str) -> int:
-        """A line is looked at as a whole, and so is written once it is one, or at `flush`."""
+        """Buffer `text` and write the complete lines; `flush` writes the rest.
+
+        Whole lines are needed because a secret may arrive in pieces.
+        """
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             self._stream.writelines(f"{self._redactor.line(line)}\n" for line in lines)
         return len(text)
 
     def flush(self) -> None:
+        """Write the incomplete last line and flush the underlying stream."""
         with self._lock:
             self._stream.write(self._redactor.line(self._rest))
             self._rest = ""
@@ -126,23 +135,24 @@ class RedactedStream:
 
 
 def hide_in_output() -> None:
-    """From here on, what this process prints has no secrets."""
+    """Redact everything that this process prints from now on."""
     sys.stdout, sys.stderr = (RedactedStream(stream, os.environ) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
 
 
 class LineRedactor:
-    """For lines of text that others have written."""
+    """Redacts lines of text that other programs wrote."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment`: variables whose values must not be seen, if their names look like secrets."""
+        """Create a redactor for the secrets in `environment`."""
         self._hide = hider_of(environment)
 
     def line(self, text: str) -> str:
-        """The line, with secrets replaced."""
+        """Return the line with secrets replaced."""
         return _PAIR.sub(_replaced, self._hide(text))
 
 
 def _hidden(value: Any) -> Any:
+    """Return `value` with every leaf hidden, except None, booleans and empty strings."""
     if isinstance(value, Mapping):
         return {key: _hidden(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -25,7 +25,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """As in a terminal; the shell tells what it starts in the background to ignore it."""
+    """Handle Ctrl-C as in a terminal; a shell has its background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -107,10 +107,10 @@ def test_a_run_that_does_not_hear_does_not_hold_up_the_end(
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+def cancelled(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set: Ray says that the task is cancelled."""
     event = asyncio.Event()
-    monkeypatch.setattr(interrupts, "_told", event.wait)
+    monkeypatch.setattr(interrupts, "_wait_for_cancellation", event.wait)
     return event
 
 
@@ -118,11 +118,11 @@ def on_loop(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(interrupts.until_cancelled(work))
 
 
-def test_what_the_run_returns_comes_through(told: asyncio.Event) -> None:
+def test_what_the_run_returns_comes_through(cancelled: asyncio.Event) -> None:
     assert on_loop(asyncio.sleep(0, 3)) == 3
 
 
-def test_what_the_run_raises_comes_through(told: asyncio.Event) -> None:
+def test_what_the_run_raises_comes_through(cancelled: asyncio.Event) -> None:
     async def fails() -> None:
         raise ValueError("mine")
 
@@ -130,11 +130,11 @@ def test_what_the_run_raises_comes_through(told: asyncio.Event) -> None:
         on_loop(fails())
 
 
-def test_the_run_gets_the_time_to_clean_up(told: asyncio.Event) -> None:
+def test_the_run_gets_the_time_to_clean_up(cancelled: asyncio.Event) -> None:
     cleaned: list[str] = []
 
     async def work() -> None:
-        told.set()
+        cancelled.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -150,6 +150,6 @@ def test_where_ray_cannot_say_it_the_error_ends_the_run(monkeypatch: pytest.Monk
     async def broken() -> None:
         raise RuntimeError("not in a worker")
 
-    monkeypatch.setattr(interrupts, "_told", broken)
+    monkeypatch.setattr(interrupts, "_wait_for_cancellation", broken)
     with pytest.raises(RuntimeError, match="not in a worker"):
         on_loop(asyncio.sleep(60))

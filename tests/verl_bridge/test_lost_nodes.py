@@ -63,10 +63,10 @@ class Worker:
 def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_before(
     load: Load, nodes: Nodes
 ) -> None:
-    lasting = load("recipe.async_pipeline.verl_bridge.restartable_actors").lasting(Worker)
+    actor_class = load("recipe.async_pipeline.verl_bridge.restartable_actors").restartable(Worker)
     lost = nodes.add()
     there = NodeAffinitySchedulingStrategy(lost.node_id, soft=True)
-    worker = lasting.options(scheduling_strategy=there).remote()
+    worker = actor_class.options(scheduling_strategy=there).remote()
     node, pid = ray.get(worker.where.remote(), timeout=LIMIT_S)
     assert node == lost.node_id
     nodes.lose(lost, pid)

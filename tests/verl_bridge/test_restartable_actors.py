@@ -41,7 +41,7 @@ class Worker:
 
 def test_a_worker_with_a_large_config_starts_again_more_than_once(ours: ModuleType) -> None:
     config = bytes(LARGE)
-    workers = ours.lasting(Worker, 2)
+    workers = ours.restartable(Worker, 2)
     first, second = (workers.options(name=f"worker_{i}").remote(config, None) for i in range(2))
     assert len(workers._kept) == 2, "the config is there once, for both, and the address"
     pids = set()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C reaches the command, but the run is in an actor of its own, and Ray ends no task of such an actor:
-it tells it.
+"""Pass Ctrl-C from the command to the trainer's actor, so that the run can close its files.
 
-the command                      the trainer's process
-KeyboardInterrupt ─ ray.cancel ─► asks twice a second ─► its coroutine is cancelled, as asyncio does at Ctrl-C
-waits END_S at most ◄──────────── writes down what it has, and ends
+Ray does not interrupt a running task of a named actor; it only sets a flag that the task can poll.
+
+    the command                        the trainer's process
+    KeyboardInterrupt ── ray.cancel ─► polls the flag every POLL_S ─► cancels the run's coroutine
+    waits for at most END_S ◄───────── writes the summary, closes the ledger, ends
 """
 
 from __future__ import annotations
@@ -17,44 +18,45 @@ import ray
 
 T = TypeVar("T")
 POLL_S = 0.5
+"""Seconds between two polls of Ray's cancellation flag."""
 END_S = 10.0
-"""Seconds for the run to write its summary and to close its files; `watch` kills what is left after twice
-that.
-"""
+"""Seconds for the run to write its summary and close its files; `watch` kills the rest after twice that."""
 
 
 def wait_for(running: Any) -> None:
-    """Return when a run, a ref of Ray, has ended in whichever way.
+    """Wait for a run to end, successfully or not. `running`: the run's ObjectRef.
 
-    Raises KeyboardInterrupt: somebody pressed Ctrl-C; the run was told so, and has ended or had END_S seconds
-    for it.
+    Raises KeyboardInterrupt on Ctrl-C, after the run was cancelled and has ended or END_S seconds have
+    passed.
     """
     try:
         ray.wait([running])
     except KeyboardInterrupt:
-        ray.cancel(running, recursive=False)  # what the run has asked of others, it gives up itself
+        ray.cancel(running, recursive=False)  # the run cancels its own calls
         ray.wait([running], timeout=END_S)
         raise
 
 
 async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. Raises CancelledError, in it too: the task of Ray that this runs in
-    was cancelled.
+    """Run `work` and return its result, or cancel it once the surrounding Ray task is cancelled.
+
+    Raises what `work` raises; CancelledError, also inside `work`, if the task was cancelled.
     """
     running = asyncio.ensure_future(work)
-    asking = asyncio.create_task(_told())
+    cancelled = asyncio.create_task(_wait_for_cancellation())
     try:
-        await asyncio.wait((running, asking), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((running, cancelled), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (running, asking):
+        for task in (running, cancelled):
             task.cancel()
-        await asyncio.wait((running, asking))
-    if not asking.cancelled():
-        asking.result()  # an error of Ray, if it is one
+        await asyncio.wait((running, cancelled))
+
+    if not cancelled.cancelled():
+        cancelled.result()  # raises if the poll itself failed
     return running.result()
 
 
-async def _told() -> None:
-    """Returns once Ray says that the task which it is called in is cancelled."""
-    while not ray.get_runtime_context().is_canceled():  # noqa: ASYNC110 - Ray sets a flag in its C++ core, and wakes nobody
+async def _wait_for_cancellation() -> None:
+    """Return once Ray has marked the surrounding task as cancelled."""
+    while not ray.get_runtime_context().is_canceled():  # noqa: ASYNC110 - Ray offers a flag in its C++ core, no event
         await asyncio.sleep(POLL_S)

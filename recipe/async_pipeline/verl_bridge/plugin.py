@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `verl.plugins` entry point. verl runs it in every process that imports verl, so it is light.
+"""The `verl.plugins` entry point. verl loads it in every process that imports verl, so it must be light.
 
-Registers the CPU platform (used only when VERL_PLATFORM=cpu) and notes that it ran: verl hides the
-error of a plugin that fails to load, so the trainer asks `is_loaded` at its start.
+Registers the CPU platform (used only with VERL_PLATFORM=cpu) and records that it ran: verl swallows the
+error of a plugin that fails to load, so the trainer checks `is_loaded` at startup.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _loaded = False
 
 
 def is_loaded() -> bool:
-    """Did verl load this plugin in this process?"""
+    """Return whether verl loaded this plugin in this process."""
     return _loaded
 
 
 def load() -> None:
-    """Register what must be known before verl asks for its platform. Idempotent."""
+    """Register the CPU platform before verl selects one. Idempotent."""
     global _loaded
     from .cpu_platform import register
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actors that Ray starts again when their process, or their node, is gone."""
+"""Actors that Ray restarts after their process or node has died."""
 
 from __future__ import annotations
 
@@ -8,37 +8,43 @@ from typing import Any
 import ray
 
 RESTARTS = 10
-"""Of one actor in a run. Ray starts the process again, on another node if need be, and asks it again for what
-it had not
-answered: as often as that takes, since until Ray knows that a node is lost each question to it fails at
-once."""
+"""Restarts of one actor in a run, on another node if needed.
+
+Ray retries unanswered calls without limit: until it notices that a node is lost, every attempt fails
+immediately.
+"""
 
 
-def lasting(cls: type, restarts: int = RESTARTS) -> LastingArguments:
-    """The actor class of `cls`, to be used as `ray.remote(cls)` is. What is asked twice must do no harm."""
-    return LastingArguments(ray.remote(max_restarts=restarts, max_task_retries=-1)(cls))
+def restartable(cls: type, restarts: int = RESTARTS) -> RestartableActorClass:
+    """Return an actor class for `cls`, used like `ray.remote(cls)`.
+
+    Methods must be idempotent: Ray retries them.
+    """
+    return RestartableActorClass(ray.remote(max_restarts=restarts, max_task_retries=-1)(cls))
 
 
-class LastingArguments:
-    """An actor class whose constructor's arguments stay where Ray finds them when it starts an actor again.
+class RestartableActorClass:
+    """An actor class that keeps its constructor arguments in the object store for restarts.
 
-    Those that Ray puts into its object store by itself are gone once an actor has started.
+    Ray releases the arguments that it stores itself as soon as an actor has started.
     """
 
     def __init__(self, actor_class: Any) -> None:
         self._actor_class = actor_class
         self._kept: list[tuple[Any, ray.ObjectRef[Any]]] = []
 
-    def options(self, **options: Any) -> LastingArguments:
-        """Of the actors that are made from what this returns."""
-        other = LastingArguments(self._actor_class.options(**options))
+    def options(self, **options: Any) -> RestartableActorClass:
+        """Return a copy of this class with Ray options, as `ActorClass.options` does."""
+        other = RestartableActorClass(self._actor_class.options(**options))
         other._kept = self._kept
         return other
 
     def remote(self, *args: Any) -> Any:
-        return self._actor_class.remote(*[self._lasting(arg) for arg in args])
+        """Start an actor, as `ActorClass.remote` does."""
+        return self._actor_class.remote(*[self._stored(arg) for arg in args])
 
-    def _lasting(self, arg: Any) -> ray.ObjectRef[Any]:
+    def _stored(self, arg: Any) -> ray.ObjectRef[Any]:
+        """Return a reference to `arg`; the same object is stored once."""
         found = next((ref for kept, ref in self._kept if kept is arg), None)
         if found is None:
             found = ray.put(arg)

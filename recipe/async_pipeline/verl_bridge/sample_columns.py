@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of a batch in TransferQueue: how answers get in, and what training workers get out.
+"""Columns of a batch in TransferQueue: how responses are stored, and which columns are fetched for training.
 
-verl joins answers to a TensorDict, which TransferQueue's own storage, where each row lies by itself, takes
-apart again, four
-times for each column. That is a third of what an agent loop worker does for short answers. What is stored is
-the same.
+verl joins responses into a TensorDict; TransferQueue's own storage keeps rows separately and takes the
+TensorDict apart four times per column. That is a third of an agent loop worker's time when responses are
+short. The stored contents are the same.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
 PICTURES = "multi_modal_inputs"
+"""The column with a processor's output for images."""
 
 
 class Rows(torch.Tensor):
-    """Tensors of different lengths; a nested tensor for those who ask whether it is one, and then take it
-    apart.
+    """Tensors of different lengths that present themselves as one nested tensor.
+
+    TransferQueue checks `is_nested` and then calls `unbind`.
     """
 
     is_nested = True
@@ -29,20 +30,22 @@ class Rows(torch.Tensor):
 
     @classmethod
     def of(cls, rows: Sequence[torch.Tensor]) -> Rows:
+        """Wrap `rows` without copying."""
         made: Rows = torch.Tensor._make_subclass(cls, torch.empty(0, 0))
         made._rows = rows
         return made
 
     def unbind(self, dim: int = 0) -> Sequence[torch.Tensor]:  # type: ignore[override]
+        """Return the rows."""
         assert dim == 0
         return self._rows
 
 
 class Columns(dict[str, Any]):
-    """A batch as TransferQueue reads it: columns by name, and how many rows they have."""
+    """A batch in the form that TransferQueue reads: columns by name, and the number of rows."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`rows`: mappings with the same keys; tensors of a column only differ in their first dimension."""
+        """Create columns from `rows`: mappings with equal keys, whose tensors differ in dimension 0 only."""
         super().__init__({name: _column([row[name] for row in rows]) for name in rows[0]})
         self.batch_size = (len(rows),)
 
@@ -56,11 +59,10 @@ def _column(values: list[Any]) -> Any:
 
 
 def trained_columns(meta: KVBatchMeta, *, pictures: bool) -> list[str]:
-    """Columns that a model, or a loss, can compute with: tensors, and what a processor made of pictures.
+    """Return the columns that a model or a loss can use: tensors, and a processor's output for images.
 
-    verl fetches all. Prompts as text, what an agent loop noted and what a reward function needs then take
-    training workers as
-    long as a fifth of a short step: to fetch, and to sort and split with the tensors.
+    verl fetches all columns. Prompt texts, notes of agent loops and inputs of reward functions then take
+    the training workers up to a fifth of a short step, to fetch and to sort and split with the tensors.
     """
     columns = tq.get_client().kv_retrieve_meta(keys=meta.keys, partition_id=meta.partition_id).field_schema
     return [

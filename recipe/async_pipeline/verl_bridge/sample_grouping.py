@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trajectories can go to the sample store in one put."""
+"""Which trajectories can be sent to the sample store in one put."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def joinable(trajectories: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Indices of trajectories that verl joins to one TensorDict without loss, in the order given.
+    """Return indices of trajectories, grouped so that verl joins each group into one TensorDict without loss.
 
-    It takes the first one's fields for all, and pads nothing: tensors may only differ in their first
-    dimension. Positions of a picture, (4, length), therefore only go with those of the same length.
+    verl takes the fields of the first trajectory for all and does not pad: tensors may differ in dimension
+    0 only. Position ids of images, (4, length), therefore only join with others of the same length.
     """
     alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, fields in enumerate(trajectories):

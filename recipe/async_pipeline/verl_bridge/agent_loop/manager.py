@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
-from ..restartable_actors import lasting
+from ..restartable_actors import restartable
 from .partial_rollouts import Said
 from .worker import GIVE_UP_S, Answered, PushAgentLoopWorker
 
@@ -39,7 +39,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = lasting(PushAgentLoopWorker)
+        self.agent_loop_workers_class = restartable(PushAgentLoopWorker)
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()

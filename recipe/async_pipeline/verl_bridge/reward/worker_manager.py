@@ -6,7 +6,7 @@ from __future__ import annotations
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager
 from verl.trainer.ppo.v1 import trainer_base
 
-from ..restartable_actors import lasting
+from ..restartable_actors import restartable
 from .worker import PlainRewardLoopWorker
 
 
@@ -14,7 +14,7 @@ class PipelineRewardLoopManager(RewardLoopManager):  # type: ignore[misc]
     """verl's. A worker whose process ends is started again."""
 
     def _init_reward_loop_workers(self) -> None:
-        self.reward_loop_workers_class = lasting(PlainRewardLoopWorker)
+        self.reward_loop_workers_class = restartable(PlainRewardLoopWorker)
         super()._init_reward_loop_workers()
 
 
