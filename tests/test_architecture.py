@@ -26,7 +26,7 @@ from recipe.async_pipeline.config.aliases import FOREIGN, Draft, quota
 from recipe.async_pipeline.config.paths import select
 from recipe.async_pipeline.config.schema import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields
 from recipe.async_pipeline.config.translation import resolve
-from recipe.async_pipeline.patching.series import find_verl_root
+from recipe.async_pipeline.patching.verl_source import find_verl_root
 from tests import REPOSITORY
 from tests.fakes.alias_values import UNDERSTOOD
 

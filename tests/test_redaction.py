@@ -189,7 +189,7 @@ def test_a_redacted_stream_hides_secrets_that_arrive_in_pieces() -> None:
     assert kept.getvalue().endswith(f"half {HIDDEN} of a line\n")
     stream.flush()
     assert kept.getvalue().endswith("and")
-    assert stream.getvalue() == kept.getvalue(), "other attributes are those of the stream"
+    assert stream.getvalue() == kept.getvalue(), "other attributes are read from the stream"
 
 
 def test_what_this_process_prints_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

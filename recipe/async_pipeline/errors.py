@@ -56,7 +56,7 @@ class CorruptionError(WeightSyncError):
 
 
 class ProofError(WeightSyncError):
-    """The weights that a replica serves differ from those that the trainer published."""
+    """The weights that a replica serves differ from what the trainer published."""
 
 
 class RolloutError(AsyncPipelineError, RuntimeError):

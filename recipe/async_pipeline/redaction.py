@@ -135,7 +135,7 @@ class RedactedStream:
 
 
 def hide_in_output() -> None:
-    """Redact everything that this process prints from now on."""
+    """Redact all further output of this process to stdout and stderr."""
     sys.stdout, sys.stderr = (RedactedStream(stream, os.environ) for stream in (sys.stdout, sys.stderr))  # type: ignore[assignment]
 
 

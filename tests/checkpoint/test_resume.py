@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From where a run goes on is decided, and complained of, before anything is started."""
+"""The checkpoint to resume from is chosen, and errors are reported, before anything is started."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def config(root: Path, **trainer: Any) -> dict[str, Any]:
     }
 
 
-def origin(raw: dict[str, Any], said: list[str] | None = None, **knobs: Any) -> Origin:
+def origin(raw: dict[str, Any], lines: list[str] | None = None, **knobs: Any) -> Origin:
     own = AsyncPipelineConfig(**knobs)
     placement = placement_of(raw, own.pools, ["logp"], "pools")
     run_dir = Path(raw["trainer"]["default_local_dir"]) / "run"
-    return origin_of(raw, own, placement, "0.9.1", run_dir, (said if said is not None else []).append)
+    return origin_of(raw, own, placement, "0.9.1", run_dir, (lines if lines is not None else []).append)
 
 
 def saved(root: Path, step: int, **knobs: Any) -> Path:
@@ -69,23 +69,23 @@ def test_a_new_run_gets_a_name_and_a_resumed_one_keeps_it(tmp_path: Path) -> Non
     assert again.run == again.found.manifest.run
 
 
-def test_disabled_means_from_the_beginning(tmp_path: Path) -> None:
+def test_resume_mode_disable_starts_fresh(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     assert origin(config(tmp_path, resume_mode="disable")).found is None
 
 
-def test_one_that_is_asked_for_by_its_path_is_used_or_an_error(tmp_path: Path) -> None:
+def test_resume_path_uses_that_checkpoint_or_fails(tmp_path: Path) -> None:
     older, newer = saved(tmp_path, 4), saved(tmp_path, 8)
-    asked = config(tmp_path / "elsewhere", resume_mode="resume_path", resume_from_path=str(older))
-    found = origin(asked).found
+    requested = config(tmp_path / "elsewhere", resume_mode="resume_path", resume_from_path=str(older))
+    found = origin(requested).found
     assert found is not None and found.folder == older
     (older / "x").write_text("y")
     with pytest.raises(
         CheckpointError,
         match="trainer.resume_from_path is refused: .*global_step_4 is damaged: the contents of x",
     ):
-        origin(asked)
-    assert newer.exists(), "no other one is taken instead"
+        origin(requested)
+    assert newer.exists(), "it is not used instead"
 
 
 @pytest.mark.parametrize(
@@ -95,31 +95,31 @@ def test_one_that_is_asked_for_by_its_path_is_used_or_an_error(tmp_path: Path) -
         ({"max_lag": 5}, f"{OWN}.max_lag was 3 there and is 5 here"),
     ],
 )
-def test_a_strategy_that_changed_is_said_by_name(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_a_changed_setting_is_named(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     saved(tmp_path, 4, strategy="n_step_ahead", max_lag=3)
-    said: list[str] = []
-    with pytest.raises(ConfigError, match="found no checkpoint"):
-        origin(config(tmp_path), said, **{"strategy": "n_step_ahead", "max_lag": 3, **change})
-    assert reason in said[0]
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="found no usable checkpoint"):
+        origin(config(tmp_path), lines, **{"strategy": "n_step_ahead", "max_lag": 3, **change})
+    assert reason in lines[0]
 
 
-def test_a_run_with_a_ledger_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
-    """Another one, alike in everything that is compared, has put its own beside them."""
+def test_a_run_with_a_ledger_resumes_from_its_own_checkpoints_only(tmp_path: Path) -> None:
+    """Another run with the same identity has saved into the same folder."""
     own, other = saved(tmp_path, 5), saved(tmp_path, 15)
     run = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(own))).run
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ledger.jsonl").write_text(f'{{"n": 1, "kind": "opened", "run": "{run}"}}\n')
-    said: list[str] = []
-    found = origin(config(tmp_path), said)
+    lines: list[str] = []
+    found = origin(config(tmp_path), lines)
     assert found.found is not None and (found.found.folder, found.run) == (own, run)
-    assert "global_step_15 is of run " in said[0] and said[0].endswith(
-        f"; the ledger in the run directory is of run {run}"
+    assert "global_step_15 belongs to run " in lines[0] and lines[0].endswith(
+        f"; the ledger in the run directory belongs to run {run}"
     )
-    asked = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(other)))
-    assert asked.found is not None and asked.found.folder == other, "it was asked for by name"
+    requested = origin(config(tmp_path, resume_mode="resume_path", resume_from_path=str(other)))
+    assert requested.found is not None and requested.found.folder == other, "it was requested by path"
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     begin(tmp_path, 9)
     origin(config(tmp_path))
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +138,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_keys_that_contradict_each_other(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+def test_contradicting_keys_are_refused(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_keys(config(tmp_path, **keys))
 
@@ -150,14 +150,14 @@ def tensors(folder: Path, shape: tuple[int, ...]) -> str:
     return str(folder)
 
 
-def test_a_model_is_known_by_its_shape_and_not_by_its_place(tmp_path: Path) -> None:
+def test_a_model_is_identified_by_shapes_and_not_by_path(tmp_path: Path) -> None:
     one, same, other = (
         tensors(tmp_path / name, shape) for name, shape in (("a", (2, 3)), ("b", (2, 3)), ("c", (3, 2)))
     )
     assert model_of(one) == model_of(same) != model_of(other)
 
 
-def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
+def test_a_remote_model_is_identified_by_name(tmp_path: Path) -> None:
     assert model_of("org/name") == "org/name"
     raw = config(tmp_path)
     placement = placement_of(raw, None, ["logp"], "pools")
@@ -184,20 +184,21 @@ def test_a_model_that_is_elsewhere_is_known_by_its_name(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_keys_that_say_when_and_from_where(tmp_path: Path, trainer: dict[str, Any], rule: str) -> None:
+def test_illegal_values_of_resume_and_save_keys_are_refused(
+    tmp_path: Path, trainer: dict[str, Any], rule: str
+) -> None:
     for good in (-1, 0, 1, 20, None):
         check_keys(config(tmp_path, save_freq=good, max_actor_ckpt_to_keep=1))
     with pytest.raises(ConfigError, match=rule):
         check_keys(config(tmp_path, **trainer))
 
 
-def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
+def test_an_unwritable_checkpoint_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     below = config(tmp_path / "file" / "below", save_freq=2)
     with pytest.raises(
         ConfigError,
-        match=r"trainer\.default_local_dir must be a folder that can be written to .*file cannot; name "
-        r"another",
+        match=r"trainer\.default_local_dir must be a writable folder .*file is not; set another",
     ):
         check_keys(below)
     below["trainer"]["save_freq"] = -1
@@ -206,7 +207,7 @@ def test_a_place_that_no_checkpoint_can_be_written_to(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
-def test_a_place_that_cannot_be_looked_at_is_no_traceback(
+def test_an_unsearchable_parent_folder_is_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(path: Path, **_: Any) -> bool:
@@ -217,7 +218,7 @@ def test_a_place_that_cannot_be_looked_at_is_no_traceback(
 
 
 @pytest.mark.parametrize("model", ["actor", "critic"])
-def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: str) -> None:
+def test_contents_that_prevent_an_exact_resume_are_refused(tmp_path: Path, model: str) -> None:
     def with_contents(**contents: Any) -> dict[str, Any]:
         raw = config(tmp_path, save_freq=2)
         where = raw["actor_rollout_ref"]["actor"] if model == "actor" else raw.setdefault("critic", {})
@@ -233,7 +234,7 @@ def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: s
     for name in ("save_contents", "load_contents"):
         with pytest.raises(
             ConfigError,
-            match=rf"checkpoint\.{name} must have model, optimizer, extra, .*got \['model'\]; leave it out",
+            match=rf"checkpoint\.{name} must include model, optimizer, extra .*got \['model'\]; leave it out",
         ):
             check_keys(with_contents(**{name: ["model"]}))
     with pytest.raises(ConfigError, match="async_save must be False"):
@@ -243,7 +244,7 @@ def test_a_checkpoint_is_all_that_an_exact_resume_needs(tmp_path: Path, model: s
     check_keys(without)
 
 
-def test_a_ledger_that_ends_before_its_checkpoint_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_a_ledger_that_ends_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
     made = origin(config(tmp_path, resume_mode="disable"))
     part = begin(tmp_path, 4)
     (part / "pipeline.json").write_text(json.dumps({"flow": {"ledger": {"number": 7}}}))

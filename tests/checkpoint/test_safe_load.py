@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's checkpoints hold can be read without running anything, and what runs something is refused."""
+"""verl's checkpoints load without running code; a file that would run code is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture
-def ours(load: Load) -> ModuleType:
+def safe_load(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.checkpoint.safe_load")
 
 
@@ -42,25 +42,23 @@ class Evil:
         self.where = where
 
 
-def test_a_file_that_would_run_something_is_refused(ours: ModuleType, tmp_path: Path) -> None:
+def test_a_file_that_would_run_code_is_refused(safe_load: ModuleType, tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2), "rng": Evil(tmp_path / "it_ran")}, tmp_path / "evil.pt")
     with pytest.raises(
         CheckpointError, match=r"the_folder holds more than tensors and plain values, and was not loaded"
     ):
-        with ours.weights_only(Path("the_folder")):
+        with safe_load.weights_only(Path("the_folder")):
             torch.load(tmp_path / "evil.pt", weights_only=False)
     assert not (tmp_path / "it_ran").exists()
     torch.load(tmp_path / "evil.pt", weights_only=False)
-    assert (tmp_path / "it_ran").exists(), "as it would have, and as it does outside"
+    assert (tmp_path / "it_ran").exists(), "outside of weights_only the code runs"
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
-def test_all_that_a_rank_saves_can_be_loaded(
-    ours: ModuleType, load: Load, one_rank: None, tmp_path: Path
+def test_everything_that_a_rank_saves_can_be_loaded(
+    safe_load: ModuleType, load: Load, one_rank: None, tmp_path: Path
 ) -> None:
-    """As verl's FSDP checkpoint manager writes it: sharded model and optimizer, scheduler, state of random
-    numbers.
-    """
+    """Load what verl's FSDP checkpoint manager writes: sharded states, scheduler and random state."""
     manager = load("verl.utils.checkpoint.checkpoint_manager").BaseCheckpointManager
     model = torch.nn.Linear(4, 3)
     torch.distributed.fsdp.fully_shard(
@@ -78,7 +76,7 @@ def test_all_that_a_rank_saves_can_be_loaded(
     for name, state in saved.items():
         torch.save(state, tmp_path / f"{name}.pt")
     following = random.random(), float(np.random.random()), torch.rand(1).item()
-    with ours.weights_only(tmp_path):
+    with safe_load.weights_only(tmp_path):
         found = {name: torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in saved}
     assert torch.equal(found["model"]["weight"].to_local(), saved["model"]["weight"].to_local())
     assert found["optim"].keys() == saved["optim"].keys()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is whole or not there; one that is damaged or somebody else's is refused, with the reason."""
+"""A checkpoint is complete or absent; a damaged or foreign one is refused with the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(root: Path, step: int, *, run: str = "r", at: float | None = None, text
     return publish(part, step=step, run=run, identity=MINE, saved_unix=float(step) if at is None else at)
 
 
-def test_what_is_published_can_be_verified_and_is_named_for_verls_tools(tmp_path: Path) -> None:
+def test_a_published_checkpoint_verifies_and_is_named_for_verls_tools(tmp_path: Path) -> None:
     folder = made(tmp_path, 5)
     assert folder == tmp_path / "global_step_5"
     manifest = verify(folder, MINE)
@@ -57,7 +57,7 @@ def spoil(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]
     [
         (
             spoil("actor/model.pt", lambda data: b"W" + data[1:]),
-            "the contents of actor/model.pt are not what was written",
+            "the contents of actor/model.pt differ from what was written",
         ),
         (spoil("actor/model.pt", lambda data: data[:3]), "actor/model.pt has 3 bytes instead of 7"),
         (
@@ -65,12 +65,15 @@ def spoil(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]
             "actor/model.pt cannot be read: No such file",
         ),
         (lambda folder: (folder / MANIFEST).unlink(), f"has no {MANIFEST}"),
-        (spoil(MANIFEST, lambda data: data[:40]), "cannot be read, or is not what was written"),
-        (spoil(MANIFEST, lambda data: data.replace(b'"step": 5', b'"step": 6')), "is not what was written"),
-        (lambda folder: shutil.rmtree(folder), "is not there"),
+        (spoil(MANIFEST, lambda data: data[:40]), "cannot be read, or differs from what was written"),
+        (
+            spoil(MANIFEST, lambda data: data.replace(b'"step": 5', b'"step": 6')),
+            "differs from what was written",
+        ),
+        (lambda folder: shutil.rmtree(folder), "does not exist"),
     ],
 )
-def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
     folder = made(tmp_path, 5)
     damage(folder)
     with pytest.raises(CheckpointError, match=reason) as caught:
@@ -81,12 +84,17 @@ def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], Non
 @pytest.mark.parametrize(
     ("identity", "reason"),
     [
-        ({**MINE, "verl": "0.9.2"}, "of another run: verl was 0.9.1 there and is 0.9.2 here"),
-        ({**MINE, "strategy": "x"}, "of another run: strategy was \\(not set\\) there and is x here"),
-        ({"verl": "0.9.1"}, "of another run: trainer.project_name was mine there and is \\(not set\\) here"),
+        ({**MINE, "verl": "0.9.2"}, "belongs to another run: verl was 0.9.1 there and is 0.9.2 here"),
+        ({**MINE, "strategy": "x"}, "belongs to another run: strategy was \\(not set\\) there and is x here"),
+        (
+            {"verl": "0.9.1"},
+            "belongs to another run: trainer.project_name was mine there and is \\(not set\\) here",
+        ),
     ],
 )
-def test_what_is_of_another_run_is_refused(tmp_path: Path, identity: dict[str, str], reason: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, identity: dict[str, str], reason: str
+) -> None:
     with pytest.raises(CheckpointError, match=reason):
         verify(made(tmp_path, 5), identity)
 
@@ -96,22 +104,22 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, path: 
     folder = made(tmp_path, 5)
     manifest = verify(folder, MINE)
     entry = msgspec.structs.replace(manifest.files[0], path=path)
-    for files, reason in (((entry,), "damaged: "), ((), "names no file")):
+    for files, reason in (((entry,), "damaged: "), ((), "lists no file")):
         false = msgspec.structs.replace(manifest, files=files).sealed()
         (folder / MANIFEST).write_bytes(msgspec.json.encode(false))
         with pytest.raises(CheckpointError, match=reason):
             verify(folder, MINE)
 
 
-def test_one_that_was_renamed_is_refused(tmp_path: Path) -> None:
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
     moved = made(tmp_path, 5).rename(tmp_path / "global_step_9")
-    with pytest.raises(CheckpointError, match="says that it is of step 5; it was renamed"):
+    with pytest.raises(CheckpointError, match="holds step 5: it was renamed"):
         verify(moved, MINE)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(data=st.binary(max_size=200), at=st.integers(0, 400), whole=st.booleans())
-def test_whatever_stands_in_a_manifest_only_our_error_comes_out(
+def test_any_damaged_manifest_raises_only_checkpoint_error(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, at: int, whole: bool
 ) -> None:
     folder = made(tmp_path_factory.mktemp("fuzz"), 5)
@@ -124,22 +132,22 @@ def test_whatever_stands_in_a_manifest_only_our_error_comes_out(
         assert spoiled != manifest
 
 
-def test_the_newest_that_can_be_used_is_found(tmp_path: Path) -> None:
+def test_newest_finds_the_newest_usable_checkpoint(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         made(tmp_path, step)
     (tmp_path / "global_step_15" / "pipeline.json").write_text("[]")
-    said: list[str] = []
-    found = newest(tmp_path, MINE, None, said.append)
+    lines: list[str] = []
+    found = newest(tmp_path, MINE, None, lines.append)
     assert found == Found(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
-    (line,) = said
+    (line,) = lines
     assert (
         line.startswith("checkpoint refused: ")
         and "global_step_15 is damaged: the contents of pipeline.json" in line
     )
 
 
-def test_newest_means_written_last(tmp_path: Path) -> None:
-    """A run that began anew in the same folder has lower steps than the one before it."""
+def test_newest_means_most_recently_written(tmp_path: Path) -> None:
+    """A fresh start in the same folder has lower steps than the run before it."""
     made(tmp_path, 40, run="old", at=100.0)
     made(tmp_path, 5, run="new", at=200.0)
     found = newest(tmp_path, MINE, None, print)
@@ -152,17 +160,17 @@ def test_without_a_checkpoint_there_is_nothing_to_resume_from(tmp_path: Path) ->
     assert newest(tmp_path / "not there", MINE, None, print) is None
 
 
-def test_if_none_can_be_used_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
+def test_auto_does_not_start_fresh_if_no_checkpoint_is_usable(tmp_path: Path) -> None:
     made(tmp_path, 5)
     with pytest.raises(
         ConfigError,
-        match="resume_mode=auto found no checkpoint .* that it can use.*set trainer.resume_mode=disable",
+        match="resume_mode=auto found no usable checkpoint .*set trainer.resume_mode=disable",
     ):
         newest(tmp_path, {**MINE, "verl": "1"}, None, lambda line: None)
 
 
 @pytest.mark.parametrize("keep", [1, 2, None])
-def test_the_oldest_of_this_run_are_deleted(tmp_path: Path, keep: int | None) -> None:
+def test_prune_deletes_the_oldest_of_this_run(tmp_path: Path, keep: int | None) -> None:
     made(tmp_path, 99, run="other", at=0.0)
     for step in (5, 10, 15):
         made(tmp_path, step)
@@ -175,7 +183,7 @@ def test_the_oldest_of_this_run_are_deleted(tmp_path: Path, keep: int | None) ->
     assert len(gone) == (0 if keep is None else 3 - keep)
 
 
-def test_a_step_that_is_saved_again_replaces_the_one_before(tmp_path: Path) -> None:
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     made(tmp_path, 5, text="old")
     folder = made(tmp_path, 5, text="new")
     assert (folder / "actor" / "model.pt").read_text() == "new"
@@ -186,10 +194,10 @@ class Killed(BaseException):
     pass
 
 
-def test_killed_at_any_system_call_there_is_a_whole_one(
+def test_a_kill_at_any_system_call_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second checkpoint is interrupted before each of the calls that change what is on the disk."""
+    """Interrupt the second checkpoint before each call that changes the disk."""
     calls = ["fsync", "rename", "replace", "mkdir"]
     real = {name: getattr(os, name) for name in calls}
     left = [0]
@@ -228,7 +236,7 @@ def test_killed_at_any_system_call_there_is_a_whole_one(
     assert moments > 8
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path: Path) -> None:
+def test_sweep_deletes_leftovers_only(tmp_path: Path) -> None:
     made(tmp_path, 5)
     (begin(tmp_path, 10) / "half").write_text("x")
     (tmp_path / ".global_step_3.gone").mkdir()

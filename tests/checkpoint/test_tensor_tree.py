@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written comes back as it was, and what could run code is not written."""
+"""Values round-trip, and values that could run code are not written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tree(load: Load) -> Any:
     return load("recipe.async_pipeline.checkpoint.tensor_tree")
 
 
-def back(tree: Any, path: Path, value: Any) -> Any:
+def round_trip(tree: Any, path: Path, value: Any) -> Any:
     tree.write(path / "x", value)
     assert {p.name for p in path.iterdir()} == {"x.safetensors", "x.msgpack"}
     return tree.read(path / "x")
@@ -38,15 +38,15 @@ def back(tree: Any, path: Path, value: Any) -> Any:
         [],
     ],
 )
-def test_plain_values(tree: Any, tmp_path: Path, value: Any) -> None:
-    assert back(tree, tmp_path, value) == value
+def test_plain_values_round_trip(tree: Any, tmp_path: Path, value: Any) -> None:
+    assert round_trip(tree, tmp_path, value) == value
 
 
-def test_a_number_that_is_none(tree: Any, tmp_path: Path) -> None:
-    assert math.isnan(back(tree, tmp_path, float("nan")))
+def test_nan_round_trips(tree: Any, tmp_path: Path) -> None:
+    assert math.isnan(round_trip(tree, tmp_path, float("nan")))
 
 
-def test_tensors_with_shape_and_type(tree: Any, tmp_path: Path) -> None:
+def test_tensors_keep_shape_and_type(tree: Any, tmp_path: Path) -> None:
     import torch
 
     base = torch.arange(12).reshape(3, 4)
@@ -57,13 +57,13 @@ def test_tensors_with_shape_and_type(tree: Any, tmp_path: Path) -> None:
         "one": torch.tensor(True),
         "turned": base.t(),
     }
-    found = back(tree, tmp_path, value)
+    found = round_trip(tree, tmp_path, value)
     for name in ("half", "none", "one", "turned"):
         assert found[name].dtype == value[name].dtype and torch.equal(found[name], value[name])
     assert all(torch.equal(a, b) for a, b in zip(found["rows"], value["rows"], strict=True))
 
 
-def test_arrays(tree: Any, tmp_path: Path) -> None:
+def test_arrays_round_trip(tree: Any, tmp_path: Path) -> None:
     import numpy as np
 
     value = {
@@ -72,21 +72,21 @@ def test_arrays(tree: Any, tmp_path: Path) -> None:
         "o": np.array([[1], {"k": (2,)}, None], dtype=object),
         "i": np.int64(7),
     }
-    found = back(tree, tmp_path, value)
+    found = round_trip(tree, tmp_path, value)
     np.testing.assert_array_equal(found["n"], value["n"])
     assert found["s"].tolist() == ["a", "bc"] and found["o"].dtype == object
     assert found["o"].tolist() == [[1], {"k": (2,)}, None]
     assert found["i"] == 7 and type(found["i"]) is int
 
 
-def test_pictures(tree: Any, tmp_path: Path) -> None:
+def test_images_round_trip(tree: Any, tmp_path: Path) -> None:
     images = pytest.importorskip("PIL.Image")
     picture = images.new("RGB", (3, 2), (10, 20, 30))
-    (found,) = back(tree, tmp_path, [picture])
+    (found,) = round_trip(tree, tmp_path, [picture])
     assert (found.mode, found.size, found.tobytes()) == ("RGB", (3, 2), picture.tobytes())
 
 
-def test_what_could_only_be_pickled_is_refused(tree: Any, tmp_path: Path) -> None:
+def test_values_that_could_only_be_pickled_are_refused(tree: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a pathlib.PosixPath cannot be written without pickle"):
         tree.write(tmp_path / "x", {"a": [tmp_path]})
     assert list(tmp_path.iterdir()) == []
@@ -105,7 +105,7 @@ def test_what_could_only_be_pickled_is_refused(tree: Any, tmp_path: Path) -> Non
     at=st.integers(0, 200),
     whole=st.booleans(),
 )
-def test_whatever_stands_in_the_files_only_our_error_comes_out(
+def test_any_damaged_file_raises_only_checkpoint_error(
     tree: Any, tmp_path: Path, name: str, data: bytes, at: int, whole: bool
 ) -> None:
     import numpy as np

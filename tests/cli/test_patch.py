@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli.main import main
-from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.patching import patched_tree, series, verl_source
 from recipe.async_pipeline.patching.unified_diff import format_diff
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A tree of one file beside a patches folder with one patch on it."""
+    """Create a tree of one file, and a patches folder with one patch of it."""
     folder = tmp_path / "patches"
     folder.mkdir()
     (folder / "PIN").write_text("name: verl\nversion: 1.2\ntag: v1.2\nsha256: 0\n")
@@ -57,7 +57,7 @@ def test_refresh_rewrites_the_patch(tree: Path, capsys: pytest.CaptureFixture[st
     (tree / "verl/a.py").write_bytes(b"AAA\n")
     assert main(["patch", "refresh", "1.patch"]) == 0
     assert "changed patches/1.patch" in capsys.readouterr().out
-    assert series.patch_state(tree).overall == "applied"
+    assert patched_tree.patch_state(tree, folder=series.patches_dir()).overall == "applied"
 
 
 def test_a_diverged_tree_is_the_users_mistake(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:

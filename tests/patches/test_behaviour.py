@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.patching import patched_tree, series, verl_source
 from tests import REPOSITORY
 
 pytestmark = pytest.mark.real_engine
@@ -41,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Results]:
     for root in roots.values():
         root.parent.mkdir()
         verl_source.unpack(verl_source.fetch_sdist(folder), root.parent, top=stem)
-    series.apply(roots["patched"], folder=folder)
+    patched_tree.apply(roots["patched"], folder=folder)
     running = {name: _start(root, scratch / f"{name}.json") for name, root in roots.items()}
     try:
         for name, process in running.items():

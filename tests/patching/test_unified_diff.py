@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffs: what is written reads back, applies strictly both ways, and everything else is refused by name."""
+"""Diffs round-trip and apply strictly in both directions; everything unsupported is refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_written_diff_reads_back_and_applies_both_ways(old: list[bytes], new: 
 
 
 @given(new=LINES.filter(bool))
-def test_a_new_file_comes_from_nothing(new: list[bytes]) -> None:
+def test_a_new_file_is_created_from_empty(new: list[bytes]) -> None:
     content = b"".join(new)
     (diff,) = parse_diffs(format_diff("verl/x.py", None, content), source="p")
     assert diff.creates and diff.old_id == NULL_ID
@@ -86,7 +86,7 @@ GOOD = format_diff("verl/x.py", b"a\nb\n", b"a\nB\n")
         (GOOD.replace(b"@@ -", b"@ -"), "expected a hunk"),
     ],
 )
-def test_what_is_not_supported_is_refused(text: bytes, complaint: str) -> None:
+def test_unsupported_diffs_are_refused(text: bytes, complaint: str) -> None:
     with pytest.raises(PatchError, match=f"some.patch.*{complaint}"):
         parse_diffs(text, source="some.patch")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where verl comes from: hash and contents are checked, nothing half-done is left, a clone is only linked."""
+"""Fetching verl checks hash and contents, leaves no partial tree, and links an existing clone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, sdist: Path) -> Path:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch, sdist: Path) -> list[str]:
-    """Stands in for pip; logs what was downloaded."""
+    """Replace pip; return the log of downloads."""
     log: list[str] = []
 
     def download(pin: verl_source.Pin, target: Path) -> None:
@@ -79,7 +79,9 @@ def test_fetch_downloads_once_and_unpacks(folder: Path, downloads: list[str]) ->
     assert sorted(entry.name for entry in root.parent.iterdir()) == ["verl-1.2", "verl-1.2.tar.gz"]
 
 
-def test_another_hash_is_refused_and_not_kept(folder: Path, downloads: list[str], sdist: Path) -> None:
+def test_a_wrong_hash_is_refused_and_the_file_not_kept(
+    folder: Path, downloads: list[str], sdist: Path
+) -> None:
     sdist.write_bytes(sdist.read_bytes() + b"\0")
     with pytest.raises(PatchError, match="sha256"):
         verl_source.fetch(folder)
@@ -100,7 +102,7 @@ def test_a_link_in_the_sdist_is_refused(tmp_path: Path) -> None:
         verl_source.unpack(tmp_path / "s.tar.gz", tmp_path / "out", top="verl-1.2")
 
 
-def test_pip_that_fails_is_quoted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pip_failure_is_quoted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "false")
     with pytest.raises(PatchError, match="could not download verl-1.2.*--verl-dir"):
         verl_source.fetch(folder)
@@ -123,7 +125,7 @@ def test_a_clone_of_another_version_is_refused(folder: Path, tmp_path: Path) -> 
         verl_source.adopt(folder, tmp_path)
 
 
-def test_a_clone_does_not_replace_a_fetched_tree_unasked(
+def test_a_clone_replaces_a_fetched_tree_only_with_fresh(
     folder: Path, tmp_path: Path, downloads: list[str]
 ) -> None:
     root = verl_source.fetch(folder)

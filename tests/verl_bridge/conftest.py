@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from recipe.async_pipeline.observe.table import MARK
-from recipe.async_pipeline.patching.series import find_verl_root
+from recipe.async_pipeline.patching.verl_source import find_verl_root
 from tests import REPOSITORY
 from tests.conftest import Load
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves on disk and resumes from. No verl and no Ray."""
+"""Checkpoints: what a run saves, and the choice of the checkpoint that it resumes from. No verl, no Ray."""

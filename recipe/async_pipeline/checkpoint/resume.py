@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which checkpoint a run goes on, decided before anything is started.
+"""Choose the checkpoint that a run resumes from, before anything is started.
 
-trainer.resume_mode      auto: the newest that can be used, or from the beginning where there is none;
-                         resume_path: the one in trainer.resume_from_path, or an error; disable: from the
-                         beginning.
+trainer.resume_mode selects it:
+
+    auto           the newest usable checkpoint, or a fresh start if there is no checkpoint
+    resume_path    the checkpoint in trainer.resume_from_path, or an error
+    disable        a fresh start
 """
 
 from __future__ import annotations
@@ -27,29 +29,33 @@ from .store import Found, newest, sweep, verify
 
 MODES = ("auto", "disable", "resume_path")
 WHOLE = ("model", "optimizer", "extra")
-"""verl's names for the parts of a checkpoint."""
+"""verl's names for the parts of a checkpoint that an exact resume needs."""
 STATE, LEDGER = "pipeline.json", "ledger.jsonl"
 
 
 class Origin(NamedTuple):
-    """Where a run begins."""
+    """The run's identity and the checkpoint that it starts from."""
 
     run: str
-    """Its name, which it keeps however often it is resumed."""
+    """The run's name, kept across resumes."""
     identity: Mapping[str, str]
     root: Path
-    """Where its checkpoints go."""
+    """The folder for its checkpoints."""
     found: Found | None
-    """None: it begins from the beginning."""
+    """The checkpoint to resume from; None for a fresh start."""
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError: the keys of verl that say from where contradict each other."""
+    """Validate verl's checkpoint and resume keys.
+
+    Raises ConfigError if a key has an illegal value or contradicts another.
+    """
     mode, path = select(config, "trainer.resume_mode"), select(config, "trainer.resume_from_path")
     if mode not in MODES:
         raise ConfigError(
             f"trainer.resume_mode must be one of {', '.join(MODES)}, got {mode!r}; auto is the default"
         )
+
     if mode == "resume_path" and not (isinstance(path, str) and Path(path).expanduser().is_dir()):
         raise ConfigError(
             "trainer.resume_from_path must be a folder global_step_N with resume_mode=resume_path, got "
@@ -58,17 +64,17 @@ def check_keys(config: Mapping[str, Any]) -> None:
     if mode != "resume_path" and path is not None:
         raise ConfigError(
             f"trainer.resume_from_path must be left out with resume_mode={mode}, got {path!r}; set "
-            "resume_mode=resume_path to go on from there"
+            "resume_mode=resume_path to resume from it"
         )
     every = -1 if select(config, "trainer.save_freq") is None else select(config, "trainer.save_freq")
-    if not _whole(every) or every < -1:
+    if not _is_integer(every) or every < -1:
         raise ConfigError(
             f"trainer.save_freq must be a number of steps, or -1 for no checkpoints, got {every!r}; set it "
             "to -1 or more"
         )
     for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         keep = select(config, f"trainer.{name}")
-        if keep is not None and not (_whole(keep) and keep >= 1):
+        if keep is not None and not (_is_integer(keep) and keep >= 1):
             raise ConfigError(f"trainer.{name} must be >= 1, or null to keep all, got {keep!r}; correct it")
     for model in ("actor_rollout_ref.actor", "critic"):
         _check_contents(config, f"{model}.checkpoint", saves=every > 0, loads=mode != "disable")
@@ -77,53 +83,56 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def _check_root(root: str) -> None:
-    """Raises ConfigError: no checkpoint can be written there. Makes nothing."""
+    """Raise ConfigError if no checkpoint can be written to `root`. Creates nothing."""
     path = Path(root).expanduser().resolve()
-    # `Path.exists` raises where a folder above must not be looked into.
-    there = next(above for above in (path, *path.parents) if os.path.exists(above))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    # Not `Path.exists`: it raises if a parent folder is not searchable.
+    existing = next(above for above in (path, *path.parents) if os.path.exists(above))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(
-            "trainer.default_local_dir must be a folder that can be written to with save_freq above 0, "
-            f"got {root}, where {there} cannot; name another"
+            f"trainer.default_local_dir must be a writable folder with save_freq above 0, got {root}, where "
+            f"{existing} is not; set another folder"
         )
 
 
 def _check_contents(config: Mapping[str, Any], path: str, *, saves: bool, loads: bool) -> None:
-    """Raises ConfigError: verl's key for parts of a checkpoint leaves out what an exact resume needs."""
+    """Raise ConfigError if verl's `save_contents` or `load_contents` omits what an exact resume needs."""
     for name, matters in (("save_contents", saves), ("load_contents", saves and loads)):
         parts = select(config, f"{path}.{name}")
         if matters and parts is not None and not set(WHOLE) <= set(parts):
             raise ConfigError(
-                f"{path}.{name} must have {', '.join(WHOLE)}, without which no run goes on exactly, got "
-                f"{parts!r}; leave it out"
+                f"{path}.{name} must include {', '.join(WHOLE)} for an exact resume, got {parts!r}; "
+                "leave it out"
             )
     if saves and select(config, f"{path}.async_save"):
         raise ConfigError(
-            f"{path}.async_save must be False, got True; a checkpoint is published when all of it has "
-            "reached the disk"
+            f"{path}.async_save must be False, got True; a checkpoint is published only once all of it "
+            "is on disk"
         )
 
 
-def _whole(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_ledger(run_dir: Path, found: Found) -> None:
-    """Raises CheckpointError: the run's ledger ends before the checkpoint that the run is to go on from."""
+    """Raise CheckpointError if the run's ledger ends before the checkpoint that the run resumes from.
+
+    A ledger of another run is ignored.
+    """
     ledger = run_dir / LEDGER
     if run_of(ledger) != found.manifest.run:
         return
-    seen, last = _seen_by(found.folder), last_number(ledger)
+
+    seen, last = _last_record_of(found.folder), last_number(ledger)
     if last < seen:
         raise CheckpointError(
-            f"{ledger} ends at record {last}, but {found.folder.name} was made after record {seen}: its "
-            "end is lost; "
-            "put the whole file back, or move it away, and the run begins another one"
+            f"{ledger} ends at record {last}, but {found.folder.name} was made after record {seen}: its end "
+            "is lost; restore the whole file, or move it away to have the run start a new one"
         )
 
 
-def _seen_by(checkpoint: Path) -> int:
-    """The number of the last record of the ledger that a checkpoint has seen."""
+def _last_record_of(checkpoint: Path) -> int:
+    """Return the number of the last ledger record that the checkpoint covers."""
     state = json.loads((checkpoint / STATE).read_bytes())
     return int(state["flow"]["ledger"]["number"])
 
@@ -136,15 +145,19 @@ def origin_of(
     run_dir: Path,
     say: Callable[[str], object],
 ) -> Origin:
-    """`config`: verl's, resolved; `say` hears of each checkpoint that is refused.
+    """Return where the run starts. `config` is verl's, resolved; `say` receives one line per refusal.
 
-    By itself a run goes on from its own checkpoints only, if the run directory has the ledger of one.
+    With resume_mode=auto, a run whose run directory holds a ledger resumes from checkpoints of that
+    ledger's run only.
 
-    Raises ConfigError, CheckpointError: the one that was asked for cannot be used.
+    Raises CheckpointError if the checkpoint in trainer.resume_from_path cannot be used, ConfigError if
+    resume_mode=auto finds checkpoints but none that can be used.
     """
     root = Path(str(select(config, "trainer.default_local_dir"))).expanduser().resolve()
     identity = identity_of(config, knobs, placement, verl)
+
     found = _found(config, root, identity, run_of(run_dir / LEDGER), say)
+
     run = f"{time.time():.0f}-{uuid.uuid4().hex[:8]}" if found is None else found.manifest.run
     sweep(root)
     return Origin(run, identity, root, found)
@@ -162,6 +175,7 @@ def _found(
         return newest(root, identity, run, say)
     if mode == "disable":
         return None
+
     folder = Path(str(select(config, "trainer.resume_from_path"))).expanduser().resolve()
     try:
         return Found(folder, verify(folder, identity))
@@ -172,7 +186,7 @@ def _found(
 def identity_of(
     config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, verl: str
 ) -> Mapping[str, str]:
-    """What has to stay as it is from one process of a run to the next, by the name of its key."""
+    """Return the settings that must not change when a run is resumed, by the name of their key."""
     train, critic = placement.pool_of("train"), placement.pool_of("critic")
     same = (
         "trainer.project_name",
@@ -180,6 +194,7 @@ def identity_of(
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.actor.strategy",
     )
+
     return {
         **{path: str(select(config, path)) for path in same},
         f"{OWN}.strategy": knobs.strategy,
@@ -194,8 +209,9 @@ def identity_of(
 
 
 def model_of(path: str) -> str:
-    """What tells a model from others: its configuration, and names and shapes of its tensors. Else its
-    name.
+    """Return a fingerprint of a model's configuration and of its tensors' names and shapes.
+
+    A path that is not a local model folder is returned as it is.
     """
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
@@ -207,6 +223,7 @@ def model_of(path: str) -> str:
 
 
 def _headers(folder: Path) -> Iterator[bytes]:
+    """Yield the header of each safetensors file, which holds names, types and shapes."""
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             yield stream.read(int.from_bytes(stream.read(8), "little"))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are read as tensors and plain values: a file that is somebody else's runs nothing when it is
-loaded.
+"""Load checkpoints as tensors and plain values only, so that a malicious file cannot run code.
 
-verl asks `torch.load` to unpickle whatever is in a file. What its checkpoints hold needs no more than this.
+verl has `torch.load` unpickle arbitrary objects; the checkpoints that it writes do not need that.
 """
 
 from __future__ import annotations
@@ -15,25 +14,26 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.tensor  # its classes may be in a checkpoint
+import torch.distributed.tensor  # makes its classes known to the unpickler
 
 from ..errors import CheckpointError
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""torch's own switch, which overrules what the caller of `torch.load` says."""
-_OF_RANDOM_STATE = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+"""torch's own switch; it overrides the `weights_only` argument of `torch.load`."""
+_RANDOM_STATE_TYPES = [np.zeros(0).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
 
 
 @contextmanager
 def weights_only(folder: Path) -> Iterator[None]:
-    """Inside, `torch.load` reads nothing else. `folder`: what is loaded, for the message.
+    """Restrict `torch.load` to tensors and plain values. `folder` is named in errors.
 
-    Raises CheckpointError: something else is in a file; nothing of it has run.
+    Raises CheckpointError if a file holds other objects; none of their code has run.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
+
     try:
-        with torch.serialization.safe_globals(_OF_RANDOM_STATE):
+        with torch.serialization.safe_globals(_RANDOM_STATE_TYPES):
             yield
     except pickle.UnpicklingError as error:
         raise CheckpointError(

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk: whole or not there, and never somebody else's.
+"""Checkpoints on disk: complete or absent, and used only by the run that they belong to.
 
     <default_local_dir>/
       .global_step_20.part/      being written
       global_step_15/            published
-        manifest.json            step, run, what the run is like; size and xxh3 of every other file
+        manifest.json            step, run, identity; size and xxh3 of every other file
         actor/ critic/           verl's own files
         ...
       latest_checkpointed_iteration.txt    for verl's tools
 
-A checkpoint is written into a folder that nobody reads. When every file in it, and last its manifest, has
-reached the
-disk, a rename publishes it. So a crash leaves either all of it or a `.part`, which the next process removes.
-What is
-published can still be damaged or strange; it is therefore checked before it is used, and refused with the
-reason.
+A checkpoint is written into a `.part` folder that is never read. Once every file, and the manifest last, is
+on disk, a rename publishes it. A crash therefore leaves either the whole checkpoint or a `.part` folder,
+which the next process removes. A published checkpoint can still be damaged or belong to another run, so it
+is verified before use and refused with a reason.
 
-This module knows files and manifests only; what is in a checkpoint, see `verl_bridge.checkpoints`.
+This module handles files and manifests; `verl_bridge.trainer.checkpoint_contents` defines their contents.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from ..errors import CheckpointError, ConfigError
 FORMAT = 1
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's name for it."""
+"""The name that verl's tools expect."""
 HASH_THREADS = 4
 PIECE_BYTES = 16 << 20
-"""Read at a time while a file is hashed."""
+"""Bytes that are read at a time while a file is hashed."""
 _PUBLISHED = re.compile(r"global_step_(\d+)")
 _LEFTOVER = re.compile(r"\.global_step_\d+\.(part|gone)")
 
@@ -49,32 +47,33 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One file of a checkpoint."""
 
     path: str
-    """Relative to the checkpoint, with slashes."""
+    """Relative to the checkpoint, with forward slashes."""
     nbytes: int
     xxh3: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of, and whose it is."""
+    """The files of a checkpoint, and the run that it belongs to."""
 
     format: int
     step: int
     run: str
-    """Which run it is of; a run keeps its name when it is resumed."""
+    """Name of the run, which it keeps when it is resumed."""
     saved_unix: float
     identity: Mapping[str, str]
-    """What a run has to have in common with the one that goes on from here, by the name of the key."""
+    """Settings that a run must share to resume from here, by the name of their key."""
     files: tuple[FileEntry, ...]
     checksum: str = ""
-    """Of all the above."""
+    """xxh3 of all other fields."""
 
     def sealed(self) -> Manifest:
+        """Return a copy with its checksum set."""
         bare = msgspec.structs.replace(self, checksum="")
         return msgspec.structs.replace(self, checksum=xxhash.xxh3_64_hexdigest(msgspec.json.encode(bare)))
 
 
 class Found(NamedTuple):
-    """A checkpoint that can be resumed from."""
+    """A checkpoint that a run can resume from."""
 
     folder: Path
     manifest: Manifest
@@ -84,7 +83,7 @@ class Found(NamedTuple):
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder to write a checkpoint into."""
+    """Create an empty folder for writing a checkpoint; return it."""
     part = root / f".global_step_{step}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -92,10 +91,9 @@ def begin(root: Path, step: int) -> Path:
 
 
 def publish(part: Path, *, step: int, run: str, identity: Mapping[str, str], saved_unix: float) -> Path:
-    """Make what was written a checkpoint; blocks until the disk has it. Returns its folder.
+    """Publish the files in `part` as a checkpoint; block until they are on disk. Returns its folder.
 
-    One of the same step that is there, refused or of another run, is replaced. Raises OSError: the disk does
-    not take it.
+    Replaces a checkpoint of the same step. Raises OSError if the disk does not accept the data.
     """
     files = sorted(path for path in part.rglob("*") if path.is_file())
     with ThreadPoolExecutor(HASH_THREADS) as threads:
@@ -103,13 +101,18 @@ def publish(part: Path, *, step: int, run: str, identity: Mapping[str, str], sav
     manifest = Manifest(
         format=FORMAT, step=step, run=run, saved_unix=saved_unix, identity=dict(identity), files=entries
     ).sealed()
+
+    # The manifest is last on disk: with it the checkpoint is complete.
     _write(part / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
     for folder in [part, *(path for path in part.rglob("*") if path.is_dir())]:
         _sync_folder(folder)
+
     final = part.with_name(f"global_step_{step}")
     remove(final)
     part.rename(final)
     _sync_folder(final.parent)
+
     tracker = final.parent / TRACKER
     _write(tracker.with_suffix(".part"), str(step).encode())
     tracker.with_suffix(".part").replace(tracker)
@@ -117,7 +120,7 @@ def publish(part: Path, *, step: int, run: str, identity: Mapping[str, str], sav
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, which at no moment looks like one that is damaged."""
+    """Delete a checkpoint. The rename first ensures that it never looks like a damaged one."""
     if checkpoint.exists():
         gone = checkpoint.with_name(f".{checkpoint.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
@@ -126,7 +129,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def prune(root: Path, run: str, keep: int | None) -> list[Path]:
-    """Delete a run's oldest checkpoints until `keep` are left; None keeps all. Returns those deleted."""
+    """Delete the oldest checkpoints of `run`, keep the newest `keep` (None: all); return the deleted ones."""
     if keep is None or keep < 1:
         return []
     own = [
@@ -140,7 +143,7 @@ def prune(root: Path, run: str, keep: int | None) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Delete what a process left behind that was killed as it wrote or deleted a checkpoint."""
+    """Delete the leftovers of a process that was killed while it wrote or deleted a checkpoint."""
     for path in root.iterdir() if root.is_dir() else ():
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -150,39 +153,42 @@ def sweep(root: Path) -> None:
 
 
 def published(root: Path) -> list[Path]:
-    """All checkpoints, the one that was written last first."""
+    """Return all published checkpoints, the most recently written first."""
     found = (
         [path for path in root.iterdir() if _PUBLISHED.fullmatch(path.name) and path.is_dir()]
         if root.is_dir()
         else []
     )
-    return sorted(found, key=_written, reverse=True)
+    return sorted(found, key=_written_unix, reverse=True)
 
 
 def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None) -> Manifest:
-    """Read all of a checkpoint. Raises CheckpointError: it is torn, or of a run that is not like this one,
-    or not `run`.
+    """Read and check a whole checkpoint; return its manifest.
+
+    Raises CheckpointError if it is missing or damaged, its identity differs from `identity`, or it does not
+    belong to `run` (None accepts any run).
     """
     if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint} is not there")
+        raise CheckpointError(f"{checkpoint} does not exist")
     if not (checkpoint / MANIFEST).is_file():
         raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST}: it was not written by this pipeline, or not to its end"
+            f"{checkpoint} has no {MANIFEST}: this pipeline did not write it, or did not finish writing it"
         )
     manifest = _manifest_of(checkpoint)
     if manifest is None or manifest.sealed() != manifest:
         raise CheckpointError(
-            f"{checkpoint} is damaged: its {MANIFEST} cannot be read, or is not what was written"
+            f"{checkpoint} is damaged: its {MANIFEST} cannot be read, or differs from what was written"
         )
     if manifest.format != FORMAT:
         raise CheckpointError(
             f"{checkpoint} has format {manifest.format}; this version of the pipeline reads {FORMAT}"
         )
     if checkpoint.name != f"global_step_{manifest.step}":
-        raise CheckpointError(f"{checkpoint} says that it is of step {manifest.step}; it was renamed")
-    _check_whose(checkpoint, manifest, identity, run)
+        raise CheckpointError(f"{checkpoint} holds step {manifest.step}: it was renamed")
+
+    _check_owner(checkpoint, manifest, identity, run)
     if not manifest.files:
-        raise CheckpointError(f"{checkpoint} is damaged: its {MANIFEST} names no file")
+        raise CheckpointError(f"{checkpoint} is damaged: its {MANIFEST} lists no file")
     with ThreadPoolExecutor(HASH_THREADS) as threads:
         for wrong in threads.map(lambda entry: _difference(checkpoint, entry), manifest.files):
             if wrong is not None:
@@ -190,28 +196,27 @@ def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None
     return manifest
 
 
-def _check_whose(checkpoint: Path, manifest: Manifest, identity: Mapping[str, str], run: str | None) -> None:
+def _check_owner(checkpoint: Path, manifest: Manifest, identity: Mapping[str, str], run: str | None) -> None:
     for name in sorted({*manifest.identity, *identity}):
         theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
         if theirs != ours:
             raise CheckpointError(
-                f"{checkpoint} is of another run: {name} was {theirs} there and is {ours} here"
+                f"{checkpoint} belongs to another run: {name} was {theirs} there and is {ours} here"
             )
     if run not in (None, manifest.run):
         raise CheckpointError(
-            f"{checkpoint} is of run {manifest.run}; the ledger in the run directory is of run {run}"
+            f"{checkpoint} belongs to run {manifest.run}; the ledger in the run directory belongs to "
+            f"run {run}"
         )
 
 
 def newest(
     root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]
 ) -> Found | None:
-    """The last checkpoint that can be used, of a certain run or of any (None); `say` hears one line of each
-    that cannot.
+    """Return the newest usable checkpoint of `run` (None: of any run), or None if there are no checkpoints.
 
-    None: there is none at all.
-
-    Raises ConfigError: there are some, and none can be used.
+    `say` receives a line per refused checkpoint. Raises ConfigError if there are checkpoints but none is
+    usable.
     """
     refused = []
     for folder in published(root):
@@ -220,50 +225,53 @@ def newest(
         except CheckpointError as error:
             refused.append(str(error))
             say(f"checkpoint refused: {error}")
+
     if refused:
         raise ConfigError(
-            f"trainer.resume_mode=auto found no checkpoint in {root} that it can use; the newest is refused: "
-            f"{refused[0]}; set trainer.resume_mode=disable to begin anew, resume_path to go on from one "
-            "of them, or another trainer.default_local_dir"
+            f"trainer.resume_mode=auto found no usable checkpoint in {root}; the newest is refused: "
+            f"{refused[0]}; set trainer.resume_mode=disable for a fresh start, resume_path to choose one of "
+            "them, or another trainer.default_local_dir"
         )
     return None
 
 
 def _manifest_of(checkpoint: Path) -> Manifest | None:
-    """None: it cannot be read."""
+    """Return the manifest of a checkpoint, or None if it cannot be read."""
     try:
         return msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def _written(checkpoint: Path) -> float:
+def _written_unix(checkpoint: Path) -> float:
+    """Return when a checkpoint was written, in seconds since the epoch."""
     manifest = _manifest_of(checkpoint)
     return checkpoint.stat().st_mtime if manifest is None else manifest.saved_unix
 
 
 def _difference(checkpoint: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file."""
+    """Return how a file differs from its entry in the manifest, or None if it does not."""
     path = checkpoint / entry.path
     try:
         if "\0" in entry.path or not path.resolve().is_relative_to(checkpoint.resolve()):
-            return f"{entry.path!r} is no file of it"
+            return f"{entry.path!r} is not a file below it"
         if path.stat().st_size != entry.nbytes:
             return f"{entry.path} has {path.stat().st_size} bytes instead of {entry.nbytes}"
         found = _entry(checkpoint, path)
     except OSError as error:
         return f"{entry.path} cannot be read: {error.strerror}"
-    return None if found == entry else f"the contents of {entry.path} are not what was written"
+    return None if found == entry else f"the contents of {entry.path} differ from what was written"
 
 
 def _entry(root: Path, path: Path, *, sync: bool = False) -> FileEntry:
+    """Hash a file below `root`; with `sync`, flush it to disk."""
     digest, nbytes = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         for piece in _pieces(file.fileno()):
             digest.update(piece)
             nbytes += len(piece)
         if sync:
-            # Whoever wrote it: what is flushed is the file, not a handle.
+            # fsync flushes the file itself, also data written through other handles.
             os.fsync(file.fileno())
     return FileEntry(path=path.relative_to(root).as_posix(), nbytes=nbytes, xxh3=digest.hexdigest())
 

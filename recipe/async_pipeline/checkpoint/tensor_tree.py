@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested Python values with tensors in them, as two files that run no code when they are read.
+"""Nested Python values with tensors, stored as two files that cannot run code when they are read.
 
-`NAME.safetensors` has the tensors, `NAME.msgpack` all the rest. Anything but tensors, arrays, pictures and
-what msgpack
-knows is refused; pickle would take it, and would run whatever is in the file when it is read.
+`NAME.safetensors` holds the tensors, `NAME.msgpack` the rest. Only tensors, arrays, images and the types of
+msgpack are accepted; pickle would accept more, and run arbitrary code when the file is read.
 """
 
 from __future__ import annotations
@@ -32,8 +31,9 @@ _TUPLE, _TENSOR, _ARRAY, _OBJECTS, _MAPPING, _PICTURE = (
 
 
 def write(path: Path, value: Any) -> None:
-    """`path`: without a suffix. Raises CheckpointError: something in it can only be pickled; nothing is
-    written then.
+    """Write `value` to the two files of `path`, which has no suffix.
+
+    Raises CheckpointError if a value could only be pickled; nothing is written then.
     """
     tensors: dict[str, torch.Tensor] = {}
     plain = _flatten(value, tensors)
@@ -42,7 +42,7 @@ def write(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """Raises CheckpointError: the two files are not what `write` writes."""
+    """Read a value that `write` wrote. Raises CheckpointError if the files are missing or malformed."""
     try:
         tensors = load_file(path.with_suffix(".safetensors"))
         return _unflatten(msgspec.msgpack.decode(path.with_suffix(".msgpack").read_bytes()), tensors)
@@ -51,6 +51,7 @@ def read(path: Path) -> Any:
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return `value` with plain types only; its tensors are added to `tensors`."""
     for kind, flatten in _KINDS.items():
         if isinstance(value, kind):
             return flatten(value, tensors)
@@ -89,17 +90,20 @@ _KINDS: Mapping[type, Callable[[Any, dict[str, torch.Tensor]], Any]] = {
 
 
 def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> str:
+    """Add a tensor to `tensors`; return its name."""
     name = str(len(tensors))
-    # A copy: rows of one batch share its memory, which the format has no word for.
+    # Copy: rows of one batch share memory, which safetensors cannot represent.
     tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     return name
 
 
 def _unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Rebuild the value that `_flatten` took apart."""
     if isinstance(plain, list):
         return [_unflatten(one, tensors) for one in plain]
     if not isinstance(plain, dict):
         return plain
+
     if _TENSOR in plain:
         return tensors[plain[_TENSOR]]
     if _TUPLE in plain:
@@ -108,11 +112,13 @@ def _unflatten(plain: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return tensors[plain[_ARRAY]].numpy().reshape(plain["shape"])
     if _PICTURE in plain:
         return Image.frombytes(plain["mode"], tuple(plain["size"]), plain[_PICTURE])
+
     if _OBJECTS in plain:
-        made = np.empty(len(plain[_OBJECTS]), dtype=object)
+        array = np.empty(len(plain[_OBJECTS]), dtype=object)
         for index, one in enumerate(plain[_OBJECTS]):
-            made[index] = _unflatten(one, tensors)
-        return made.reshape(plain["shape"])
+            array[index] = _unflatten(one, tensors)
+        return array.reshape(plain["shape"])
+
     if _MAPPING in plain:
         return {_unflatten(key, tensors): _unflatten(one, tensors) for key, one in plain[_MAPPING]}
     return {key: _unflatten(one, tensors) for key, one in plain.items()}

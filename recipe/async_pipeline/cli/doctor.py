@@ -21,7 +21,7 @@ from typing import Literal
 
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.patching import patched_tree, series, verl_source
 
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
 SUPPORTED_PYTHON = ((3, 10), (3, 13))
@@ -114,7 +114,7 @@ def check_patches(folder: Path) -> Finding:
     """Whether the importable verl is patched."""
     try:
         root = verl_source.find_verl_root()
-        series.require_patched(root, folder=folder)
+        patched_tree.require_patched(root, folder=folder)
     except PatchError as error:
         return Finding(subject="patches", verdict="fail", detail=str(error))
     return Finding(subject="patches", verdict="ok", detail=f"{len(series.series_names(folder))} applied")

@@ -19,7 +19,7 @@ from ..config.run_plan import as_json, in_words, plan_of
 from ..config.translation import SWITCHES, unknown_key
 from ..console import echo
 from ..errors import ConfigError
-from ..patching.series import find_verl_root
+from ..patching.verl_source import find_verl_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

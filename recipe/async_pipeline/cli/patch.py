@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from recipe.async_pipeline.console import EXIT_OK, echo
-from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.patching import patched_tree, series, verl_source
+from recipe.async_pipeline.patching.refresh import refresh
 
 HELP = {
     "fetch": "have the pinned verl in .cache/verl (by pip, its hash checked), or take the clone at "
@@ -66,18 +67,18 @@ def _on_tree(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     verl_source.check_version(root, verl_source.read_pin(folder))
     changed: tuple[str, ...] = ()
     if args.action == "apply":
-        changed = series.apply(root, folder=folder)
+        changed = patched_tree.apply(root, folder=folder)
     elif args.action == "revert":
-        changed = series.revert(root, folder=folder)
+        changed = patched_tree.revert(root, folder=folder)
     elif args.action == "refresh":
         pristine = functools.partial(verl_source.published_file, folder)
-        rewritten = series.refresh(args.patch, root, pristine=pristine, add=args.paths, folder=folder)
+        rewritten = refresh(args.patch, root, pristine=pristine, add=args.paths, folder=folder)
         changed = (f"patches/{args.patch}",) if rewritten else ()
     return _report(args.action, root, folder, changed=changed)
 
 
 def _report(action: str, root: Path, folder: Path, *, changed: tuple[str, ...]) -> dict[str, Any]:
-    state = series.patch_state(root, folder=folder)
+    state = patched_tree.patch_state(root, folder=folder)
     return {
         "action": action,
         "verl_root": str(root),

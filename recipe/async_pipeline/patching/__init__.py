@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Apply the series of patches to a tree of verl. Reads verl's files and imports nothing of it."""
+"""Apply the series of patches to a verl tree. Reads and writes verl's files, imports none of them."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where verl's source tree comes from and where it lies: the pinned sdist, a git clone, the importable one.
+"""Locate verl's source tree: the pinned sdist, a git clone, or the importable package.
 
-Nothing here imports verl. A *root* is the folder that holds the package, so that `root/verl/__init__.py` is.
+Does not import verl. A *root* is the folder that contains the package: `root/verl/__init__.py` exists.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path, PurePosixPath
 from recipe.async_pipeline.errors import PatchError
 
 DOWNLOAD_TIMEOUT_S = 600.0
-"""The sdist is 2 MB; pip retries by itself, what takes longer than this does not end."""
+"""Deadline for pip, which retries by itself; the sdist is 2 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """The one verl that the patches are for."""
+    """The one version of verl that the patches are made for."""
 
     name: str
     version: str
     tag: str
-    """Of the same source in verl's git repository."""
+    """Tag of the same source in verl's git repository."""
     sha256: str
-    """Of the published sdist."""
+    """SHA-256 of the published sdist."""
 
     @property
     def stem(self) -> str:
@@ -40,7 +40,7 @@ class Pin:
 
 
 def read_pin(folder: Path) -> Pin:
-    """Read `folder/PIN`. Raises PatchError: it lacks a field or holds an unknown one."""
+    """Read `folder/PIN`. Raises PatchError if a field is missing or unknown."""
     file = folder / "PIN"
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -52,14 +52,14 @@ def read_pin(folder: Path) -> Pin:
 
 
 def cache_dir(folder: Path) -> Path:
-    """Return where the sdist and its tree are kept: `.cache/verl` beside the patches folder of a checkout."""
+    """Return the folder for the sdist and its tree: `.cache/verl` in the checkout that holds `folder`."""
     return folder.parent / ".cache" / "verl"
 
 
 def find_verl_root() -> Path:
     """Return the root of the verl that `import verl` would load, without importing it.
 
-    Raises PatchError: there is none.
+    Raises PatchError if verl is not importable.
     """
     spec = importlib.util.find_spec("verl")
     if spec is None or spec.origin is None:
@@ -68,43 +68,43 @@ def find_verl_root() -> Path:
 
 
 def default_verl_root(folder: Path) -> Path:
-    """Return the fetched tree if there is one, else the root of the importable verl."""
+    """Return the root of the fetched tree if there is one, else of the importable verl."""
     fetched = cache_dir(folder) / read_pin(folder).stem
     return fetched if fetched.is_dir() else find_verl_root()
 
 
 def check_version(root: Path, pin: Pin) -> None:
-    """Raises PatchError: `root` holds no verl, or not the pinned version."""
+    """Raise PatchError if `root` does not hold the pinned version of verl."""
     file = root / "verl" / "version" / "version"
     if not file.is_file():
         raise PatchError(
-            f"{root} is not a verl checkout: {file} is missing; name the folder that holds verl/"
+            f"{root} is not a verl checkout: {file} is missing; give the folder that contains verl/"
         )
     version = file.read_text(encoding="utf-8").strip()
     if version != pin.version:
         raise PatchError(
             f"{root} is verl {version}, the patches are for {pin.version}; run `git checkout {pin.tag}` "
-            "there, "
-            "or leave --verl-dir out to fetch the published source"
+            "there, or leave --verl-dir out to fetch the published source"
         )
 
 
 def fetch(folder: Path, *, fresh: bool = False) -> Path:
-    """Have the pinned, published tree in the cache and return its root; a no-op if it is there.
+    """Fetch the pinned, published tree into the cache and return its root; a no-op if it exists.
 
-    `fresh` unpacks it anew and so discards every edit. Waits for: pip, at most DOWNLOAD_TIMEOUT_S.
-    Raises PatchError: the download failed, or its hash or contents are not what they must be.
+    `fresh` unpacks the tree again, which discards every edit. Waits for pip, at most DOWNLOAD_TIMEOUT_S.
+    Raises PatchError if the download fails, or its hash or contents are wrong.
     """
     pin = read_pin(folder)
     root = cache_dir(folder) / pin.stem
     if root.is_dir() and not fresh:
         check_version(root, pin)
         return root
+
     sdist = fetch_sdist(folder)
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=sdist.parent) as scratch:
         unpack(sdist, Path(scratch), top=pin.stem)
         check_version(Path(scratch) / pin.stem, pin)
-        if root.is_symlink():  # a clone that was adopted: let go of it, leave it as it is
+        if root.is_symlink():  # an adopted clone: remove the link only
             root.unlink()
         elif root.exists():
             root.rename(Path(scratch) / "replaced")
@@ -113,19 +113,20 @@ def fetch(folder: Path, *, fresh: bool = False) -> Path:
 
 
 def adopt(folder: Path, checkout: Path, *, fresh: bool = False) -> Path:
-    """Make an existing checkout the tree that is used, by a link in the cache; return that link.
+    """Use an existing checkout as the tree, through a link in the cache; return the link.
 
-    Raises PatchError: another version, or a fetched tree is in its place and `fresh` is not set.
+    Raises PatchError if the checkout has another version, or a fetched tree exists and `fresh` is not set.
     """
     pin = read_pin(folder)
     checkout = checkout.resolve()
     check_version(checkout, pin)
+
     link = cache_dir(folder) / pin.stem
     if link.is_dir() and link.resolve() == checkout:
         return link
     if link.is_dir() and not link.is_symlink():
         if not fresh:
-            raise PatchError(f"{link} is there already; add --fresh to replace it by a link to {checkout}")
+            raise PatchError(f"{link} exists already; add --fresh to replace it by a link to {checkout}")
         shutil.rmtree(link)
     link.unlink(missing_ok=True)
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -134,15 +135,16 @@ def adopt(folder: Path, checkout: Path, *, fresh: bool = False) -> Path:
 
 
 def fetch_sdist(folder: Path) -> Path:
-    """Have the pinned sdist in the cache and return it; its hash has been checked each time.
+    """Download the pinned sdist into the cache unless it is there; check its hash and return its path.
 
-    Raises PatchError: the download failed, or the hash is another one (then the file is not kept).
+    Raises PatchError if the download fails or the hash is wrong; a new file is not kept then.
     """
     pin = read_pin(folder)
     kept = cache_dir(folder) / f"{pin.stem}.tar.gz"
     if kept.is_file():
         check_hash(kept, pin)
         return kept
+
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=kept.parent) as scratch:
         _pip_download(pin, Path(scratch))
@@ -155,10 +157,11 @@ def fetch_sdist(folder: Path) -> Path:
 
 
 def _pip_download(pin: Pin, target: Path) -> None:
-    # --no-build-isolation: pip asks even an sdist that it only downloads for its metadata, and would first
-    # install a build environment; setuptools and wheel are in ours already.
+    # --no-build-isolation: pip builds the metadata even of an sdist that it only downloads, and would first
+    # install a build environment; our environment has setuptools and wheel already.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-build-isolation"]
     command += ["--no-binary", pin.name, "--dest", str(target), f"{pin.name}=={pin.version}"]
+
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S)
     except subprocess.CalledProcessError as error:
@@ -174,29 +177,33 @@ def _pip_download(pin: Pin, target: Path) -> None:
 
 
 def check_hash(sdist: Path, pin: Pin) -> None:
-    """Raises PatchError: `sdist` is not the pinned file."""
+    """Raise PatchError if `sdist` is not the pinned file."""
     actual = hashlib.sha256(sdist.read_bytes()).hexdigest()
     if actual != pin.sha256:
-        raise PatchError(f"{sdist} has sha256 {actual}, PIN names {pin.sha256}; delete it and fetch again")
+        raise PatchError(f"{sdist} has sha256 {actual}, PIN has {pin.sha256}; delete it and fetch again")
 
 
 def unpack(sdist: Path, target: Path, *, top: str) -> None:
-    """Unpack `sdist` into `target`. Raises PatchError: a member is no plain file or folder below `top`."""
+    """Unpack `sdist` into `target`.
+
+    Raises PatchError, and unpacks nothing, if a member is not a plain file or folder below `top`.
+    """
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
         for member in members:
             parts = PurePosixPath(member.name).parts
             if parts[:1] != (top,) or ".." in parts or not (member.isfile() or member.isdir()):
                 raise PatchError(
-                    f"{sdist} holds {member.name!r}, which is no plain file below {top}/; not unpacked"
+                    f"{sdist} holds {member.name!r}, which is not a plain file below {top}/; not unpacked"
                 )
-        # Where this Python has it, its own filter checks once more; without one some versions warn.
+
+        # If this Python has the filter, it checks again; some versions warn if none is set.
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
         archive.extractall(target, members)
 
 
 def published_file(folder: Path, path: str) -> bytes | None:
-    """Return the text of `path` (relative to the root) in the pinned sdist; None if it holds no such file."""
+    """Return the contents of `path` (relative to the root) in the pinned sdist, or None if it is absent."""
     with tarfile.open(fetch_sdist(folder)) as archive:
         try:
             member = archive.extractfile(f"{read_pin(folder).stem}/{path}")

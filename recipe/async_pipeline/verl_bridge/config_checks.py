@@ -30,7 +30,8 @@ from ..config.translation import Translation, is_enabled, reject_near_misses, re
 from ..config.user_classes import find_class
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
-from ..patching.series import find_verl_root, require_patched
+from ..patching.patched_tree import require_patched
+from ..patching.verl_source import find_verl_root
 from ..stages.custom import insert_custom_roles
 from . import plugin
 from .config_rules import ROLLOUT, check_devices, check_sections, check_verl_config, has_critic

@@ -48,7 +48,8 @@ from ...observe.summary import RunRecorder, write_atomically
 from ...observe.table import StepRow, closing, header, progress
 from ...observe.trace import leave_trace
 from ...observe.watchdog import Watchdog
-from ...patching.series import find_verl_root, require_patched
+from ...patching.patched_tree import require_patched
+from ...patching.verl_source import find_verl_root
 from ...redaction import redacted
 from ...stages.custom import insert_custom_roles
 from ...weight_sync.manifest import Ticket
