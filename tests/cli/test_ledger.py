@@ -32,7 +32,7 @@ def test_one_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["ledger", str(tmp_path)]) == 2
-    assert "ledger.jsonl is not there" in capsys.readouterr().err
+    assert "ledger.jsonl does not exist" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         audit_file(tmp_path)
 

@@ -70,7 +70,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["report", *[str(folder)] * 3]) == EXIT_USERS
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 2
-    assert "is no folder of a run" in errors[0]
+    assert "is not a run directory" in errors[0]
     assert "got 3" in errors[1]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of given device-seconds, to be advised on."""
+"""Runs with given device-seconds, as input for the advice."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def run_of(
     start_up_s: float = 0.0,
     **known: Any,
 ) -> RunData:
-    """A run of 100 s since the first version: devices and device-seconds of each pool, the rest of which
-    is nothing.
+    """Return a run of 100 s since the first version; `pools` has the devices and seconds of each pool.
+
+    The remaining seconds of a pool have the reason `none`.
     """
     accounts = {}
     for name, (devices, seconds) in pools.items():
@@ -35,8 +36,9 @@ def run_of(
         account.seconds.update(seconds)
         account.seconds["none"] += devices * 100.0 - sum(seconds.values())
         account.seconds["start_up"] += devices * start_up_s
-        assert account.seconds["none"] >= 0, "more than passed"
+        assert account.seconds["none"] >= 0, "more device-seconds than have passed"
         accounts[name] = account
+
     each = {
         role: share * 100.0 / max(1, steps)
         for role, share in (trainer or {"train": 0.6, "generate": 0.4}).items()
@@ -49,6 +51,7 @@ def run_of(
         loop_s=loop_s,
     )
     found.check()
+
     home = {role: pool for pool, account in accounts.items() for role in account.roles}
     facts: dict[str, Any] = {
         "name": "a/run",
@@ -75,7 +78,7 @@ def facts_for(*args: Any, **kwargs: Any) -> Facts:
 
 
 def work(train: float, generate: float, *, devices: tuple[int, int] = (4, 4), **more: float) -> Pools:
-    """Work as a share of each pool's time."""
+    """Return pools with the given work, as shares of each pool's time."""
     return {
         "train": (devices[0], {"compute_train": train * devices[0] * 100, **more}),
         "generate": (devices[1], {"compute_generate": generate * devices[1] * 100}),

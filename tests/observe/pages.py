@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every page of ours must be: well-formed, on its own, and readable without seeing it."""
+"""Check what holds for every page: it is well-formed, self-contained and accessible."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ SELF_CLOSING = {"rect", "path"}
 
 
 class Page(HTMLParser):
-    """Checks as it reads; `tags` are all that it met, `texts` what is to be read outside of scripts and
-    styles.
-    """
+    """A parser that checks nesting; `tags` has all tags, `texts` the text outside of scripts and styles."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -22,11 +20,11 @@ class Page(HTMLParser):
         self.texts: list[str] = []
         self.feed(html)
         self.close()
-        assert self.open == [], f"never closed: {self.open}"
+        assert self.open == [], f"unclosed tags: {self.open}"
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
-        assert len(names) == len(set(names)), f"{tag} has an attribute twice: {names}"
+        assert len(names) == len(set(names)), f"{tag} has a duplicate attribute: {names}"
         self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
@@ -37,7 +35,7 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open, f"</{tag}> closes nothing"
-        assert self.open.pop() == tag, f"</{tag}> does not close what is open"
+        assert self.open.pop() == tag, f"</{tag}> does not match the open tag"
 
     def handle_data(self, data: str) -> None:
         if data.strip() and self.open and self.open[-1] not in ("script", "style"):
@@ -48,16 +46,18 @@ class Page(HTMLParser):
 
 
 def check(html: str) -> Page:
-    """The page, read."""
+    """Check a page. Returns it parsed."""
     assert html.startswith("<!doctype html>")
     page = Page(html)
     for tag, attrs in page.tags:
-        assert not {"src", "href", "srcset", "action"} & attrs.keys(), f"<{tag}> refers to something outside"
+        assert not {"src", "href", "srcset", "action"} & attrs.keys(), (
+            f"<{tag}> refers to an external resource"
+        )
         numbers = [
             str(value) for name, value in attrs.items() if name in ("x", "y", "width", "height", "d", "style")
         ]
         assert not any(re.search(r"nan|inf|None", value) for value in numbers), (tag, numbers)
-    assert not re.search(r"https?://|url\(|@import", html), "nothing is fetched"
+    assert not re.search(r"https?://|url\(|@import", html), "the page fetches nothing"
     assert [attrs.get("lang") for attrs in page.all("html")] == ["en"]
     assert len(page.all("h1")) == 1
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
@@ -65,6 +65,6 @@ def check(html: str) -> Page:
     for attrs in page.all("section"):
         assert attrs.get("aria-labelledby") in ids
     for attrs in page.all("svg"):
-        assert attrs.get("aria-hidden") == "true", "each figure says in words what its picture shows"
+        assert attrs.get("aria-hidden") == "true", "each figure has a text description"
     assert html.count("<figure") == html.count("<figcaption>")
     return page

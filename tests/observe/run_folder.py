@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders as a trainer leaves them, made in virtual time: the real flow, events and summary; invented
-costs.
-"""
+"""Write run directories in virtual time, with the real flow, events and summary and with invented costs."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "tra
 
 
 class RecordedTrainer(SimTrainer):
-    """Answers whose lengths are lognormal, a reward that rises, and metrics as the real trainer logs them."""
+    """Generates responses of lognormal length with a rising reward, and logs metrics as the real trainer."""
 
     def __init__(
         self,
@@ -72,13 +70,13 @@ class RecordedTrainer(SimTrainer):
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         made = await super().publish(version, snapshot)
-        wobble = self._random.uniform(0.8, 1.3)
+        jitter = self._random.uniform(0.8, 1.3)
         self._last = replace(
             made,
-            gather_s=0.12 * wobble,
-            transfer_s=0.3 * wobble,
-            load_s=0.2 * wobble,
-            stall_s=0.06 * wobble,
+            gather_s=0.12 * jitter,
+            transfer_s=0.3 * jitter,
+            load_s=0.2 * jitter,
+            stall_s=0.06 * jitter,
             num_bytes=1_200_000_000,
             replicas=2,
         )
@@ -123,7 +121,7 @@ def write_run(
     startup_s: float = 30.0,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Run it, and leave events.jsonl, metrics.jsonl, summary.json and config.json."""
+    """Run the trainer and write events.jsonl, metrics.jsonl, summary.json and config.json. Returns folder."""
     folder.mkdir(parents=True, exist_ok=True)
     records: list[LogRecord] = []
     flow = AsyncTrainingFlow(trainer, startup_s=lambda: startup_s)
@@ -132,6 +130,7 @@ def write_run(
     trainer.now = flow.clock.now
     trainer.recorder = RunRecorder(strategy=strategy, max_lag=trainer.max_lag, started_unix=-startup_s)
     run_virtual(flow.run())
+
     (folder / "events.jsonl").write_text("".join(json.dumps(r.as_dict()) + "\n" for r in records))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trainer.rows))
     summary = trainer.recorder.summarize(flow.result(), 0.0, records[-1].t) | trainer.accounts.summary()

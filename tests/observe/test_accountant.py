@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every device-second has one reason, the right one, and they add up."""
+"""Every device-second has exactly one, correct reason, and the sums add up."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ def rounded(account: PoolAccount) -> dict[str, float]:
     return {reason: round(seconds, 6) for reason, seconds in account.seconds.items() if seconds > 1e-9}
 
 
-def test_on_policy_either_pool_waits_for_the_other() -> None:
-    """Each step: a second of answers, then half a second of log-probs, a second of training, and the
-    weights.
-    """
+def test_on_policy_each_pool_waits_for_the_other() -> None:
+    """Each step: 1 s of responses, 0.5 s of log-probs, 1 s of training, and a weight update."""
     found = account(run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0))
-    # The stall of a load is what the replica says: a tenth of each publication but the first.
+    # A replica reports a pause of 0.1 s for each weight update but the first.
     assert rounded(found.pools["train"]) == {
         "start_up": 10.25,
         "wait_generate": 4.0,
@@ -54,14 +52,14 @@ def test_on_policy_either_pool_waits_for_the_other() -> None:
         "wait_ref_logp": 0.75,
         "wait_train": 3.0,
         "wait_param_update": 3 * 0.25,
-        # Nothing is left to be generated while the last step is trained and its weights are served.
+        # Nothing is left to generate during the last step and its weight update.
         "none": 1.75,
     }
 
 
-def test_the_critical_role_is_the_one_that_a_step_waits_for_longest() -> None:
-    slow_answers = account(run_log(SimTrainer(max_lag=0, answer_s=lambda step, index: 5.0)))
-    assert {step.critical for step in slow_answers.steps} == {"generate"}
+def test_the_critical_stage_is_the_one_that_a_step_waits_for_longest() -> None:
+    slow_responses = account(run_log(SimTrainer(max_lag=0, answer_s=lambda step, index: 5.0)))
+    assert {step.critical for step in slow_responses.steps} == {"generate"}
     slow_updates = account(run_log(SimTrainer(max_lag=1, costs={"update": 5.0})))
     assert [step.critical for step in slow_updates.steps] == ["train"] * 6
     assert [step.step for step in slow_updates.steps] == [1, 2, 3, 4, 5, 6]
@@ -77,11 +75,11 @@ def test_a_pool_of_log_probs_waits_for_the_step_that_makes_its_version() -> None
     assert next(iter(shares)) == "wait_train"
 
 
-def test_what_the_servers_say_replaces_what_the_roles_saw() -> None:
-    """Ten seconds of open groups, of which the engines had requests for four and stood still for one."""
+def test_measurements_of_the_servers_replace_what_the_stages_saw() -> None:
+    """Of ten seconds with open groups, the engines had requests for four and paused for one."""
     accountant = Accountant()
     pools = {"rollout": {"devices": 4, "slots": 4, "roles": ["generate"]}}
-    said = {"stall_s": 2.0, "busy_s": 8.0, "replicas": 2}
+    measured = {"stall_s": 2.0, "busy_s": 8.0, "replicas": 2}
     log = [
         LogRecord(
             t=0.0,
@@ -90,10 +88,12 @@ def test_what_the_servers_say_replaces_what_the_roles_saw() -> None:
             state="RUNNING",
             fields={"graph": {"generate": []}, "pools": pools},
         ),
-        LogRecord(t=1.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 0}),
+        LogRecord(
+            t=1.0, role="param_update", event="SERVED", state="RUNNING", fields={**measured, "version": 0}
+        ),
         LogRecord(t=1.0, role="generate", event="LEASE", state="RUNNING", fields={}),
         LogRecord(
-            t=11.0, role="param_update", event="SERVED", state="RUNNING", fields={**said, "version": 1}
+            t=11.0, role="param_update", event="SERVED", state="RUNNING", fields={**measured, "version": 1}
         ),
         LogRecord(t=13.0, role="param_update", event="VALIDATED", state="RUNNING", fields={"seconds": 1.5}),
     ]
@@ -111,8 +111,8 @@ def test_what_the_servers_say_replaces_what_the_roles_saw() -> None:
     }
 
 
-def test_a_full_channel_is_a_lease_that_nobody_computes_with() -> None:
-    """The reference's pool hands on at once; the join takes long, and fills the channel behind it."""
+def test_a_pool_waits_for_the_slow_stage_downstream() -> None:
+    """A slow reward stage fills its input channel, so the pool of log-probs waits for it."""
     trainer = SimTrainer(
         max_lag=6, steps=12, costs={**QUIET, "advantage": 4.0, "update": 0.1}, places={"logp": "logp"}
     )
@@ -120,8 +120,8 @@ def test_a_full_channel_is_a_lease_that_nobody_computes_with() -> None:
     assert found.pools["logp"].shares()["wait_reward"] > 0.5
 
 
-def test_the_clock_may_tick_between_any_two_records() -> None:
-    """On a real clock also between ITEM and LEASE of a role that needs no device."""
+def test_time_may_pass_between_any_two_records() -> None:
+    """On a real clock, time passes between ITEM and LEASE even of a stage without devices."""
     records = run_log(SimTrainer(max_lag=1, steps=4))
     ticking = [replace(record, t=record.t + 1e-4 * number) for number, record in enumerate(records)]
     assert {step.critical for step in account(ticking).steps} == {
@@ -129,7 +129,7 @@ def test_the_clock_may_tick_between_any_two_records() -> None:
     }
 
 
-def test_shares_of_work_since_the_first_version() -> None:
+def test_shares_of_work_count_from_the_first_version() -> None:
     found = account(run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0))
     busy = 4.0 + 6.5
     assert found.bubble_ratio == pytest.approx(1 - busy / (2 * found.steady_s))
@@ -156,7 +156,7 @@ PLACES: tuple[dict[str, str], ...] = (
     answers=st.lists(st.floats(0, 9), min_size=5, max_size=5),
     devices=st.integers(1, 7),
 )
-def test_device_seconds_add_up_whatever_the_schedule(
+def test_device_seconds_add_up_for_every_schedule(
     max_lag: int,
     places: dict[str, str],
     order: str,
@@ -179,7 +179,7 @@ def test_device_seconds_add_up_whatever_the_schedule(
         **kinds,
     )
     log = run_log(trainer, startup_s=2.5)
-    found = account(log)  # checks its sums
+    found = account(log)  # raises AccountingError if the sums do not add up
     assert found.wall_s == pytest.approx(log[-1].t + 2.5)
     assert all(seconds >= 0 for pool in found.pools.values() for seconds in pool.seconds.values())
     assert 0 <= found.bubble_ratio <= 1
@@ -187,10 +187,8 @@ def test_device_seconds_add_up_whatever_the_schedule(
     assert len(found.steps) == 5
 
 
-def test_efficiency_is_the_larger_of_the_busiest_pool_and_the_loop() -> None:
-    """Answers of three seconds, a second of training: two batches under way make a step of two seconds at
-    best.
-    """
+def test_efficiency_is_the_larger_bound_of_busiest_pool_and_loop() -> None:
+    """Two batches in flight, 3 s responses, 1 s training and a 0.3 s update need 2.15 s a step at best."""
 
     class Timed(SimTrainer):
         async def generate_group(self, prompt: Prompt) -> Group:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rule speaks when it should, is silent when it should, and its number is right."""
+"""Each rule of the advice: when it applies, when it does not, and its predicted gain."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from recipe.async_pipeline.observe.report_data import Series
 from tests.observe.accounts import Pools, facts_for, run_of, work
 
 
-def say(rule: Callable[[Facts], Advice | None], *args: Any, **kwargs: Any) -> Advice:
+def advice_of(rule: Callable[[Facts], Advice | None], *args: Any, **kwargs: Any) -> Advice:
     found = rule(facts_for(*args, **kwargs))
     assert found is not None
     assert found.rule == rule.__name__
     return found
 
 
-def test_moving_a_device_is_predicted_by_the_larger_share_of_work() -> None:
-    """Generation's 400 device-seconds on 5 devices, training's 240 on 3: both take 80 s of what took 100."""
-    found = say(advice.move_devices, work(0.6, 1.0), trainer={"train": 0.62, "generate": 0.38})
+def test_moving_a_device_predicts_the_gain_from_the_work_of_both_pools() -> None:
+    """400 device-seconds of generation on 5 devices and 240 of training on 3 take 80 s instead of 100 s."""
+    found = advice_of(advice.move_devices, work(0.6, 1.0), trainer={"train": 0.62, "generate": 0.38})
     assert found.gain == pytest.approx(100 / 80 - 1)
     assert (
         str(found)
@@ -33,48 +33,48 @@ def test_moving_a_device_is_predicted_by_the_larger_share_of_work() -> None:
     )
 
 
-def test_the_smallest_move_that_is_as_good_is_advised() -> None:
-    found = say(advice.move_devices, work(0.1, 1.0, devices=(8, 4)), loop_s=66.0)
+def test_the_smallest_of_equally_good_moves_is_advised() -> None:
+    found = advice_of(advice.move_devices, work(0.1, 1.0, devices=(8, 4)), loop_s=66.0)
     assert found.change == "move 2 devices from pool train to pool generate", (
-        "with three the loop is the limit as well"
+        "with three devices the loop is the limit"
     )
     assert found.gain == pytest.approx(100 / (400 / 6) - 1)
 
 
-def test_when_the_pool_is_not_what_the_trainer_waits_for_both_shares_are_told() -> None:
-    found = say(advice.move_devices, work(1.0, 0.3), trainer={"train": 1.0})
+def test_the_finding_names_both_shares_if_the_trainer_does_not_wait_for_the_pool() -> None:
+    found = advice_of(advice.move_devices, work(1.0, 0.3), trainer={"train": 1.0})
     assert found.finding == "pool train worked 100% of the time and pool generate 30%"
     assert found.change == "move 2 devices from pool generate to pool train"
     assert found.gain == pytest.approx(100 / (400 / 6) - 1)
 
 
-def test_no_device_is_moved_between_pools_that_are_even_or_have_one() -> None:
+def test_no_device_moves_between_balanced_pools_or_from_a_pool_of_one() -> None:
     assert advice.move_devices(facts_for(work(0.9, 0.92))) is None
     assert advice.move_devices(facts_for(work(0.3, 1.0, devices=(1, 1)))) is None
-    assert advice.move_devices(facts_for(work(0.6, 1.0), loop_s=99.0)) is None, "the loop would be as long"
+    assert advice.move_devices(facts_for(work(0.6, 1.0), loop_s=99.0)) is None, "the loop stays the limit"
 
 
-def test_a_device_more_where_none_can_be_spared() -> None:
-    found = say(advice.add_device, work(0.5, 1.0, devices=(1, 1)))
+def test_a_device_is_added_if_no_pool_can_spare_one() -> None:
+    found = advice_of(advice.add_device, work(0.5, 1.0, devices=(1, 1)))
     assert found.gain == pytest.approx(1.0)
-    assert found.change == "give pool generate one more device than its 1"
+    assert found.change == "increase pool generate from 1 device to 2"
     assert advice.add_device(facts_for(work(0.6, 1.0))) is None, "one can be moved"
     assert advice.add_device(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=98.0)) is None
 
 
-def test_more_lag_where_only_turns_are_waited_for() -> None:
-    found = say(advice.raise_max_lag, work(0.4, 0.6), loop_s=100.0, max_lag=0)
+def test_max_lag_rises_if_steps_wait_for_earlier_batches() -> None:
+    found = advice_of(advice.raise_max_lag, work(0.4, 0.6), loop_s=100.0, max_lag=0)
     assert found.gain == pytest.approx(100 / 60 - 1), (
         "one batch more halves the loop to 50 s, and the pool of 60 s is the limit"
     )
     assert "max_lag to 1 instead of 0; async_strategy=one_step_off" in found.change
-    deeper = say(advice.raise_max_lag, work(0.2, 0.3), loop_s=100.0, max_lag=1)
+    deeper = advice_of(advice.raise_max_lag, work(0.2, 0.3), loop_s=100.0, max_lag=1)
     assert "max_lag to 6 instead of 1" in deeper.change, "2/(6+1) of 100 s is below the pool's 30 s"
     assert advice.raise_max_lag(facts_for(work(0.4, 0.97), loop_s=100.0)) is None
 
 
-def test_less_lag_where_devices_are_the_limit_anyway() -> None:
-    found = say(
+def test_max_lag_falls_if_devices_stay_the_limit() -> None:
+    found = advice_of(
         advice.lower_max_lag,
         work(0.5, 1.0, devices=(1, 1)),
         loop_s=20.0,
@@ -82,38 +82,38 @@ def test_less_lag_where_devices_are_the_limit_anyway() -> None:
         lag_mean=Series(x=[1, 2], y=[2.5, 3.0]),
     )
     assert found.change.startswith("set max_lag to 0 instead of 3"), (
-        "80 s with one batch under way are less than 90 % of 100 s"
+        "80 s with one batch in flight are less than 90 % of 100 s"
     )
     assert "2.8 versions old" in found.finding
     assert found.gain is None
     assert (
         "to 2 instead of 3"
-        in say(advice.lower_max_lag, work(0.5, 1.0, devices=(1, 1)), loop_s=60.0, max_lag=3).change
+        in advice_of(advice.lower_max_lag, work(0.5, 1.0, devices=(1, 1)), loop_s=60.0, max_lag=3).change
     )
     assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=0.0, max_lag=3)) is None, (
-        "the longest answers are not known"
+        "the longest responses are unknown"
     )
     assert advice.lower_max_lag(facts_for(work(0.3, 1.0, devices=(4, 4)), loop_s=20.0, max_lag=3)) is None, (
-        "devices are to be moved first"
+        "moving devices comes first"
     )
     assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=95.0, max_lag=3)) is None
     assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=10.0, max_lag=0)) is None
 
 
-def test_long_answers_are_told_to_those_that_wait_for_them() -> None:
-    told: dict[str, Any] = {
+def test_a_long_tail_matters_if_the_trainer_waits_for_it() -> None:
+    facts: dict[str, Any] = {
         "trainer": {"train": 0.5, "generate": 0.5},
         "tail_s": [9.0] * 3,
         "answer_s": [3.0] * 3,
     }
-    found = say(advice.long_tail, work(0.5, 0.5), loop_s=100.0, **told)
+    found = advice_of(advice.long_tail, work(0.5, 0.5), loop_s=100.0, **facts)
     assert "took 3.0 times as long" in found.finding
     assert found.at_most
     assert found.gain == pytest.approx(1.0)
-    assert advice.long_tail(facts_for(work(0.5, 0.5), strategy="fully_async", **told)) is None
-    assert advice.long_tail(facts_for(work(0.5, 0.5), **(told | {"tail_s": [4.0]}))) is None
+    assert advice.long_tail(facts_for(work(0.5, 0.5), strategy="fully_async", **facts)) is None
+    assert advice.long_tail(facts_for(work(0.5, 0.5), **(facts | {"tail_s": [4.0]}))) is None
     assert (
-        advice.long_tail(facts_for(work(0.5, 0.5), **(told | {"trainer": {"train": 0.9, "generate": 0.1}})))
+        advice.long_tail(facts_for(work(0.5, 0.5), **(facts | {"trainer": {"train": 0.9, "generate": 0.1}})))
         is None
     )
 
@@ -122,35 +122,37 @@ def pools_with(train: Mapping[str, float], generate: Mapping[str, float]) -> Poo
     return {"train": (1, train), "generate": (1, generate)}
 
 
-def test_slow_environments() -> None:
-    found = say(
+def test_idle_devices_with_open_responses_point_to_the_environment() -> None:
+    found = advice_of(
         advice.slow_environment,
         pools_with({"compute_train": 50}, {"compute_generate": 50, "wait_environment": 30}),
     )
-    assert found.finding.startswith("pool generate stood idle 30% of the time")
+    assert found.finding.startswith("pool generate was idle 30% of the time")
     assert advice.slow_environment(facts_for(pools_with({}, {"wait_environment": 10}))) is None
 
 
-def test_weights_that_hold_devices() -> None:
-    found = say(advice.heavy_weights, pools_with({"compute_train": 60, "sync": 20}, {"compute_generate": 30}))
+def test_long_weight_updates_are_reported() -> None:
+    found = advice_of(
+        advice.heavy_weights, pools_with({"compute_train": 60, "sync": 20}, {"compute_generate": 30})
+    )
     assert found.finding == "weight updates took 20% of pool train's time"
     assert found.gain == pytest.approx(80 / 70 - 1)
-    beside = say(
+    other_pool = advice_of(
         advice.heavy_weights, pools_with({"compute_train": 90}, {"compute_generate": 30, "sync": 20})
     )
-    assert beside.gain is None, "the other pool is the limit"
-    assert "stage=device" in beside.change
+    assert other_pool.gain is None, "the other pool is the limit"
+    assert "stage=device" in other_pool.change
     assert advice.heavy_weights(facts_for(pools_with({"sync": 4}, {"sync": 4}))) is None
 
 
-def test_validation_that_holds_devices() -> None:
-    found = say(advice.frequent_validation, pools_with({}, {"compute_generate": 60, "validation": 40}))
+def test_long_validation_is_reported() -> None:
+    found = advice_of(advice.frequent_validation, pools_with({}, {"compute_generate": 60, "validation": 40}))
     assert found.gain == pytest.approx(100 / 80 - 1)
     assert advice.frequent_validation(facts_for(pools_with({}, {"validation": 9}))) is None
 
 
-def test_forward_passes_that_keep_the_trainer_from_training() -> None:
-    found = say(
+def test_forward_passes_that_limit_training_get_a_separate_pool() -> None:
+    found = advice_of(
         advice.pool_of_its_own,
         pools_with(
             {"compute_train": 70, "compute_ref_logp": 25, "compute_logp": 5}, {"compute_generate": 40}
@@ -166,39 +168,39 @@ def test_forward_passes_that_keep_the_trainer_from_training() -> None:
     )
 
 
-def test_a_slow_join() -> None:
-    found = say(advice.slow_reward, work(0.5, 0.5), trainer={"train": 0.75, "reward": 0.25})
+def test_a_slow_reward_stage_is_reported() -> None:
+    found = advice_of(advice.slow_reward, work(0.5, 0.5), trainer={"train": 0.75, "reward": 0.25})
     assert found.at_most
     assert found.gain == pytest.approx(1 / 3)
     assert advice.slow_reward(facts_for(work(0.5, 0.5), trainer={"train": 0.95, "reward": 0.05})) is None
 
 
 @pytest.mark.parametrize("fate", ["filtered", "expired", "failed"])
-def test_groups_that_were_not_trained(fate: str) -> None:
-    found = say(advice.not_trained, work(0.5, 0.5), fates={"trained": 75, fate: 25})
-    assert (
-        found.finding
-        == f"25% of the groups that were drawn were not trained (25 {fate}), about 50 device-seconds of "
-        "generation"
+def test_many_untrained_groups_are_reported(fate: str) -> None:
+    found = advice_of(advice.not_trained, work(0.5, 0.5), fates={"trained": 75, fate: 25})
+    assert found.finding == (
+        f"25% of the drawn groups were not trained (25 {fate}), about 50 device-seconds of generation"
     )
     assert advice.not_trained(facts_for(work(0.5, 0.5), fates={"trained": 95, fate: 5})) is None
     assert advice.not_trained(facts_for(work(0.5, 0.5), fates={})) is None
 
 
-def test_weights_of_samples_that_leave_little() -> None:
-    assert "left 60% of a batch" in say(advice.far_off_policy, work(0.5, 0.5), ess=0.6).finding
+def test_a_small_effective_sample_size_is_reported() -> None:
+    assert (
+        "sample size of a batch to 60%" in advice_of(advice.far_off_policy, work(0.5, 0.5), ess=0.6).finding
+    )
     for known in ({"ess": 0.9}, {"ess": None}, {"ess": 0.5, "max_lag": 0}):
         assert advice.far_off_policy(facts_for(work(0.5, 0.5), **known)) is None
 
 
-def test_a_start_that_takes_most_of_the_run() -> None:
-    assert say(advice.long_start, work(0.5, 0.5), start_up_s=100.0).finding.startswith(
+def test_a_long_start_up_is_reported() -> None:
+    assert advice_of(advice.long_start, work(0.5, 0.5), start_up_s=100.0).finding.startswith(
         "50% of the run was start-up, 100 s"
     )
     assert advice.long_start(facts_for(work(0.5, 0.5), start_up_s=10.0)) is None
 
 
-def test_the_largest_gain_comes_first_and_a_balanced_run_needs_nothing() -> None:
+def test_the_largest_gain_comes_first_and_a_balanced_run_gets_no_advice() -> None:
     found = advise(
         run_of(work(0.6, 1.0), trainer={"train": 0.6, "generate": 0.25, "reward": 0.15}, start_up_s=90.0)
     )
@@ -208,7 +210,7 @@ def test_the_largest_gain_comes_first_and_a_balanced_run_needs_nothing() -> None
     assert advise(run_of(work(0.95, 0.97), loop_s=90.0, trainer={"train": 0.9, "generate": 0.1})) == []
 
 
-def test_few_steps_and_no_account_say_nothing() -> None:
+def test_few_steps_or_no_account_give_no_advice() -> None:
     assert advise(run_of(work(0.6, 1.0), steps=4)) == []
     assert advise(run_of(work(0.6, 1.0), accounting=None)) == []
 

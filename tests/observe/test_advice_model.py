@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound moves as pools and batches under way do, and facts are shares of time."""
+"""The bound follows from pools and batches in flight, and facts are shares of time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ def test_the_bound_is_the_largest_of_pools_and_loop() -> None:
     assert model.gain(50.0) == pytest.approx(0.2)
 
 
-def test_the_loop_has_the_forward_passes_of_the_slowest_pool() -> None:
+def test_the_loop_includes_the_forward_passes_of_the_slowest_pool() -> None:
     pools = {
         "train": (2, {"compute_train": 40.0, "compute_logp": 20.0, "compute_ref_logp": 4.0}),
         "ref": (1, {"compute_ref_logp": 10.0}),
     }
     assert facts_for(pools, loop_s=50.0, max_lag=1).model.loop_s == pytest.approx(50 + 12 / 2)
-    assert facts_for(pools, loop_s=0.0, max_lag=1).model.loop_s == 0.0, (
-        "a run whose longest answers are not known"
-    )
+    assert facts_for(pools, loop_s=0.0, max_lag=1).model.loop_s == 0.0, "the longest responses are unknown"
 
 
 def test_facts_are_shares_of_the_time_since_the_first_version() -> None:
@@ -53,5 +51,7 @@ def test_without_an_account_or_steps_there_are_no_facts() -> None:
         (None, False, ""),
     ],
 )
-def test_a_prediction_reads_as_what_it_is(gain: float | None, at_most: bool, text: str) -> None:
+def test_a_prediction_states_whether_it_is_an_upper_bound(
+    gain: float | None, at_most: bool, text: str
+) -> None:
     assert Advice(rule="r", finding="f", change="c", gain=gain, at_most=at_most).predicted == text

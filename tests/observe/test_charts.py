@@ -31,7 +31,7 @@ from tests.observe.pages import Page
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 1e6))
-def test_ticks_are_few_even_and_around_the_range(low: float, span: float) -> None:
+def test_ticks_are_few_evenly_spaced_and_cover_the_range(low: float, span: float) -> None:
     found = ticks(low, low + span)
     assert 2 <= len(found) <= 8
     assert found[0] <= low + 1e-6 * max(1.0, abs(low))
@@ -40,20 +40,20 @@ def test_ticks_are_few_even_and_around_the_range(low: float, span: float) -> Non
     assert max(gaps) == pytest.approx(min(gaps), rel=1e-3)
 
 
-def test_ticks_are_round() -> None:
+def test_ticks_are_round_numbers() -> None:
     assert ticks(0, 1) == [0, 0.25, 0.5, 0.75, 1.0]
     assert ticks(0, 437) == [0, 200, 400, 600]
     assert ticks(3, 3)[0] <= 3 <= ticks(3, 3)[-1]
 
 
-def test_a_long_series_is_thinned_by_means() -> None:
+def test_a_long_series_is_thinned_to_means() -> None:
     found = thinned(Series(x=list(range(10)), y=[float(n) for n in range(10)]), most=5)
     assert list(found.y) == [0.5, 2.5, 4.5, 6.5, 8.5]
     short = Series(x=[1], y=[2])
     assert thinned(short) is short
 
 
-def test_a_line_goes_through_its_points_and_carries_its_values() -> None:
+def test_a_line_passes_through_its_points_and_embeds_its_values() -> None:
     html = line_chart(
         "Reward",
         [Line(label="mean", series=Series(x=[1, 2, 3], y=[0.0, 1.0, 0.5]), colour="c-train")],
@@ -64,7 +64,9 @@ def test_a_line_goes_through_its_points_and_carries_its_values() -> None:
     assert drawn == "M0.0 100.00L500.0 0.00L1000.0 50.00"
     data = json.loads(next(str(attrs["data-line"]) for attrs in page.all("div") if "data-line" in attrs))
     assert data["lines"] == [{"label": "mean", "x": [1, 2, 3], "y": ["0", "1", "0.5"]}]
-    assert any("from 0 to 0.5, at most 1" in text for text in page.texts), "said in words"
+    assert any("from 0 to 0.5, at most 1" in text for text in page.texts), (
+        "the description for screen readers"
+    )
     assert (
         line_chart("Reward", [Line(label="mean", series=Series(x=[], y=[]), colour="c")], x_label="step")
         == ""
@@ -84,7 +86,7 @@ def test_few_and_equal_values_are_drawn(series: Series) -> None:
     assert "nan" not in html
 
 
-def test_columns_are_as_high_as_their_parts_and_say_them() -> None:
+def test_columns_have_the_height_of_their_parts_and_a_tooltip() -> None:
     html = column_chart(
         "t",
         [(1, {"a": 1.0, "b": 3.0}), (2, {"a": 2.0})],
@@ -115,7 +117,7 @@ def test_many_columns_are_averaged() -> None:
     assert "step 0 to 8 (mean)" in html
 
 
-def test_a_bar_of_shares_shows_each_and_names_the_large() -> None:
+def test_a_bar_shows_every_share_and_labels_large_ones() -> None:
     page = Page(
         share_bar(
             [
@@ -134,7 +136,7 @@ def test_a_bar_of_shares_shows_each_and_names_the_large() -> None:
     assert page.all("div")[0]["aria-label"] == "pool train"
 
 
-def test_a_histogram_of_two_runs_has_a_column_of_each_lag_of_either() -> None:
+def test_a_histogram_of_two_runs_has_a_column_for_each_lag_of_both() -> None:
     page = Page(
         histogram(
             "Lag",
@@ -154,7 +156,7 @@ def test_a_histogram_of_two_runs_has_a_column_of_each_lag_of_either() -> None:
     ]
 
 
-def test_a_strip_is_paler_where_a_role_computed_in_part() -> None:
+def test_a_strip_is_paler_in_bins_with_partial_work() -> None:
     page = Page(strip([(0.0, 50.0), (75.0, 75.05)], "c-train", 0.0, 100.0))
     first, second = page.all("rect")
     assert (first["x"], float(str(first["width"]))) == ("0.00", pytest.approx(500, abs=1))
@@ -162,7 +164,7 @@ def test_a_strip_is_paler_where_a_role_computed_in_part() -> None:
     assert float(str(second["opacity"])) < 0.6
 
 
-def test_a_stack_has_work_below_waits_and_fills_its_row() -> None:
+def test_a_stack_draws_work_below_waiting_and_fills_its_row() -> None:
     spans = [(0.0, 10.0, "compute_train"), (10.0, 30.0, "wait_generate"), (30.0, 40.0, "sync")]
     page = Page(stack(spans, colour_of, 0.0, 40.0, is_work))
     widths: dict[str, float] = {}
@@ -183,12 +185,12 @@ def test_a_stack_has_work_below_waits_and_fills_its_row() -> None:
         )
     )
     low, high = both.all("rect")[:2]
-    assert (low["class"], high["class"]) == ("c-train", "c-generate idle"), "both are within the first bin"
+    assert (low["class"], high["class"]) == ("c-train", "c-generate idle"), "both spans are in the first bin"
     assert re.match(r"\d", str(high["y"]))
     assert float(str(high["y"])) < float(str(low["y"]))
 
 
-def test_what_users_named_is_escaped() -> None:
+def test_names_from_users_are_escaped() -> None:
     html = figure("<a> & b", legend([("c-train", "<script>")]), says="<i>")
     assert "<script>" not in html
     assert "&lt;a&gt; &amp; b" in html

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The event file: every record, in order, whole, also when the run breaks."""
+"""The event file has every record, in order and complete, even if the run fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_one_object_a_line_in_order(tmp_path: Path) -> None:
+def test_records_are_one_object_per_line_in_order(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     with EventFile(path) as write:
         for number in range(500):
@@ -35,7 +35,7 @@ def test_one_object_a_line_in_order(tmp_path: Path) -> None:
     assert lines(path) == [record(number).as_dict() for number in range(500)]
 
 
-def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
+def test_values_that_json_cannot_represent_become_text(tmp_path: Path) -> None:
     with EventFile(tmp_path / "events.jsonl") as write:
         write(record(1, path=Path("a/b"), why="two\nlines, ünïcode"))
     (line,) = lines(tmp_path / "events.jsonl")
@@ -43,7 +43,7 @@ def test_what_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:
     assert line["why"] == "two\nlines, ünïcode"
 
 
-def test_no_file_of_a_run_holds_a_secret_of_the_environment(
+def test_no_file_of_a_run_contains_a_secret_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide = redaction.hider_of({"HF_TOKEN": "hf_secret_0123"}, for_programs=True)
@@ -55,7 +55,7 @@ def test_no_file_of_a_run_holds_a_secret_of_the_environment(
     assert json.loads((tmp_path / "summary.json").read_text()) == {"error": "*** is wrong"}
 
 
-def test_an_error_in_the_run_still_closes_the_file(tmp_path: Path) -> None:
+def test_an_error_in_the_run_closes_the_file(tmp_path: Path) -> None:
     file = EventFile(tmp_path / "events.jsonl")
     with pytest.raises(RuntimeError, match="broke"), file:
         file(record(1))
@@ -72,7 +72,7 @@ def test_a_file_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path / "events.jsonl")] == [2]
 
 
-def test_the_log_of_a_whole_run(tmp_path: Path) -> None:
+def test_the_file_contains_the_log_of_a_whole_run(tmp_path: Path) -> None:
     flow = AsyncTrainingFlow(SimTrainer(max_lag=1))
     with EventFile(tmp_path / "events.jsonl") as write:
         flow.log.subscribe(write)
@@ -83,7 +83,7 @@ def test_the_log_of_a_whole_run(tmp_path: Path) -> None:
     assert {"step", "version", "key", "state"} <= {name for line in found for name in line}
 
 
-def test_it_may_go_on_after_a_line_that_was_not_written_to_its_end(tmp_path: Path) -> None:
+def test_append_terminates_an_incomplete_last_line(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     for torn in ("", '{"n": 1}\n{"n'):
         path.write_text(torn)
@@ -92,7 +92,7 @@ def test_it_may_go_on_after_a_line_that_was_not_written_to_its_end(tmp_path: Pat
         assert path.read_text() == (torn and torn + "\n") + json.dumps(record(2).as_dict()) + "\n"
 
 
-def test_what_was_synced_is_in_the_file(tmp_path: Path) -> None:
+def test_sync_writes_all_records(tmp_path: Path) -> None:
     with EventFile(tmp_path / "ledger.jsonl") as write:
         for number in range(500):
             write(record(number))
@@ -100,7 +100,7 @@ def test_what_was_synced_is_in_the_file(tmp_path: Path) -> None:
         assert len(lines(tmp_path / "ledger.jsonl")) == 500
 
 
-def test_a_disk_that_takes_no_more_is_told_of_when_it_matters() -> None:
+def test_sync_raises_the_error_of_a_full_disk() -> None:
     file = EventFile(Path("/dev/full"))
     file(record(1))
     with pytest.raises(OSError, match="/dev/full is not complete: No space left"):
@@ -109,7 +109,7 @@ def test_a_disk_that_takes_no_more_is_told_of_when_it_matters() -> None:
     file.close()
 
 
-def test_a_log_that_was_cut_short_is_read_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_skipped_and_another_one_raises(tmp_path: Path) -> None:
     flow = AsyncTrainingFlow(SimTrainer(max_lag=1))
     run_virtual(flow.run())
     records = flow.log.records

@@ -39,13 +39,13 @@ def test_a_group_is_in_one_place_at_a_time() -> None:
         assert counts.counts == expected
 
 
-def test_other_events_move_nobody() -> None:
+def test_other_events_move_no_group() -> None:
     counts = GroupCounts()
     assert counts(record("generate", "OUTPUT", key="never drawn")) is False
     assert counts(record("logp", "OUTPUT", step=1)) is False
 
 
-def test_a_whole_run_ends_with_nobody_on_the_way() -> None:
+def test_a_whole_run_ends_with_no_group_in_flight() -> None:
     trainer = SimTrainer(
         max_lag=2,
         steps=6,

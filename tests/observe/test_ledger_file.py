@@ -10,32 +10,33 @@ from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.fakes.ledgers import whole
 
 
-def test_a_line_of_junk_is_no_traceback(tmp_path: Path) -> None:
+def test_invalid_lines_are_violations_instead_of_errors(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     lines = [json.dumps(record) for record in whole()]
     file.write_text("\n".join([*lines[:7], "[" * 200_000, *lines[8:]]) + "\n")
-    assert "line 8 is not whole" in audit_file(file).violations
+    assert "line 8 is incomplete" in audit_file(file).violations
     file.write_bytes(b"\xff\xfe" * 2000)
     assert audit_file(file).violations == ["the ledger has no whole record"]
 
 
-def test_a_line_that_is_not_whole_between_others_is_a_violation(tmp_path: Path) -> None:
+def test_an_incomplete_line_between_others_is_a_violation(tmp_path: Path) -> None:
     file = tmp_path / "ledger.jsonl"
     lines = [json.dumps(record) for record in whole()]
     file.write_text("\n".join([*lines[:7], lines[7][:10], *lines[8:]]) + "\n")
     found = audit_file(file)
-    assert any(text == "line 8 is not whole" for text in found.violations)
+    assert any(text == "line 8 is incomplete" for text in found.violations)
 
 
-def test_a_ledger_without_its_beginning_or_its_end_says_which(tmp_path: Path) -> None:
+def test_a_missing_first_or_last_record_is_named(tmp_path: Path) -> None:
     file, lines = tmp_path / "ledger.jsonl", [json.dumps(record) + "\n" for record in whole()]
     file.write_text("".join(lines[1:]))
     found = audit_file(tmp_path)
     assert found.violations[0] == "the first record is missing, which opens the ledger"
     assert not any("None" in text for text in found.violations)
     file.write_text("".join(lines[:-1]))
-    assert audit_file(tmp_path).ok, "a run that was killed"
+    assert audit_file(tmp_path).ok, "a killed run has no end record"
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     assert audit_file(tmp_path).violations == [
-        "summary.json says that the run completed, but the ledger has no end: its last records are missing"
+        "summary.json says that the run completed, but the ledger has no end record; its last records are "
+        "missing"
     ]

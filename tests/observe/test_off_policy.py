@@ -38,7 +38,7 @@ class Response:
     def written(self) -> list[int]:
         return [v for v in self.versions if v is not None]
 
-    def described(self) -> TrajectoryVersions:
+    def trajectory(self) -> TrajectoryVersions:
         return TrajectoryVersions(
             first=min(self.written, default=TRAINER),
             last=max(self.written, default=TRAINER),
@@ -46,7 +46,7 @@ class Response:
         )
 
     def lags(self) -> list[int]:
-        """Of its generated tokens, as far as they are known."""
+        """Return the lag of each generated token; without complete spans, the lag of the oldest."""
         return [TRAINER - (v if self.known else min(self.written)) for v in self.written]
 
     def pairs(self) -> list[tuple[float, float]]:
@@ -60,9 +60,7 @@ LOG_PROBS = st.floats(-6, 0) | st.sampled_from([math.nan, -math.inf, math.inf])
 
 @st.composite
 def responses(draw: st.DrawFn) -> Response:
-    """Turns of one or more spans, tools between them; spans of all turns, of the first, or of none are
-    known.
-    """
+    """Draw turns of one or more spans with tools between them; keep spans of all, the first or no turn."""
     versions: list[int | None] = []
     spans: list[list[int]] = []
     of_first = 0
@@ -86,7 +84,7 @@ def responses(draw: st.DrawFn) -> Response:
 
 
 def one(versions: Sequence[int], log_ratios: Sequence[float] | None = None) -> Response:
-    """A single turn; log-ratio 0 unless told."""
+    """Return a response of a single turn; the default log-ratio is 0."""
     ratios = list(log_ratios or [0.0] * len(versions))
     starts = [i for i, v in enumerate(versions) if i == 0 or versions[i - 1] != v]
     return Response(
@@ -99,11 +97,11 @@ def one(versions: Sequence[int], log_ratios: Sequence[float] | None = None) -> R
 
 
 def measured(*batch: Response, padding: int | None = None) -> dict[str, float]:
-    """As rows of their own lengths, or padded with what must not count."""
+    """Return the metrics of a batch as ragged rows, or padded with values that must not count."""
     width = max((len(r.versions) for r in batch), default=0) + (padding or 0)
     missing = [width - len(r.versions) if padding is not None else 0 for r in batch]
     return off_policy_metrics(
-        [r.described() for r in batch],
+        [r.trajectory() for r in batch],
         trainer_version=TRAINER,
         max_lag=MAX_LAG,
         mask=[
@@ -121,7 +119,7 @@ def only(metrics: dict[str, float], prefix: str) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
-# Against loops over tokens.
+# Comparison with loops over tokens.
 
 
 def percentile(lags: list[int]) -> int:
@@ -130,7 +128,7 @@ def percentile(lags: list[int]) -> int:
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
-def test_lags_are_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
+def test_lags_equal_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
     metrics = measured(*batch, padding=padding)
     by_token = [lag for r in batch for lag in r.lags()]
     by_trajectory = [TRAINER - min(r.written) for r in batch]
@@ -155,7 +153,7 @@ def test_lags_are_those_of_a_loop(batch: list[Response], padding: int | None) ->
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
-def test_ratios_are_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
+def test_ratios_equal_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
     buckets: dict[str, list[float]] = {}
     weights: dict[str, list[float]] = {}
     lost = total = 0
@@ -201,7 +199,7 @@ def share_by_loop(weights: list[float]) -> float:
     return sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
 
 
-# Which version wrote which token.
+# The version of each token.
 
 
 def test_a_token_has_the_version_of_its_span() -> None:
@@ -211,7 +209,7 @@ def test_a_token_has_the_version_of_its_span() -> None:
     assert (metrics["lag/spans_mean"], metrics["lag/spans_max"]) == (2, 3)
 
 
-def test_positions_of_spans_count_the_tokens_of_tools() -> None:
+def test_positions_of_spans_include_tokens_of_tools() -> None:
     generated = np.array([1, 1, 0, 0, 1, 1, 1], dtype=bool)
     versions, known = token_versions(
         TrajectoryVersions(first=3, last=5, spans=[[3, 0], [4, 4], [5, 6]]), generated
@@ -230,7 +228,7 @@ def test_positions_of_spans_count_the_tokens_of_tools() -> None:
         pytest.param([[3, 0], [4, 4], [5, 0]], id="not in order"),
     ],
 )
-def test_without_the_spans_of_all_turns_each_token_is_as_old_as_the_oldest(
+def test_incomplete_spans_make_every_token_as_old_as_the_oldest(
     spans: list[list[int]] | None,
 ) -> None:
     generated = np.array([1, 1, 0, 0, 1, 1], dtype=bool)
@@ -247,31 +245,31 @@ def test_a_span_behind_a_truncated_response_has_no_tokens() -> None:
 
 
 @pytest.mark.parametrize(("old", "p95"), [(1, 0), (2, 3)])
-def test_p95_is_the_least_lag_that_95_percent_do_not_exceed(old: int, p95: int) -> None:
+def test_p95_is_the_smallest_lag_that_95_percent_do_not_exceed(old: int, p95: int) -> None:
     metrics = measured(*[one([7])] * (20 - old), *[one([4])] * old)
     assert (metrics["lag/p95"], metrics["lag/token_p95"]) == (p95, p95)
 
 
-def test_a_lag_beyond_the_bound_is_shown() -> None:
+def test_a_lag_beyond_the_bound_has_its_share() -> None:
     shares = only(measured(one([2, 7])), "lag/token_share/")
     assert shares == {"0": 0.5, "1": 0, "2": 0, "3": 0, "4": 0, "5": 0.5}
 
 
 @pytest.mark.parametrize("versions", [[8, 8], [7, 8]])
-def test_nothing_is_newer_than_the_trainer(versions: list[int]) -> None:
-    with pytest.raises(StalenessViolation, match="version 7, but its batch claims version 8"):
+def test_a_token_newer_than_the_trainer_is_an_error(versions: list[int]) -> None:
+    with pytest.raises(StalenessViolation, match="version 7, but its batch contains version 8"):
         measured(one(versions))
 
 
-# Edges.
+# Edge cases.
 
 
-def test_an_empty_batch_has_only_counts() -> None:
+def test_an_empty_batch_gives_only_counts() -> None:
     assert measured() == {"lag/trajectories_without_spans": 0, "off_policy/non_finite_share": 0}
 
 
 @pytest.mark.parametrize("mask", [[], [0, 0]])
-def test_a_trajectory_without_tokens_has_a_lag_only_itself(mask: list[int]) -> None:
+def test_a_trajectory_without_tokens_has_a_lag_but_no_token_metrics(mask: list[int]) -> None:
     described = TrajectoryVersions(first=6, last=6, spans=[[6, 0]])
     metrics = off_policy_metrics(
         [described],
@@ -286,15 +284,15 @@ def test_a_trajectory_without_tokens_has_a_lag_only_itself(mask: list[int]) -> N
     assert only(metrics, "off_policy/") == {"non_finite_share": 0}
 
 
-def test_without_log_probs_there_are_only_lags() -> None:
+def test_without_log_probs_only_lags_are_reported() -> None:
     metrics = off_policy_metrics(
-        [one([7]).described()], trainer_version=TRAINER, max_lag=1, mask=[[1]], old_log_probs=[[0.0]]
+        [one([7]).trajectory()], trainer_version=TRAINER, max_lag=1, mask=[[1]], old_log_probs=[[0.0]]
     )
     assert metrics
     assert not only(metrics, "off_policy/")
 
 
-def test_what_is_not_finite_is_left_out_and_counted() -> None:
+def test_tokens_without_finite_log_probs_are_only_counted() -> None:
     response = one([6, 6, 6, 6], [0.5, math.nan, math.inf, -math.inf])
     metrics = measured(response)
     assert metrics["off_policy/non_finite_share"] == 0.75
@@ -302,11 +300,11 @@ def test_what_is_not_finite_is_left_out_and_counted() -> None:
     assert metrics["lag/token_share/1"] == 1
 
 
-def test_only_what_is_not_finite_leaves_no_statistics() -> None:
+def test_a_batch_without_finite_log_probs_has_no_ratio_metrics() -> None:
     assert only(measured(one([6], [math.nan])), "off_policy/") == {"non_finite_share": 1}
 
 
-def test_the_policy_itself_is_on_policy() -> None:
+def test_equal_policies_have_ratio_one_and_no_kl() -> None:
     found = only(measured(one([7, 7]), one([7])), "off_policy/")
     assert found.pop("non_finite_share") == 0
     assert {name.split("/")[1] for name in found} == {"all", "lag_0"}
@@ -317,17 +315,17 @@ def test_the_policy_itself_is_on_policy() -> None:
 
 
 @pytest.mark.parametrize("extreme", [800.0, -800.0])
-def test_a_token_that_is_far_off_leaves_every_number_finite(extreme: float) -> None:
+def test_an_extreme_ratio_keeps_all_metrics_finite(extreme: float) -> None:
     metrics = measured(one([7, 6], [extreme, 0.0]), one([7, 7]))
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["off_policy/kl/all"] == -extreme / 4
 
 
-def test_the_bounds_of_the_clip_are_not_symmetric() -> None:
+def test_the_clip_bounds_may_be_asymmetric() -> None:
     response = one([7] * 4, [math.log(r) for r in (0.7, 0.85, 1.25, 1.4)])
     shares = [
         off_policy_metrics(
-            [response.described()],
+            [response.trajectory()],
             trainer_version=TRAINER,
             max_lag=0,
             mask=np.ones((1, 4)),
@@ -342,7 +340,7 @@ def test_the_bounds_of_the_clip_are_not_symmetric() -> None:
 
 
 def test_shapes_must_agree() -> None:
-    described = [one([7, 7]).described()]
+    described = [one([7, 7]).trajectory()]
     with pytest.raises(ValueError, match="zip"):
         off_policy_metrics(described, trainer_version=TRAINER, max_lag=0, mask=[[1, 1], [1]])
     with pytest.raises(IndexError, match="boolean index"):
@@ -356,6 +354,6 @@ def test_shapes_must_agree() -> None:
         )
 
 
-def test_of_equal_weights_all_count_and_of_one_that_dwarfs_the_rest_only_it() -> None:
+def test_effective_share_of_equal_weights_and_of_one_dominant_weight() -> None:
     assert effective_share(np.full(10, 5000.0)) == 1
     assert effective_share(np.array([900.0, 0.0, 0.0, 0.0])) == pytest.approx(1 / 4)

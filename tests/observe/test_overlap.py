@@ -25,7 +25,7 @@ def total(*records: LogRecord) -> float:
     return meter.seconds
 
 
-def test_both_must_compute() -> None:
+def test_only_time_in_which_both_compute_counts() -> None:
     assert total(
         record(0, "generate", "RUNNING"),
         record(2, "train", "RUNNING"),
@@ -36,7 +36,7 @@ def test_both_must_compute() -> None:
     ) == pytest.approx(3 + 1)
 
 
-def test_a_role_computes_while_any_of_its_lanes_does() -> None:
+def test_a_stage_computes_while_any_of_its_lanes_does() -> None:
     assert total(
         record(0, "train", "RUNNING"),
         record(1, "generate", "RUNNING"),
@@ -46,7 +46,7 @@ def test_a_role_computes_while_any_of_its_lanes_does() -> None:
     ) == pytest.approx(5)
 
 
-def test_other_roles_and_notes_do_not_count() -> None:
+def test_other_stages_and_facts_do_not_count() -> None:
     assert (
         total(
             record(0, "generate", "RUNNING"),

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs side by side: settings that differ, figures with the right sign, and nothing invented for a
-partial run.
-"""
+"""The comparison of two runs: different settings, figures with the right sign, and partial runs."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunData, RunData]:
     )
 
 
-def test_the_comparison_is_whole_and_on_its_own(runs: tuple[RunData, RunData]) -> None:
+def test_the_comparison_is_complete_and_self_contained(runs: tuple[RunData, RunData]) -> None:
     page = check(compare_page(*runs))
     assert [attrs["id"] for attrs in page.all("section")] == [
         "figures",
@@ -49,7 +47,7 @@ def test_the_comparison_is_whole_and_on_its_own(runs: tuple[RunData, RunData]) -
     assert "A: has no such pool" in page.texts
 
 
-def test_a_change_is_good_or_bad_by_what_it_is_of(runs: tuple[RunData, RunData]) -> None:
+def test_a_change_is_rated_by_its_figure(runs: tuple[RunData, RunData]) -> None:
     a, b = runs
     assert a.samples_per_s is not None and b.samples_per_s is not None
     texts = check(compare_page(a, b)).texts
@@ -57,16 +55,16 @@ def test_a_change_is_good_or_bad_by_what_it_is_of(runs: tuple[RunData, RunData])
     def change(name: str) -> str:
         return texts[texts.index(name) + 3]
 
-    assert change("Answers trained a second") == f"{b.samples_per_s / a.samples_per_s - 1:+.0%} better"
+    assert change("Responses trained per second") == f"{b.samples_per_s / a.samples_per_s - 1:+.0%} better"
     assert change("Step time, median").startswith("-")
     assert change("Step time, median").endswith("better")
     assert change("Devices idle").endswith("points better")
     assert change("Lag, mean, versions").startswith("+")
     assert change("Lag, mean, versions").endswith(" worse")
-    assert change("Wall time").endswith("%"), "neither good nor bad"
+    assert change("Wall time").endswith("%"), "neither better nor worse"
 
 
-def test_a_partial_run_is_compared_as_far_as_it_goes(runs: tuple[RunData, RunData]) -> None:
+def test_a_partial_run_is_compared_with_the_data_it_has(runs: tuple[RunData, RunData]) -> None:
     a, b = runs
     partial = replace(
         b,
@@ -74,15 +72,15 @@ def test_a_partial_run_is_compared_as_far_as_it_goes(runs: tuple[RunData, RunDat
         warm=None,
         pools={},
         config={},
-        missing=("events.jsonl is not there: no timeline",),
+        missing=("events.jsonl does not exist: no timeline",),
     )
     page = check(compare_page(a, partial))
-    assert "B: events.jsonl is not there: no timeline" in page.texts
-    assert "Not known: config.json is not there in both." in page.texts
+    assert "B: events.jsonl does not exist: no timeline" in page.texts
+    assert "Unknown: at least one run has no config.json." in page.texts
     assert "Overlap efficiency" not in page.texts
 
 
-def test_a_run_compared_with_itself_differs_in_nothing(runs: tuple[RunData, RunData]) -> None:
+def test_a_run_compared_with_itself_has_no_differences(runs: tuple[RunData, RunData]) -> None:
     texts = check(compare_page(runs[0], runs[0])).texts
-    assert "Nothing but names and places." in texts
+    assert "Only names and paths differ." in texts
     assert not any(text.endswith((" better", " worse")) for text in texts)

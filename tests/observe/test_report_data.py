@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a report are those of the run's files."""
+"""The numbers of a report match the run's files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(folder: Path) -> RunData:
     return data_of(read_run(folder))
 
 
-def test_a_run_is_told_by_its_summary_and_steps(run: RunData) -> None:
+def test_figures_come_from_summary_and_steps(run: RunData) -> None:
     assert run.name.endswith("/run")
     assert (run.status, run.strategy, run.max_lag, run.steps) == ("completed", "fully_async", 2, STEPS)
     assert len(run.step_s) == len(run.reward.x) == len(run.length_mean.x) == STEPS
@@ -38,7 +38,7 @@ def test_a_run_is_told_by_its_summary_and_steps(run: RunData) -> None:
     assert run.fates["filtered"] > 0
 
 
-def test_what_pools_did_fills_their_time_without_gaps(run: RunData) -> None:
+def test_activities_of_pools_cover_the_run_without_gaps(run: RunData) -> None:
     assert run.accounting is not None
     end = run.accounting.wall_s - 30.0
     for spans in run.pools.values():
@@ -47,14 +47,14 @@ def test_what_pools_did_fills_their_time_without_gaps(run: RunData) -> None:
         assert all(a[1] == b[0] and a[2] != b[2] for a, b in zip(spans, spans[1:], strict=False))
 
 
-def test_spans_and_account_agree_where_the_roles_saw_all(run: RunData) -> None:
+def test_spans_and_account_agree_on_the_training_pool(run: RunData) -> None:
     assert run.accounting is not None
     shown = sum(b - a for a, b, what in run.pools["train"] if what == "compute_train")
     pool = run.accounting.pools["train"]
     assert shown * pool.devices == pytest.approx(pool.seconds["compute_train"])
 
 
-def test_publications_queues_and_steps_come_from_events(run: RunData) -> None:
+def test_weight_updates_queues_and_steps_come_from_events(run: RunData) -> None:
     assert [p.version for p in run.publications] == list(range(STEPS + 1))
     assert all(p.num_bytes == 1_200_000_000 and p.transfer_s > p.stall_s for p in run.publications)
     assert list(run.step_ends) == list(range(1, STEPS + 1))
@@ -62,7 +62,7 @@ def test_publications_queues_and_steps_come_from_events(run: RunData) -> None:
     assert all(series.y[-1] == 0 for series in run.queues.values())
 
 
-def test_validation_is_by_version(folder: Path, tmp_path: Path) -> None:
+def test_validations_are_indexed_by_version(folder: Path, tmp_path: Path) -> None:
     rows = (folder / "metrics.jsonl").read_text()
     for version, value in ((0, 0.1), (5, 0.4)):
         rows += (
@@ -86,7 +86,7 @@ def test_validation_is_by_version(folder: Path, tmp_path: Path) -> None:
     assert found.status == "unfinished"
 
 
-def test_a_run_without_metrics_still_has_its_account(folder: Path, tmp_path: Path) -> None:
+def test_a_run_without_metrics_has_its_account(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text((folder / "events.jsonl").read_text())
     found = data_of(read_run(tmp_path))
     assert found.accounting is not None
@@ -95,22 +95,18 @@ def test_a_run_without_metrics_still_has_its_account(folder: Path, tmp_path: Pat
     assert found.fates["filtered"] > 0
 
 
-def test_events_of_another_version_are_left_out_with_a_line_that_says_so(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_events_of_another_version_are_skipped_with_a_message(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
     (tmp_path / "events.jsonl").write_text(
         (folder / "events.jsonl").read_text().replace('"replicas"', '"copies"')
     )
     found = data_of(read_run(tmp_path))
-    assert any(
-        text.startswith("events.jsonl cannot be understood (KeyError: 'replicas')") for text in found.missing
-    )
+    assert any(text.startswith("events.jsonl is invalid (KeyError: 'replicas')") for text in found.missing)
     assert found.accounting is None
     assert len(found.reward.x) == STEPS
 
 
-def test_settings_that_differ_are_told_and_names_and_places_are_not() -> None:
+def test_changed_settings_exclude_names_and_paths() -> None:
     a = {
         "trainer": {"v1": {"max_lag": 1, "run_dir": "a"}, "experiment_name": "a"},
         "data": {"train_files": "a", "shuffle": True},
@@ -125,10 +121,8 @@ def test_settings_that_differ_are_told_and_names_and_places_are_not() -> None:
     assert changed_settings(a, a) == []
 
 
-def test_what_a_cold_start_cost_is_not_taken_for_what_steps_are_like(
-    folder: Path, run: RunData, tmp_path: Path
-) -> None:
-    """The same run, of which all that came after the first version was served came 1,000 s later."""
+def test_a_cold_start_does_not_change_the_typical_account(folder: Path, run: RunData, tmp_path: Path) -> None:
+    """Shift everything after the first served version by 1,000 s."""
     assert run.warm is not None
     assert run.warm.steady_s < run.accounting.steady_s
     assert len(run.warm.steps) == STEPS - 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a run: whole, on its own, with the right numbers, and partial where files are missing."""
+"""The page of a run: complete, self-contained, with the right numbers, and partial if files are missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(folder: Path) -> RunData:
     return data_of(read_run(folder))
 
 
-def test_the_page_is_whole_and_on_its_own(run: RunData) -> None:
+def test_the_page_is_complete_and_self_contained(run: RunData) -> None:
     page = check(run_page(run))
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
     assert "validation: toy/reward/mean@1" in page.texts
@@ -56,7 +56,7 @@ def test_the_page_is_whole_and_on_its_own(run: RunData) -> None:
         )
 
 
-def test_tiles_have_units_and_the_numbers_of_the_run(run: RunData) -> None:
+def test_tiles_show_the_numbers_of_the_run_with_units(run: RunData) -> None:
     figures = figures_of(run)
     assert list(figures) == ["Step time", "Throughput", "Overlap efficiency", "Devices idle", "Lag", "Reward"]
     assert run.accounting is not None
@@ -65,12 +65,12 @@ def test_tiles_have_units_and_the_numbers_of_the_run(run: RunData) -> None:
     assert "at most 1 of 1 allowed" in figures["Lag"][1]
 
 
-def test_what_is_missing_is_said_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
+def test_missing_files_are_named_and_the_rest_is_shown(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text())
     page = check(run_page(data_of(read_run(tmp_path))))
     assert [attrs["id"] for attrs in page.all("section")] == ["advice", "learning", "freshness"]
     assert "This report is partial." in page.texts
-    assert any(text.startswith("events.jsonl is not there") for text in page.texts)
+    assert any(text.startswith("events.jsonl does not exist") for text in page.texts)
 
 
 def test_a_run_of_events_alone_is_shown(folder: Path, tmp_path: Path) -> None:
@@ -81,17 +81,17 @@ def test_a_run_of_events_alone_is_shown(folder: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_failure_is_told_first_and_escaped(run: RunData) -> None:
-    page = check(run_page(replace(run, status="failed", error="RolloutError: <b>no answers</b>")))
-    assert "RolloutError: <b>no answers</b>" in page.texts
+def test_an_error_is_shown_escaped(run: RunData) -> None:
+    page = check(run_page(replace(run, status="failed", error="RolloutError: <b>no responses</b>")))
+    assert "RolloutError: <b>no responses</b>" in page.texts
 
 
-def test_runs_of_few_steps_and_none_get_no_advice(run: RunData) -> None:
+def test_runs_with_few_steps_or_no_events_get_no_advice(run: RunData) -> None:
     assert "Advice needs 5 steps; this run has 0." in advice_list(
         [], replace(run, accounting=_without_steps(run))
     )
-    assert "Without events" in advice_list([], replace(run, accounting=None))
-    assert "Nothing stands out" in advice_list([], run)
+    assert "Advice needs events.jsonl" in advice_list([], replace(run, accounting=None))
+    assert "No advice." in advice_list([], run)
 
 
 def _without_steps(run: RunData) -> object:
@@ -99,7 +99,7 @@ def _without_steps(run: RunData) -> object:
     return replace(run.accounting, steps=())
 
 
-def test_a_crash_in_the_middle_is_shown_to_its_end(folder: Path, tmp_path: Path) -> None:
+def test_a_crashed_run_is_shown_up_to_its_last_event(folder: Path, tmp_path: Path) -> None:
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     for upto in (1, 12, len(lines) // 3, len(lines) - 3):
         (tmp_path / "events.jsonl").write_text("".join(lines[:upto]))

@@ -47,4 +47,4 @@ def test_a_section_without_data_is_empty() -> None:
 def test_the_lag_histogram_names_the_allowed_lag() -> None:
     run = run_of(work(0.5, 0.5), lag_share={0: 0.25, 1: 0.75}, lag_mean=Series(x=[1.0, 2.0], y=[0.0, 1.0]))
     assert "75%" in freshness([run])
-    assert "1 is allowed (max_lag)" in freshness([run])
+    assert "The allowed lag is 1 (max_lag)" in freshness([run])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meter tells a loss that selects from one that does not."""
+"""The meter distinguishes a loss that selects samples from a random loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def moments(values: Iterable[float]) -> Moments:
 
 
 def record(meter: SelectionMeter, fate: Fate, lengths: Iterable[int]) -> None:
-    """Each was generated before it met its fate."""
+    """Record samples as finished and then with their fate."""
     for length in lengths:
         meter.record("finished", tokens=length)
         meter.record(fate, tokens=length)
@@ -49,18 +49,18 @@ def lengths(count: int, mean: int, seed: int = 0) -> list[int]:
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
 @given(VALUES, VALUES)
-def test_moments_are_those_of_the_whole_list(first: list[float], second: list[float]) -> None:
+def test_moments_equal_those_of_the_whole_list(first: list[float], second: list[float]) -> None:
     for made in (moments(first + second), moments(first) + moments(second)):
         assert made.count == len(first) + len(second)
         assert made.mean == pytest.approx(fmean(first + second), abs=1e-6)
         assert made.sd == pytest.approx(stdev(first + second), rel=1e-6, abs=1e-6)
 
 
-def test_a_large_mean_does_not_drown_a_small_variance() -> None:
+def test_a_large_mean_does_not_cancel_a_small_variance() -> None:
     assert moments([1e9 + 1, 1e9 + 2, 1e9 + 3]).variance == pytest.approx(1)
 
 
-def test_moments_of_too_few_values() -> None:
+def test_moments_of_fewer_than_two_values() -> None:
     assert (moments([]).mean, moments([]).variance, moments([3.0]).variance) == (0, 0, 0)
     assert Moments() + Moments() == Moments()
     assert Moments() + moments([3.0]) == moments([3.0])
@@ -74,7 +74,7 @@ def test_moments_of_too_few_values() -> None:
     st.lists(st.integers(0, 1000), min_size=2, max_size=30),
     st.lists(st.integers(0, 1000), min_size=2, max_size=30),
 )
-def test_t_and_shift_are_those_of_their_definitions(trained: list[int], lost: list[int]) -> None:
+def test_t_and_shift_match_their_definitions(trained: list[int], lost: list[int]) -> None:
     found = Comparison(moments(trained), moments(lost))
     error = math.sqrt(variance(trained) / len(trained) + variance(lost) / len(lost))
     if error:
@@ -84,7 +84,7 @@ def test_t_and_shift_are_those_of_their_definitions(trained: list[int], lost: li
         assert found.shift_sd == pytest.approx(shift, abs=1e-9)
 
 
-def test_where_nothing_scatters() -> None:
+def test_values_without_variance() -> None:
     same, other = moments([5.0] * 3), moments([7.0] * 3)
     assert (Comparison(same, same).t, Comparison(same, same).shift_sd) == (0, 0)
     assert Comparison(same, other).t == -math.inf
@@ -93,12 +93,12 @@ def test_where_nothing_scatters() -> None:
 # The metrics.
 
 
-def test_nothing_recorded_is_nothing_measured() -> None:
+def test_without_samples_there_are_no_metrics_and_no_warning() -> None:
     assert SelectionMeter().metrics() == {}
     assert SelectionMeter().warning() is None
 
 
-def test_means_by_fate() -> None:
+def test_metrics_have_the_mean_of_each_fate() -> None:
     meter = SelectionMeter()
     for tokens, turns, reward in ((10, 1, 1.0), (20, 3, 0.0), (90, 5, 0.5)):
         meter.record("finished", tokens=tokens, turns=turns, reward=reward)
@@ -117,7 +117,7 @@ def test_means_by_fate() -> None:
     assert not any("filtered_mean" in name or name.endswith("_t") for name in metrics)
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_quantities_are_skipped() -> None:
     meter = SelectionMeter()
     meter.record("trained", tokens=10)
     meter.record("trained", tokens=20, reward=math.nan)
@@ -140,26 +140,25 @@ def test_every_metric_is_finite() -> None:
 # The warning.
 
 
-def test_dropping_the_long_ones_is_said_with_its_remedy() -> None:
+def test_dropping_long_responses_warns_with_a_remedy() -> None:
     meter = SelectionMeter()
     record(meter, "trained", [200, 300] * 400)
     record(meter, "dropped", [600, 700] * 100)
     assert meter.warning() == (
-        "selection bias: because 200 of 1000 answers were dropped, those trained have 0.48 sd fewer tokens "
-        "than all "
-        "of them (on average 250, those dropped 650); if they held steps up, raise max_lag or set "
+        "selection bias: 200 of 1000 responses were dropped, so the trained responses have 0.48 sd fewer "
+        "tokens than all (mean 250, dropped 650); if these responses were late, raise max_lag or set "
         "stale=wait; if their data or rewards were bad, see bad_data/* and failed"
     )
 
 
-def test_dropping_at_random_is_not() -> None:
+def test_dropping_at_random_does_not_warn() -> None:
     meter = SelectionMeter()
     record(meter, "trained", lengths(1000, 500, seed=1))
     record(meter, "dropped", lengths(1000, 500, seed=2))
     assert meter.warning() is None
 
 
-def test_a_few_that_are_far_off_do_not_matter() -> None:
+def test_fewer_lost_samples_than_the_minimum_do_not_warn() -> None:
     meter = SelectionMeter()
     record(meter, "trained", lengths(1000, 500))
     record(meter, "dropped", [1200] * (MIN_SAMPLES - 1))
@@ -169,7 +168,7 @@ def test_a_few_that_are_far_off_do_not_matter() -> None:
     assert meter.warning() is not None
 
 
-def test_what_chance_can_do_does_not_matter() -> None:
+def test_a_shift_within_the_noise_does_not_warn() -> None:
     meter = SelectionMeter()
     record(meter, "trained", lengths(200, 500, seed=1))
     record(meter, "dropped", lengths(200, 550, seed=2))
@@ -179,7 +178,7 @@ def test_what_chance_can_do_does_not_matter() -> None:
     assert meter.warning() is None
 
 
-def test_many_that_are_a_little_off_do_not_matter() -> None:
+def test_a_significant_but_small_shift_does_not_warn() -> None:
     meter = SelectionMeter()
     record(meter, "trained", lengths(3000, 500, seed=1))
     record(meter, "dropped", lengths(150, 600, seed=2))
@@ -189,7 +188,7 @@ def test_many_that_are_a_little_off_do_not_matter() -> None:
     assert meter.warning() is None
 
 
-def test_what_still_waits_for_its_step_is_no_loss() -> None:
+def test_samples_that_wait_for_their_step_are_not_lost() -> None:
     meter = SelectionMeter()
     record(meter, "trained", lengths(1000, 500))
     for length in lengths(1000, 900):
@@ -198,34 +197,34 @@ def test_what_still_waits_for_its_step_is_no_loss() -> None:
     assert meter.warning() is None
 
 
-def test_it_is_said_once_and_again_after_it_was_gone() -> None:
+def test_a_shift_warns_once_and_again_after_it_disappeared() -> None:
     meter = SelectionMeter(window=1000)
-    said = []
+    warned = []
     for dropped_mean in (500, 900, 900, 500, 500, 500, 900, 900):
         for step in range(5):
             record(meter, "trained", lengths(140, 500, seed=step))
             record(meter, "dropped", lengths(60, dropped_mean, seed=step + 100))
-            said.append(meter.warning() is not None)
-    assert sum(said[:5]) == 0
-    assert sum(said[5:15]) == 1
-    assert sum(said[15:30]) == 0
-    assert sum(said[30:]) == 1
+            warned.append(meter.warning() is not None)
+    assert sum(warned[:5]) == 0
+    assert sum(warned[5:15]) == 1
+    assert sum(warned[15:30]) == 0
+    assert sum(warned[30:]) == 1
 
 
-def test_around_the_threshold_it_is_said_once() -> None:
-    meter, said = SelectionMeter(window=10_000), 0
+def test_a_shift_around_the_threshold_warns_once() -> None:
+    meter, warned = SelectionMeter(window=10_000), 0
     record(meter, "trained", lengths(1600, 500))
     record(meter, "dropped", lengths(400, 560, seed=1))
     beyond = []
     for _ in range(30):
         beyond.append(abs(meter.metrics()["bias/tokens/dropped_shift_sd"]) >= MIN_SHIFT_SD)
-        said += meter.warning() is not None
+        warned += meter.warning() is not None
         record(meter, "trained" if beyond[-1] else "dropped", [700] * 20)
     assert sum(b and not a for a, b in zip(beyond, beyond[1:], strict=False)) > 1
-    assert said == 1
+    assert warned == 1
 
 
-def test_the_largest_is_said_first_and_the_next_one_after_it() -> None:
+def test_the_largest_shift_warns_first() -> None:
     meter = SelectionMeter()
     for i in range(600):
         lost: Fate = "dropped" if i % 3 == 0 else "trained"
@@ -242,7 +241,7 @@ def test_the_largest_is_said_first_and_the_next_one_after_it() -> None:
     assert lines[3] is None
 
 
-def test_of_an_answer_that_was_given_up_seconds_may_be_all_that_is_known() -> None:
+def test_a_cancelled_response_may_have_seconds_only() -> None:
     meter = SelectionMeter()
     for i in range(900):
         meter.record("trained", tokens=300, seconds=20 + i % 10, reward=0.5)
@@ -254,7 +253,7 @@ def test_of_an_answer_that_was_given_up_seconds_may_be_all_that_is_known() -> No
     assert meter.warning() is None
 
 
-def test_a_filter_may_select_by_reward_but_not_by_length_unseen() -> None:
+def test_a_filter_may_select_by_reward_but_warns_if_it_selects_by_length() -> None:
     meter = SelectionMeter()
     for i in range(600):
         if i % 3:
@@ -267,12 +266,12 @@ def test_a_filter_may_select_by_reward_but_not_by_length_unseen() -> None:
         meter.record("filtered", tokens=600 + i % 7)
     line = meter.warning()
     assert line is not None
-    assert "answers were filtered" in line
-    assert line.endswith("weaken the filter, if it is not meant to select by that")
+    assert "responses were filtered" in line
+    assert line.endswith("relax the filter if it is not meant to select by this quantity")
 
 
-def test_a_drift_of_all_lengths_is_no_bias() -> None:
-    """More is dropped later, and later all are longer; within each step the dropped are like the others."""
+def test_a_drift_of_all_lengths_does_not_warn() -> None:
+    """Later steps drop more and have longer samples, but within each step dropped samples are typical."""
     meter = SelectionMeter(window=500)
     for step in range(100):
         record(meter, "trained", lengths(100 - step // 2, 300 + 5 * step, seed=step))
@@ -280,15 +279,15 @@ def test_a_drift_of_all_lengths_is_no_bias() -> None:
         assert meter.warning() is None
 
 
-def test_the_last_two_windows_count_and_no_older_one() -> None:
+def test_only_the_last_two_windows_count() -> None:
     meter = SelectionMeter(window=10)
     for value, mean in ((1000, 1000), (1, 500.5), (1, 1), (1, 1)):
         record(meter, "trained", [value] * 10)
-        # The window before the last is let go with the first sample of the next one.
+        # The first sample of a new window discards the window before the last.
         assert meter.metrics()["bias/tokens/trained_mean"] == pytest.approx(mean)
 
 
-def test_only_what_is_decided_fills_a_window() -> None:
+def test_only_decided_samples_fill_a_window() -> None:
     meter = SelectionMeter(window=10)
     record(meter, "trained", [7] * 10)
     for _ in range(100):

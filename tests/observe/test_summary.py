@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run comes down to, complete or not."""
+"""The summary of complete and incomplete runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recorder(rewards: list[float]) -> RunRecorder:
     return made
 
 
-def test_means_of_the_first_and_the_last_fifth() -> None:
+def test_rewards_are_means_of_the_first_and_last_fifth() -> None:
     rewards = [0.0, 0.2, *[0.5] * 6, 0.8, 1.0]
     summary = recorder(rewards).summarize(result(steps=10), overlap_s=1.23456, now_unix=1070.0)
     assert (summary["reward_first"], summary["reward_last"]) == (0.1, 0.9)
@@ -65,7 +65,7 @@ def test_a_fifth_is_at_least_one_step(count: int) -> None:
     assert (summary["reward_first"], summary["reward_last"]) == (0.0, count - 1.0)
 
 
-def test_all_figures_of_a_good_run() -> None:
+def test_all_figures_of_a_completed_run() -> None:
     publications = (publication(0, 3.0), publication(1, 0.25), publication(2, 0.5))
     summary = recorder([0.5, 0.5]).summarize(result(*publications, steps=2), 1.23456, 1070.0)
     assert summary == {
@@ -102,18 +102,18 @@ def test_all_figures_of_a_good_run() -> None:
     }
 
 
-def test_the_largest_kl_is_by_absolute_value_and_may_be_missing() -> None:
+def test_the_largest_kl_is_absolute_and_may_be_missing() -> None:
     made = recorder([0.0] * 4)
     assert made.summarize(result(), 0.0, 0.0)["rollout_corr_kl_max"] == 0.003
     made.kls.append(-0.5)
     assert made.summarize(result(), 0.0, 0.0)["rollout_corr_kl_max"] == 0.5
-    silent = RunRecorder(strategy="on_policy", max_lag=0, started_unix=0.0)
-    silent.record(0.5, 1.0, None, 1.0)
-    assert silent.summarize(result(), 0.0, 2.0)["rollout_corr_kl_max"] is None
+    without_kl = RunRecorder(strategy="on_policy", max_lag=0, started_unix=0.0)
+    without_kl.record(0.5, 1.0, None, 1.0)
+    assert without_kl.summarize(result(), 0.0, 2.0)["rollout_corr_kl_max"] is None
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyboardInterrupt()])
-def test_ctrl_c_is_no_failure(error: BaseException) -> None:
+def test_ctrl_c_is_an_interruption(error: BaseException) -> None:
     summary = recorder([]).summarize(result(), 0.0, 1007.0, error)
     assert (summary["status"], summary["error"]) == ("interrupted", None)
 
@@ -139,7 +139,7 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary() -> None:
 # The file.
 
 
-def test_a_summary_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+def test_write_atomically_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_atomically(path, {"steps": 1})
     with pytest.raises(TypeError):
@@ -147,28 +147,28 @@ def test_a_summary_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8")) == {"steps": 1}
     write_atomically(path, {"steps": 2})
     assert json.loads(path.read_text(encoding="utf-8")) == {"steps": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"], "no half file stays"
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"], "no partial file remains"
 
 
 # Errors on one line.
 
 
 class RemoteError(Exception):
-    """As Ray raises them: the traceback is in the text, the cause beside it."""
+    """An error as Ray raises it: the traceback is in the text, the cause in an attribute."""
 
     def __init__(self, text: str, cause: object = None) -> None:
         super().__init__(text)
         self.cause = cause
 
 
-def test_the_cause_of_a_remote_error_is_what_counts() -> None:
+def test_a_remote_error_shows_its_cause() -> None:
     error = RemoteError(
         "\x1b[36mray::worker()\nTraceback (most recent call last):\n  ...", KeyError("reward")
     )
     assert one_line(error) == "KeyError: 'reward'"
 
 
-def test_a_remote_error_without_its_cause_is_read_from_the_end() -> None:
+def test_a_remote_error_without_a_cause_shows_its_last_line() -> None:
     text = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad prompt\n'
     assert one_line(RemoteError(text)) == "RemoteError: ValueError: bad prompt"
 
@@ -182,14 +182,14 @@ def test_a_remote_error_without_its_cause_is_read_from_the_end() -> None:
         (KeyboardInterrupt("stop"), "KeyboardInterrupt: stop"),
     ],
 )
-def test_other_errors(error: BaseException, shown: str) -> None:
+def test_other_errors_show_their_first_line(error: BaseException, shown: str) -> None:
     assert one_line(error) == shown
 
 
-def test_a_line_has_an_end() -> None:
+def test_the_line_of_an_error_is_truncated() -> None:
     assert len(one_line(ValueError("x" * 9000))) == 500
 
 
-def test_what_json_has_no_word_for_can_be_turned_into_text(tmp_path: Path) -> None:
+def test_unknown_converts_values_that_json_cannot_represent(tmp_path: Path) -> None:
     write_atomically(tmp_path / "config.json", {"at": Path("a")}, unknown=str)
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {"at": "a"}

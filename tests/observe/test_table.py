@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of steps: titles stand over their values, and the last lines say how it went."""
+"""The table of steps: titles align with their values, and the closing lines summarize the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def row(**changes: Any) -> StepRow:
 
 
 def ends(text: str) -> list[int]:
-    """Where each word ends."""
+    """Return the end position of each word."""
     return [found.end() for found in re.finditer(r"\S+", text)]
 
 
@@ -49,23 +49,23 @@ def test_header_and_rows_are_aligned(changes: dict[str, Any]) -> None:
     assert titles.startswith(MARK) and values.startswith(MARK)
 
 
-def test_progress_says_where_the_run_is_and_who_holds_it_up() -> None:
+def test_progress_shows_the_step_and_the_slowest_stage() -> None:
     line = progress(row(), untrained=48.0, finished=12.0, critical="generate")
     assert line == (
         f"{TRANSIENT} step 7/80  reward 0.500  128.0 samples/s  lag 0.75 (max 1)  "
-        "queue: 48 groups under way, 12 finished  slowest: generate"
+        "queue: 48 groups in flight, 12 finished  slowest: generate"
     )
     assert "slowest" not in progress(row(step_s=0.0), untrained=0, finished=0, critical="")
 
 
-def test_closing_says_what_the_devices_did_if_it_is_known() -> None:
+def test_closing_shows_the_use_of_devices_if_known() -> None:
     facts: dict[str, Any] = {"bubble_ratio": 0.25, "overlap_efficiency": 0.8}
     known = [line for line in closing(SUMMARY | facts) if "devices worked" in line]
     assert len(known) == 1 and "75 % of the time" in known[0] and "overlap efficiency 0.8" in known[0]
     assert not any("devices worked" in line for line in closing(SUMMARY))
 
 
-def test_cells() -> None:
+def test_cells_of_a_row() -> None:
     words = row().render().removeprefix(MARK).split()
     assert words == ["7/80", "0.500", "3.2", "0.75", "1", "6", "0.00012", "0.51", "2.00", "128.0"]
     assert header().removeprefix(MARK).split() == [
@@ -73,7 +73,7 @@ def test_cells() -> None:
     ]
 
 
-def test_a_step_that_took_no_time_has_no_rate() -> None:
+def test_a_step_of_zero_seconds_has_rate_zero() -> None:
     assert row(step_s=0.0).render().endswith(" 0.0")
 
 
@@ -100,7 +100,7 @@ SUMMARY: dict[str, object] = {
 }
 
 
-def test_closing_lines_of_a_good_run() -> None:
+def test_closing_lines_of_a_completed_run() -> None:
     lines = closing(SUMMARY)
     assert all(line.startswith(f"{MARK} ") for line in lines)
     text = "\n".join(lines)
@@ -113,20 +113,20 @@ def test_closing_lines_of_a_good_run() -> None:
     ):
         assert part in text
     assert "cause" not in text
-    assert "answered again" not in text
+    assert "generated again" not in text
 
 
-def test_a_run_that_was_resumed_says_how_many_steps_its_time_is_of() -> None:
+def test_a_resumed_run_shows_how_many_steps_its_time_covers() -> None:
     assert "80 steps, 30 of them in 140.5 s" in closing({**SUMMARY, "steps_before": 50})[0]
 
 
-def test_groups_that_were_answered_again_are_told() -> None:
+def test_closing_counts_groups_that_were_generated_again() -> None:
     assert any(
-        "in flight; 4 answered again" in line for line in closing({**SUMMARY, "groups_regenerated": 4})
+        "in flight; 4 generated again" in line for line in closing({**SUMMARY, "groups_regenerated": 4})
     )
 
 
-def test_closing_lines_of_a_run_that_failed_before_its_first_step() -> None:
+def test_closing_lines_of_a_run_that_failed_before_step_one() -> None:
     lines = closing(
         {**SUMMARY, "status": "failed", "reward_first": None, "reward_last": None, "error": "E: boom"}
     )

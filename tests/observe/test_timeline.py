@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline has a row of every pool and role, in order, and the data to zoom unless it is too much."""
+"""The timeline has a row for each pool and stage, in order, and embeds the data to zoom if it is small."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return data_of(read_run(write_run(tmp_path_factory.mktemp("runs") / "run", trainer)))
 
 
-def test_rows_are_pools_with_their_roles_then_those_without_devices(run: RunData) -> None:
+def test_rows_are_pools_with_their_stages_then_stages_without_devices(run: RunData) -> None:
     names = [
         text
         for text in Page(timeline(run)).texts
@@ -40,10 +40,10 @@ def test_rows_are_pools_with_their_roles_then_those_without_devices(run: RunData
         *("ref: 1 device", "ref_logp"),
         *("no device", "dataloader", "rollout", "reward"),
     ]
-    assert names == once * 2, "the whole run, and close up"
+    assert names == once * 2, "the overview and the close-up have the same rows"
 
 
-def test_the_close_up_is_of_steps_of_the_middle_and_zooms(run: RunData) -> None:
+def test_the_close_up_shows_middle_steps_and_zooms(run: RunData) -> None:
     page = Page(timeline(run))
     data = json.loads(
         next(str(attrs["data-timeline"]) for attrs in page.all("div") if "data-timeline" in attrs)
@@ -70,7 +70,7 @@ def test_the_close_up_is_of_steps_of_the_middle_and_zooms(run: RunData) -> None:
     assert any("Steps 5 to 8" in text for text in page.texts)
 
 
-def test_a_run_of_too_many_spans_is_drawn_but_does_not_zoom(
+def test_a_run_with_too_many_spans_is_drawn_without_zoom(
     run: RunData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SPANS", 10)
@@ -79,6 +79,6 @@ def test_a_run_of_too_many_spans_is_drawn_but_does_not_zoom(
     assert Page(html).all("rect")
 
 
-def test_without_events_there_is_none(tmp_path: Path) -> None:
+def test_a_run_without_events_has_no_timeline(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"timing_s/step": 1.0}}\n')
     assert timeline(data_of(read_run(tmp_path))) == ""

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace is what the format asks for, what happened, and what Perfetto's own trace processor reads out
-of it.
-"""
+"""The trace follows the format, matches the log, and is read correctly by Perfetto's trace processor."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def slices(events: list[TraceEvent], **wanted: Any) -> list[TraceEvent]:
     return [e for e in events if e["ph"] == "X" and all(e.get(k) == v for k, v in wanted.items())]
 
 
-def test_every_event_has_what_its_phase_needs(events: list[TraceEvent]) -> None:
+def test_every_event_has_the_fields_of_its_phase(events: list[TraceEvent]) -> None:
     for event in events:
         assert REQUIRED[event["ph"]] <= event.keys(), event
         assert event.get("ts", 0) >= 0
@@ -68,32 +66,32 @@ def test_every_event_has_what_its_phase_needs(events: list[TraceEvent]) -> None:
     json.loads(json.dumps(events, allow_nan=False))
 
 
-def test_slices_of_a_track_follow_each_other(events: list[TraceEvent]) -> None:
+def test_slices_of_a_track_do_not_overlap(events: list[TraceEvent]) -> None:
     tracks: dict[tuple[int, int], float] = defaultdict(float)
     for event in slices(events):
         track = (event["pid"], event["tid"])
-        assert event["ts"] >= tracks[track] - 1e-3, "overlaps the one before"
+        assert event["ts"] >= tracks[track] - 1e-3, "overlaps the previous slice"
         tracks[track] = event["ts"] + event["dur"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert tracks.keys() <= named
 
 
-def test_a_role_runs_as_long_as_the_log_says(folder: Path, events: list[TraceEvent]) -> None:
+def test_a_stage_runs_as_long_as_in_the_log(folder: Path, events: list[TraceEvent]) -> None:
     records = read_events(folder / "events.jsonl")
     for role in ("train", "logp", "ref_logp"):
         shown = sum(e["dur"] for e in slices(events, name=role, cat="run")) / 1e6
         assert shown == pytest.approx(sum(b - a for a, b in busy_intervals(records, role)), abs=1e-4)
 
 
-def test_every_wait_says_what_for(events: list[TraceEvent]) -> None:
+def test_every_wait_names_its_cause(events: list[TraceEvent]) -> None:
     waits = {e["name"] for e in slices(events, cat="wait")}
     assert waits
-    assert all(name.startswith(("waits for ", "hands on to ")) and not name.endswith(" ") for name in waits)
+    assert all(name.startswith(("waits for ", "hands over ")) and not name.endswith(" ") for name in waits)
     gated = [name for name in waits if name.startswith("waits for param_update (version ")]
-    assert gated, "log-probs wait for the gather of the version before"
+    assert gated, "log-probs wait for the gather of the previous version"
 
 
-def test_each_pool_shows_who_holds_it(events: list[TraceEvent]) -> None:
+def test_each_pool_shows_the_holders_of_its_lease(events: list[TraceEvent]) -> None:
     pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(pools.values()) == [
         "no device",
@@ -124,7 +122,7 @@ def test_an_arrow_follows_each_trained_group_from_prompt_to_step(events: list[Tr
 
 
 def around(events: list[TraceEvent], point: TraceEvent) -> str:
-    """The slice that an arrow passes through."""
+    """Return the name of the slice that an arrow passes through."""
     found = [
         e["name"]
         for e in slices(events, pid=point["pid"], tid=point["tid"])
@@ -134,7 +132,7 @@ def around(events: list[TraceEvent], point: TraceEvent) -> str:
     return str(found[0])
 
 
-def test_counters_and_marks_say_what_happened(events: list[TraceEvent]) -> None:
+def test_counters_and_marks_match_the_run(events: list[TraceEvent]) -> None:
     counters: dict[str, list[dict[str, float]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "C":
@@ -153,14 +151,14 @@ def test_counters_and_marks_say_what_happened(events: list[TraceEvent]) -> None:
     assert len(slices(events, cat="validated")) == STEPS + 1
 
 
-def test_of_many_groups_some_are_followed(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_arrows_follow_only_some_of_many_groups(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     assert MAX_FLOWS >= 1000
     monkeypatch.setattr("recipe.async_pipeline.observe.trace.MAX_FLOWS", 10)
     ends = [e for e in trace_events(read_events(folder / "events.jsonl")) if e["ph"] == "f"]
     assert 1 <= len(ends) <= 10
 
 
-def test_a_run_that_was_cut_short_has_a_trace_to_its_end(folder: Path, tmp_path: Path) -> None:
+def test_a_killed_run_has_a_trace_up_to_its_last_event(folder: Path, tmp_path: Path) -> None:
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "events.jsonl").write_text("".join(lines[: len(lines) // 2]) + '{"t": 9')
     written = json.loads(write_trace(tmp_path).read_text())["traceEvents"]
@@ -169,16 +167,16 @@ def test_a_run_that_was_cut_short_has_a_trace_to_its_end(folder: Path, tmp_path:
     assert not (tmp_path / "trace.part").exists()
 
 
-def test_a_log_without_pools_is_refused_and_a_run_does_not_fail_of_it(tmp_path: Path) -> None:
+def test_a_log_without_pools_is_rejected_but_does_not_fail_the_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(
         '{"t": 0.0, "role": "flow", "event": "START", "state": "RUNNING"}\n'
     )
-    with pytest.raises(RunFilesError, match="which roles and pools"):
+    with pytest.raises(RunFilesError, match="does not name the stages and pools"):
         write_trace(tmp_path)
-    said: list[str] = []
-    leave_trace(tmp_path, said.append)
-    leave_trace(tmp_path / "nowhere", said.append)
-    assert [text.split(":")[0] for text in said] == ["no trace.json", "no trace.json"]
+    messages: list[str] = []
+    leave_trace(tmp_path, messages.append)
+    leave_trace(tmp_path / "nowhere", messages.append)
+    assert [text.split(":")[0] for text in messages] == ["no trace.json", "no trace.json"]
 
 
 QUERIES = {
@@ -193,7 +191,7 @@ QUERIES = {
 }
 
 
-def test_perfetto_reads_the_trace_as_it_is_meant(folder: Path, events: list[TraceEvent]) -> None:
+def test_perfetto_reads_the_trace_correctly(folder: Path, events: list[TraceEvent]) -> None:
     node = shutil.which("node")
     if node is None or not (PROCESSOR / "trace_processor.wasm").exists():
         pytest.skip(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop that does not turn is noticed from outside, whatever holds it."""
+"""The watchdog detects a blocked event loop, independent of what blocks it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe.async_pipeline.core.diagnosis import Diagnosis
 from recipe.async_pipeline.observe.watchdog import Watchdog, stacks
 
 DEADLINE_S = 60
-"""Only a watchdog that does not work takes so long."""
+"""Time limit that only a broken watchdog reaches."""
 
 
 class Clock:
@@ -26,19 +26,19 @@ class Clock:
         return self.now_s
 
 
-def test_a_loop_that_does_not_turn_is_said_once_with_its_stack_and_so_is_its_return(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_blocked_loop_is_reported_once_with_its_stack_and_its_recovery_too(tmp_path: Path) -> None:
+    reported: list[str] = []
     clock = Clock()
 
     async def main() -> None:
-        # Not entered: the test looks instead of the thread.
-        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=said.append, now=clock)
+        # Without entering the context, the test calls look() in place of the thread.
+        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append, now=clock)
         dog.look()
         await asyncio.sleep(0)
         dog.look()
         clock.now_s += 59.0
         dog.look()
-        assert said == [], "it was asked a moment ago"
+        assert reported == [], "the last callback is younger than the limit"
         for _ in range(3):
             clock.now_s += 2.0
             dog.look()
@@ -47,33 +47,33 @@ def test_a_loop_that_does_not_turn_is_said_once_with_its_stack_and_so_is_its_ret
         dog._file.close()
 
     asyncio.run(main())
-    assert said == [
-        "the event loop has not turned for 61.0 s; diagnosis.txt says more",
-        "the event loop turns again, after 65.0 s",
+    assert reported == [
+        "the event loop is blocked for 61.0 s; see diagnosis.txt",
+        "the event loop runs again after 65.0 s",
     ]
     written = (tmp_path / "diagnosis.txt").read_text()
-    assert written.startswith("the event loop has not turned for 61.0 s\n\nthread MainThread:\n")
+    assert written.startswith("the event loop is blocked for 61.0 s\n\nthread MainThread:\n")
     assert "in main" in written
     assert "dog.look()" in written
 
 
-def test_the_thread_sees_a_call_that_blocks(tmp_path: Path) -> None:
-    said = threading.Event()
+def test_the_thread_detects_a_blocking_call(tmp_path: Path) -> None:
+    reported = threading.Event()
 
     async def main() -> None:
-        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: said.set()):
+        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=0.02, say=lambda line: reported.set()):
             await asyncio.sleep(0)
-            assert said.wait(10), "blocks the loop until the watchdog has seen it"
+            assert reported.wait(10), "this call blocks the loop until the watchdog has reported it"
 
     asyncio.run(main())
-    assert "said.wait(10)" in (tmp_path / "diagnosis.txt").read_text()
+    assert "reported.wait(10)" in (tmp_path / "diagnosis.txt").read_text()
 
 
-def test_a_call_that_holds_the_interpreter_itself_is_seen_too(tmp_path: Path) -> None:
-    """No Python runs meanwhile; the standard library's own thread, which needs none, writes the stacks.
+def test_a_call_that_holds_the_gil_is_detected_too(tmp_path: Path) -> None:
+    """No Python code runs meanwhile; faulthandler's C thread writes the stacks.
 
-    The file is a pipe, and the call that holds the interpreter waits in C until something is written to it:
-    it ends by what it is to show, not after a time.
+    The file is a pipe, and the call that holds the GIL polls it in C, so the call ends as soon as stacks are
+    written.
     """
     path = tmp_path / "diagnosis.txt"
     os.mkfifo(path)
@@ -100,19 +100,19 @@ def test_a_call_that_holds_the_interpreter_itself_is_seen_too(tmp_path: Path) ->
     assert "test_watchdog.py" in written
 
 
-def test_a_diagnosis_is_written_and_its_cause_said(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_diagnosis_is_written_and_its_cause_reported(tmp_path: Path) -> None:
+    reported: list[str] = []
 
     async def main() -> None:
-        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=said.append) as dog:
+        with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append) as dog:
             dog.tell(Diagnosis("deadlock: a waits for b", "who waits for whom: ..."))
 
     asyncio.run(main())
-    assert said == ["a deadline has passed: deadlock: a waits for b; diagnosis.txt says more"]
+    assert reported == ["timeout: deadlock: a waits for b; see diagnosis.txt"]
     assert "who waits for whom: ..." in (tmp_path / "diagnosis.txt").read_text()
 
 
-def test_where_nothing_was_wrong_there_is_no_file(tmp_path: Path) -> None:
+def test_without_a_diagnosis_there_is_no_file(tmp_path: Path) -> None:
     async def main() -> None:
         with Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None):
             await asyncio.sleep(0)
@@ -121,24 +121,22 @@ def test_where_nothing_was_wrong_there_is_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_costs_the_file_only(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_full_disk_loses_only_the_file(tmp_path: Path) -> None:
+    reported: list[str] = []
     full = Path("/dev/full").open("a", encoding="utf-8")
 
     async def main() -> None:
-        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=said.append)
+        dog = Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=reported.append)
         dog._file.close()
         dog._file = full
         with dog:
             dog.tell(Diagnosis("c", "t" * 100_000))
 
     asyncio.run(main())
-    assert said == [
-        "a deadline has passed: c; diagnosis.txt cannot be written: [Errno 28] No space left on device"
-    ]
+    assert reported == ["timeout: c; diagnosis.txt cannot be written: [Errno 28] No space left on device"]
 
 
-def test_a_loop_that_was_closed_ends_the_watch(tmp_path: Path) -> None:
+def test_a_closed_loop_ends_the_thread(tmp_path: Path) -> None:
     async def main() -> Watchdog:
         return Watchdog(tmp_path / "diagnosis.txt", stalled_after_s=60, say=lambda line: None)
 
@@ -148,7 +146,7 @@ def test_a_loop_that_was_closed_ends_the_watch(tmp_path: Path) -> None:
     assert not (tmp_path / "diagnosis.txt").exists()
 
 
-def test_stacks_begin_with_the_thread_that_was_asked_for() -> None:
+def test_stacks_begin_with_the_requested_thread() -> None:
     at_work, done = threading.Event(), threading.Event()
 
     def wait_here() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons read as words, numbers have units, and every colour is in the style sheet."""
+"""Reasons have a description, numbers have units, and every colour is in the style sheet."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ STYLE = files("recipe.async_pipeline.observe").joinpath("report.css").read_text(
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_every_reason_has_words_and_a_colour(reason: str) -> None:
+def test_every_reason_has_a_description_and_a_colour(reason: str) -> None:
     words = reason_in_words(reason)
     assert words
     assert words != reason or reason in ("validation",)
     colour = colour_of(reason).split()[0]
     assert re.search(rf"\.{colour} {{ --c: var\(--\w+\)", STYLE), f"{colour} has no colour"
-    assert ("idle" in colour_of(reason).split()) != is_work(reason), "stripes are waiting, and nothing else"
+    assert ("idle" in colour_of(reason).split()) != is_work(reason), "only waiting is striped"
 
 
-def test_every_role_has_a_colour_of_its_own() -> None:
+def test_every_stage_has_a_distinct_colour() -> None:
     assert set(ROLE_COLOURS) == set(GRAPH)
     assert len(set(ROLE_COLOURS.values())) == len(ROLE_COLOURS)
 
@@ -67,11 +67,11 @@ def test_colours_are_defined_for_light_and_dark() -> None:
         (9000, "2.5 h"),
     ],
 )
-def test_seconds_have_a_unit_that_fits(value: float, text: str) -> None:
+def test_seconds_have_a_fitting_unit(value: float, text: str) -> None:
     assert seconds(value) == text
 
 
-def test_numbers() -> None:
+def test_amounts_bytes_and_percentages() -> None:
     assert [amount(v) for v in (0, 0.5, 19.04, 1234.5, 0.0001)] == ["0", "0.5", "19", "1,234", "1.0e-04"]
     assert [number_of_bytes(v) for v in (12, 2_366_976, 1.2e9, 3e15)] == [
         "12 B",

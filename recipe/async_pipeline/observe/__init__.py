@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind: the event file, the table of steps, the summary."""
+"""Observability: the event file, the table of steps, the summary, the report and the trace of a run."""

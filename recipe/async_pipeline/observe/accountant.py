@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts for the device-seconds of a run, record by record of its event log."""
+"""Account for every device-second of a run from its event log; `accounting` lists the reasons.
+
+The rollout's servers report when they next load a version how long they had open requests and how long they
+paused. Until then the seconds of their pool are pending and counted as the stages saw them.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +19,45 @@ _TERMINAL = {state.name for state in TERMINAL}
 
 
 class Accountant:
-    """A subscriber of the event log that accounts as it goes: a few additions a record."""
+    """A subscriber of the event log that keeps the account current, with a few additions per record."""
 
     def __init__(self) -> None:
         self._pools: dict[str, PoolAccount] = {}
         self._home: dict[str, str] = {}
-        """Role to pool."""
+        """Stage to pool."""
         self._upstream: dict[str, tuple[str, ...]] = {}
         self._downstream: dict[str, tuple[str, ...]] = {}
         self._lanes: dict[tuple[str, int], str] = {}
         self._gated: dict[tuple[str, int], str] = {}
         self._holders: dict[str, dict[tuple[str, int], None]] = {}
         self._pending: dict[str, Seconds] = {}
-        """Of the rollout's pool, until its servers say what they did."""
+        """Seconds of the rollout's pool since its servers last reported."""
         self._steps: list[StepAccount] = []
         self._step: Seconds = defaultdict(float)
         self._batches_in_flight = 1
-        self._loop_s = self._weights_s = 0.0
-        """Of all steps; of the last publication."""
+        self._loop_s = 0.0
+        """Loop bound of all steps."""
+        self._weights_s = 0.0
+        """Duration of the last weight update."""
         self._startup_s = self._steady_from = self._now = 0.0
         self._serving = False
         self._warm: Accounting | None = None
-        """All until the run was warm."""
-        self._warm_t = self._warm_loop_s = 0.0
-        """When it was; what `_loop_s` has of later."""
+        """The account at the moment when the run became warm."""
+        self._warm_t = 0.0
+        self._warm_loop_s = 0.0
+        """Loop bound of the steps since then."""
 
     def __call__(self, record: LogRecord) -> None:
         if record.event == "START" and record.role == "flow":
             self._begin(record.fields)
-        self._pass(record.t - self._now)
+        self._advance(record.t - self._now)
         self._now = record.t
-        self._note(record)
+        self._record_fact(record)
         if record.state is not None and record.role != "flow":
-            self._move(record)
+            self._change_state(record)
 
     def account(self) -> Accounting:
-        """Everything up to the last record. Raises AccountingError: it does not add up."""
+        """Return the account up to the last record. Raises AccountingError if it does not add up."""
         pools = {
             name: PoolAccount(
                 devices=p.devices,
@@ -70,22 +77,21 @@ class Accountant:
         return result
 
     def since_warm(self) -> Accounting | None:
-        """Only what went on since the first publication after the first step, by when code is compiled and
-        caches are full.
+        """Return the account since the weight update after the first step, or None before it.
 
-        None: nothing did. Raises AccountingError: it does not add up.
+        By then code is compiled and caches are full. Raises AccountingError if it does not add up.
         """
         return None if self._warm is None else self.account().after(self._warm, self._warm_loop_s)
 
     def settled(self) -> dict[str, Seconds]:
-        """Device-seconds by pool and reason of which nothing will be corrected any more."""
+        """Return the device-seconds by pool and reason that are final."""
         return {name: sum_by_reason(pool.seconds) for name, pool in self._pools.items()}
 
     def doing(self) -> dict[str, str]:
-        """The reason of each pool's seconds from the last record on, as the roles see it."""
+        """Return what each pool does since the last record, as the stages see it."""
         return {name: self._reason(name) if self._serving else "start_up" for name in self._pools}
 
-    # What a record changes.
+    # Record by record.
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._downstream = {role: tuple(consumers) for role, consumers in facts["graph"].items()}
@@ -93,10 +99,12 @@ class Accountant:
             role: tuple(a for a, consumers in self._downstream.items() if role in consumers)
             for role in self._downstream
         }
-        # Leave to draw prompts comes with a publication.
+        # Prompts are admitted by weight updates.
         self._upstream["dataloader"] = ("param_update",)
+
         self._batches_in_flight = int(facts.get("max_lag", 0)) + 1
         self._startup_s = float(facts.get("startup_s", 0.0))
+
         for name, pool in facts["pools"].items():
             self._pools[name] = PoolAccount(devices=pool["devices"], roles=tuple(pool["roles"]))
             self._pools[name].seconds["start_up"] = pool["devices"] * self._startup_s
@@ -105,21 +113,23 @@ class Accountant:
             if "generate" in pool["roles"]:
                 self._pending[name] = defaultdict(float)
 
-    def _move(self, record: LogRecord) -> None:
+    def _change_state(self, record: LogRecord) -> None:
         lane = (record.role, int(record.fields.get("lane", 0)))
         assert record.state is not None
         self._lanes[lane] = record.state
-        pool = self._home.get(record.role)
+
         if record.event == "GATED":
             self._gated[lane] = str(record.fields["on"])
         elif record.event == "ITEM" or record.state in _TERMINAL:
             self._gated.pop(lane, None)
+
+        pool = self._home.get(record.role)
         if pool is not None and record.event == "LEASE":
             self._holders[pool][lane] = None
         elif pool is not None and record.event == "RELEASE":
             self._holders[pool].pop(lane, None)
 
-    def _note(self, record: LogRecord) -> None:
+    def _record_fact(self, record: LogRecord) -> None:
         if record.event == "SERVED":
             self._settle(record.fields)
             self._weights_s = sum(
@@ -133,23 +143,23 @@ class Accountant:
             for name in self._pending:
                 self._shift(name, float(record.fields["seconds"]) * self._pools[name].devices, "validation")
         elif record.event == "TRAINED":
-            tail_s, after_s = (
-                float(record.fields.get("batch/tail_s", 0.0)),
-                self._step["train"] + self._weights_s,
-            )
-            self._loop_s += (tail_s + after_s) / self._batches_in_flight
-            # Answers that began in the cold took longer for that.
-            self._warm_loop_s += (
-                (min(tail_s, record.t - self._warm_t) + after_s) / self._batches_in_flight
-                if self._warm
-                else 0.0
-            )
-            self._steps.append(StepAccount(step=int(record.fields["step"]), seconds=dict(self._step)))
-            self._step = defaultdict(float)
+            self._finish_step(record)
 
-    # Passing time.
+    def _finish_step(self, record: LogRecord) -> None:
+        tail_s = float(record.fields.get("batch/tail_s", 0.0))
+        after_s = self._step["train"] + self._weights_s
+        self._loop_s += (tail_s + after_s) / self._batches_in_flight
+        if self._warm:
+            # A response that began before the run was warm took longer; count only its warm part.
+            warm_tail_s = min(tail_s, record.t - self._warm_t)
+            self._warm_loop_s += (warm_tail_s + after_s) / self._batches_in_flight
 
-    def _pass(self, seconds: float) -> None:
+        self._steps.append(StepAccount(step=int(record.fields["step"]), seconds=dict(self._step)))
+        self._step = defaultdict(float)
+
+    # The passing of time.
+
+    def _advance(self, seconds: float) -> None:
         if seconds <= 0:
             return
         for name, pool in self._pools.items():
@@ -157,7 +167,7 @@ class Accountant:
             account = pool.seconds if name not in self._pending or not self._serving else self._pending[name]
             account[reason] += seconds * pool.devices
         if self._serving:
-            self._step[self._trains_or_waits_for()] += seconds
+            self._step[self._trained_or_awaited()] += seconds
 
     def _reason(self, pool: str) -> str:
         holders = self._holders[pool]
@@ -166,18 +176,20 @@ class Accountant:
             return "sync" if running == "param_update" else f"compute_{running}"
         if holders:
             return f"lease_{next(iter(holders))[0]}"
-        blamed = self._blame(self._pools[pool].roles)
-        return "none" if blamed is None else f"wait_{blamed}"
+        awaited = self._nearest_running(self._pools[pool].roles)
+        return "none" if awaited is None else f"wait_{awaited}"
 
-    def _trains_or_waits_for(self) -> str:
+    def _trained_or_awaited(self) -> str:
+        """Return `train` while the trainer computes, otherwise the stage that it waits for, or `none`."""
         holders = self._holders.get(self._home.get("train", ""), {})
         if any(role == "train" and self._lanes[role, lane] == "RUNNING" for role, lane in holders):
             return "train"
-        return self._blame(["train"]) or "none"
+        return self._nearest_running(["train"]) or "none"
 
-    def _blame(self, roles: Sequence[str]) -> str | None:
-        """The nearest role that computes, going back along what each of these waits for."""
+    def _nearest_running(self, roles: Sequence[str]) -> str | None:
+        """Return the nearest running stage that these stages wait for, or None. Searches breadth first."""
         seen, frontier = set(roles), list(roles)
+
         while frontier:
             found: list[str] = []
             for role in frontier:
@@ -188,16 +200,19 @@ class Accountant:
                         seen.add(before)
                         found.append(before)
             frontier = found
+
         return next((role for role in roles if self._is_running(role)), None)
 
     def _waits_for(self, role: str) -> tuple[str, ...]:
+        """Return the stages that this stage waits for; none if it computes or has ended."""
         lanes = [(lane, state) for lane, state in self._lanes.items() if lane[0] == role]
         states = {state for _, state in lanes}
         gates = tuple(self._gated[lane] for lane, _ in lanes if lane in self._gated)
+
         if gates:
             return gates
         if "WAITING_RESOURCE" in states:
-            # A role without devices is here between two records of its own.
+            # A stage without devices passes through this state between two of its own records.
             return tuple(holder for holder, _ in self._holders.get(self._home.get(role, ""), {}))
         if "WAITING_OUTPUT" in states:
             return self._downstream.get(role, ())
@@ -206,41 +221,41 @@ class Accountant:
     def _is_running(self, role: str) -> bool:
         return any(state == "RUNNING" for (name, _), state in self._lanes.items() if name == role)
 
-    # What the servers say afterwards.
+    # Corrections once the servers have reported.
 
     def _settle(self, facts: Mapping[str, Any]) -> None:
-        """The seconds since the last version: how long requests were open, how long the servers stood
-        still.
-        """
+        """Correct the seconds since the last version with what the servers measured, and make them final."""
         for name, pending in self._pending.items():
             each = self._pools[name].devices / max(1, int(facts["replicas"]))
+
             stalled = float(facts["stall_s"]) * each
-            self._shift(name, stalled, "sync", since="compute_generate")
+            self._shift(name, stalled, "sync", source="compute_generate")
+
             open_s = max(0.0, float(facts["busy_s"]) * each - stalled - pending.get("validation", 0.0))
             idle = pending["compute_generate"] - open_s
             if idle > 0:
-                self._shift(name, idle, "wait_environment", since="compute_generate")
+                self._shift(name, idle, "wait_environment", source="compute_generate")
+
             self._pools[name].seconds = sum_by_reason(self._pools[name].seconds, pending)
             pending.clear()
 
-    def _shift(self, pool: str, amount: float, to: str, since: str | None = None) -> None:
-        """Give pending seconds another reason: first those of `since` (default: of generation), then
-        others of waiting.
-        """
+    def _shift(self, pool: str, amount: float, to: str, source: str | None = None) -> None:
+        """Move pending seconds to the reason `to`: from `source`, or else from generation, then waiting."""
         pending = self._pending[pool]
         sources = (
-            [since] if since else ["compute_generate", *sorted(r for r in pending if r.startswith("wait_"))]
+            [source] if source else ["compute_generate", *sorted(r for r in pending if r.startswith("wait_"))]
         )
-        for source in sources:
-            moved = min(amount, pending[source])
+
+        for reason in sources:
+            moved = min(amount, pending[reason])
             if moved > 0:
-                pending[source] -= moved
+                pending[reason] -= moved
                 pending[to] += moved
                 amount -= moved
 
 
 def account(records: Iterable[LogRecord]) -> Accounting:
-    """The account of a whole log. Raises AccountingError: it does not add up."""
+    """Return the account of a whole log. Raises AccountingError if it does not add up."""
     accountant = Accountant()
     for record in records:
         accountant(record)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to change in a run, in words, each with the number behind it and what it should bring."""
+"""Advise on what to change in a run: one rule per function, each with its measurement and predicted gain."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .advice_model import Advice, Facts, facts_of
 from .report_data import RunData
 
 WORTH_IT = 0.05
-"""Predicted gains below this are within the spread of measurements, and not worth a sentence."""
+"""Smallest predicted gain to report; smaller ones are within the spread of measurements."""
 FEW_STEPS = 5
-"""Fewer say little."""
+"""Least number of steps to base advice on."""
 
 
 def _devices(number: int) -> str:
@@ -20,8 +20,9 @@ def _devices(number: int) -> str:
 
 
 def move_devices(facts: Facts) -> Advice | None:
-    """From the pool that can spare them to the one that the rest waits for."""
+    """Move devices from a pool that can spare them to the pool that limits the step."""
     model = facts.model
+
     options = [
         (model.gain(model.bound(devices={a: model.devices[a] - n, b: model.devices[b] + n})), n, a, b)
         for a in model.devices
@@ -32,8 +33,10 @@ def move_devices(facts: Facts) -> Advice | None:
     best = max((gain for gain, *_ in options), default=0.0)
     if best < WORTH_IT:
         return None
-    # Of those that are about as good, the smallest change.
+
+    # Among options of about the same gain, take the smallest change.
     gain, n, a, b = min((o for o in options if o[0] >= best - 0.02), key=lambda o: (o[1], -o[0]))
+
     role, waited = facts.most_awaited
     finding = f"pool {b} worked {facts.busy(b):.0%} of the time and pool {a} {facts.busy(a):.0%}"
     if role in facts.found.pools[b].roles:
@@ -47,38 +50,42 @@ def move_devices(facts: Facts) -> Advice | None:
 
 
 def add_device(facts: Facts) -> Advice | None:
-    """Where none can be spared."""
+    """Add a device to the pool that limits the step if no other pool can spare one."""
     model = facts.model
     if move_devices(facts) is not None:
         return None
+
     options = [(model.gain(model.bound(devices={pool: n + 1})), pool) for pool, n in model.devices.items()]
     gain, pool = max(options, default=(0.0, ""))
     if gain < WORTH_IT:
         return None
+
     return Advice(
         rule="add_device",
         finding=f"pool {pool} worked {facts.busy(pool):.0%} of the time, and no other pool can spare a "
         "device",
-        change=f"give pool {pool} one more device than its {model.devices[pool]}",
+        change=f"increase pool {pool} from {_devices(model.devices[pool])} to {model.devices[pool] + 1}",
         gain=gain,
     )
 
 
 def raise_max_lag(facts: Facts) -> Advice | None:
-    """When steps wait for their turn, not for devices."""
+    """Raise max_lag if steps wait for earlier batches, not for devices."""
     model, now = facts.model, facts.model.max_lag
     best = model.gain(model.bound(loop=False))
     if best < WORTH_IT:
         return None
+
     wanted = next(
         lag
         for lag in range(now + 1, now + 65)
         if lag == now + 64 or model.gain(model.bound(max_lag=lag)) >= best - 0.02
     )
+
     return Advice(
         rule="raise_max_lag",
         finding=f"pools worked at most {facts.found.busiest:.0%} of the time, because only {now + 1} "
-        f"{'batches' if now else 'batch'} may be under way",
+        f"{'batches' if now else 'batch'} may be in flight",
         change=f"set max_lag to {wanted} instead of {now}"
         + (
             "; async_strategy=one_step_off" if wanted == 1 else f"; samples may then be {wanted} versions old"
@@ -88,65 +95,70 @@ def raise_max_lag(facts: Facts) -> Advice | None:
 
 
 def lower_max_lag(facts: Facts) -> Advice | None:
-    """When devices are the limit with fewer batches under way as well."""
+    """Lower max_lag if devices stay the limit with fewer batches in flight."""
     model, now = facts.model, facts.model.max_lag
     pools = model.bound(loop=False)
     enough = next((lag for lag in range(now) if model.loop_s * (now + 1) / (lag + 1) <= 0.9 * pools), None)
     if enough is None or not model.loop_s or move_devices(facts) is not None:
         return None
+
     mean = fmean(facts.run.lag_mean.y) if facts.run.lag_mean else float(now)
     return Advice(
         rule="lower_max_lag",
-        finding=f"samples were {mean:.1f} versions old on average, and the devices are the limit with "
-        "fewer batches under way as well",
+        finding=f"samples were {mean:.1f} versions old on average, and the devices would stay the limit "
+        "with fewer batches in flight",
         change=f"set max_lag to {enough} instead of {now}: fresher samples at the same speed",
     )
 
 
 def long_tail(facts: Facts) -> Advice | None:
-    """When steps wait for their longest answer."""
+    """Change the strategy if steps wait for their longest response."""
     run = facts.run
     waited = facts.trainer.get("generate", 0.0)
     if run.strategy == "fully_async" or not run.tail_s or not run.answer_s or waited < 0.15:
         return None
+
     ratio = fmean(run.tail_s) / fmean(run.answer_s) if fmean(run.answer_s) else 0.0
     gain = facts.model.gain(facts.model.bound(loop=False)) if facts.model.max_lag else None
     if ratio < 2.0:
         return None
+
     return Advice(
         rule="long_tail",
-        finding=f"the longest answer of a step took {ratio:.1f} times as long as a mean one, and the "
-        f"trainer waited {waited:.0%} "
-        "of the time for generate",
-        change="async_strategy=fully_async trains on what is finished instead of waiting for it",
+        finding=f"the longest response of a step took {ratio:.1f} times as long as the mean response, and "
+        f"the trainer waited {waited:.0%} of the time for generate",
+        change="set async_strategy=fully_async, which trains on finished groups without waiting for others",
         gain=gain if gain is not None and gain >= WORTH_IT else None,
         at_most=True,
     )
 
 
 def slow_environment(facts: Facts) -> Advice | None:
-    """When generation's devices have nothing to generate, though answers are open."""
+    """Keep more responses open if the rollout's devices are idle while agent loops or tools are busy."""
     idle = {pool: facts.share(pool, "wait_environment") for pool in facts.found.pools}
     pool, share = max(idle.items(), key=lambda item: item[1])
     if share < 0.15:
         return None
+
     return Advice(
         rule="slow_environment",
-        finding=f"pool {pool} stood idle {share:.0%} of the time while all open answers were with agent "
+        finding=f"pool {pool} was idle {share:.0%} of the time while all open responses were in agent "
         "loops, tools or reward functions",
-        change="keep more answers open (a larger max_lag or batch), or make what they wait for faster "
+        change="keep more responses open (a larger max_lag or batch), or speed up agent loops and rewards "
         "(rollout.agent.num_workers, reward_concurrency, reward_batch)",
     )
 
 
 def heavy_weights(facts: Facts) -> Advice | None:
-    """When publications take devices from their work."""
+    """Update weights less often if updates take much of a pool's time."""
     shares = {pool: facts.share(pool, "sync") for pool in facts.found.pools}
     pool, share = max(shares.items(), key=lambda item: item[1])
     if share < 0.05:
         return None
+
     half = facts.found.pools[pool].seconds["sync"] / 2
     gain = facts.model.gain(facts.model.bound(work={pool: facts.model.work[pool] - half}))
+
     return Advice(
         rule="heavy_weights",
         finding=f"weight updates took {share:.0%} of pool {pool}'s time",
@@ -157,13 +169,15 @@ def heavy_weights(facts: Facts) -> Advice | None:
 
 
 def frequent_validation(facts: Facts) -> Advice | None:
-    """When validation takes the rollout's devices."""
+    """Validate less often if validation takes much of a pool's time."""
     shares = {pool: facts.share(pool, "validation") for pool in facts.found.pools}
     pool, share = max(shares.items(), key=lambda item: item[1])
     if share < 0.10:
         return None
+
     half = facts.found.pools[pool].seconds["validation"] / 2
     gain = facts.model.gain(facts.model.bound(work={pool: facts.model.work[pool] - half}))
+
     return Advice(
         rule="frequent_validation",
         finding=f"validation took {share:.0%} of pool {pool}'s time",
@@ -173,9 +187,10 @@ def frequent_validation(facts: Facts) -> Advice | None:
 
 
 def pool_of_its_own(facts: Facts) -> Advice | None:
-    """When forward passes keep the trainer from training."""
+    """Give log-probs their own pool if forward passes limit the pool that trains."""
     home, model = facts.run.home, facts.model
     pool = home.get("train", "")
+
     options = []
     for role in ("ref_logp", "logp"):
         work = (
@@ -186,78 +201,80 @@ def pool_of_its_own(facts: Facts) -> Advice | None:
         if work:
             apart = max(model.bound(work={pool: model.work[pool] - work}), work)
             options.append((model.gain(apart), role, facts.share(pool, f"compute_{role}")))
+
     gain, role, share = max(options, default=(0.0, "", 0.0))
     if gain < WORTH_IT:
         return None
+
     return Advice(
         rule="pool_of_its_own",
-        finding=f"{role} took {share:.0%} of the time of the devices that train, which are what the steps "
-        "wait for",
-        change=f"give {role} a pool of its own with one more device (trainer.v1.async_pipeline.pools)",
+        finding=f"{role} took {share:.0%} of the time of the devices that train, and these devices limit "
+        "the step time",
+        change=f"move {role} to a separate pool with one more device (trainer.v1.async_pipeline.pools)",
         gain=gain,
     )
 
 
 def slow_reward(facts: Facts) -> Advice | None:
-    """When the join is what the trainer waits for."""
+    """Speed up the reward stage if the trainer waits for it."""
     waited = facts.trainer.get("reward", 0.0)
     if waited < 0.10:
         return None
+
     return Advice(
         rule="slow_reward",
         finding=f"the trainer waited {waited:.0%} of the time for reward, which computes advantages on the "
         "host",
-        change="give the trainer's host more CPU cores, or take smaller batches",
+        change="give the trainer's host more CPU cores, or use smaller batches",
         gain=waited / (1 - waited) if waited < 1 else None,
         at_most=True,
     )
 
 
 _REMEDIES = {
-    "filtered": "prompts whose answers all score alike teach nothing; leave out those that are too easy or "
-    "too hard",
-    "expired": "stale=resume answers them again from what they have, and a larger max_lag lets them finish",
-    "failed": "their answers could not be scored; see reward_timeout_s and reward_failure, and the run's log",
+    "filtered": "remove prompts that are too easy or too hard: equal scores within a group give no gradient",
+    "expired": "set stale=resume to continue expired groups, or raise max_lag to let them finish",
+    "failed": "fix the scoring of these groups; see reward_timeout_s, reward_failure and the run's log",
 }
 
 
 def not_trained(facts: Facts) -> Advice | None:
-    """When what was generated was not trained on."""
+    """Name the main reason for lost groups if many groups are not trained."""
     fates = facts.run.fates
     drawn, lost = sum(fates.values()), {fate: fates.get(fate, 0) for fate in _REMEDIES}
     share = sum(lost.values()) / drawn if drawn else 0.0
     if share < 0.10:
         return None
+
     fate = max(lost, key=lambda name: lost[name])
     pool = facts.run.home.get("generate", "")
-    spent = (
-        facts.found.pools[pool].seconds.get("compute_generate", 0.0) * share
-        if pool in facts.found.pools
-        else 0.0
-    )
+    spent = 0.0
+    if pool in facts.found.pools:
+        spent = facts.found.pools[pool].seconds.get("compute_generate", 0.0) * share
+
     return Advice(
         rule="not_trained",
-        finding=f"{share:.0%} of the groups that were drawn were not trained ({lost[fate]} {fate}), about "
+        finding=f"{share:.0%} of the drawn groups were not trained ({lost[fate]} {fate}), about "
         f"{spent:,.0f} device-seconds of generation",
         change=_REMEDIES[fate],
     )
 
 
 def far_off_policy(facts: Facts) -> Advice | None:
-    """When importance weights leave little of a batch."""
+    """Lower max_lag if importance weights reduce the effective sample size."""
     ess = facts.run.ess
     if ess is None or ess >= 0.8 or not facts.model.max_lag:
         return None
     return Advice(
         rule="far_off_policy",
-        finding=f"importance weights left {ess:.0%} of a batch's samples effective",
+        finding=f"importance weights reduced the effective sample size of a batch to {ess:.0%}",
         change=f"lower max_lag (now {facts.model.max_lag}) or the learning rate, or truncate the weights "
         "(algorithm.rollout_correction)",
     )
 
 
 def long_start(facts: Facts) -> Advice | None:
-    """When most of the run was coming up."""
+    """Train longer if start-up took much of the run."""
     whole = facts.run.accounting
     if whole is None or (share := 1 - whole.steady_s / whole.wall_s) < 0.3:
         return None
@@ -265,7 +282,7 @@ def long_start(facts: Facts) -> Advice | None:
         rule="long_start",
         finding=f"{share:.0%} of the run was start-up, {whole.wall_s - whole.steady_s:,.0f} s before the "
         "first version was served",
-        change="train more steps in one run: start-up is paid once",
+        change="train more steps in one run, since start-up happens once",
     )
 
 
@@ -287,9 +304,7 @@ RULES: Sequence[Callable[[Facts], Advice | None]] = (
 
 
 def advise(run: RunData) -> list[Advice]:
-    """What to change, the largest predicted gain first. Empty: nothing stands out, or the run says too
-    little.
-    """
+    """Return the advice for a run, largest predicted gain first; empty if no rule applies to its data."""
     facts = facts_of(run)
     if facts is None or run.accounting is None or len(run.accounting.steps) < FEW_STEPS:
         return []

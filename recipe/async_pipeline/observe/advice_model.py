@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a change would move the bound of a step: the one simple model behind every prediction of the report.
+"""Predict how a change would move the lower bound of a step: the model behind every prediction of the report.
 
-A step cannot take less than any pool's work spread over its devices, nor less than the loop (longest answer,
-log-probs,
-optimizer step, weights) divided by the batches that may be under way. The larger is the bound. A change of
-devices, of
-max_lag or of work changes the bound; the run is assumed to stay as far above it as it was. Work is assumed to
-spread over
-devices evenly, and the loop not to get shorter.
+A step takes at least as long as each pool's work spread over its devices, and at least as long as the loop
+(longest response, log-probs, optimizer step, weight update) divided by the number of batches that may be in
+flight. The larger value is the bound. A change of devices, max_lag or work changes the bound; the model
+assumes that the run stays as far above the bound as it was, that work spreads evenly over devices, and that
+the loop does not get shorter.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from .accounting import Accounting
 from .report_data import RunData
 
 FORWARD = ("logp", "ref_logp", "values")
-"""Roles that a batch passes through before it is trained."""
+"""Stages that a batch passes through before it is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +26,13 @@ class Advice:
 
     rule: str
     finding: str
-    """What was measured, with its number."""
+    """The measurement, with its number."""
     change: str
-    """What to do about it."""
+    """The change to make."""
     gain: float | None = None
-    """Predicted: so much more samples a second, as a share; None: it is not about speed, or nobody knows."""
+    """Predicted relative increase of samples per second; None if unknown or not about speed."""
     at_most: bool = False
-    """The gain is a bound, not an expectation."""
+    """Whether the gain is an upper bound instead of an expectation."""
 
     @property
     def predicted(self) -> str:
@@ -48,30 +46,34 @@ class Advice:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The bound of a step, in seconds of all steps but the first."""
+    """The lower bound of the step time, as the sum over all steps but the first, in seconds."""
 
     work: Mapping[str, float]
-    """Device-seconds of work of each pool."""
+    """Device-seconds of work by pool."""
     devices: Mapping[str, int]
     loop_s: float
-    """At `max_lag`."""
+    """Bound set by the loop at `max_lag`, in seconds."""
     max_lag: int
 
     @classmethod
     def of(cls, found: Accounting, max_lag: int) -> Model:
-        """The account's loop leaves out the forward passes; those of one pool come one after the other."""
+        """Build the model from an account, whose loop lacks the forward passes."""
+        # The forward passes of one pool run one after another.
         forward = [
             sum(pool.seconds.get(f"compute_{role}", 0.0) for role in FORWARD) / pool.devices
             for pool in found.pools.values()
             if pool.devices
         ]
+
+        loop_s = 0.0
+        if found.loop_s:
+            # A lower bound cannot exceed the measured time.
+            loop_s = min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1))
+
         return cls(
             work={name: pool.busy for name, pool in found.pools.items() if pool.devices},
             devices={name: pool.devices for name, pool in found.pools.items() if pool.devices},
-            # No bound is longer than what was measured.
-            loop_s=min(found.steady_s, found.loop_s + max(forward, default=0.0) / (max_lag + 1))
-            if found.loop_s
-            else 0.0,
+            loop_s=loop_s,
             max_lag=max_lag,
         )
 
@@ -83,58 +85,57 @@ class Model:
         max_lag: int | None = None,
         loop: bool = True,
     ) -> float:
-        """With other devices, work or lag than the run had; without the loop, of the pools alone."""
+        """Return the bound with changed devices, work or lag; `loop=False` leaves the loop out."""
         devices, work = {**self.devices, **(devices or {})}, {**self.work, **(work or {})}
         looped = self.loop_s * (self.max_lag + 1) / ((self.max_lag if max_lag is None else max_lag) + 1)
         return max([work[pool] / devices[pool] for pool in work] + ([looped] if loop else [0.0]))
 
     def gain(self, changed: float) -> float:
-        """Samples a second, as a share more, if the bound becomes `changed`."""
+        """Return the relative increase of samples per second if the bound becomes `changed`."""
         return self.bound() / changed - 1 if changed else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the rules look at."""
+    """The input of the rules."""
 
     run: RunData
     found: Accounting
-    """Without the first step, which is no sample of what others are like."""
+    """The account without the first step, which is not typical."""
     model: Model
     trainer: Mapping[str, float]
-    """What the trainer did with the steps' time, as shares: `train`, or the role that it waited for."""
+    """Shares of the steps' time: training for `train`, waiting for the stage for every other."""
 
     @property
     def most_awaited(self) -> tuple[str, float]:
-        """Role, share; of the roles that the trainer waited for."""
+        """The stage that the trainer waited for longest, and its share of the time."""
         others = {role: share for role, share in self.trainer.items() if role != "train"}
         return max(others.items(), key=lambda item: item[1], default=("", 0.0))
 
     def share(self, pool: str, *reasons: str) -> float:
-        """Of the pool's device-seconds since the first step."""
+        """Return the share of these reasons in the pool's device-seconds since the first step."""
         account = self.found.pools[pool]
         passed = account.devices * self.found.steady_s
         return sum(account.seconds.get(reason, 0.0) for reason in reasons) / passed if passed else 0.0
 
     def busy(self, pool: str) -> float:
-        """Share of its time since the first step in which the pool worked."""
+        """Return the share of work in the pool's device-seconds since the first step."""
         account = self.found.pools[pool]
-        return (
-            account.busy / (account.devices * self.found.steady_s)
-            if self.found.steady_s and account.devices
-            else 0.0
-        )
+        passed = account.devices * self.found.steady_s
+        return account.busy / passed if passed else 0.0
 
 
 def facts_of(run: RunData) -> Facts | None:
-    """None: the run has no account, or no step since the first version was served."""
+    """Return the facts of a run, or None if it has no account or no step since the first version."""
     found = run.typical
     if found is None or not found.steps or not found.steady_s:
         return None
+
     seconds: dict[str, float] = {}
     for step in found.steps:
         for role, spent in step.seconds.items():
             seconds[role] = seconds.get(role, 0.0) + spent
+
     total = sum(seconds.values())
     trainer = {role: spent / total for role, spent in seconds.items()} if total else {}
     return Facts(run=run, found=found, model=Model.of(found, run.max_lag or 0), trainer=trainer)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a report as HTML and inline SVG, that keep the size of their text at any width.
+"""Draw the charts of a report as HTML and inline SVG whose text keeps its size at any width.
 
-Shapes are drawn into an SVG that stretches with the page; ticks and labels are HTML at percentages of it.
-Each is a
-figure with a title, and a sentence that says what it shows to those who do not see it.
+Shapes go into an SVG that stretches with the page; ticks and labels are HTML, positioned in per cent. Each
+chart is a figure with a title and a text description for screen readers.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from .report_data import Series, Span
 from .wording import amount, percent
 
 WIDTH, HEIGHT = 1000.0, 100.0
-"""Of each SVG, in its own units."""
+"""Size of each SVG in its view box units."""
 MAX_POINTS = 600
-"""Of a line, and bins of a timeline: more are not told apart on a screen."""
+"""Points of a line and bins of a timeline; a screen does not resolve more."""
 MAX_COLUMNS = 120
 Text = Callable[[float], str]
 
@@ -35,11 +34,11 @@ class Line:
     colour: str
     dashed: bool = False
     dots: bool = False
-    """Points, not a line: few values."""
+    """Draw points instead of a line, for few values."""
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`."""
+    """Return about `about` round numbers that cover the range from `low` to `high`."""
     largest = max(abs(low), abs(high))
     span = high - low if high - low > 1e-9 * largest > 1e-300 else largest if largest > 1e-300 else 1.0
     raw = span / about
@@ -51,24 +50,25 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def thinned(series: Series, most: int = MAX_POINTS) -> Series:
-    """At most so many points, each the mean of those that it stands for."""
+    """Return a series of at most `most` points, each the mean of consecutive points."""
     each = -(-len(series.x) // most)
     if each <= 1:
         return series
+
     parts = [slice(i, i + each) for i in range(0, len(series.x), each)]
     mean = [(sum(series.x[p]) / len(series.x[p]), sum(series.y[p]) / len(series.y[p])) for p in parts]
     return Series(x=[x for x, _ in mean], y=[y for _, y in mean])
 
 
 def figure(title: str, body: str, *, says: str = "", note: str = "", wide: bool = False) -> str:
-    """A titled figure; `says` is for those who do not see it, `note` for all."""
+    """Return a titled figure; `says` is its description for screen readers, `note` a visible remark."""
     caption = f"<figcaption><h3>{escape(title)}</h3>{f'<p>{note}</p>' if note else ''}</figcaption>"
     hidden = f'<p class="sr">{escape(says)}</p>' if says else ""
     return f"<figure{' class=wide' if wide else ''}>{caption}{body}{hidden}</figure>"
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Class of the colour, text."""
+    """Return a legend of entries (CSS class of the colour, text)."""
     items = "".join(f'<li><i class="swatch {colour}"></i>{escape(text)}</li>' for colour, text in entries)
     return f'<ul class="legend">{items}</ul>'
 
@@ -84,10 +84,14 @@ def line_chart(
     note: str = "",
     steps: bool = False,
 ) -> str:
-    """Lines over a common x. `text` writes a value of y; `steps` holds each value until the next."""
+    """Return a chart of lines over a common x, or an empty string without data.
+
+    `text` formats a value of y; `steps` holds each value until the next.
+    """
     shown = [line for line in lines if line.series]
     if not shown:
         return ""
+
     xs = [x for line in shown for x in (line.series.x[0], line.series.x[-1])]
     ys = [y for line in shown for y in line.series.y]
     marks = ticks(min(ys) if low is None else low, max(ys) if high is None else max(high, *ys))
@@ -108,6 +112,7 @@ def line_chart(
         data.append(
             {"label": line.label, "x": [round(x, 4) for x in series.x], "y": [text(y) for y in series.y]}
         )
+
     grid = "".join(f'<path class="grid" d="M0 {place(left, y)[1]:.2f}H{WIDTH:.0f}"/>' for y in marks)
     svg = (
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
@@ -125,6 +130,7 @@ def line_chart(
         {"left": left, "right": right, "xLabel": x_label, "lines": data},
         title,
     )
+
     key = [
         (line.colour + (" dashed" if line.dashed else "") + (" dot" if line.dots else ""), line.label)
         for line in shown
@@ -191,9 +197,13 @@ def column_chart(
     text: Text,
     note: str = "",
 ) -> str:
-    """Stacked columns: position and parts of each; many are averaged in bins."""
+    """Return a chart of stacked columns (position, parts), averaged in bins if there are many.
+
+    Returns an empty string without columns.
+    """
     if not columns:
         return ""
+
     each = -(-len(columns) // MAX_COLUMNS)
     bins = [columns[i : i + each] for i in range(0, len(columns), each)]
     stacks = [
@@ -201,6 +211,7 @@ def column_chart(
         for found in bins
     ]
     marks = ticks(0.0, max(sum(parts.values()) for parts, _ in stacks) or 1.0)
+
     width, shapes = WIDTH / len(stacks), []
     for place, (parts, found) in enumerate(stacks):
         base = HEIGHT
@@ -224,10 +235,12 @@ def column_chart(
             f'<g data-tip="{escape(tip, quote=True)}"><rect class="hit" x="{place * width:.2f}" y="0" '
             f'width="{width:.2f}" height="{HEIGHT:.0f}"/>{rects}</g>'
         )
+
     svg = (
         f'<svg viewBox="0 0 {WIDTH:.0f} {HEIGHT:.0f}" preserveAspectRatio="none" '
         f'aria-hidden="true">{"".join(shapes)}</svg>'
     )
+
     left, right = columns[0][0], columns[-1][0]
     half = (right - left) / max(1, len(stacks) - 1) / 2 if len(stacks) > 1 else 0.5
     across = sorted({round(x) for x in ticks(left, right, 5) if left <= x <= right})
@@ -241,7 +254,7 @@ def column_chart(
 
 
 def share_bar(parts: Sequence[tuple[str, float, str]], title: str) -> str:
-    """One bar of 100 %: class of the colour, share, text of each part."""
+    """Return one bar of 100 % with parts (CSS class of the colour, share, text)."""
     cells = "".join(
         f'<b class="{colour}" style="width:{share:.3%}" '
         f'data-tip="{escape(text, quote=True)}">{percent(share) if share >= 0.08 else ""}</b>'
@@ -260,10 +273,11 @@ def histogram(
     note: str = "",
     other: tuple[Mapping[str, float], str] | None = None,
 ) -> str:
-    """Shares by name, as columns; `other` beside them, of another run."""
+    """Return a histogram of shares by name; `other` adds the columns of another run."""
     sets = [(shares, colour), *([other] if other else [])]
     highest = max((share for values, _ in sets for share in values.values()), default=0.0) or 1.0
     names = list(dict.fromkeys(name for values, _ in sets for name in values))
+
     cells = ""
     for name in names:
         bars = "".join(
@@ -276,6 +290,7 @@ def histogram(
             f'<li><span class="value">{figures}</span><span class="bars">{bars}</span><span '
             f'class="name">{escape(name)}</span></li>'
         )
+
     says = "; ".join(f"{name}: {percent(share)}" for name, share in shares.items())
     return figure(
         title,
@@ -286,7 +301,7 @@ def histogram(
 
 
 def strip(spans: Sequence[tuple[float, float]], colour: str, start: float, end: float) -> str:
-    """When a role computed: one row of a timeline; where it did in part, paler."""
+    """Draw a timeline row of a stage: solid while it computes, paler in bins with partial work."""
     return _stretched(_runs([[(colour, share)] for share in _shares_of(spans, start, end)]))
 
 
@@ -297,7 +312,7 @@ def stack(
     end: float,
     is_work: Callable[[str], bool],
 ) -> str:
-    """What a pool did: one row of a timeline; work below, waits above."""
+    """Draw a timeline row of a pool: the share of each reason, with work below and waits above."""
     reasons = sorted({what for _, _, what in spans}, key=lambda what: (not is_work(what), what))
     shares = {what: _shares_of([(a, b) for a, b, w in spans if w == what], start, end) for what in reasons}
     bins = len(next(iter(shares.values()), []))
@@ -315,7 +330,7 @@ def stack(
 def _shares_of(
     spans: Sequence[tuple[float, float]], start: float, end: float, bins: int = MAX_POINTS
 ) -> list[float]:
-    """Of each of so many equal parts of the time, the share that is within a span."""
+    """Return for each of `bins` equal parts of the time the share that the spans cover."""
     width = (end - start) / bins or 1.0
     shares = [0.0] * bins
     for a, b in spans:
@@ -327,7 +342,7 @@ def _shares_of(
 
 
 def _runs(bins: Sequence[Sequence[tuple[str, float]]], *, stacked: bool = False) -> str:
-    """Rectangles, one for neighbouring bins that look alike."""
+    """Return rectangles, one for each run of adjacent bins with equal content."""
     width, at, shapes = WIDTH / (len(bins) or 1), 0, ""
     for look, group in groupby(
         [tuple((colour, round(share, 1 if not stacked else 2)) for colour, share in found) for found in bins]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes records to a file from a thread, so that the event loop never touches one: the event log, and the
-ledger.
-"""
+"""Write the event log and the ledger to files, from a thread so that the event loop never does file I/O."""
 
 from __future__ import annotations
 
@@ -19,26 +17,26 @@ from ..core.events import LogRecord
 from ..redaction import without_secrets
 
 CLOSE_S = 30.0
-"""What a disk gets at the end to take what is queued."""
+"""Time limit for writing the queued records at the end of a run."""
 SYNC_S = 120.0
-"""And for a checkpoint."""
+"""Time limit for writing the queued records before a checkpoint."""
 
 
 class Record(Protocol):
-    """Of the event log or of the ledger."""
+    """A record of the event log or of the ledger."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What its line says."""
+        """Return the content of its line."""
 
 
 class EventFile:
-    """A subscriber: one JSON object a line, in order; flushed when the queue is empty.
+    """A subscriber that writes one JSON object per line, in order, and flushes when the queue is empty.
 
-    A file that cannot be written is not written on; `sync` raises why.
+    After the first failure nothing more is written; `sync` raises the failure.
     """
 
     def __init__(self, path: Path, *, append: bool = False) -> None:
-        """`append`: go on after what is there, and after a line that was not written to its end."""
+        """Open the file; `append` keeps its content and terminates a last line that was cut short."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._queue: queue.SimpleQueue[Record | threading.Event | None] = queue.SimpleQueue()
         self._failure: OSError | None = None
@@ -61,16 +59,16 @@ class EventFile:
         self.close()
 
     def sync(self) -> None:
-        """Block until the disk has every record so far. Raises OSError: it does not take them."""
+        """Block until every record so far is on disk. Raises OSError if writing fails or takes too long."""
         written = threading.Event()
         self._queue.put(written)
         if not written.wait(SYNC_S):
-            raise OSError(errno.ETIMEDOUT, f"{self._file.name} has not reached the disk within {SYNC_S:g} s")
+            raise OSError(errno.ETIMEDOUT, f"{self._file.name} was not on disk within {SYNC_S:g} s")
         if self._failure is not None:
             raise OSError(self._failure.errno, f"{self._file.name} is not complete: {self._failure.strerror}")
 
     def close(self) -> None:
-        """Write what is queued, then close the file; a disk that hangs is not waited for. Idempotent."""
+        """Write the queued records and close the file; give up on a disk after CLOSE_S. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(CLOSE_S)
@@ -78,7 +76,7 @@ class EventFile:
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
             try:
-                self._take(record)
+                self._write_record(record)
             except OSError as error:
                 self._failure = self._failure or error
             if isinstance(record, threading.Event):
@@ -88,7 +86,7 @@ class EventFile:
         except OSError as error:
             self._failure = self._failure or error
 
-    def _take(self, record: Record | threading.Event) -> None:
+    def _write_record(self, record: Record | threading.Event) -> None:
         if self._failure is not None:
             return
         if isinstance(record, threading.Event):
@@ -101,7 +99,7 @@ class EventFile:
 
 
 def _is_torn(path: Path) -> bool:
-    """Does the last line lack its end?"""
+    """Return whether the last line lacks its newline."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -110,7 +108,10 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_events(path: Path) -> list[LogRecord]:
-    """The records of an `events.jsonl`; a last line that was cut short by a crash is left out."""
+    """Return the records of an `events.jsonl`, without a last line that a crash cut short.
+
+    Raises OSError if the file cannot be read, ValueError or KeyError if another line is not a record.
+    """
     lines = path.read_text(encoding="utf-8").splitlines()
     records = []
     for number, line in enumerate(lines):
@@ -120,7 +121,8 @@ def read_events(path: Path) -> list[LogRecord]:
             if number == len(lines) - 1:
                 break
             raise
+
         common: dict[str, Callable[[Any], Any]] = {"t": float, "role": str, "event": str}
-        taken = {key: convert(fields.pop(key)) for key, convert in common.items()}
-        records.append(LogRecord(**taken, state=fields.pop("state", None), fields=fields))
+        converted = {key: convert(fields.pop(key)) for key, convert in common.items()}
+        records.append(LogRecord(**converted, state=fields.pop("state", None), fields=fields))
     return records

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many groups are where, at any moment of a run, from the event log.
+"""Count the groups in each place of the pipeline from the event log, at every moment of a run.
 
 DRAWN ──► answering ──► finished ──► batched ──► (trained)
               │             │
-          RECALLED       REJECTED        both leave; a group that is answered again stays where it is
+          RECALLED       REJECTED        both leave; a group that is generated again keeps its place
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ..core.events import LogRecord
 
 
 class GroupCounts:
-    """A subscriber of the event log."""
+    """A subscriber of the event log that counts groups by place."""
 
     def __init__(self) -> None:
         self._answering: set[str] = set()
         self._finished: set[str] = set()
         self._batched: dict[int, int] = {}
-        """Step to groups of its batch."""
+        """Step to the number of groups in its batch."""
 
     def __call__(self, record: LogRecord) -> bool:
-        """Take a record; returns whether a group moved."""
+        """Process a record. Returns whether a group moved."""
         event, fields = record.event, record.fields
         if event == "DRAWN":
             self._answering |= set(fields["keys"])
@@ -51,7 +51,7 @@ class GroupCounts:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """By place, in the order in which a group passes through them."""
+        """Number of groups by place, in the order in which a group passes through them."""
         return {
             "answering": len(self._answering),
             "finished": len(self._finished),

@@ -15,10 +15,10 @@ NAME = "ledger.jsonl"
 
 
 def audit_file(path: Path) -> Audit:
-    """Audit a ledger; `path` is its file or the run directory. Raises ConfigError: there is none."""
+    """Audit a ledger, given by its file or its run directory. Raises ConfigError if it does not exist."""
     file = path / NAME if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(f"{file} is not there; give a run directory that has a {NAME}")
+        raise ConfigError(f"{file} does not exist; give a run directory with a {NAME}")
     resumptions, broken = _survey(file)
     counts = horizon(resumptions)
     void = 0
@@ -27,7 +27,7 @@ def audit_file(path: Path) -> Audit:
         nonlocal void
         for place, record in _lines(file):
             if place in broken:
-                yield {"kind": f"line {place + 1} is not whole"}
+                yield {"kind": f"line {place + 1} is incomplete"}
             elif record is not None and counts(place, _number(record)):
                 yield record
             else:
@@ -38,15 +38,15 @@ def audit_file(path: Path) -> Audit:
     found.processes += sum(not counts(place, number) for place, number in resumptions)
     if found.status == "running" and _completed(file.with_name("summary.json")):
         found.violations.append(
-            "summary.json says that the run completed, but the ledger has no end: its last records are "
-            "missing"
+            "summary.json says that the run completed, but the ledger has no end record; its last records "
+            "are missing"
         )
         found.num_violations += 1
     return found
 
 
 def _completed(summary: Path) -> bool:
-    """Does the run say so?"""
+    """Return whether summary.json says that the run completed; False if it cannot be read."""
     try:
         return bool(json.loads(summary.read_text(encoding="utf-8")).get("status") == "completed")
     except (OSError, ValueError, AttributeError):
@@ -54,7 +54,10 @@ def _completed(summary: Path) -> bool:
 
 
 def _survey(file: Path) -> tuple[list[tuple[int, int]], set[int]]:
-    """Place and number of each `resumed` record; places of lines that are not whole and should be."""
+    """Return place and number of each `resumed` record, and the places of unexpected incomplete lines.
+
+    A line directly before a `resumed` record, and the last line, may be incomplete: a crash cut it short.
+    """
     resumptions, broken, torn = [], set(), None
     for place, record in _lines(file):
         resumed = record is not None and record.get("kind") == "resumed"
@@ -67,13 +70,13 @@ def _survey(file: Path) -> tuple[list[tuple[int, int]], set[int]]:
 
 
 def _number(record: Mapping[str, Any]) -> int:
-    """One that is none is for the auditor to complain of."""
+    """Return the record's number, or 0 if it has none; the audit reports such a record."""
     number = record.get("n")
     return number if isinstance(number, int) else 0
 
 
 def _lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """None: a line is not whole."""
+    """Yield the place and record of each line; the record is None if the line is incomplete."""
     with file.open("rb") as lines:
         for place, line in enumerate(lines):
             try:

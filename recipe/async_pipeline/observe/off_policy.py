@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the policies that wrote a training batch are from the policy that it trains, by lag.
+"""Measure by lag how far the policies that wrote a training batch are from the policy that trains on it.
 
-The lag of a token is the trainer's version at the start of the step minus the version that wrote the token;
-that of a trajectory is the lag of its oldest token.
+The lag of a token is the trainer's version at the start of the step minus the version that wrote the token.
+The lag of a trajectory is the lag of its oldest token.
 
-Even at lag 0 the importance ratio old/rollout is not 1: the rollout engine and the trainer compute the same
-log-prob in different ways. `lag_0` shows that floor; what the other buckets have beyond it is due to their
-age.
+Even at lag 0 the importance ratio old/rollout differs from 1, because the rollout engine and the trainer
+compute the same log-prob differently. `lag_0` shows this baseline; the excess of the other buckets over it is
+due to their age.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ import numpy.typing as npt
 from ..errors import StalenessViolation
 
 Rows = Iterable[npt.ArrayLike]
-"""One row of tokens a trajectory: of its own length, or a padded array (batch, length)."""
+"""One row of tokens per trajectory: ragged rows, or a padded array (batch, length)."""
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 LOG_RATIO_BOUND = 20.0
-"""verl's own: beyond it a ratio is only large, and one token must not turn a mean into infinity."""
+"""Clip log-ratios at verl's bound, so that one token cannot make a mean infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryVersions:
-    """Which versions wrote a trajectory."""
+    """The versions that wrote a trajectory."""
 
     first: int
     last: int
     spans: Sequence[Sequence[int]] | None = None
-    """`(version, start)` of each: it wrote the response from position `start` on, until the next span.
-    Positions
-    count all tokens of the response, also those of tools. None: not known."""
+    """Pairs `(version, start)`: the version wrote from position `start` to the next span; None if unknown.
+
+    Positions count all tokens of the response, tokens of tools included.
+    """
 
 
 def token_versions(versions: TrajectoryVersions, generated: npt.NDArray[np.bool_]) -> tuple[Ints, bool]:
-    """The version of each generated token of one response, and whether it is known token by token.
+    """Return the version of each generated token of a response, and whether the spans are complete.
 
-    It is known if a span begins with each turn: a loop of several calls may have kept the spans of one call
-    only, and those say nothing about the others. Otherwise each token counts as old as the oldest.
+    The spans are complete if one begins with each turn: an agent loop of several calls may keep the spans of
+    one call only. If they are not, every token counts as written by the oldest version.
     """
     positions = np.flatnonzero(generated)
     turns = positions[np.diff(positions, prepend=-2) > 1]
@@ -68,28 +69,28 @@ def off_policy_metrics(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> dict[str, float]:
-    """`lag/...` and, given both kinds of log-probs, `off_policy/...` of the batch of one optimizer step.
+    """Return `lag/...` and, given both kinds of log-probs, `off_policy/...` for one optimizer step's batch.
 
-    `mask` is 1 where the model generated, 0 at tokens of tools and at padding; log-probs have the same
-    shapes.
-    It must be the mask from before verl rejects tokens: what it rejects is the worst, and a hole looks like a
-    turn.
-    `rollout_log_probs` are those of the policy that sampled, `old_log_probs` those of the policy at the start
-    of the step. Tokens for which one of them is not finite only count in `off_policy/non_finite_share`.
-    A metric of nothing, such as the KL of a lag that no token has, is left out.
+    `mask` is 1 at generated tokens and 0 at tokens of tools and padding; log-probs have the same shapes. Pass
+    the mask from before verl rejects tokens: rejection removes the tokens with the largest ratios, and a gap
+    in the mask looks like a turn. `rollout_log_probs` are from the policy that sampled, `old_log_probs` from
+    the policy at the start of the step. Tokens where one of them is not finite count only in
+    `off_policy/non_finite_share`. Metrics without data, such as the KL of a lag without tokens, are absent.
 
-    Raises StalenessViolation: a token is newer than the trainer. ValueError, IndexError: shapes differ.
+    Raises StalenessViolation if a token is newer than the trainer, ValueError or IndexError if shapes differ.
     """
     generated = [np.asarray(row) != 0 for row in mask]
     written = [token_versions(one, row) for one, row in zip(trajectories, generated, strict=True)]
-    lags: Ints = trainer_version - _joined([[one.first] for one in trajectories])
-    token_lags: Ints = trainer_version - _joined([versions for versions, _ in written])
+
+    lags: Ints = trainer_version - _concatenated([[one.first] for one in trajectories])
+    token_lags: Ints = trainer_version - _concatenated([versions for versions, _ in written])
     for found in (lags, token_lags):
         if np.any(found < 0):
             newest = trainer_version - int(found.min())
             raise StalenessViolation(
-                f"the trainer is at version {trainer_version}, but its batch claims version {newest}"
+                f"the trainer is at version {trainer_version}, but its batch contains version {newest}"
             )
+
     metrics = {
         **_lag_metrics("lag/", "lag/trajectory_share", lags, max_lag),
         **_lag_metrics("lag/token_", "lag/token_share", token_lags, max_lag),
@@ -97,14 +98,22 @@ def off_policy_metrics(
     }
     if rollout_log_probs is None or old_log_probs is None:
         return metrics
-    rollout, old = _picked(rollout_log_probs, generated), _picked(old_log_probs, generated)
+
+    rollout, old = (
+        _of_generated_tokens(rollout_log_probs, generated),
+        _of_generated_tokens(old_log_probs, generated),
+    )
     finite = np.isfinite(rollout) & np.isfinite(old)
     log_ratio = old[finite] - rollout[finite]
-    owner = _joined([np.full(versions.size, index) for index, (versions, _) in enumerate(written)])[finite]
+    owner = _concatenated([np.full(versions.size, index) for index, (versions, _) in enumerate(written)])[
+        finite
+    ]
     metrics["off_policy/non_finite_share"] = 1.0 - float(finite.mean()) if finite.size else 0.0
+
     for bucket, chosen in _buckets(token_lags[finite]):
         for name, value in _ratio_metrics(log_ratio[chosen], clip_low, clip_high).items():
             metrics[f"off_policy/{name}/{bucket}"] = value
+
     has_tokens = np.bincount(owner, minlength=lags.size) > 0
     log_weights = np.bincount(owner, weights=log_ratio, minlength=lags.size)[has_tokens]
     for bucket, chosen in _buckets(lags[has_tokens]):
@@ -113,14 +122,14 @@ def off_policy_metrics(
 
 
 def effective_share(log_weights: Floats) -> float:
-    """Effective sample size over sample size, in (0, 1]: (sum w)^2 / (n sum w^2)."""
-    # The scale of the weights cancels; the largest as 1 cannot overflow.
+    """Return the effective sample size over the sample size, in (0, 1]: (sum w)^2 / (n sum w^2)."""
+    # The scale of the weights cancels; with 1 as the largest weight, exp cannot overflow.
     weights = np.exp(log_weights - log_weights.max())
     return min(1.0, float(weights.sum() ** 2 / (weights.size * (weights**2).sum())))
 
 
 def _lag_metrics(prefix: str, shares: str, lags: Ints, max_lag: int) -> dict[str, float]:
-    """Mean, 95th percentile (the least lag that 95 % do not exceed), max, and the share of each lag."""
+    """Return mean, 95th percentile (the smallest lag that 95 % do not exceed), max and share of each lag."""
     if not lags.size:
         return {}
     counts = np.bincount(lags, minlength=max_lag + 1)
@@ -135,7 +144,7 @@ def _lag_metrics(prefix: str, shares: str, lags: Ints, max_lag: int) -> dict[str
 def _span_metrics(
     trajectories: Sequence[TrajectoryVersions], written: Sequence[tuple[Ints, bool]]
 ) -> Mapping[str, float]:
-    """A span is counted as long as its version stays the same, also over turns."""
+    """Return metrics of the version spans; consecutive turns of one version count as one span."""
     metrics = {"lag/trajectories_without_spans": float(sum(not known for _, known in written))}
     if trajectories:
         metrics["lag/mixed_version_share"] = float(np.mean([one.first != one.last for one in trajectories]))
@@ -148,8 +157,11 @@ def _span_metrics(
 
 
 def _ratio_metrics(log_ratio: Floats, clip_low: float, clip_high: float) -> dict[str, float]:
-    """Of tokens, at least one. `kl` and `kl_k3` estimate KL(rollout || old); both are unbiased, `kl_k3` is
-    never negative and scatters less while the ratios are near 1."""
+    """Return metrics of the importance ratios of one or more tokens.
+
+    `kl` and `kl_k3` are unbiased estimates of KL(rollout || old); `kl_k3` is never negative and has the lower
+    variance while the ratios are near 1.
+    """
     bounded = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = np.exp(bounded)
     return {
@@ -164,21 +176,21 @@ def _ratio_metrics(log_ratio: Floats, clip_low: float, clip_high: float) -> dict
 
 
 def _buckets(lags: Ints) -> Iterator[tuple[str, Any]]:
-    """Names of the groups, each with what picks its members; no group is empty."""
+    """Yield the name of each non-empty bucket with an index that selects its members."""
     if lags.size:
         yield "all", slice(None)
     for value in np.unique(lags):
         yield f"lag_{value}", lags == value
 
 
-def _picked(rows: Rows, generated: Sequence[npt.NDArray[np.bool_]]) -> Floats:
-    """The values of all generated tokens, one trajectory after the other."""
-    values: Floats = _joined(
+def _of_generated_tokens(rows: Rows, generated: Sequence[npt.NDArray[np.bool_]]) -> Floats:
+    """Return the values of all generated tokens, one trajectory after another."""
+    values: Floats = _concatenated(
         [np.asarray(row)[chosen] for row, chosen in zip(rows, generated, strict=True)], np.float64
     )
     return values
 
 
-def _joined(parts: Sequence[npt.ArrayLike], dtype: type[np.generic] = np.int64) -> Any:
-    # Of no parts numpy cannot tell the shape.
+def _concatenated(parts: Sequence[npt.ArrayLike], dtype: type[np.generic] = np.int64) -> Any:
+    # np.concatenate rejects an empty list.
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds in which two roles computed at the same time, added up while the run goes on."""
+"""Measure during a run how long two stages compute at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..core.state_machine import StageState
 
 
 class OverlapMeter:
-    """A subscriber of the event log. A role computes while any of its lanes is RUNNING."""
+    """A subscriber of the event log. A stage computes while any of its lanes is RUNNING."""
 
     def __init__(self, first: str = "generate", second: str = "train") -> None:
         self.seconds = 0.0
@@ -24,6 +24,7 @@ class OverlapMeter:
             lanes.add(lane)
         else:
             lanes.discard(lane)
+
         both = all(self._running.values())
         if both and self._since is None:
             self._since = record.t

@@ -1,5 +1,5 @@
 "use strict";
-// Adds to a page that is complete without it: tips under the pointer, values under a cursor, and a timeline to zoom.
+// Enhances a page that is complete without it: tooltips, values at a cursor, and a timeline with zoom.
 (() => {
   const tip = document.getElementById("tip");
   const show = (text, x, y) => {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs side by side: what was set differently, and what that did."""
+"""Compare two runs in a report: their results, their settings and their use of devices."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MAX_SETTINGS = 60
 
 
 def compare_page(a: RunData, b: RunData) -> str:
-    """The page of `async-pipeline report A B`."""
+    """Return the page of `async-pipeline report A B`."""
     runs = (a, b)
     sections = [
         _header(runs),
-        section("figures", "What became of it", _figures(a, b)),
-        section("settings", "What was set differently", _settings(a, b)),
-        section("devices", "Where the device-seconds went", _devices(runs)),
+        section("figures", "Results", _figures(a, b)),
+        section("settings", "Different settings", _settings(a, b)),
+        section("devices", "Device-seconds", _devices(runs)),
         section("steps", "Step time", _steps(runs)),
         section("learning", "Learning", learning(runs)),
-        section("freshness", "How old the samples were", freshness(runs)),
-        section("advice", "What to change in each", _advice(runs)),
+        section("freshness", "Age of samples", freshness(runs)),
+        section("advice", "Advice for each run", _advice(runs)),
         section(
             "samples",
-            "What became of the groups",
+            "Fates of groups",
             f'<div class="grid">{fates(a, "A: ")}{fates(b, "B: ")}</div>',
         ),
     ]
@@ -61,19 +61,20 @@ def _header(runs: Sequence[RunData]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Figure:
-    """One number of both runs."""
+    """One figure of both runs."""
 
     name: str
     a: float | None
     b: float | None
     text: Text
     better: int = 0
-    """1 if more is better, -1 if less is, 0 if neither."""
+    """1 if higher is better, -1 if lower is better, 0 if neither."""
     differs: Literal["by", "points", "versions"] = "by"
-    """A share of a, or a difference: of shares, or of versions."""
+    """Unit of the change: relative to a, percentage points, or versions."""
 
     @property
     def change(self) -> str:
+        """The change from a to b, as text."""
         assert self.a is not None and self.b is not None
         if self.differs == "points":
             return f"{100 * (self.b - self.a):+.0f} points"
@@ -83,6 +84,7 @@ class _Figure:
 
     @property
     def verdict(self) -> str:
+        """`better`, `worse`, or an empty string if neither applies."""
         assert self.a is not None and self.b is not None
         sign = (self.b > self.a) - (self.b < self.a)
         return "" if not self.better or not sign else "better" if sign == self.better else "worse"
@@ -97,7 +99,9 @@ def _known(a: RunData, b: RunData) -> list[_Figure]:
             text=seconds,
             better=-1,
         ),
-        _Figure(name="Answers trained a second", a=a.samples_per_s, b=b.samples_per_s, text=amount, better=1),
+        _Figure(
+            name="Responses trained per second", a=a.samples_per_s, b=b.samples_per_s, text=amount, better=1
+        ),
         _Figure(
             name="Overlap efficiency",
             a=_of(a, "overlap_efficiency"),
@@ -124,7 +128,7 @@ def _known(a: RunData, b: RunData) -> list[_Figure]:
         ),
         _Figure(name="Reward, last fifth", a=_last(a.reward), b=_last(b.reward), text=amount, better=1),
         _Figure(
-            name="Length of answers, last fifth, tokens",
+            name="Response length, last fifth, tokens",
             a=_last(a.length_mean),
             b=_last(b.length_mean),
             text=amount,
@@ -151,7 +155,7 @@ def _figures(a: RunData, b: RunData) -> str:
         figure(
             "Figures",
             f"<table>{head}<tbody>{rows}</tbody></table>",
-            note="One run each: differences of a few per cent are chance.",
+            note="One run each: differences of a few per cent are within the noise.",
             wide=True,
         )
         if rows
@@ -177,10 +181,12 @@ def _of(run: RunData, what: str) -> float | None:
 
 def _settings(a: RunData, b: RunData) -> str:
     if not a.config or not b.config:
-        return "<p>Not known: config.json is not there in both.</p>"
+        return "<p>Unknown: at least one run has no config.json.</p>"
+
     changed = changed_settings(a.config, b.config)
     if not changed:
-        return "<p>Nothing but names and places.</p>"
+        return "<p>Only names and paths differ.</p>"
+
     rows = "".join(
         f'<tr><th scope="row"><code>{escape(key)}</code></th><td>{escape(x)}</td><td>{escape(y)}</td></tr>'
         for key, x, y in changed[:MAX_SETTINGS]
@@ -198,6 +204,7 @@ def _settings(a: RunData, b: RunData) -> str:
 def _devices(runs: Sequence[RunData]) -> str:
     html, used = "", {}
     pools = list(dict.fromkeys(name for run in runs if run.accounting for name in run.accounting.pools))
+
     for pool in pools:
         bars = ""
         for n, run in enumerate(runs):
@@ -205,6 +212,7 @@ def _devices(runs: Sequence[RunData]) -> str:
             if account is None:
                 bars += f"<p>{'AB'[n]}: has no such pool</p>"
                 continue
+
             steady = {reason: s for reason, s in account.seconds.items() if reason != "start_up"}
             parts = ordered(steady, sum(steady.values()))
             used.update({reason: colour_of(reason) for reason, _, _ in parts})
@@ -222,6 +230,7 @@ def _devices(runs: Sequence[RunData]) -> str:
                 f"{share_bar(cells, f'pool {pool} of {run.name}')}"
             )
         html += figure(f"Pool {pool}", bars)
+
     if not used:
         return ""
     keys = legend([(colour, reason_in_words(reason)) for reason, colour in used.items()])

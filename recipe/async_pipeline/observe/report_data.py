@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report shows of a run, computed from its files and nothing else."""
+"""Compute from the files of a run the numbers that a report shows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .group_counts import GroupCounts
 from .run_reader import PREFIX, RunFiles
 
 Span = tuple[float, float, str]
-"""Start and end in seconds of the log's time, and what was done in between."""
+"""Start and end in seconds of the log's time, and the activity or its reason."""
 FATES = ("trained", "filtered", "expired", "failed", "in_flight")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A number a step, or at moments."""
+    """Values y at positions x, which are steps or seconds."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """One publication, in seconds."""
+    """One weight update; durations in seconds."""
 
     version: int
     t: float
@@ -46,7 +46,7 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as numbers. What its files do not say is empty."""
+    """The numbers of a run; fields that its files do not provide are empty."""
 
     name: str
     path: Path
@@ -57,24 +57,24 @@ class RunData:
     wall_s: float
     step_s: Sequence[float]
     samples_per_s: float | None
-    """Trained answers a second, over the steps but the first."""
+    """Trained responses per second, over all steps but the first."""
     accounting: Accounting | None = None
-    """Of the whole run."""
+    """Account of the whole run."""
     warm: Accounting | None = None
-    """Without its start-up and its first step."""
+    """Account without start-up and the first step."""
     roles: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
-    """When each role computed."""
+    """Intervals in which each stage computed."""
     home: Mapping[str, str] = field(default_factory=dict)
-    """Role to pool."""
+    """Stage to pool."""
     pools: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    """What each pool did, as the roles saw it."""
+    """Activity of each pool, as the stages saw it."""
     step_ends: Mapping[int, float] = field(default_factory=dict)
     lag_share: Mapping[int, float] = field(default_factory=dict)
-    """Lag in versions to the share of trained answers that had it."""
+    """Lag in versions to the share of trained responses with that lag."""
     lag_mean: Series = field(default_factory=lambda: Series(x=(), y=()))
     lag_max: Series = field(default_factory=lambda: Series(x=(), y=()))
     queues: Mapping[str, Series] = field(default_factory=dict)
-    """Groups by place, over seconds."""
+    """Number of groups by place, over seconds."""
     publications: Sequence[Published] = ()
     reward: Series = field(default_factory=lambda: Series(x=(), y=()))
     validation: Mapping[str, Series] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class RunData:
     fates: Mapping[str, int] = field(default_factory=dict)
     regenerated: int = 0
     tail_s: Sequence[float] = ()
-    """Seconds of the longest answer of each step."""
+    """Seconds of the longest response of each step."""
     answer_s: Sequence[float] = ()
-    """Seconds of a mean answer of each step, where the run said so."""
+    """Mean seconds of a response of each step, if recorded."""
     ess: float | None = None
     """Mean effective sample size of the importance weights, as a share of the samples."""
     error: str = ""
@@ -94,22 +94,23 @@ class RunData:
 
     @property
     def typical(self) -> Accounting | None:
-        """What says how the run goes on: without its first step, unless there was no other."""
+        """The account without the first step if there is one, otherwise the whole account."""
         return (
             self.warm if self.warm is not None and self.warm.steps and self.warm.steady_s else self.accounting
         )
 
 
 def data_of(files: RunFiles) -> RunData:
-    """The run, without what its events say if they contradict themselves or are of another version."""
+    """Return the numbers of a run, without its events if they are inconsistent or of another version."""
     try:
         found = _from_events(files.events) if files.events else {}
     except (AccountingError, KeyError) as error:
         why = (
-            f"events.jsonl cannot be understood ({type(error).__name__}: {error}): no timeline, "
-            "device-seconds, queues and publications"
+            f"events.jsonl is invalid ({type(error).__name__}: {error}): no timeline, device-seconds, "
+            "queues, weight updates"
         )
         files, found = replace(files, events=(), missing=(*files.missing, why)), {}
+
     summary, rows = files.summary, files.steps
     step_s = [float(row.data["timing_s/step"]) for row in rows if "timing_s/step" in row.data]
     steps = int(
@@ -117,6 +118,7 @@ def data_of(files: RunFiles) -> RunData:
     )
     samples = float(summary.get("samples_trained") or 0)
     later = sum(step_s[1:])
+
     return RunData(
         name="/".join(files.path.resolve().parts[-2:]),
         path=files.path,
@@ -148,7 +150,7 @@ def data_of(files: RunFiles) -> RunData:
 
 
 def _configured_strategy(config: Mapping[str, Any]) -> object:
-    """What a run was told that has not said what it did."""
+    """Return the strategy in the config, for a run without a summary."""
     for key in ("trainer", "v1", "async_pipeline"):
         config = config.get(key) or {}
     return config.get("strategy")
@@ -191,6 +193,7 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
     pools: dict[str, list[Span]] = {}
     queues: dict[str, list[tuple[float, float]]] = {}
     now = 0.0
+
     for record in records:
         if record.t > now:
             for pool, reason in accountant.doing().items():
@@ -200,8 +203,10 @@ def _from_events(records: Sequence[LogRecord]) -> dict[str, Any]:
         if groups(record):
             for place, count in groups.counts.items():
                 queues.setdefault(place, []).append((record.t, float(count)))
+
     trained = [record for record in records if record.event == "TRAINED"]
     last = trained[-1].fields if trained else {}
+
     return {
         "accounting": accountant.account(),
         "warm": accountant.since_warm(),
@@ -241,9 +246,7 @@ def _extend(spans: list[Span], start: float, end: float, what: str) -> None:
 
 
 def changed_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Sequence[tuple[str, str, str]]:
-    """Key, value in a, value in b, of every setting that differs; names of runs and places of files are
-    left out.
-    """
+    """Return key, value in a and value in b of each setting that differs, except run names and paths."""
     left, right = _flat(a), _flat(b)
     keys = [key for key in [*left, *(key for key in right if key not in left)] if not _says_where(key)]
     return [
@@ -267,11 +270,11 @@ _WHERE = (
 )
 
 _WHICH = ("run", "identity", "async_strategy")
-"""Which run it is; and what `trainer.v1.async_pipeline.strategy` says as well."""
+"""Keys that identify the run, or that repeat `trainer.v1.async_pipeline.strategy`."""
 
 
 def _says_where(key: str) -> bool:
-    """Is this setting about where things are, not about what is done?"""
+    """Return whether a setting names a place or a run instead of a behaviour."""
     return any(part.endswith(_WHERE) or part in _WHICH for part in key.split("."))
 
 

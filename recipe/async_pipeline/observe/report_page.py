@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of one run as a page of its own: no network, no library."""
+"""Render the report of one run as a self-contained page: no network access, no library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .wording import amount, percent, seconds
 
 
 def page(title: str, body: str) -> str:
-    """A whole document."""
+    """Return a complete HTML document with its style and script."""
     here = files(__package__)
     style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     return (
@@ -31,25 +31,26 @@ def page(title: str, body: str) -> str:
 
 
 def run_page(run: RunData) -> str:
-    """The report of one run."""
+    """Return the report of one run."""
     sections = [
         header(run),
         tiles(run),
         section("advice", "What to change", advice_list(advise(run), run)),
         section("timeline", "Timeline", timeline(run)),
-        section("devices", "Where every device-second went", device_seconds(run)),
-        section("steps", "What each step waited for", step_chart(run)),
+        section("devices", "Device-seconds", device_seconds(run)),
+        section("steps", "Critical stages", step_chart(run)),
         section("learning", "Learning", learning([run])),
-        section("freshness", "How old the samples were", freshness([run])),
-        section("queues", "Groups on their way", queues(run)),
-        section("weights", "Publications of weights", publications(run)),
-        section("samples", "What became of the groups", fates(run)),
+        section("freshness", "Age of samples", freshness([run])),
+        section("queues", "Groups in flight", queues(run)),
+        section("weights", "Weight updates", publications(run)),
+        section("samples", "Fates of groups", fates(run)),
         notes(run),
     ]
     return page(f"{run.name}: report", "\n".join(filter(None, sections)))
 
 
 def section(name: str, title: str, body: str) -> str:
+    """Return a section with a heading, or an empty string if the body is empty."""
     return (
         f'<section id="{name}" aria-labelledby="{name}-h"><h2 '
         f'id="{name}-h">{escape(title)}</h2>{body}</section>'
@@ -59,11 +60,13 @@ def section(name: str, title: str, body: str) -> str:
 
 
 def header(run: RunData) -> str:
+    """Return the name and status of the run, its error, and the messages about missing files."""
     lag = "" if run.max_lag is None else f"<li>max_lag {run.max_lag}</li>"
     facts = (
         f'<li class="status {escape(run.status)}">{escape(run.status)}</li><li>{escape(run.strategy)}</li>'
-        f"{lag}<li>{run.steps} steps</li><li>{seconds(run.wall_s)} in all</li>"
+        f"{lag}<li>{run.steps} steps</li><li>{seconds(run.wall_s)} in total</li>"
     )
+
     cause = (
         f'<p class="banner bad"><strong>The run failed.</strong> {escape(run.error)}</p>' if run.error else ""
     )
@@ -80,7 +83,7 @@ def header(run: RunData) -> str:
 
 
 def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
-    """Heading to the number and what it means; without what is not known."""
+    """Return heading to (value, meaning) of each figure that the run provides."""
     found: dict[str, tuple[str, str]] = {}
     if run.step_s:
         steps = run.step_s[1:] or run.step_s
@@ -88,20 +91,24 @@ def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
             f"median; 10th to 90th percentile {seconds(_decile(steps, 0))} to {seconds(_decile(steps, 8))}"
         )
         found["Step time"] = (seconds(median(steps)), spread)
+
     if run.samples_per_s:
-        found["Throughput"] = (f"{amount(run.samples_per_s)} /s", "answers trained, without the first step")
+        found["Throughput"] = (f"{amount(run.samples_per_s)} /s", "responses trained, without the first step")
+
     if run.typical is not None and run.typical.steady_s:
         after = "without the first step" if run.typical is run.warm else "since the first version was served"
         found["Overlap efficiency"] = (
             percent(run.typical.overlap_efficiency),
-            f"of the fastest that any schedule could be on these pools, {after}",
+            f"of the fastest possible schedule on these pools, {after}",
         )
         found["Devices idle"] = (percent(run.typical.bubble_ratio), f"of device-seconds, {after}")
+
     if run.lag_mean:
         found["Lag"] = (
             amount(fmean(run.lag_mean.y)),
             f"versions on average; at most {max(run.lag_max.y, default=0):.0f} of {run.max_lag} allowed",
         )
+
     if run.reward:
         fifth = max(1, len(run.reward.y) // 5)
         found["Reward"] = (
@@ -116,6 +123,7 @@ def _decile(values: Sequence[float], which: int) -> float:
 
 
 def tiles(run: RunData) -> str:
+    """Return the main figures of the run as tiles."""
     cells = "".join(
         f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(means)}</span></dd></div>"
         for name, (value, means) in figures_of(run).items()
@@ -124,30 +132,32 @@ def tiles(run: RunData) -> str:
 
 
 def advice_list(advice: Sequence[Advice], run: RunData) -> str:
+    """Return the advice as a list, or a paragraph that says why there is none."""
     if run.accounting is None or run.typical is None:
-        return "<p>Without events there is nothing to base advice on.</p>"
+        return "<p>Advice needs events.jsonl.</p>"
     if len(run.accounting.steps) < FEW_STEPS:
         return f"<p>Advice needs {FEW_STEPS} steps; this run has {len(run.accounting.steps)}.</p>"
     if not advice:
         return (
-            f'<p class="good">Nothing stands out. Steps were at {percent(run.typical.overlap_efficiency)} '
-            "of the fastest that these pools allow, "
-            "and no change that the model knows would gain 5 % or more.</p>"
+            '<p class="good">No advice. The steps reached '
+            f"{percent(run.typical.overlap_efficiency)} of the fastest possible schedule on these pools, and "
+            "the model predicts no gain of 5 % or more for any change.</p>"
         )
+
     cards = ""
     for one in advice:
         gain = f'<span class="gain">{escape(one.predicted)}</span>' if one.predicted else ""
         cards += (
             f"<li><p><strong>{_sentence(one.change)}</strong> {gain}</p><p>{_sentence(one.finding)}</p></li>"
         )
+
     how = (
-        "<details><summary>How this is predicted</summary><p>A step cannot take less than any pool's work "
-        "spread over its devices, nor less than one round "
-        "of longest answer, log-probs, optimizer step and weights, divided by the batches that may be "
-        "under way. The larger of these is the bound. A prediction "
-        "changes the bound and assumes that the run stays as far above it as it was, that work spreads "
-        "evenly over devices, and that the round gets no shorter. "
-        "Generation counts as work while any answer is open. Try one change at a time, and compare with "
+        "<details><summary>How gains are predicted</summary><p>A step takes at least as long as each pool's "
+        "work spread over its devices, and at least as long as one loop of longest response, log-probs, "
+        "optimizer step and weight update, divided by the number of batches in flight. The larger value is "
+        "the bound. A prediction changes the bound and assumes that the run stays as far above it as it "
+        "was, that work spreads evenly over devices, and that the loop does not get shorter. Generation "
+        "counts as work while any response is open. Try one change at a time, and compare with "
         "<code>async-pipeline report BEFORE AFTER</code>.</p></details>"
     )
     return f'<ol class="advice">{cards}</ol>{how}'
@@ -158,11 +168,12 @@ def _sentence(text: str) -> str:
 
 
 def notes(run: RunData) -> str:
+    """Return the footer: the terms of the report, and its source."""
     return (
-        "<footer><p><strong>Words.</strong> A <em>version</em> is the policy after an optimizer step. "
-        "<em>Lag</em> is how many versions the trainer was ahead of the version "
-        "that wrote an answer's oldest token. A <em>pool</em> is a set of devices that a role must hold to "
-        "compute. A <em>group</em> is a prompt with its answers.</p>"
-        f"<p>Made from {escape(str(run.path))} alone. <code>trace.json</code> beside it shows every event; "
-        "open it at ui.perfetto.dev.</p></footer>"
+        "<footer><p><strong>Terms.</strong> A <em>version</em> is the policy after an optimizer step. "
+        "<em>Lag</em> is the number of versions between the trainer and the version that wrote the oldest "
+        "token of a response. A <em>pool</em> is a set of devices that a stage must hold to compute. A "
+        "<em>group</em> is a prompt with its responses.</p>"
+        f"<p>Source: {escape(str(run.path))}. <code>trace.json</code> in the same directory shows every "
+        "event; open it at ui.perfetto.dev.</p></footer>"
     )

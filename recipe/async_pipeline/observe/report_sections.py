@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of a report: one function each, from the numbers of a run to HTML."""
+"""Render the sections of a report, one function each; a section without data is an empty string."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ FATE_COLOURS = {
 
 
 def device_seconds(run: RunData) -> str:
+    """Return a bar and a table of the device-seconds of each pool."""
     if run.accounting is None:
         return ""
+
     html = ""
     for name, pool in run.accounting.pools.items():
         parts = ordered(pool.seconds, pool.total)
@@ -42,25 +44,26 @@ def device_seconds(run: RunData) -> str:
             for r, s, share in parts
         )
         table = (
-            '<table><thead><tr><th scope="col">what its devices did</th><th scope="col">share</th><th '
+            '<table><thead><tr><th scope="col">activity</th><th scope="col">share</th><th '
             f'scope="col">device-seconds</th></tr></thead><tbody>{rows}</tbody></table>'
         )
         devices = (
             f"{pool.devices} device{'s' if pool.devices != 1 else ''} for "
-            f"{seconds(run.accounting.wall_s)}, {percent(_worked(pool.seconds, pool.total))} of it "
-            f"at work. Roles: {', '.join(pool.roles)}."
+            f"{seconds(run.accounting.wall_s)}, of which {percent(_worked(pool.seconds, pool.total))} is "
+            f"work. Stages: {', '.join(pool.roles)}."
         )
         html += figure(f"Pool {name}", bar + table, note=escape(devices))
+
     return (
-        '<p class="lead">Every second of every device has one reason, and they add up to devices × '
-        "time. Solid is work; stripes are waiting. The timeline shows generation as its role does, at "
-        "work while any answer is open; here what the engines themselves say is taken off it, when all "
-        f'open answers were with tools or reward functions.</p><div class="grid">{html}</div>'
+        '<p class="lead">Every second of every device has one reason, and the sum is devices × time. '
+        "Solid is work; stripes are waiting. The timeline counts generation as work while any response is "
+        "open; this table subtracts the time in which, by the engines' own measurement, all open responses "
+        f'were in tools or reward functions.</p><div class="grid">{html}</div>'
     )
 
 
 def ordered(found: Mapping[str, float], total: float) -> list[tuple[str, float, float]]:
-    """Reason, device-seconds, share: work first, then waiting, the largest first."""
+    """Return (reason, device-seconds, share): work, waiting, start-up; within each the largest first."""
     known = [(reason, s, s / total) for reason, s in found.items() if total and s / total >= 0.0005]
     return sorted(known, key=lambda item: (not is_work(item[0]), item[0] == "start_up", -item[1]))
 
@@ -70,35 +73,38 @@ def _worked(found: Mapping[str, float], total: float) -> float:
 
 
 def step_chart(run: RunData) -> str:
+    """Return a chart of each step's seconds by the stage that the trainer waited for."""
     if run.accounting is None or not run.accounting.steps:
         return ""
+
     steps, left_out = _without_a_long_first(run.accounting.steps)
     total: Counter[str] = Counter()
     for step in steps:
         total.update(dict(step.seconds))
     roles = ["train", *(role for role, _ in total.most_common() if role != "train")]
     critical = Counter(step.critical for step in run.accounting.steps)
-    told = ", ".join(
+    counts = ", ".join(
         f"{role} in {count} of {critical.total()} steps" for role, count in critical.most_common()
     )
+
     return column_chart(
-        "Seconds of each step, by the role that it was spent on",
+        "Seconds of each step, by the stage that took them",
         [(float(step.step), step.seconds) for step in steps],
         {role: role_colour(role) if role == "train" else colour_of(_reason(role)) for role in roles},
         {role: "training" if role == "train" else reason_in_words(_reason(role)) for role in roles},
         x_label="step",
         text=seconds,
-        note=f"The critical role, which took most of a step: {escape(told)}.{left_out}",
+        note=f"The critical stage, which took most of a step: {escape(counts)}.{left_out}",
     )
 
 
 def _reason(role: str) -> str:
-    """Of the trainer, for what a step was spent on."""
+    """Return the trainer's reason for the stage that took a part of a step."""
     return role if role == "none" else f"wait_{role}"
 
 
 def _without_a_long_first(steps: Sequence[StepAccount]) -> tuple[Sequence[StepAccount], str]:
-    """Steps without the first if it would dwarf the others, and a sentence that says so."""
+    """Return the steps without a first step that dwarfs the others, and a sentence that says so."""
     took = [sum(step.seconds.values()) for step in steps]
     if len(took) < 4 or took[0] < 3 * median(took[1:]):
         return steps, ""
@@ -112,7 +118,7 @@ def _without_a_long_first(steps: Sequence[StepAccount]) -> tuple[Sequence[StepAc
 def _lines(
     runs: Sequence[RunData], pick: str, label: str = "", first: int = 0, dashed: bool = False
 ) -> list[Line]:
-    """One line a run, in its colour; of a single run, the colour of its place in the chart."""
+    """Return one line per run, in the colour of the run; a single run has the colour with index `first`."""
     many = len(runs) > 1
     return [
         Line(
@@ -126,6 +132,7 @@ def _lines(
 
 
 def learning(runs: Sequence[RunData]) -> str:
+    """Return charts of reward and response length."""
     single = runs[0] if len(runs) == 1 else None
     dots = (
         [
@@ -140,12 +147,13 @@ def learning(runs: Sequence[RunData]) -> str:
         if single
         else []
     )
-    reward = line_chart("Reward", [*_lines(runs, "reward", "trained answers, mean"), *dots], x_label="step")
+    reward = line_chart("Reward", [*_lines(runs, "reward", "trained responses, mean"), *dots], x_label="step")
+
     lengths = _lines(runs, "length_mean", "mean") + (
         _lines(runs, "length_max", "longest", 1) if single else []
     )
     length = line_chart(
-        "Length of answers, tokens" if single else "Mean length of answers, tokens",
+        "Response length, tokens" if single else "Mean response length, tokens",
         lengths,
         x_label="step",
         low=0.0,
@@ -154,21 +162,22 @@ def learning(runs: Sequence[RunData]) -> str:
 
 
 def freshness(runs: Sequence[RunData]) -> str:
+    """Return a histogram of the lag and a chart of it over the steps."""
     first, other = runs[0], runs[1] if len(runs) > 1 else None
     named = [{str(lag): share for lag, share in run.lag_share.items()} for run in runs]
     if not any(named):
         return ""
+
     allowed = first.max_lag or 0
     bars = histogram(
-        "Lag of trained answers",
+        "Lag of trained responses",
         named[0],
         colour="c-generate",
         other=(named[1], "c-train") if other else None,
-        x_label="lag: versions that the trainer was ahead of the oldest token",
-        note=""
-        if other
-        else f"{allowed} {'is' if allowed == 1 else 'are'} allowed (max_lag); none was older.",
+        x_label="lag: versions between the trainer and the oldest token",
+        note="" if other else f"The allowed lag is {allowed} (max_lag); no sample was older.",
     )
+
     lines = [
         *_lines(runs, "lag_mean", "mean"),
         *(_lines([first], "lag_max", "largest", 1, True) if not other else []),
@@ -179,31 +188,32 @@ def freshness(runs: Sequence[RunData]) -> str:
 
 
 _PLACES = {
-    "answering": ("being answered", "c-generate"),
+    "answering": ("being generated", "c-generate"),
     "finished": ("finished, waiting for a step", "c-logp"),
-    "batched": ("in a batch, until it is trained", "c-train"),
+    "batched": ("in a batch, until trained", "c-train"),
 }
 
 
 def queues(run: RunData) -> str:
+    """Return a chart of the number of groups in each place over time."""
     known = {place: _by_time(series) for place, series in run.queues.items()}
     if not known:
         return ""
     moments = next(iter(known.values())).x
     return column_chart(
-        "Groups by where they are",
+        "Groups by place",
         [(t, {place: series.y[n] for place, series in known.items()}) for n, t in enumerate(moments)],
         {place: colour for place, (_, colour) in _PLACES.items()},
         {place: text for place, (text, _) in _PLACES.items()},
-        x_label="seconds since the pipeline began",
+        x_label="seconds since the pipeline started",
         text=amount,
-        note="Means over short times. A group is a prompt with its answers; admission bounds how many "
-        "there are.",
+        note="Means over short intervals. A group is a prompt with its responses; admission bounds their "
+        "number.",
     )
 
 
 def _by_time(series: Series, bins: int = 120) -> Series:
-    """A count that holds until it changes, as its mean over equal times."""
+    """Return the mean of a step function over equal intervals."""
     start, end = series.x[0], series.x[-1]
     width = (end - start) / bins or 1.0
     area = [0.0] * bins
@@ -214,18 +224,20 @@ def _by_time(series: Series, bins: int = 120) -> Series:
 
 
 def publications(run: RunData) -> str:
+    """Return charts of the duration of each weight update and of the pause of the replicas."""
     done = run.publications
     if not done:
         return ""
+
     parts = {
-        "gather": "gather: into host memory, the trainer waits",
-        "transfer": "transfer: checksums and copies, beside training",
+        "gather": "gather: into host memory, while the trainer waits",
+        "transfer": "transfer: checksums and copies, during training",
         "load": "load: into the replicas, one after another",
     }
     colours = {"gather": "c-train", "transfer": "c-logp", "load": "c-generate"}
     stall, size = median(p.stall_s for p in done), median(p.num_bytes for p in done)
     chart = column_chart(
-        "Seconds of each publication",
+        "Seconds of each weight update",
         [
             (float(p.version), {"gather": p.gather_s, "transfer": p.transfer_s, "load": p.load_s})
             for p in done
@@ -234,27 +246,30 @@ def publications(run: RunData) -> str:
         parts,
         x_label="version",
         text=seconds,
-        note=f"{len(done)} publications{f' of {number_of_bytes(size)}' if size else ''}. Medians: gather "
+        note=f"{len(done)} weight updates{f' of {number_of_bytes(size)}' if size else ''}. Medians: gather "
         f"{seconds(median(p.gather_s for p in done))}, "
         f"transfer {seconds(median(p.transfer_s for p in done))}, load "
         f"{seconds(median(p.load_s for p in done))}.",
     )
+
     stalls = Series(x=[float(p.version) for p in done], y=[p.stall_s for p in done])
     line = line_chart(
-        "Stall: how long replicas stood still to load",
+        "Stall: pause of the replicas for a load",
         [Line(label="stall", series=stalls, colour="c-train")],
         x_label="version",
         text=seconds,
         low=0.0,
-        note=f"Median {seconds(stall)}; generation goes on during the rest.",
+        note=f"Median {seconds(stall)}; generation continues during the rest of the update.",
     )
     return f'<div class="grid">{chart}{line}</div>'
 
 
 def fates(run: RunData, name: str = "") -> str:
+    """Return a bar of the fates of all drawn groups; `name` prefixes the title."""
     drawn = sum(run.fates.values())
     if not drawn:
         return ""
+
     parts = [
         (
             FATE_COLOURS[f],
@@ -264,13 +279,13 @@ def fates(run: RunData, name: str = "") -> str:
         for f in FATES
         if run.fates.get(f)
     ]
-    again = f" {run.regenerated} were answered again because they held a step up." if run.regenerated else ""
+    again = f" {run.regenerated} were generated again." if run.regenerated else ""
     keys = [
         (FATE_COLOURS[f], f"{f.replace('_', ' ')}: {run.fates.get(f, 0)}") for f in FATES if run.fates.get(f)
     ]
     return figure(
         f"{name}{drawn} groups drawn",
-        share_bar(parts, "what became of the groups") + legend(keys),
-        note=f"Every prompt that was drawn has exactly one fate.{again}",
+        share_bar(parts, "fates of groups") + legend(keys),
+        note=f"Every drawn prompt has exactly one fate.{again}",
         wide=True,
     )

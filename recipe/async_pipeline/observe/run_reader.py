@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run's folder, as they are: also of a run that crashed, is still going on, or lost some of
-them.
-"""
+"""Read the files of a run directory, also of a run that crashed, is still running, or lost some files."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ PREFIX = "async_pipeline/"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What the tracker got for one step."""
+    """The metrics that the tracker received for one step."""
 
     step: int
     data: Mapping[str, Any]
@@ -28,44 +26,46 @@ class StepMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What could be read, and in words what could not."""
+    """The contents of the files, with a message in `missing` for each that could not be read."""
 
     path: Path
     events: Sequence[LogRecord] = ()
     steps: Sequence[StepMetrics] = ()
     """Trained steps, in order."""
     validations: Sequence[StepMetrics] = ()
-    """`step` is the version that was validated."""
+    """Validations; `step` is the validated version."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
 
 def read_run(path: Path) -> RunFiles:
-    """Read a run's folder. Raises RunFilesError: it is none, or neither events nor metrics are in it."""
+    """Read a run directory. Raises RunFilesError if it does not exist or has neither events nor metrics."""
     if not path.is_dir():
         raise RunFilesError(
-            f"{path} is no folder of a run; give the one that holds events.jsonl "
+            f"{path} is not a run directory; give the directory with events.jsonl "
             "(trainer.v1.async_pipeline.run_dir)"
         )
+
     missing: list[str] = []
     events = _events(path / "events.jsonl", missing)
     steps, validations = _metrics(path / "metrics.jsonl", missing)
     earlier = len(list(path.glob("events.*.jsonl")))
     if earlier:
         missing.append(
-            f"the run was resumed: the events of {earlier} earlier process{'es' if earlier > 1 else ''} "
-            "are not shown, their metrics are"
+            f"the run was resumed: the report shows the metrics of {earlier} earlier "
+            f"process{'es' if earlier > 1 else ''}, but not the events"
         )
     if not events and not steps:
         raise RunFilesError(f"{path} has neither events nor metrics of a run: {'; '.join(missing)}")
+
     return RunFiles(
         path=path,
         events=events,
         steps=steps,
         validations=validations,
         summary=_mapping(
-            path / "summary.json", missing, "the run is going on, or ended without leave to write it"
+            path / "summary.json", missing, "the run is still running, or was killed before its end"
         ),
         config=_mapping(path / "config.json", missing, "settings cannot be compared"),
         missing=tuple(missing),
@@ -76,18 +76,19 @@ def _events(path: Path, missing: list[str]) -> Sequence[LogRecord]:
     try:
         events = read_events(path)
     except FileNotFoundError:
-        missing.append("events.jsonl is not there: no timeline, device-seconds, queues and publications")
+        missing.append("events.jsonl does not exist: no timeline, device-seconds, queues, weight updates")
         return ()
     except (OSError, ValueError, KeyError) as error:
         missing.append(
             f"events.jsonl cannot be read ({type(error).__name__}: {error}): no timeline, device-seconds, "
-            "queues and publications"
+            "queues, weight updates"
         )
         return ()
+
     start = next((record for record in events if record.role == "flow" and record.event == "START"), None)
     if start is None or "graph" not in start.fields or "pools" not in start.fields:
         missing.append(
-            "events.jsonl does not begin with the roles and pools of the run, as that of an older version: "
+            "events.jsonl does not begin with the stages and pools of the run (an older version wrote it): "
             "no device-seconds"
         )
         return ()
@@ -101,10 +102,11 @@ def _metrics(path: Path, missing: list[str]) -> tuple[list[StepMetrics], list[St
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         missing.append(
-            f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; the "
-            "tracker `file` writes it"
+            f"metrics.jsonl cannot be read ({type(error).__name__}): no rewards, lengths and lags; set "
+            "the tracker `file` to write it"
         )
         return [], []
+
     torn = 0
     for line in lines:
         try:
@@ -113,13 +115,15 @@ def _metrics(path: Path, missing: list[str]) -> tuple[list[StepMetrics], list[St
         except (ValueError, KeyError, TypeError):
             torn += 1
             continue
+
         version = data.get(f"{PREFIX}validation/version")
         if version is not None:
             validations.append(StepMetrics(step=int(version), data=data))
         else:
             steps[step] = StepMetrics(step=step, data=data)
+
     if torn:
-        missing.append(f"metrics.jsonl: {torn} of {len(lines)} lines are torn and left out")
+        missing.append(f"metrics.jsonl: {torn} of {len(lines)} lines are incomplete and skipped")
     return [steps[step] for step in sorted(steps)], validations
 
 
@@ -127,7 +131,7 @@ def _mapping(path: Path, missing: list[str], without: str) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        missing.append(f"{path.name} is not there: {without}")
+        missing.append(f"{path.name} does not exist: {without}")
         return {}
     except (OSError, ValueError) as error:
         missing.append(f"{path.name} cannot be read ({type(error).__name__}): {without}")

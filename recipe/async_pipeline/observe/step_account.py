@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account of a run as metrics of each step, and as a part of the summary."""
+"""Report the account of a run: as metrics of each step, and as a part of the summary."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from .accounting import Accounting, is_work
 
 
 class StepAccountant:
-    """A subscriber of the event log that is asked once a step.
+    """A subscriber of the event log that reports metrics once per step.
 
-    The rollout's pool is accounted for up to its last load of a version, so what a step is told of it may
-    have
-    happened a step earlier; over a run it adds up all the same.
+    The rollout's pool is final only up to its last weight update, so some of its seconds may appear one step
+    late. The sum over the run is exact.
     """
 
     def __init__(self) -> None:
@@ -27,12 +26,13 @@ class StepAccountant:
         self._accountant(record)
 
     def take(self) -> dict[str, float]:
-        """Metrics of the time since this was last asked, device-seconds if not shares.
+        """Return metrics of the time since the last call: device-seconds, and shares of them.
 
-        `overlap_efficiency` is that of the run so far.
+        `overlap_efficiency` covers the run so far.
         """
         now, before = self._accountant.settled(), self._before
         self._before = now
+
         metrics: dict[str, float] = {}
         worked = passed = 0.0
         for pool, seconds in now.items():
@@ -43,22 +43,23 @@ class StepAccountant:
                 passed += spent
                 worked += spent if is_work(reason) else 0.0
                 metrics[f"{'busy' if is_work(reason) else 'idle'}/{pool}/{reason}_s"] = spent
+
         metrics["bubble_ratio"] = max(0.0, 1 - worked / passed) if passed else 0.0
         metrics["overlap_efficiency"] = self._accountant.account().overlap_efficiency
         return metrics
 
     def critical_role(self) -> str:
-        """The role that took most of the last step; empty before the first."""
+        """Return the stage that took most of the last step, or an empty string before the first step."""
         steps = self._accountant.account().steps
         return steps[-1].critical if steps else ""
 
     def summary(self) -> dict[str, Any]:
-        """For `summary.json`. Raises AccountingError: device-seconds do not add up."""
+        """Return the part for `summary.json`. Raises AccountingError if device-seconds do not add up."""
         return summary_of(self._accountant.account())
 
 
 def summary_of(account: Accounting) -> dict[str, Any]:
-    """Shares of each pool's device-seconds, and what they come down to."""
+    """Return the device-seconds of each pool by reason, and the figures derived from them."""
     return {
         "bubble_ratio": round(account.bubble_ratio, 4),
         "overlap_efficiency": round(account.overlap_efficiency, 4),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`summary.json`: what a run comes down to."""
+"""Summarize a run as `summary.json`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..redaction import without_secrets
 
 @dataclass(kw_only=True)
 class RunRecorder:
-    """Collects the numbers of each step; a few floats a step, so a long run stays small."""
+    """Collects a few floats per step for the summary."""
 
     strategy: str
     max_lag: int
     started_unix: float
-    """When the user's command began."""
+    """Unix time at which the user's command started."""
     rewards: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     kls: list[float] = field(default_factory=list)
     first_step_unix: float | None = None
     steps_before: int = 0
-    """Of processes that this one was resumed from."""
+    """Number of steps that earlier processes of a resumed run trained."""
 
     def record(self, reward: float, step_s: float, kl: float | None, now_unix: float) -> None:
-        """One trained step: mean reward of its trajectories, seconds, and verl's rollout_corr/kl."""
+        """Record one trained step: mean reward of its trajectories, seconds, and verl's rollout_corr/kl."""
         self.rewards.append(reward)
         self.step_s.append(step_s)
         if kl is not None:
@@ -42,21 +42,22 @@ class RunRecorder:
             self.first_step_unix = now_unix
 
     def state(self) -> dict[str, Any]:
-        """What a process that goes on with the run has to know."""
+        """Return the state that a resumed run needs."""
         return {"rewards": list(self.rewards), "step_s": list(self.step_s), "kls": list(self.kls)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on after an earlier process."""
+        """Restore the state of an earlier process of the run."""
         self.rewards, self.step_s, self.kls = (_floats(state[name]) for name in ("rewards", "step_s", "kls"))
         self.steps_before = len(self.step_s)
 
     def summarize(
         self, result: FlowResult, overlap_s: float, now_unix: float, error: BaseException | None = None
     ) -> dict[str, Any]:
-        """All keys of summary.json."""
+        """Return all keys of summary.json but those of the account of device-seconds."""
         fifth = max(1, len(self.rewards) // 5)
         loads = [p.load_s for p in result.publications]
         first = self.first_step_unix
+
         return {
             "status": status_of(error),
             "error": one_line(error) if error is not None and status_of(error) == "failed" else None,
@@ -94,14 +95,14 @@ class RunRecorder:
 
 
 def _floats(values: Sequence[float | None]) -> list[float]:
-    """JSON has no word for what is not a number."""
+    """Return floats from JSON, which holds null in place of NaN."""
     return [math.nan if value is None else float(value) for value in values]
 
 
 def write_atomically(path: Path, value: Any, *, unknown: Callable[[Any], Any] | None = None) -> None:
-    """JSON to a file that is either the old one or the new one, whole.
+    """Write JSON to a file so that readers see either the old or the new content.
 
-    `unknown` turns what JSON has no word for into something that it has. Raises TypeError: nothing does.
+    `unknown` converts values that JSON cannot represent. Raises TypeError if a value cannot be converted.
     """
     part = path.with_suffix(".part")
     part.write_text(without_secrets(json.dumps(value, indent=2, default=unknown)) + "\n", encoding="utf-8")
@@ -109,14 +110,14 @@ def write_atomically(path: Path, value: Any, *, unknown: Callable[[Any], Any] | 
 
 
 def status_of(error: BaseException | None) -> str:
-    """`completed`, `interrupted` (by Ctrl-C, which cancels all tasks) or `failed`."""
+    """Return `completed`, `interrupted` (by Ctrl-C, which cancels all tasks) or `failed`."""
     if error is None:
         return "completed"
     return "interrupted" if isinstance(error, asyncio.CancelledError | KeyboardInterrupt) else "failed"
 
 
 def one_line(error: BaseException) -> str:
-    """Kind and message of an error, without the traceback that Ray puts into the text of its own."""
+    """Return type and message of an error, at most 500 characters, without the traceback that Ray embeds."""
     cause = getattr(error, "cause", None)
     shown = cause if isinstance(cause, BaseException) else error
     text: Sequence[str] = [line.strip() for line in str(shown).splitlines() if line.strip()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of steps that a user watches."""
+"""Render the table of steps, the progress line and the closing lines of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MARK = "[async_pipeline]"
-"""Starts every line meant for the user; `async-pipeline watch` shows these and files the rest."""
+"""Prefix of every line for the user; `async-pipeline watch` shows these and writes the rest to run.log."""
 
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("step", "{:>9}"),
@@ -23,15 +23,15 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 )
 
 FATES = ("trained", "filtered", "expired", "failed", "in_flight")
-"""What becomes of a group; together they are all that were drawn."""
+"""Fates of a group; their counts sum to the number of groups drawn."""
 
 TRANSIENT = MARK + "~"
-"""Starts a line that a terminal shows until the next one, and that is of no use in a file."""
+"""Prefix of a line that a terminal replaces with the next one, and that no file keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRow:
-    """One optimizer step as the user sees it."""
+    """One row of the table: an optimizer step."""
 
     step: int
     last_step: int
@@ -46,6 +46,7 @@ class StepRow:
     samples: int
 
     def render(self) -> str:
+        """Return the row as one line with the prefix."""
         values: tuple[object, ...] = (
             f"{self.step}/{self.last_step}",
             self.reward,
@@ -63,33 +64,35 @@ class StepRow:
 
 
 def progress(row: StepRow, *, untrained: float, finished: float, critical: str) -> str:
-    """Where the run is, in one line that replaces itself. `untrained` and `finished` count groups."""
+    """Return the progress of the run as a transient line; `untrained` and `finished` count groups."""
     rate = row.samples / row.step_s if row.step_s > 0 else 0.0
     return (
         f"{TRANSIENT} step {row.step}/{row.last_step}  reward {row.reward:.3f}  {rate:.1f} samples/s  "
-        f"lag {row.lag_mean:.2f} (max {row.lag_max:.0f})  queue: {untrained:.0f} groups under way, "
+        f"lag {row.lag_mean:.2f} (max {row.lag_max:.0f})  queue: {untrained:.0f} groups in flight, "
         f"{finished:.0f} finished" + (f"  slowest: {critical}" if critical else "")
     )
 
 
 def header() -> str:
-    """Column titles, aligned with the rows."""
+    """Return the column titles, aligned with the rows."""
     widths = [len(fmt.format("" if name == "step" else 0)) for name, fmt in _COLUMNS]
     return f"{MARK} {' '.join(name.rjust(width) for (name, _), width in zip(_COLUMNS, widths, strict=True))}"
 
 
 def closing(summary: Mapping[str, object]) -> list[str]:
-    """The last lines of a run."""
-    first, last = summary.get("reward_first"), summary.get("reward_last")
+    """Return the last lines of a run, from its summary."""
     steps, before = int(str(summary["steps"])), int(str(summary.get("steps_before", 0)))
     some = f", {steps - before} of them" if before else ""
     lines = [
         f"{MARK} {summary['status']}: {summary['strategy']}, {steps} steps{some} in {summary['train_s']} s"
     ]
+
+    first, last = summary.get("reward_first"), summary.get("reward_last")
     if isinstance(first, float) and isinstance(last, float):
         lines.append(
             f"{MARK} reward {first:.3f} -> {last:.3f} (means over the first and last fifth of the steps)"
         )
+
     lines.append(
         f"{MARK} lag_max {summary['lag_max']} of {summary['max_lag']} allowed; served version "
         f"{summary['served_version']} of {summary['trainer_version']}; generate and train overlapped "
@@ -98,16 +101,17 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     if "overlap_efficiency" in summary:
         lines.append(
             f"{MARK} devices worked {100 * (1 - float(str(summary['bubble_ratio']))):.0f} % of the time "
-            "since the first version "
-            f"was served; overlap efficiency {summary['overlap_efficiency']} (1: no schedule of this work "
-            "is faster)"
+            f"since the first version was served; overlap efficiency {summary['overlap_efficiency']} "
+            "(1: no schedule of this work is faster)"
         )
+
     fates = ", ".join(f"{summary[f'groups_{fate}']} {fate.replace('_', ' ')}" for fate in FATES)
     again = summary["groups_regenerated"]
     lines.append(
         f"{MARK} {summary['groups_drawn']} groups drawn: {fates}"
-        + (f"; {again} answered again" if again else "")
+        + (f"; {again} generated again" if again else "")
     )
+
     if summary.get("error"):
         lines.append(f"{MARK} cause: {summary['error']}")
     return lines

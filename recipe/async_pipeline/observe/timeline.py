@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a report: what each pool and each role did, over the whole run and close up."""
+"""Draw the timeline of a report: the activity of each pool and stage, as an overview and as a close-up."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from .wording import colour_of, reason_in_words, role_colour
 
 CLOSE_UP_STEPS = 4
 MAX_SPANS = 40_000
-"""More are not put into the page, which then cannot be zoomed; the trace has them all."""
+"""Above this number the page embeds no spans and cannot zoom; trace.json has them all."""
 FINEST = 20_000
-"""Gaps of a role's work shorter than this fraction of the run are closed, to keep the page small."""
+"""Close gaps between a stage's spans shorter than 1/FINEST of the run, to keep the page small."""
 
 Row = tuple[str, str, Sequence[Span]]
-"""Kind (`pool`, `role` of the pool above, or role of `no device`), label, spans."""
+"""Kind (`pool`, `role` for a stage of the pool above, `no device` for other stages), label, spans."""
 
 
 def timeline(run: RunData) -> str:
-    """The whole run and a few steps of its middle. Empty: the run has no events."""
+    """Return the overview and the close-up of a few middle steps, or an empty string without events."""
     if not run.pools or run.accounting is None:
         return ""
+
     end = max(b for spans in run.pools.values() for _, b, _ in spans)
     rows = _rows(run, end)
     first, last = _close_up(run, end)
+
     whole = figure(
         "The whole run",
         f'<div class="lanes" id="overview">{_drawn(rows, 0.0, end)}</div>',
         wide=True,
-        says="Share of time that each role computed: "
+        says="Share of time that each stage computed: "
         + "; ".join(f"{role} {_total(s) / end:.0%}" for role, s in run.roles.items()),
-        note="Rows of pools: solid is work, pale is waiting, in the colour of the role that is waited for. "
-        "Rows of roles: solid while the role computes. Drag over it to look closer.",
+        note="Rows of pools: solid is work, pale is waiting, in the colour of the stage that the pool waits "
+        "for. Rows of stages: solid while the stage computes. Drag to select the close-up.",
     )
+
     steps = [step for step, at in run.step_ends.items() if first < at <= last]
     close = figure(
-        "Close up",
+        "Close-up",
         '<div class="tools" hidden><button type="button" data-go="left">earlier</button><button '
         'type="button" data-go="right">later</button>'
         '<button type="button" data-go="in">closer</button><button type="button" '
         'data-go="out">wider</button>'
         f'<button type="button" data-go="all">whole run</button></div>'
-        '<div class="lanes" id="closeup" tabindex="0" role="group" aria-label="Close up of the timeline: '
+        '<div class="lanes" id="closeup" tabindex="0" role="group" aria-label="Close-up of the timeline: '
         'arrow keys move, plus and minus zoom"'
         f"{_data(rows, end, first, last)}>{_drawn(rows, first, last)}</div>",
         wide=True,
@@ -61,7 +64,7 @@ def _total(spans: Sequence[Interval]) -> float:
 
 
 def _close_up(run: RunData, end: float) -> tuple[float, float]:
-    """A few steps of the middle of the run."""
+    """Return start and end in seconds of a few steps in the middle of the run."""
     ends = list(run.step_ends.values())
     if len(ends) <= CLOSE_UP_STEPS:
         return 0.0, end
@@ -72,7 +75,7 @@ def _close_up(run: RunData, end: float) -> tuple[float, float]:
 def _rows(run: RunData, end: float) -> list[Row]:
     assert run.accounting is not None
     rows: list[Row] = []
-    homeless = [role for role in run.roles if role not in run.home]
+    without_devices = [role for role in run.roles if role not in run.home]
     for pool, account in run.accounting.pools.items():
         rows.append(
             (
@@ -82,7 +85,7 @@ def _rows(run: RunData, end: float) -> list[Row]:
             )
         )
         rows += [_role(run.roles, role, end) for role in account.roles if role in run.roles]
-    return [*rows, *(_role(run.roles, role, end, "no device") for role in homeless)]
+    return [*rows, *(_role(run.roles, role, end, "no device") for role in without_devices)]
 
 
 def _role(roles: Mapping[str, Sequence[Interval]], role: str, end: float, kind: str = "role") -> Row:
@@ -95,14 +98,14 @@ def _role(roles: Mapping[str, Sequence[Interval]], role: str, end: float, kind: 
 
 
 def _drawn(rows: Sequence[Row], start: float, end: float) -> str:
-    html, homeless = "", next((label for kind, label, _ in rows if kind == "no device"), None)
+    html, without_devices = "", next((label for kind, label, _ in rows if kind == "no device"), None)
     for kind, label, spans in rows:
         picture = (
             stack(spans, colour_of, start, end, is_work)
             if kind == "pool"
             else strip([(a, b) for a, b, _ in spans], role_colour(label), start, end)
         )
-        if label == homeless:
+        if label == without_devices:
             html += '<div class="lane pool"><span class="lane-name">no device</span></div>'
         html += (
             f'<div class="lane {"pool" if kind == "pool" else "role"}"><span '
@@ -114,19 +117,21 @@ def _drawn(rows: Sequence[Row], start: float, end: float) -> str:
     )
     return (
         f'{html}<div class="lane axis"><span class="lane-name"></span><div class="lane-area '
-        f'downs">{marks}</div></div><div class="x-label">seconds since the pipeline began</div>'
+        f'downs">{marks}</div></div><div class="x-label">seconds since the pipeline started</div>'
     )
 
 
 def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
-    """What the page's script draws from, as an attribute; none if it is too much."""
+    """Return the attribute with the data of the page's script, or an empty string if it is too large."""
     if sum(len(spans) for _, _, spans in rows) > MAX_SPANS:
         return ""
+
     names = sorted(
         {what for kind, _, spans in rows if kind == "pool" for _, _, what in spans},
         key=lambda what: (not is_work(what), what),
     )
     kinds = [{"name": reason_in_words(what), "colour": colour_of(what)} for what in names]
+
     drawn = []
     for kind, label, spans in rows:
         if kind == "pool":
@@ -145,6 +150,7 @@ def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
                     "spans": [[round(a, 3), round(b, 3)] for a, b, _ in spans],
                 }
             )
+
     data = {
         "end": round(end, 3),
         "from": round(first, 3),

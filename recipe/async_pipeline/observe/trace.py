@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`trace.json`: the event log in Chrome's trace event format, which ui.perfetto.dev opens.
+"""Convert the event log to `trace.json`, in Chrome's trace event format, which ui.perfetto.dev opens.
 
-A process is a pool of devices; its threads are who holds the lease, and each lane of each role that computes
-there.
-Roles without devices share a process, and so do the counters and the marks of the whole run. A slice is what
-a lane
-did: it ran, or waited for what the slice is called after. An arrow follows a group from the draw of its
-prompt to
-its optimizer step, through every slice that had it.
+A process is a pool of devices. Its threads are the holder of the lease and each lane of each stage of the
+pool. Stages without devices share a process; so do the counters and marks of the whole run. A slice shows
+that a lane ran, or what it waited for. An arrow follows a group from the draw of its prompt to its optimizer
+step, through every slice that handled it.
 
-The format: "Trace Event Format" of the Chromium project; phases X, M, C, i and s, t, f are used. Times are
-microseconds since the log was opened.
+The format is the "Trace Event Format" of the Chromium project, with the phases X, M, C, i and s, t, f. Times
+are microseconds since the log was opened.
 """
 
 from __future__ import annotations
@@ -30,30 +27,30 @@ from .group_counts import GroupCounts
 
 TraceEvent = dict[str, Any]
 SHORTEST_US = 0.01
-"""Work that took no time at all is given this long, so that an arrow can start and end in it."""
+"""Least duration of a slice of work, so that an arrow can start and end in it."""
 MAX_FLOWS = 5000
-"""Groups that are followed; of more, every second, third, ... one."""
+"""Most groups to follow with arrows; above it, every second, third, ... group is followed."""
 RUN_PID, HOST_PID = 1, 2
-"""Processes of the trace that are no pool: the run as a whole, and roles that need no device."""
+"""Processes of the trace that are no pool: the run as a whole, and stages without devices."""
 LEASE_TID = 1
-"""In a pool's process, who holds it."""
+"""Thread of a pool's process that shows the holder of the lease."""
 MARKS_TID = 1
-"""In the run's process, what happened."""
+"""Thread of the run's process that shows marks."""
 
 _TERMINAL = {state.name for state in TERMINAL}
 _BATCH_ROLES = ("logp", "ref_logp", "values", "reward", "critic")
-"""What they work on is a whole batch, known by its step."""
+"""Stages that work on a whole batch, which is identified by its step."""
 _MARKS = {
     "GATHERED": "version {version} gathered",
     "SERVED": "version {version} served",
     "RECALLED": "group recalled: {fate}",
-    "FLAWED": "group answered again",
+    "FLAWED": "group generated again",
     "SAVED": "checkpoint of step {version}",
 }
 
 
 class _Track:
-    """A thread of the trace: slices one after the other, and the arrows that pass through each."""
+    """A thread of the trace: consecutive slices, and the arrows that pass through each."""
 
     def __init__(self, pid: int, tid: int) -> None:
         self.where = {"pid": pid, "tid": tid}
@@ -63,32 +60,33 @@ class _Track:
         self._args: Mapping[str, Any] = {}
         self._since = self._end = 0.0
         self._lasted = 0.0
-        """Of what goes on, what it has lasted already."""
+        """Duration of the current slice before it was interrupted for no time."""
         self._points: list[tuple[float, str]] = []
 
     def show(self, t_us: float, name: str | None, cat: str = "", **args: Any) -> list[tuple[float, str]]:
-        """From now on the track shows `name`, or nothing; returns where arrows passed through what ended."""
+        """Start a slice `name`, or none. Returns the (time, group) of arrows through the slice that ended."""
         passed = self._close(t_us)
         self.name, self._cat, self._args = name, cat, args
         self._since = max(t_us, self._end)
-        if self.events and self._goes_on(self.events[-1]):
+        if self.events and self._continues(self.events[-1]):
             last = self.events.pop()
             self._since, self._lasted = last["ts"], last["dur"]
         return passed
 
-    def _goes_on(self, last: TraceEvent) -> bool:
-        """Is this what went on before, with an interruption of no length?"""
+    def _continues(self, last: TraceEvent) -> bool:
+        """Return whether the new slice continues the last one after an interruption of no length."""
         same = last["name"] == self.name and last.get("args", {}) == self._args
         return same and self._cat == "run" and self._end == self._since
 
     def touch(self, t_us: float, group: str) -> None:
-        """An arrow passes through the present slice."""
+        """Let the arrow of a group pass through the current slice."""
         self._points.append((t_us, group))
 
     def _close(self, t_us: float) -> list[tuple[float, str]]:
         points, self._points = self._points, []
         if self.name is None:
             return []
+
         start, end = self._since, max(self._since + self._lasted, t_us)
         self._lasted = 0.0
         if end == start:
@@ -96,6 +94,7 @@ class _Track:
                 return []
             end += SHORTEST_US
         self._end = end
+
         shown = {
             "ph": "X",
             "name": self.name,
@@ -110,7 +109,7 @@ class _Track:
 
 
 class TraceBuilder:
-    """A subscriber of the event log; `events` are what it comes to."""
+    """A subscriber of the event log that builds the trace; `events` returns it."""
 
     def __init__(self) -> None:
         self._events: list[TraceEvent] = []
@@ -126,7 +125,7 @@ class TraceBuilder:
         self._counts = GroupCounts()
         self._versions = {"TRAINED": 0, "GATHERED": 0, "SERVED": 0}
         self._passages: dict[str, list[tuple[float, dict[str, int]]]] = defaultdict(list)
-        """Of each group, where its arrow goes through."""
+        """Group to the times and slices that its arrow passes through."""
         self._trained: set[str] = set()
         self._t_us = 0.0
 
@@ -137,15 +136,16 @@ class TraceBuilder:
                 self._begin(record.fields)
             return
         if record.state is not None:
-            self._move(record)
-        self._note(record)
+            self._change_state(record)
+        self._record_fact(record)
         if self._counts(record):
             self._count("groups", self._counts.counts)
 
     def events(self) -> list[TraceEvent]:
-        """The whole trace, in the order of time. What still went on lasts until the last record."""
+        """Return the whole trace in order of time; open slices end at the last record."""
         for track in [*self._tracks.values(), *self._leases.values()]:
-            self._pass(track, track.show(self._t_us, None))
+            self._add_passages(track, track.show(self._t_us, None))
+
         slices = [
             event for track in [*self._tracks.values(), *self._leases.values()] for event in track.events
         ]
@@ -156,20 +156,23 @@ class TraceBuilder:
     # The shape of the run.
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
-        """Raises RunFilesError: the log is of a version that did not write down what there is."""
+        """Read stages and pools from START. Raises RunFilesError if an older version wrote the log."""
         if "graph" not in facts or "pools" not in facts:
             raise RunFilesError(
-                "the event log does not say which roles and pools there were; it is of an older version"
+                "the event log does not name the stages and pools of the run; an older version wrote it"
             )
+
         self._downstream = facts["graph"]
         self._upstream = {
             role: tuple(a for a, bs in self._downstream.items() if role in bs) for role in self._downstream
         }
         self._upstream["dataloader"] = ("param_update",)
+
         self._name(RUN_PID, "run")
-        self._name_thread(RUN_PID, MARKS_TID, "publications, checkpoints, recalls")
+        self._name_thread(RUN_PID, MARKS_TID, "weight updates, checkpoints, recalls")
         self._name_thread(RUN_PID, MARKS_TID + 1, "validation")
         self._name(HOST_PID, "no device")
+
         for number, (name, pool) in enumerate(facts["pools"].items(), start=HOST_PID + 1):
             self._pids[name] = number
             self._home.update(dict.fromkeys(pool["roles"], name))
@@ -194,11 +197,12 @@ class TraceBuilder:
             self._tracks[role, lane] = _Track(pid, tid)
         return self._tracks[role, lane]
 
-    # What the lanes do.
+    # Slices, from the state changes of the lanes.
 
-    def _move(self, record: LogRecord) -> None:
+    def _change_state(self, record: LogRecord) -> None:
         lane = (record.role, int(record.fields.get("lane", 0)))
         track = self._track(*lane)
+
         if record.event == "GATED":
             self._gated[lane] = f"{record.fields['on']} (version {record.fields['version']})"
         elif record.event == "ITEM" or record.state in _TERMINAL:
@@ -206,18 +210,19 @@ class TraceBuilder:
         self._lease(record, lane)
         if record.event == "OUTPUT" and "key" in record.fields:
             track.touch(self._t_us, str(record.fields["key"]))
-        name, cat = self._shown(record, lane)
+
+        name, cat = self._label(record, lane)
         step = record.fields.get("step")
         if name != track.name:
-            self._pass(
-                track,
-                track.show(self._t_us, name, cat, **({} if step is None or cat != "run" else {"step": step})),
-            )
+            args = {} if step is None or cat != "run" else {"step": step}
+            self._add_passages(track, track.show(self._t_us, name, cat, **args))
+
         if record.event == "LEASE" and record.role in _BATCH_ROLES and step is not None:
             for group in self._batches.get(int(step), ()):
                 track.touch(self._t_us, group)
 
-    def _shown(self, record: LogRecord, lane: tuple[str, int]) -> tuple[str | None, str]:
+    def _label(self, record: LogRecord, lane: tuple[str, int]) -> tuple[str | None, str]:
+        """Return name and category of the slice of a lane's new state; the name is None for no slice."""
         role = record.role
         if record.state == "RUNNING":
             return role, "run"
@@ -228,7 +233,8 @@ class TraceBuilder:
             holders = {name for name, _ in self._held.get(self._home.get(role, ""), {})}
             return f"waits for devices: {', '.join(sorted(holders)) or 'their turn'}", "wait"
         if record.state == "WAITING_OUTPUT":
-            return f"hands on to {', '.join(self._downstream.get(role, ())) or 'nobody'}", "wait"
+            consumers = ", ".join(self._downstream.get(role, ()))
+            return f"hands over to {consumers}" if consumers else "hands over its output", "wait"
         return None, ""
 
     def _lease(self, record: LogRecord, lane: tuple[str, int]) -> None:
@@ -240,15 +246,17 @@ class TraceBuilder:
             held[lane] = None
         else:
             held.pop(lane, None)
+
         roles = [role for role, _ in held]
         names = [f"{role} x {n}" if (n := roles.count(role)) > 1 else role for role in dict.fromkeys(roles)]
         self._leases[pool].show(self._t_us, ", ".join(names) or None, "lease")
 
-    # Facts: counters, marks, arrows.
+    # Counters, marks and arrows, from the facts in the log.
 
-    def _note(self, record: LogRecord) -> None:
+    def _record_fact(self, record: LogRecord) -> None:
         event, fields = record.event, record.fields
         lane = (record.role, int(fields.get("lane", 0)))
+
         if event == "DRAWN":
             self._touch(lane, fields["keys"])
         elif event == "ASSEMBLED":
@@ -259,9 +267,11 @@ class TraceBuilder:
             self._touch(lane, groups)
             self._trained.update(groups)
             self._count("lag", {"mean": fields.get("lag/mean", 0.0), "max": fields.get("lag/max", 0.0)})
+
         if event in self._versions:
             self._versions[event] = int(fields["version"])
             self._count("version", {kind.lower(): version for kind, version in self._versions.items()})
+
         if event in _MARKS:
             shown = {
                 "ph": "i",
@@ -289,12 +299,12 @@ class TraceBuilder:
         for group in groups:
             track.touch(self._t_us, group)
 
-    def _pass(self, track: _Track, points: Iterable[tuple[float, str]]) -> None:
+    def _add_passages(self, track: _Track, points: Iterable[tuple[float, str]]) -> None:
         for at, group in points:
             self._passages[group].append((at, track.where))
 
     def _flows(self) -> Iterable[TraceEvent]:
-        """An arrow through each group that was trained, in the order in which it came by."""
+        """Yield the events of one arrow per trained group, through its slices in order of time."""
         followed = [group for group in self._passages if group in self._trained]
         for number, group in enumerate(followed[:: 1 + len(followed) // MAX_FLOWS], start=1):
             passages = sorted(self._passages[group], key=lambda passage: passage[0])
@@ -313,7 +323,7 @@ class TraceBuilder:
 
 
 def trace_events(records: Iterable[LogRecord]) -> list[TraceEvent]:
-    """The whole log as a trace."""
+    """Return the trace of a whole log."""
     builder = TraceBuilder()
     for record in records:
         builder(record)
@@ -321,8 +331,9 @@ def trace_events(records: Iterable[LogRecord]) -> list[TraceEvent]:
 
 
 def write_trace(run_dir: Path) -> Path:
-    """`events.jsonl` of a run -> its `trace.json`. Raises RunFilesError, OSError: the log cannot be read
-    or understood.
+    """Write the `trace.json` of a run from its `events.jsonl`. Returns its path.
+
+    Raises OSError if the log cannot be read, ValueError or RunFilesError if it is invalid.
     """
     events = trace_events(read_events(run_dir / "events.jsonl"))
     path = run_dir / "trace.json"
@@ -336,7 +347,7 @@ def write_trace(run_dir: Path) -> Path:
 
 
 def leave_trace(run_dir: Path, say: Callable[[str], object]) -> None:
-    """Write the trace of a run that is over; what goes wrong with it is said, and no failure of the run."""
+    """Write the trace of a finished run; a failure is reported with `say` and does not fail the run."""
     try:
         write_trace(run_dir)
     except (OSError, ValueError, AsyncPipelineError) as error:

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches an event loop from a thread: one that does not turn has its stacks written, to `diagnosis.txt`.
+"""Watch an event loop from a thread and write stack traces to `diagnosis.txt` if the loop is blocked.
 
-The same thread writes the diagnoses that the loop makes itself, so that the loop never touches a file.
+The same thread writes the diagnoses that the loop makes itself, so that the loop never does file I/O.
 
-    thread: every look  ──► call on the loop ──► the loop answers ──► next look
-                                └── no answer for `stalled_after_s`: stacks of all threads, one line for the
-                                user
-                                       └── nor does this thread run (a call holds the interpreter):
-                                       faulthandler's does
+    thread: each check ──► callback on the loop ──► the loop responds ──► next check
+                └── no response for `stalled_after_s`: stacks of all threads, one line for the user
+                       └── the thread cannot run either (a call holds the GIL): faulthandler writes the stacks
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from ..core.diagnosis import Diagnosis
 from ..redaction import without_secrets
 
 LOOKS = 8
-"""How often it looks in the time after which a loop counts as stalled."""
+"""Number of checks within `stalled_after_s`."""
 CLOSE_S = 10.0
-"""What a thread that writes to a disk that hangs gets at the end."""
+"""Time limit for the thread at the end, in case the disk hangs."""
 
 
 class Watchdog:
-    """Make it on the loop that it is to watch, as a context."""
+    """A context manager, to be created and entered on the event loop that it watches."""
 
     def __init__(
         self,
@@ -45,16 +43,16 @@ class Watchdog:
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` gets one line for the user, on whatever thread."""
+        """Open `path`; `say` receives one line for the user and may be called from any thread."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._path, self._say, self._now = path, say, now
         self._stalled_after_s = stalled_after_s
-        self._answered_at = self._asked_at = now()
+        self._responded_at = self._asked_at = now()
         self._asked = self._reported = False
-        # faulthandler needs a file that is open already; where there was nothing to say, it goes again.
+        # faulthandler needs an open file; __exit__ removes it if it stayed empty.
         self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._told: queue.SimpleQueue[Diagnosis | None] = queue.SimpleQueue()
+        self._diagnoses: queue.SimpleQueue[Diagnosis | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -64,49 +62,54 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._told.put(None)
+        self._diagnoses.put(None)
         self._thread.join(CLOSE_S)
 
     def tell(self, diagnosis: Diagnosis) -> None:
-        """Have it written, and its cause said."""
-        self._told.put(diagnosis)
+        """Have the thread write a diagnosis and report its cause to the user."""
+        self._diagnoses.put(diagnosis)
 
     def look(self) -> None:
-        """Ask the loop to answer, or see for how long it has not. Called by the thread."""
+        """Schedule a callback on the loop, or check how long the last one has been pending.
+
+        Called by the thread.
+        """
         if not self._asked:
             if self._reported:
                 self._reported = False
-                self._say(f"the event loop turns again, after {self._answered_at - self._asked_at:.1f} s")
+                self._say(f"the event loop runs again after {self._responded_at - self._asked_at:.1f} s")
             self._asked, self._asked_at = True, self._now()
             try:
-                self._loop.call_soon_threadsafe(self._answer)
-            except RuntimeError:  # it is closed
-                self._told.put(None)
+                self._loop.call_soon_threadsafe(self._respond)
+            except RuntimeError:  # the loop is closed
+                self._diagnoses.put(None)
             return
-        silent_s = self._now() - self._asked_at
-        if silent_s >= self._stalled_after_s and not self._reported:
-            self._reported = True
-            self._write(f"the event loop has not turned for {silent_s:.1f} s", stacks(self._loop_thread))
 
-    def _answer(self) -> None:
-        self._answered_at, self._asked = self._now(), False
+        blocked_s = self._now() - self._asked_at
+        if blocked_s >= self._stalled_after_s and not self._reported:
+            self._reported = True
+            self._write(f"the event loop is blocked for {blocked_s:.1f} s", stacks(self._loop_thread))
+
+    def _respond(self) -> None:
+        self._responded_at, self._asked = self._now(), False
 
     def _run(self) -> None:
         try:
             while True:
-                # Begins anew with each look; this thread could not see that it is itself held up.
+                # Each check restarts this timer, which fires if a call holds the GIL and blocks this thread.
                 faulthandler.dump_traceback_later(2 * self._stalled_after_s, file=self._file)
                 try:
-                    told = self._told.get(timeout=self._stalled_after_s / LOOKS)
+                    diagnosis = self._diagnoses.get(timeout=self._stalled_after_s / LOOKS)
                 except queue.Empty:
                     self.look()
                     continue
-                if told is None:
+
+                if diagnosis is None:
                     return
-                self._write(f"a deadline has passed: {told.cause}", told.text)
+                self._write(f"timeout: {diagnosis.cause}", diagnosis.text)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            with contextlib.suppress(OSError):  # a disk that is full, which was said
+            with contextlib.suppress(OSError):  # the disk is full, which _write reported
                 self._file.close()
                 if self._path.stat().st_size == 0:
                     self._path.unlink()
@@ -115,13 +118,13 @@ class Watchdog:
         try:
             self._file.write(without_secrets(f"{line}\n\n{text}\n"))
             self._file.flush()
-            self._say(f"{line}; {self._path.name} says more")
+            self._say(f"{line}; see {self._path.name}")
         except OSError as error:
             self._say(f"{line}; {self._path.name} cannot be written: {error}")
 
 
 def stacks(first: int) -> str:
-    """Where each thread of this process is, the one with the identity `first` before all others."""
+    """Return the stack of each thread of this process, the thread with identity `first` before all others."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sorted(sys._current_frames().items(), key=lambda pair: pair[0] != first)
     return "\n".join(

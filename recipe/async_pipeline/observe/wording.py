@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons, roles and numbers as a reader sees them, and the colour of each."""
+"""Format reasons, stages and numbers for a reader, and assign their colours."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ ROLE_COLOURS = {
     "param_update": "c-sync",
     "dataloader": "c-data",
 }
-"""Role to the class of its colour; of a role of one's own, `c-other`."""
+"""Stage to the CSS class of its colour; a custom stage has `c-other`."""
 
 _COMPUTE = {
-    "generate": "generating answers",
+    "generate": "generating responses",
     "train": "training (optimizer steps)",
     "logp": "log-probs of the old policy",
     "ref_logp": "log-probs of the reference",
@@ -26,40 +26,40 @@ _COMPUTE = {
     "critic": "training the critic",
 }
 _WAIT = {
-    "generate": "waiting for answers (generate)",
+    "generate": "waiting for responses (generate)",
     "train": "waiting for the optimizer step (train)",
     "logp": "waiting for old log-probs (logp)",
     "ref_logp": "waiting for the reference (ref_logp)",
     "values": "waiting for values of the critic",
     "critic": "waiting for the critic's step",
     "reward": "waiting for advantages (reward)",
-    "rollout": "waiting for a batch to be joined (rollout)",
-    "param_update": "waiting for new weights to be served (param_update)",
+    "rollout": "waiting for a batch to be assembled (rollout)",
+    "param_update": "waiting for a weight update (param_update)",
     "dataloader": "waiting for prompts (dataloader)",
-    "environment": "answers open, all with agent loops, tools or rewards",
+    "environment": "responses open, all in agent loops, tools or rewards",
 }
 _OTHER = {
     "sync": "weight updates (gather, load)",
     "validation": "validation",
     "start_up": "start-up, until the first version was served",
-    "none": "nobody computed: hand-over, or the end of the run",
+    "none": "no stage computed: hand-over, or the end of the run",
 }
 
 
 def reason_in_words(reason: str) -> str:
-    """One of the accounting's reasons."""
+    """Describe one of the reasons of an account."""
     kind, _, role = reason.partition("_")
     if kind == "compute":
         return _COMPUTE.get(role, f"computing in {role}")
     if kind == "wait":
         return _WAIT.get(role, f"waiting for {role}")
     if kind == "lease":
-        return f"held by {role}, which waits for room to hand on"
+        return f"held by {role}, which waits for space in its output channel"
     return _OTHER.get(reason, reason.replace("_", " "))
 
 
 def colour_of(reason: str) -> str:
-    """Classes of a reason: the colour of the role that it is about, pale and striped if it is no work."""
+    """Return the CSS classes of a reason: the colour of its stage, pale and striped for waiting."""
     kind, _, role = reason.partition("_")
     if kind == "compute":
         return ROLE_COLOURS.get(role, "c-other")
@@ -69,12 +69,12 @@ def colour_of(reason: str) -> str:
 
 
 def role_colour(role: str) -> str:
-    """Class of a role's colour."""
+    """Return the CSS class of a stage's colour."""
     return ROLE_COLOURS.get(role, "c-other")
 
 
 def seconds(value: float) -> str:
-    """A duration with its unit, to about three digits."""
+    """Format a duration with its unit, to about three digits."""
     size = abs(value)
     if size >= 7200:
         return f"{value / 3600:.1f} h"
@@ -88,7 +88,7 @@ def seconds(value: float) -> str:
 
 
 def amount(value: float) -> str:
-    """A number to about three digits."""
+    """Format a number to about three digits."""
     if value and abs(value) < 0.01:
         return f"{value:.1e}"
     if abs(value) < 10:
@@ -97,6 +97,7 @@ def amount(value: float) -> str:
 
 
 def number_of_bytes(value: float) -> str:
+    """Format a number of bytes with its decimal unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.3g} {unit}"
@@ -105,4 +106,5 @@ def number_of_bytes(value: float) -> str:
 
 
 def percent(share: float) -> str:
+    """Format a share in [0, 1] as a percentage."""
     return f"{share:.0%}" if share >= 0.0995 or share == 0 else f"{share:.1%}"
