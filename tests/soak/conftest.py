@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run to look at."""
+"""A run directory whose events the tests write themselves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shows a recovery, and a flipped bit that heals."""
+"""Detecting recovery, and flipping a bit that is restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR, new_name
 from tests.fakes.soak_run import Run, record
 
 
-def test_a_replica_is_back_when_the_one_that_fell_has_rejoined(job: Run) -> None:
+def test_recovery_needs_the_fenced_replica_to_rejoin(job: Run) -> None:
     job.write(record("FENCED", replica="replica 0"), record("REJOINED", replica="replica 0"))
 
     def inflict(_: SoakJob) -> None:
         job.write(record("REJOINED", replica="replica 1"), record("FENCED", replica="replica 0"))
 
     fault = faults.Fault("", inflict, "a replica is back")
-    with pytest.raises(TimeoutError, match="0 s without a replica that is back"):
+    with pytest.raises(TimeoutError, match="0 s without a rejoined replica"):
         faults.strike(job, fault, 0.0)
 
     def and_back(_: SoakJob) -> None:
@@ -39,7 +39,7 @@ def test_a_run_that_ends_by_itself_is_noticed(job: Run) -> None:
         faults.strike(job, faults.Fault("", inflict, "versions are served again"), 10.0)
 
 
-def test_a_flipped_bit_heals_unless_somebody_wrote_there(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_bit_is_restored_unless_overwritten(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     path = SHM_DIR / new_name()
     path.touch(mode=0o600)
     try:

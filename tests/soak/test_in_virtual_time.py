@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nemesis in virtual time: the real pipeline, the real distribution of weights, and everything else goes
-wrong.
+"""Soak in virtual time: the real pipeline and weight publisher, with stand-ins that fail.
 
-What the soak does to processes is done to their stand-ins: replicas die, hang and corrupt loads, the judge is
-slow, raises
-and hangs, the disk is full, the whole run is killed. Hundreds of runs a minute, each from a seed.
+Replicas die, hang and corrupt loads, the judge is slow, raises and hangs, the disk is full, and the whole
+run is killed. Hundreds of runs per minute, each from a seed.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ FOREVER_S = 1e6
 
 
 class Replica:
-    """Works, until the dice say otherwise."""
+    """A replica that fails at random."""
 
     def __init__(self, name: str, dice: random.Random, bad: float) -> None:
         self.name, self.up = name, asyncio.Event()
@@ -68,7 +66,7 @@ class Replica:
 
 
 class Hurt(SimTrainer):
-    """A run of which everything that may fail does, now and then."""
+    """A run in which everything that can fail does so at random."""
 
     def __init__(self, dice: random.Random, **settings: Any) -> None:
         super().__init__(caution=Caution(after=2, clean=3), **settings)
@@ -161,7 +159,7 @@ def hurt(seed: int) -> None:
     try:
         last, ledger = lives(make, kills, lost=dice.randint(0, 9), seen=look)
     except (ConnectionError, TimeoutError) as error:
-        # Three attempts of each replica have failed: that ends a run, and says so.
+        # Every replica failed three times: that ends a run with an error that names a replica.
         assert not made[-1].distribution.serving, f"seed {seed}: {error}"
         assert "replica " in str(error), f"seed {seed}: {error}"
         return
@@ -169,19 +167,19 @@ def hurt(seed: int) -> None:
     assert last.flow.result().steps == settings["steps"]
 
 
-def test_nothing_is_lost_whatever_goes_wrong() -> None:
+def test_nothing_is_lost_under_random_faults() -> None:
     for seed in range(100):
         hurt(seed)
 
 
 @pytest.mark.nightly
-def test_nothing_is_lost_whatever_goes_wrong_over_thousands_of_seeds() -> None:
+def test_nothing_is_lost_under_random_faults_over_thousands_of_seeds() -> None:
     for seed in range(100, 5000):
         hurt(seed)
 
 
 def test_most_runs_survive() -> None:
-    """Else the tests above would prove little."""
+    """Otherwise the tests above would prove little."""
 
     def survives(seed: int) -> bool:
         dice = random.Random(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events are read while they are written."""
+"""Reading events while they are written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.soak_run import Run, record
 
 
-def test_events_are_read_as_far_as_they_are_whole(job: Run) -> None:
+def test_only_complete_events_are_read(job: Run) -> None:
     assert job.read() == []
     job.write(record("GATHERED", version=1), end="")
     assert job.read() == []
@@ -18,14 +18,14 @@ def test_events_are_read_as_far_as_they_are_whole(job: Run) -> None:
     assert job.newest_version() == 2
 
 
-def test_a_line_of_the_log_is_waited_for(job: Run) -> None:
+def test_wait_for_line_waits_for_a_line_of_the_log(job: Run) -> None:
     job.log.write_text("the disk is full\n")
     job.wait_for_line("is full", 0.0, since=0)
     with pytest.raises(TimeoutError, match="0 s without the line 'is full'"):
         job.wait_for_line("is full", 0.0, since=job.log.stat().st_size)
 
 
-def test_the_file_of_the_process_before_is_not_read(job: Run) -> None:
+def test_the_event_file_of_the_previous_process_is_not_read(job: Run) -> None:
     job.write(record("SERVED", version=7, replicas=2))
     job._old_events = job._events.stat().st_ino
     assert job.newest_version() == -1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right or wrong, slow or mad."""
+"""The judge scores exact matches and misbehaves on request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from recipe.async_pipeline.soak import judge
 
 
-def test_the_judge_does_as_it_is_told(tmp_path: Path) -> None:
+def test_the_judge_misbehaves_for_one_response_in_four(tmp_path: Path) -> None:
     control = tmp_path / "judge"
 
-    def score(truth: str, said: str) -> float:
-        return judge.score("", said, truth, control=str(control))
+    def score(truth: str, response: str) -> float:
+        return judge.score("", response, truth, control=str(control))
 
     assert (score("4", "4"), score("4", "5")) == (1.0, 0.0)
     control.write_text("raise")
-    assert score("5", "5") == 1.0, "one in four"
-    with pytest.raises(RuntimeError, match="told to raise"):
+    assert score("5", "5") == 1.0, "one response in four"
+    with pytest.raises(RuntimeError, match="requests an exception"):
         score("4", "4")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fault comes next, and what is made of it all."""
+"""The order of the faults, and the report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from tests.fakes.soak_run import record
 
 
 @given(seed=st.integers(), kinds=st.sets(st.sampled_from(sorted(faults.FAULTS)), min_size=1))
-def test_every_kind_comes_once_before_any_comes_again(seed: int, kinds: set[str]) -> None:
+def test_every_kind_is_dealt_once_per_round(seed: int, kinds: set[str]) -> None:
     cards = list(islice(nemesis.deck(seed, sorted(kinds)), 3 * len(kinds)))
     for i in range(3):
         assert set(cards[i * len(kinds) : (i + 1) * len(kinds)]) == kinds
-    assert cards == list(islice(nemesis.deck(seed, sorted(kinds)), 3 * len(kinds))), "the seed decides"
+    assert cards == list(islice(nemesis.deck(seed, sorted(kinds)), 3 * len(kinds))), (
+        "the seed determines the order"
+    )
     if len(kinds) > 1:
         assert all(a != b for a, b in zip(cards, cards[1:], strict=False))
 
@@ -31,7 +33,7 @@ def test_every_kind_comes_once_before_any_comes_again(seed: int, kinds: set[str]
 @pytest.mark.parametrize(
     ("seconds", "kinds", "faults"), [(490, 11, 11), (60, 11, 11), (3600, 11, 77), (490, 1, 11), (-1, 3, 3)]
 )
-def test_faults_come_in_whole_rounds_with_time_between_them(seconds: float, kinds: int, faults: int) -> None:
+def test_faults_within_gives_whole_rounds(seconds: float, kinds: int, faults: int) -> None:
     assert nemesis.faults_within(seconds, kinds) == faults
 
 
@@ -50,7 +52,7 @@ def outcome() -> nemesis.Outcome:
     )
 
 
-def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> None:
+def test_the_report_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text("")
     (tmp_path / "events.1.jsonl").write_text(
         json.dumps(record("SERVED", version=1, replicas=1)) + '\n{"t": 2.0, "ro'
@@ -71,12 +73,12 @@ def test_the_outcome_counts_faults_recoveries_steps_and_fates(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("minutes", "faults"), [(10, 11), (4, 4), (1, 1)])
-def test_how_many_faults_there_is_time_for(minutes: float, faults: int) -> None:
+def test_room_for_leaves_the_quiet_time_out(minutes: float, faults: int) -> None:
     assert nemesis.room_for(60 * minutes) == faults
 
 
 class QuietJob:
-    """A run that makes a step a second and cannot be hurt."""
+    """A run that makes one step per second and suffers no damage."""
 
     def __init__(self, clock: list[float]) -> None:
         self.clock = clock

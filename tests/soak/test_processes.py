@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes are found by what they inherit."""
+"""Processes are found by an inherited environment variable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipe.async_pipeline.soak.processes import processes_with, send
 SLEEPS = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
 
 
-def test_children_of_children_are_found_until_they_are_gone() -> None:
+def test_grandchildren_are_found_until_they_end() -> None:
     mark = f"ASYNC_PIPELINE_TEST_{os.getpid()}"
     with subprocess.Popen(
         [sys.executable, "-c", SLEEPS + "; print()"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache: made once for each set of parameters, finished or absent, also when half made."""
+"""The cache: made once per set of parameters, complete or absent, also after an interruption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipe.async_pipeline.toy.warmup import WarmupSpec
 
 
 class Filler:
-    """Fills a directory with one file and counts how often it was asked."""
+    """Fills a directory with one file and counts its calls."""
 
     def __init__(self, before_return: Callable[[], None] = lambda: None) -> None:
         self.calls: list[ToySpec] = []
@@ -34,7 +34,7 @@ def make(root: Path, fill: Filler, spec: ToySpec | None = None) -> dict[str, str
     return ensure_toy(spec or ToySpec(), root, report=lambda _: None, fill=fill).as_dict()
 
 
-def test_the_second_call_makes_nothing_and_says_the_same(tmp_path: Path) -> None:
+def test_the_second_call_returns_the_finished_toy(tmp_path: Path) -> None:
     fill = Filler()
     first = make(tmp_path / "toy", fill)
     assert make(tmp_path / "toy", fill) == first
@@ -65,7 +65,7 @@ def test_the_name_does_not_change_between_processes() -> None:
 
 
 @pytest.mark.parametrize("marker", [None, "", '{"measured": {}}', '{"measured": {"seconds": 1'])
-def test_a_half_made_directory_is_made_again(tmp_path: Path, marker: str | None) -> None:
+def test_an_incomplete_directory_is_made_again(tmp_path: Path, marker: str | None) -> None:
     half = tmp_path / ToySpec().dir_name
     half.mkdir()
     (half / "stale").write_text("half")
@@ -105,7 +105,7 @@ def test_the_marker_holds_every_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_real_toy_loads_and_is_right_some_of_the_time(tmp_path: Path, tied: bool) -> None:
+def test_a_real_toy_loads_and_is_sometimes_right(tmp_path: Path, tied: bool) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     lines: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parquet rows: verl's columns, and prompts that become the ids of the warm-up."""
+"""The parquet rows: verl's columns, and prompts that give the same token ids as in the warm-up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_row_has_the_columns_that_verl_reads() -> None:
     }
 
 
-def test_rows_come_back_from_the_file_in_order(tmp_path: Path) -> None:
+def test_rows_are_stored_in_order(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     write_parquet(PROBLEMS, "train", tmp_path / "train.parquet")
     rows = parquet.read_table(tmp_path / "train.parquet").to_pylist()
@@ -41,7 +41,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.real_engine
-def test_the_prompt_ids_of_the_data_are_those_of_the_warm_up(tmp_path: Path) -> None:
+def test_prompt_ids_of_data_and_warm_up_are_equal(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     pytest.importorskip("transformers")
     tokenizer = make_tokenizer()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The empty model: shapes that the engines accept, weights that the seed alone decides."""
+"""The untrained model: shapes that the engines accept, weights that depend on the seed alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_head_size_without_a_kernel_is_refused(head_dim: int) -> None:
         ModelSpec(head_dim=head_dim, hidden_size=head_dim * 2)
 
 
-def test_a_width_that_heads_do_not_fill_is_refused() -> None:
+def test_a_width_that_is_no_multiple_of_head_dim_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of head_dim 64"):
         ModelSpec(head_dim=64, hidden_size=96)
 
@@ -52,7 +52,7 @@ def test_the_end_and_pad_tokens_reach_both_configs(tokenizer: Any) -> None:
 
 
 @pytest.mark.real_engine
-def test_the_seed_decides_the_weights_and_leaves_the_callers_random_state(tokenizer: Any) -> None:
+def test_the_seed_determines_the_weights_and_random_state_is_kept(tokenizer: Any) -> None:
     import torch
 
     torch.manual_seed(5)

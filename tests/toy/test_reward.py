@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule: right answers alone score, however wrong ones are malformed."""
+"""The reward rule: only exact answers score, for any kind of malformed response."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_digits_of_other_scripts_do_not_count_even_when_the_truth_has_them() -> 
 
 
 @given(st.integers(min_value=0, max_value=10**9), st.integers(min_value=0, max_value=10**9))
-def test_one_number_is_right_for_another_only_if_equal(said: int, truth: int) -> None:
-    assert score(str(said), str(truth)) == float(said == truth)
+def test_only_an_equal_number_is_correct(written: int, truth: int) -> None:
+    assert score(str(written), str(truth)) == float(written == truth)
 
 
 @given(st.text())
@@ -63,14 +63,14 @@ def test_the_score_is_a_float_for_any_text(solution: str) -> None:
     assert result in (0.0, 1.0)
 
 
-def test_it_takes_the_keywords_that_verl_passes() -> None:
+def test_it_accepts_the_keywords_that_verl_passes() -> None:
     result = reward.compute_score(
         data_source="x", solution_str="3", ground_truth="3", extra_info=None, reward_router_address="unused"
     )
     assert result == 1.0
 
 
-def test_the_file_stands_alone() -> None:
+def test_the_file_imports_the_standard_library_only() -> None:
     path = Path(reward.__file__)
     assert runpy.run_path(str(path))["compute_score"]("x", "3", "3") == 1.0
     imported = {

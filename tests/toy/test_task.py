@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic: every sum is asked once, answered right, and split by the seed alone."""
+"""The arithmetic: every sum occurs once, with the correct answer, and the split depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OPERANDS = st.integers(min_value=0, max_value=10**6)
 
 
 @given(OPERANDS, OPERANDS)
-def test_the_answer_is_the_sum_of_what_the_prompt_shows(left: int, right: int) -> None:
+def test_the_answer_is_the_sum_of_the_operands(left: int, right: int) -> None:
     problem = Problem(left, right)
     shown_left, shown_right = problem.prompt.removesuffix("=").split("+")
     assert int(problem.answer) == int(shown_left) + int(shown_right)
@@ -32,12 +32,12 @@ def test_a_careless_answer_has_as_many_digits(left: int, right: int, seed: int, 
 
 
 @given(OPERANDS, OPERANDS)
-def test_a_teacher_who_never_slips_is_right(left: int, right: int) -> None:
+def test_a_slip_rate_of_zero_gives_the_right_answer(left: int, right: int) -> None:
     problem = Problem(left, right)
     assert careless_answer(problem, random.Random(0), 0.0) == problem.answer
 
 
-def test_slips_come_at_the_rate_asked_for() -> None:
+def test_slips_occur_at_the_requested_rate() -> None:
     rng = random.Random(0)
     problem = Problem(44, 0)
     kept = sum(careless_answer(problem, rng, 0.25).count("4") for _ in range(4000)) / 8000
@@ -51,7 +51,7 @@ def test_slips_come_at_the_rate_asked_for() -> None:
     seed=st.integers(),
     data=st.data(),
 )
-def test_every_sum_is_in_exactly_one_half(
+def test_every_sum_is_in_exactly_one_split(
     min_operand: int, span: int, seed: int, data: st.DataObject
 ) -> None:
     num_problems = (span + 1) ** 2
@@ -65,7 +65,7 @@ def test_every_sum_is_in_exactly_one_half(
     assert len(split.val) == num_val
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_the_seed_determines_the_order() -> None:
     spec = TaskSpec()
     assert split_problems(spec, 1) == split_problems(spec, 1)
     assert split_problems(spec, 1) != split_problems(spec, 2)

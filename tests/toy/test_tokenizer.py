@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer: one token a byte, one template, and the ids that verl would make."""
+"""The tokenizer: one token per byte, one template, and the ids that verl produces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tokenizer() -> Any:
     return make_tokenizer()
 
 
-def test_the_length_is_the_vocabulary_of_the_model(tokenizer: Any) -> None:
+def test_the_length_equals_the_models_vocabulary(tokenizer: Any) -> None:
     assert len(tokenizer) == VOCAB_SIZE
     assert sorted(tokenizer.get_vocab().values()) == list(range(VOCAB_SIZE))
 
@@ -46,7 +46,7 @@ def test_a_newline_is_one_token_and_the_end_of_turn_is_known(tokenizer: Any) -> 
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
-def test_text_without_special_tokens_comes_back(tokenizer: Any, text: str) -> None:
+def test_text_without_special_tokens_round_trips(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     if PAD_TOKEN not in text and EOS_TOKEN not in text:
         assert len(ids) == len(text.encode())

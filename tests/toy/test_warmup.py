@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The warm-up: what is supervised, when it stops, and what it leaves as it found it."""
+"""The warm-up: what it trains on, when it stops, and what it restores."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ def model(tokenizer: Any) -> Any:
 
 
 @pytest.mark.real_engine
-def test_a_policy_that_cannot_be_taught_in_time_is_an_error(tokenizer: Any, model: Any) -> None:
+def test_a_policy_that_does_not_learn_in_time_is_an_error(tokenizer: Any, model: Any) -> None:
     spec = WarmupSpec(taught_accuracy=1.0, max_taught_steps=2, **SHORT)
     with pytest.raises(WarmupFailed, match="after 2 steps"):
         warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lambda _: None)
 
 
 @pytest.mark.real_engine
-def test_a_policy_that_the_careless_teacher_ruined_is_an_error(tokenizer: Any, model: Any) -> None:
+def test_a_policy_ruined_by_the_second_phase_is_an_error(tokenizer: Any, model: Any) -> None:
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=1.0, max_slip_steps=2, **SHORT)
     with pytest.raises(WarmupFailed, match="needs 1.0 to start"):
         warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lambda _: None)
 
 
 @pytest.mark.real_engine
-def test_the_careless_teacher_goes_on_while_the_policy_is_too_bad_for_rl(
+def test_the_second_phase_continues_while_the_policy_is_too_weak(
     tokenizer: Any, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter([0.0, 0.0, 0.0, 0.5])
@@ -68,13 +68,13 @@ def test_the_careless_teacher_goes_on_while_the_policy_is_too_bad_for_rl(
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=0.1, **SHORT)
     assert warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lines.append) == 0.5
     assert [line.split("after ")[-1].split(",")[0] for line in lines[1:]] == [
-        "1 careless steps",
-        "2 careless steps",
+        "1 steps on wrong digits",
+        "2 steps on wrong digits",
     ]
 
 
 @pytest.mark.real_engine
-def test_it_trains_reports_and_restores_torchs_state(tokenizer: Any, model: Any) -> None:
+def test_warm_up_trains_reports_and_restores_torchs_state(tokenizer: Any, model: Any) -> None:
     import torch
 
     torch.manual_seed(5)
@@ -93,11 +93,11 @@ def test_it_trains_reports_and_restores_torchs_state(tokenizer: Any, model: Any)
 
 
 @pytest.mark.real_engine
-def test_accuracy_counts_answers_that_are_right_to_the_end_token(tokenizer: Any, model: Any) -> None:
+def test_accuracy_counts_responses_correct_up_to_the_end_token(tokenizer: Any, model: Any) -> None:
     import torch
 
     class Scripted:
-        """Answers 46 to everything; closes the answer or goes on."""
+        """Responds 46 to every prompt; ends the response or continues."""
 
         def __init__(self, closes: bool) -> None:
             self.tail = tokenizer.eos_token_id if closes else tokenizer.encode("0")[0]

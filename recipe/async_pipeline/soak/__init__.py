@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline soak`: the real stack on the small task, with faults put in for real, one after another.
+"""`async-pipeline soak`: run the toy task on the real stack and inject real faults, one after another.
 
-    faults.py     what is done to a run, and how one sees that it has recovered
-    job.py        the run: started, killed, started again; its processes, its events
-    nemesis.py    which fault comes next (seeded), and what the run made of it
-    judge.py      the reward function of such a run, which can be told to misbehave
-    processes.py  found by an environment variable, however deep
-    small_disk.py a disk for checkpoints that can be filled
-    command.py    the command line, and what it prints
+    faults        the faults, and how recovery from each is detected
+    job           the run: start, kill, restart; its processes and events
+    nemesis       which fault comes next (seeded), and the report
+    judge         the reward function of such a run, which misbehaves on request
+    processes     the processes of a run, found by an environment variable
+    small_disk    a disk for checkpoints that can be filled
 
-What must hold afterwards is checked by the auditors that any run has: `core.audit` over the ledger,
-`core.event_audit`
-over the event log of each process.
+The command is `cli/soak.py`. The result is checked by the auditors that every run has: `core.ledger_audit`
+on the ledger, and `core.event_audit` on the event log of each process.
 """

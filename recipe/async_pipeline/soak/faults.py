@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a run, and what shows that it has recovered.
+"""The faults, and how recovery from each is detected.
 
-Each fault is a function that inflicts it and, if it passes by itself, waits until it has passed.
+A fault is a function that injects it and, if it is temporary, waits until it has passed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,19 @@ from .processes import send
 from .small_disk import empty, fill
 
 STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
-"""A stalled engine gets one slice in so many, for so long."""
+"""A stalled engine runs for one slice of SLICE_S in STALL_FACTOR, for STALL_S seconds."""
 MISJUDGED_S = 8.0
+"""Seconds for which the reward function misbehaves."""
 CORRUPT_S, STOPPED_S = 1.5, 5.0
+"""Seconds around a corruption, and at most between stopping the servers and the next version."""
 NEAR = 1 << 16
+"""Bytes at the beginning of a bucket among which one is corrupted."""
 FULL_S = 120.0
+"""Seconds until a checkpoint must have failed on a full disk."""
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
+"""Requests of a burst, seconds for which the engine is stopped meanwhile, deadline of a request."""
 NEXT_VERSION_S = 60.0
+"""Seconds until the next weight version must have been gathered."""
 
 
 class Fault(NamedTuple):
@@ -37,27 +43,28 @@ class Fault(NamedTuple):
     text: str
     inflict: Callable[[SoakJob], None]
     over: Literal["a replica is back", "versions are served again", "the run is back"]
-    """What shows that the run has recovered."""
+    """The evidence that the run has recovered."""
 
 
 def kill_engine(job: SoakJob) -> None:
+    """Kill an engine core with SIGKILL."""
     send(job.pick(ENGINE).pid, signal.SIGKILL)
 
 
 def kill_replica(job: SoakJob) -> None:
+    """Kill a replica's server with SIGKILL."""
     send(job.pick(SERVER).pid, signal.SIGKILL)
 
 
 def kill_receiver(job: SoakJob) -> None:
-    """As soon as a version was gathered, so that the engine dies while it loads it, or right before or
-    after.
-    """
+    """Kill an engine core right after a version was gathered: before, during or after its load."""
     engine = job.pick(ENGINE)
-    job.wait_for("a version that is gathered", _has("GATHERED"), NEXT_VERSION_S)
+    job.wait_for("a gathered version", _has("GATHERED"), NEXT_VERSION_S)
     send(engine.pid, signal.SIGKILL)
 
 
 def stall_replica(job: SoakJob) -> None:
+    """Slow an engine core down with SIGSTOP and SIGCONT."""
     engine, until = job.pick(ENGINE), time.monotonic() + STALL_S
     while time.monotonic() < until:
         send(engine.pid, signal.SIGSTOP)
@@ -67,27 +74,26 @@ def stall_replica(job: SoakJob) -> None:
 
 
 def corrupt_bucket(job: SoakJob) -> None:
-    """One bit of each bucket, once the checksums are known and before a replica has looked at them; then
-    it heals.
-    """
+    """Flip one bit of each bucket between checksum and load, and restore it afterwards."""
     deadline = time.monotonic() + NEXT_VERSION_S
-    while not _flip_while_nobody_looks(job):
+    while not _flip_while_stopped(job):
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"{NEXT_VERSION_S:g} s without a version that is gathered while the replicas stand still"
+                f"no version was gathered within {NEXT_VERSION_S:g} s while the replicas were stopped"
             )
         time.sleep(CORRUPT_S)
 
 
-def _flip_while_nobody_looks(job: SoakJob) -> bool:
-    """False: no version came while the replicas stood still, since they had to answer something for it;
-    nothing was flipped.
+def _flip_while_stopped(job: SoakJob) -> bool:
+    """Stop the servers, flip bits once a version is gathered, and continue them; return whether it worked.
+
+    It fails, and flips nothing, if the next version needs a response from a stopped server.
     """
     servers = [found.pid for found in job.processes(SERVER)]
     for pid in servers:
         send(pid, signal.SIGSTOP)
     try:
-        job.wait_for("a version that is gathered", _has("GATHERED"), STOPPED_S)
+        job.wait_for("a gathered version", _has("GATHERED"), STOPPED_S)
         time.sleep(CORRUPT_S)
         flipped = [flip for name in _buckets(job) if (flip := _flip(name, job.random.random())) is not None]
     except TimeoutError:
@@ -95,48 +101,56 @@ def _flip_while_nobody_looks(job: SoakJob) -> bool:
     finally:
         for pid in servers:
             send(pid, signal.SIGCONT)
+
     time.sleep(CORRUPT_S)
-    for name, place, found in flipped:
-        _heal(name, place, found)
+    for name, offset, byte in flipped:
+        _heal(name, offset, byte)
     return True
 
 
 def _buckets(job: SoakJob) -> list[str]:
-    """The large segments of the processes of a run."""
+    """Return the names of the large shared-memory segments of the run's processes."""
     pids = {str(found.pid) for found in job.processes()}
-    mine = [path for path in SHM_DIR.glob("async_pipeline-*") if path.name.split("-")[2] in pids]
-    largest = max((path.stat().st_size for path in mine), default=0)
-    return [path.name for path in mine if path.stat().st_size * 2 > largest]
+    segments = [path for path in SHM_DIR.glob("async_pipeline-*") if path.name.split("-")[2] in pids]
+    largest = max((path.stat().st_size for path in segments), default=0)
+    return [path.name for path in segments if path.stat().st_size * 2 > largest]
 
 
 def _flip(name: str, where: float) -> tuple[str, int, int] | None:
-    """Name, place and the byte as it was; near the beginning, where tensors are. None: nothing is there."""
+    """Flip one bit near the beginning of a segment, where tensors are.
+
+    `where`: position among the non-zero bytes, 0 to 1. Returns the name, the offset and the original byte, or
+    None if all bytes there are zero.
+    """
     fd = open_own(name)
     try:
         text = os.pread(fd, NEAR, 0)
         used = [i for i, byte in enumerate(text) if byte]
         if not used:
             return None
-        place = used[int(where * len(used))]
-        os.pwrite(fd, bytes([text[place] ^ 1]), place)
-        return name, place, text[place]
+
+        offset = used[int(where * len(used))]
+        os.pwrite(fd, bytes([text[offset] ^ 1]), offset)
+        return name, offset, text[offset]
     finally:
         os.close(fd)
 
 
-def _heal(name: str, place: int, byte: int) -> None:
-    """Unless somebody has written there meanwhile."""
+def _heal(name: str, offset: int, byte: int) -> None:
+    """Restore a flipped byte, unless it has been overwritten since."""
     if not (SHM_DIR / name).exists():
         return
     fd = open_own(name)
     try:
-        if os.pread(fd, 1, place) == bytes([byte ^ 1]):
-            os.pwrite(fd, bytes([byte]), place)
+        if os.pread(fd, 1, offset) == bytes([byte ^ 1]):
+            os.pwrite(fd, bytes([byte]), offset)
     finally:
         os.close(fd)
 
 
 def _judge(mood: str) -> Callable[[SoakJob], None]:
+    """Return a fault that puts the reward function into a mood for MISJUDGED_S seconds."""
+
     def misjudge(job: SoakJob) -> None:
         control = control_of(job.folder)
         control.write_text(mood)
@@ -147,17 +161,18 @@ def _judge(mood: str) -> Callable[[SoakJob], None]:
 
 
 def control_of(folder: Path) -> Path:
-    """The file that tells the judge how to judge."""
+    """Return the file that sets the judge's mood."""
     return folder / "judge"
 
 
 def kill_run(job: SoakJob) -> None:
+    """Kill every process of the run, then start it again."""
     job.kill()
     job.start()
 
 
 def full_disk(job: SoakJob) -> None:
-    """Until a checkpoint could not be written."""
+    """Fill the disk until a checkpoint fails."""
     disk, since = job.folder / "disk", job.log.stat().st_size
     fill(disk)
     try:
@@ -167,7 +182,7 @@ def full_disk(job: SoakJob) -> None:
 
 
 def burst(job: SoakJob) -> None:
-    """Requests of somebody else, all at once, while the engine stands still."""
+    """Send many requests from outside at the same time while the engine is stopped."""
     server = job.pick(SERVER)
     engines = [
         child.pid
@@ -183,31 +198,32 @@ async def _burst(port: int, engines: Sequence[int]) -> None:
     base = f"http://127.0.0.1:{port}/v1"
     timeout = aiohttp.ClientTimeout(total=BURST_LIMIT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        async with session.get(f"{base}/models") as answer:
-            model = (await answer.json())["data"][0]["id"]
+        async with session.get(f"{base}/models") as response:
+            model = (await response.json())["data"][0]["id"]
 
-        async def ask() -> int:
-            request = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
-            async with session.post(f"{base}/completions", json=request) as answer:
-                await answer.read()
-                return answer.status
+        async def request() -> int:
+            body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
+            async with session.post(f"{base}/completions", json=body) as response:
+                await response.read()
+                return response.status
 
         for pid in engines:
             send(pid, signal.SIGSTOP)
         try:
-            asking = [asyncio.create_task(ask()) for _ in range(BURST)]
+            requests = [asyncio.create_task(request()) for _ in range(BURST)]
             await asyncio.sleep(PAUSE_S)
         finally:
             for pid in engines:
                 send(pid, signal.SIGCONT)
-        answered = await asyncio.gather(*asking, return_exceptions=True)
-    lost = [one for one in answered if one != 200]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+
+    lost = [one for one in results if one != 200]
     if lost:
-        raise SoakFailed(f"{len(lost)} of {BURST} requests were not answered, e.g. {lost[0]!r}")
+        raise SoakFailed(f"{len(lost)} of {BURST} requests got no response, e.g. {lost[0]!r}")
 
 
 def _port_of(pid: int) -> int:
-    """Where a process answers HTTP on this machine. Raises SoakFailed: nowhere."""
+    """Return the local HTTP port of a process. Raises SoakFailed if it has none."""
     for connection in psutil.Process(pid).net_connections(kind="tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.ip in ("127.0.0.1", "::1"):
             return int(connection.laddr.port)
@@ -222,7 +238,7 @@ FAULTS: Mapping[str, Fault] = {
     "kill_engine": Fault("SIGKILL of a vLLM engine core", kill_engine, "a replica is back"),
     "kill_replica": Fault("SIGKILL of a replica's server", kill_replica, "a replica is back"),
     "kill_receiver": Fault(
-        "SIGKILL of an engine core while it gets new weights", kill_receiver, "a replica is back"
+        "SIGKILL of an engine core while it loads weights", kill_receiver, "a replica is back"
     ),
     "stall_replica": Fault(
         f"an engine core {STALL_FACTOR} times slower for {STALL_S:g} s",
@@ -230,43 +246,43 @@ FAULTS: Mapping[str, Fault] = {
         "versions are served again",
     ),
     "corrupt_bucket": Fault(
-        "a flipped bit in weights on their way", corrupt_bucket, "versions are served again"
+        "a flipped bit in weights in transit", corrupt_bucket, "versions are served again"
     ),
     "slow_reward": Fault(
-        "one answer in four takes a second to score", _judge("slow"), "versions are served again"
+        "one response in four takes a second to score", _judge("slow"), "versions are served again"
     ),
     "raising_reward": Fault(
-        "the reward function raises for one answer in four", _judge("raise"), "versions are served again"
+        "the reward function raises for one response in four", _judge("raise"), "versions are served again"
     ),
     "hanging_reward": Fault(
-        "the reward function hangs for one answer in four", _judge("hang"), "versions are served again"
+        "the reward function hangs for one response in four", _judge("hang"), "versions are served again"
     ),
     "full_disk": Fault(
-        "no byte is left for a checkpoint (needs root, to mount a small disk)",
+        "no space is left for a checkpoint (needs root, to mount a small disk)",
         full_disk,
         "versions are served again",
     ),
     "burst": Fault(
-        f"{BURST} requests of somebody else while an engine stands still", burst, "versions are served again"
+        f"{BURST} requests from outside while an engine is stopped", burst, "versions are served again"
     ),
     "kill_run": Fault(
-        "SIGKILL of every process of the run, then the same command", kill_run, "the run is back"
+        "SIGKILL of every process of the run, then the same command again", kill_run, "the run is back"
     ),
 }
 
 
 def strike(job: SoakJob, fault: Fault, timeout_s: float) -> float:
-    """Inflict a fault; returns the seconds from its end until the run has recovered.
+    """Inject a fault; return the seconds from its end until the run has recovered.
 
-    Raises SoakFailed: the run ended. TimeoutError: it does not recover.
+    Raises SoakFailed if the run ended, TimeoutError if it does not recover within `timeout_s`.
     """
     since = job.now()
     fault.inflict(job)
     over = time.monotonic()
     if fault.over == "a replica is back":
-        job.wait_for("a replica that is back", _came_back, timeout_s, since)
+        job.wait_for("a rejoined replica", _came_back, timeout_s, since)
     elif fault.over == "the run is back":
-        job.wait_for("a step of the run that goes on", _served(2), START_S, since=0)
+        job.wait_for("a step of the resumed run", _served(2), START_S, since=0)
     else:
         job.wait_for("two more versions served", _served(2), timeout_s)
     return time.monotonic() - over

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on the real stack that can be looked at, hurt, killed and started again."""
+"""A run on the real stack that can be observed, damaged, killed and restarted."""
 
 from __future__ import annotations
 
@@ -20,36 +20,39 @@ from ..errors import AsyncPipelineError
 from .processes import Found, processes_with, send
 
 MARK = "ASYNC_PIPELINE_SOAK"
+"""Environment variable that all processes of a run inherit."""
 POLL_S = 0.05
 START_S = 600.0
+"""Seconds for the run to start."""
 STOP_S = 60.0
+"""Seconds for the run to end after Ctrl-C."""
 ENGINE, SERVER = "VLLM::EngineCore", "ray::PipelineVLLMServer"
 Record = Mapping[str, Any]
 
 
 class SoakFailed(AsyncPipelineError, RuntimeError):
-    """The run ended, or did not recover, so that nothing more could be tried."""
+    """The run ended or did not recover, so no further fault can be injected."""
 
 
 class SoakJob:
-    """One run directory, and the process that writes there; after a kill, the next one."""
+    """One run directory and the process that currently writes to it."""
 
     def __init__(self, folder: Path, overrides: Sequence[str], task: Path, seed: int) -> None:
-        """`folder`: for the run directory, the log and whatever the faults need."""
+        """Prepare a run. `folder` holds the run directory, the log and the files of the faults."""
         self.folder, self.run_dir, self.log = folder, folder / "run", folder / "job.log"
         self.random = random.Random(seed)
-        """Which process is hurt, and where."""
+        """Chooses which process is hit, and where."""
         self._overrides, self._task = overrides, task
         self._process: subprocess.Popen[bytes] | None = None
         self._events = self.run_dir / "events.jsonl"
         self._read_to, self._rest = 0, b""
         self.records: list[Record] = []
-        """Events of the process that runs, as far as they were read."""
+        """Events of the current process that were read so far."""
 
-    # Its life.
+    # Life cycle.
 
     def start(self) -> None:
-        """Start, or go on from the last checkpoint."""
+        """Start the run; it resumes from the last checkpoint if there is one."""
         environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
         watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
         config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", "+async_pipeline=True"]
@@ -64,6 +67,7 @@ class SoakJob:
             *config,
             *self._overrides,
         ]
+
         settings = {
             **os.environ,
             MARK: str(self.folder),
@@ -71,7 +75,8 @@ class SoakJob:
             "ASYNC_PIPELINE_RUN": "soak",
         }
         self._read_to, self._rest, self.records = 0, b"", []
-        # What an earlier process wrote is set aside by the next one, but not at once.
+
+        # A new process renames the event file of the one before it, but only after a while.
         self._old_events = self._events.stat().st_ino if self._events.exists() else None
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -79,7 +84,7 @@ class SoakJob:
             )
 
     def kill(self) -> None:
-        """SIGKILL whoever would clean up, then everybody else. Nothing, if nothing is alive."""
+        """Kill all processes of the run with SIGKILL, `watch` first. No-op if none is alive."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -89,7 +94,7 @@ class SoakJob:
             time.sleep(POLL_S)
 
     def interrupt(self) -> int:
-        """Ctrl-C; returns the exit status. Raises SoakFailed: it does not end."""
+        """Send Ctrl-C and return the exit status. Raises SoakFailed if the run does not end."""
         assert self._process is not None
         self._process.send_signal(signal.SIGINT)
         try:
@@ -99,27 +104,27 @@ class SoakJob:
             raise SoakFailed(f"the run did not end within {STOP_S:g} s of Ctrl-C; see {self.log}") from None
 
     def check_alive(self) -> None:
-        """Raises SoakFailed: the run ended by itself."""
+        """Raise SoakFailed if the run ended by itself."""
         if self._process is None or self._process.poll() is not None:
             raise SoakFailed(
                 f"the run ended by itself: {last_error(self.log.read_text(errors='replace'))}; see {self.log}"
             )
 
-    # What can be seen of it.
+    # Observation.
 
     def processes(self, part: str = "") -> list[Found]:
-        """Those whose command line holds a text."""
+        """Return the live processes whose command line contains `part`."""
         return [found for found in processes_with(MARK, str(self.folder)) if part in found.command]
 
     def pick(self, part: str) -> Found:
-        """One of them. Raises SoakFailed: there is none."""
+        """Return a random process whose command line contains `part`. Raises SoakFailed without one."""
         found = sorted(self.processes(part))
         if not found:
-            raise SoakFailed(f"no process of the run is called {part}")
+            raise SoakFailed(f"no process of the run has {part} in its command line")
         return self.random.choice(found)
 
     def read(self) -> list[Record]:
-        """Events that are new since the last time."""
+        """Return the events since the last call."""
         if not self._events.exists() or self._events.stat().st_ino == self._old_events:
             return []
         with self._events.open("rb") as file:
@@ -132,18 +137,19 @@ class SoakJob:
         return new
 
     def now(self) -> int:
-        """The number of the next event of this process."""
+        """Return the index of the current process's next event."""
         self.read()
         return len(self.records)
 
     def wait_for(
         self, what: str, seen: Callable[[Sequence[Record]], bool], timeout_s: float, since: int | None = None
     ) -> None:
-        """Return when `seen` says so of the events of this process from `since` on, by default from now on.
+        """Return once `seen` accepts the events from index `since` on; the default is from this call on.
 
-        Raises SoakFailed: the run ended. TimeoutError: it goes on, but does not get there.
+        Raises SoakFailed if the run ended, TimeoutError if `seen` does not accept within `timeout_s`.
         """
         begin, deadline = self.now() if since is None else since, time.monotonic() + timeout_s
+
         while True:
             self.read()
             if seen(self.records[begin:]):
@@ -154,7 +160,7 @@ class SoakJob:
             time.sleep(POLL_S)
 
     def wait_for_line(self, text: str, timeout_s: float, since: int) -> None:
-        """Return when a text is in the log behind this place. Raises as `wait_for`."""
+        """Return once the log contains `text` after byte `since`. Raises as `wait_for`."""
         deadline = time.monotonic() + timeout_s
         while text.encode() not in self.log.read_bytes()[since:]:
             self.check_alive()
@@ -163,6 +169,6 @@ class SoakJob:
             time.sleep(POLL_S)
 
     def newest_version(self) -> int:
-        """The newest that is served; -1: none yet, in this process."""
+        """Return the newest version that the current process has served; -1 before the first one."""
         self.read()
         return next((int(r["version"]) for r in reversed(self.records) if r["event"] == "SERVED"), -1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right or wrong, unless the file named `control` says that one answer in four is to be judged badly.
+"""An exact-match reward function that misbehaves for one response in four, if its control file requests it.
 
-Loaded by the processes that score, so it imports nothing of ours.
+The scoring processes load this file by path, so it imports nothing from this package.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MOODS = ("slow", "raise", "hang")
+"""The misbehaviours that the control file can request."""
 SLOW_S = 1.0
 
 
@@ -22,7 +23,7 @@ def score(
     control: str = "",
     **_: Any,
 ) -> float:
-    """1.0 or 0.0. `control`: a file with one of `MOODS`; empty or missing, all is well."""
+    """Return 1.0 or 0.0. `control`: a file that contains one of `MOODS`; empty or missing means none."""
     if int(ground_truth) % 4 == 0:
         _misbehave(Path(control))
     return float(solution_str == ground_truth)
@@ -33,6 +34,6 @@ def _misbehave(control: Path) -> None:
     if mood == "slow":
         time.sleep(SLOW_S)
     elif mood == "raise":
-        raise RuntimeError("the judge was told to raise")
+        raise RuntimeError("the control file requests an exception")
     while mood == "hang":
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which fault comes next, and what a run made of all of them."""
+"""The order of the faults, the loop that injects them, and the report."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ from ..observe.summary import one_line
 from .faults import FAULTS, strike
 from .job import START_S, SoakFailed, SoakJob
 
-QUIET_SHARE, LEAST_QUIET_S = 0.15, 20.0
-"""Part of the time, before the first fault, in which the run shows how fast it is."""
+QUIET_SHARE, MIN_QUIET_S = 0.15, 20.0
+"""Share of the time, and seconds at least, before the first fault; measures the undisturbed speed."""
 GAP_S = (2.0, 6.0)
-"""Between a recovery and the next fault, at least."""
+"""Range of the pause in seconds between a recovery and the next fault."""
 EVERY_S = 45.0
-"""About one fault in so many seconds, so that the run also works between them."""
+"""About one fault per this many seconds, so that the run also works between faults."""
 RECOVERY_S = 120.0
-"""A run that has not recovered by then has hung, which is a violation."""
+"""Seconds after which a run that has not recovered counts as hung, which is a violation."""
 
 
 @dataclass
 class Struck:
-    """One fault, and what became of it."""
+    """One injected fault and its outcome."""
 
     kind: str
     at_s: float
-    """Since the first version was served."""
+    """Seconds since the first version was served."""
     recovery_s: float | None = None
 
 
 @dataclass
 class Outcome:
-    """What happened in a soak."""
+    """The outcome of a soak."""
 
     struck: list[Struck] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
     quiet_steps: int = 0
     quiet_s: float = 0.0
     steps: int = 0
-    """After the quiet time."""
+    """Steps after the quiet time."""
     seconds: float = 0.0
 
 
 def deck(seed: int, kinds: Sequence[str]) -> Iterator[str]:
-    """Every kind once in random order, then again; the kill of the whole run never twice in a row."""
+    """Yield every kind once in random order, again and again, never the same kind twice in a row."""
     source, before = random.Random(seed), ""
+
     while True:
         cards = list(kinds)
         source.shuffle(cards)
@@ -67,23 +68,22 @@ def deck(seed: int, kinds: Sequence[str]) -> Iterator[str]:
 
 
 def room_for(seconds: float) -> int:
-    """How many faults there is time for, the quiet time left out."""
-    return max(1, int((seconds - max(LEAST_QUIET_S, QUIET_SHARE * seconds)) / EVERY_S))
+    """Return how many faults fit into `seconds`, without the quiet time."""
+    return max(1, int((seconds - max(MIN_QUIET_S, QUIET_SHARE * seconds)) / EVERY_S))
 
 
 def faults_within(seconds: float, kinds: int) -> int:
-    """How many to spread over the time: whole rounds of all kinds, one at least."""
+    """Return how many faults to spread over `seconds`: whole rounds of all kinds, at least one round."""
     return kinds * max(1, round(seconds / EVERY_S / kinds))
 
 
 def soak(
     job: SoakJob, kinds: Sequence[str], seconds: float, seed: int, say: Callable[[str], None]
 ) -> Outcome:
-    """Start a run, let it be for a while, then hurt it again and again until the time is up.
+    """Start a run, leave it alone for a while, then inject faults until the time is up.
 
-    The time begins when the first version is served; what is left of it after a recovery is shared out evenly
-    among the
-    faults to come. A run that ends by itself, or does not recover, is a violation.
+    The time starts when the first version is served; after each recovery, the remaining time is divided
+    evenly among the remaining faults. A run that ends by itself or does not recover is a violation.
     """
     outcome, source = Outcome(), random.Random(seed)
     job.start()
@@ -95,14 +95,17 @@ def soak(
             since=0,
         )
         begun = time.monotonic()
+
+        # The first steps are slower than the rest: leave them out of the undisturbed speed.
         job.wait_for(
             "two steps", lambda records: sum(r["event"] == "SERVED" for r in records) > 2, RECOVERY_S, since=0
         )
         quiet, before = time.monotonic(), job.newest_version()
-        _sleep(job, max(LEAST_QUIET_S, QUIET_SHARE * seconds))
+        _sleep(job, max(MIN_QUIET_S, QUIET_SHARE * seconds))
         first = job.newest_version()
         outcome.quiet_s, outcome.quiet_steps = time.monotonic() - quiet, first - before
         say(f"undisturbed: {outcome.quiet_steps} steps in {outcome.quiet_s:.0f} s")
+
         hurt, end = time.monotonic(), begun + seconds
         cards = list(islice(deck(seed, kinds), faults_within(end - hurt, len(kinds))))
         for dealt, kind in enumerate(cards):
@@ -110,6 +113,7 @@ def soak(
             _sleep(job, source.uniform(*GAP_S))
             if time.monotonic() > end:
                 break
+
             one = Struck(kind, time.monotonic() - begun)
             outcome.struck.append(one)
             say(f"{one.at_s:6.0f} s  version {job.newest_version()}  {kind}: {FAULTS[kind].text}")
@@ -119,6 +123,7 @@ def soak(
                 f"{one.recovery_s:.1f} s"
             )
             _sleep(job, next_s - time.monotonic())
+
         outcome.seconds, outcome.steps = time.monotonic() - hurt, job.newest_version() - first
         job.interrupt()
     except (SoakFailed, TimeoutError) as error:
@@ -130,7 +135,7 @@ def soak(
 
 
 def _sleep(job: SoakJob, seconds: float) -> None:
-    """Raises SoakFailed: the run ended meanwhile."""
+    """Sleep. Raises SoakFailed if the run ends in the meantime."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, 0.5))
@@ -138,10 +143,11 @@ def _sleep(job: SoakJob, seconds: float) -> None:
 
 
 def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, Any]:
-    """What `soak --json` prints."""
+    """Return the report that `soak --json` prints."""
     ledger = audit_file(run_dir)
     recovered = [one.recovery_s for one in outcome.struck if one.recovery_s is not None]
     injected = Counter(one.kind for one in outcome.struck)
+
     return {
         "faults_injected": dict(sorted(injected.items())),
         "not_injected": [kind for kind in kinds if kind not in injected],
@@ -159,7 +165,7 @@ def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, A
 
 
 def samples(ledger: Audit) -> dict[str, int]:
-    """Prompts, by their fate."""
+    """Return the number of prompts by their fate."""
     return {
         "dispatched": ledger.dispatched,
         "trained": ledger.trained,
@@ -171,7 +177,7 @@ def samples(ledger: Audit) -> dict[str, int]:
 
 
 def violations_of(run_dir: Path) -> list[str]:
-    """Of the event logs of all processes that wrote into a run directory."""
+    """Return the violations in the event logs of all processes that wrote to a run directory."""
     return [
         f"{path.name}: {text}"
         for path in sorted(run_dir.glob("events*.jsonl"))
@@ -180,7 +186,7 @@ def violations_of(run_dir: Path) -> list[str]:
 
 
 def _records(path: Path) -> Iterable[dict[str, Any]]:
-    """The lines that were written to their end: the last one may not be, in a process that was killed."""
+    """Yield the complete lines; a killed process may have left an incomplete last line."""
     with path.open("rb") as lines:
         for line in lines:
             if line.endswith(b"\n"):
@@ -188,14 +194,14 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def goodput_ratio(outcome: Outcome) -> float | None:
-    """Steps that stay, per second, with faults to without."""
+    """Return the steps per second that were kept, with faults relative to without; None without both."""
     if not outcome.quiet_steps or not outcome.seconds:
         return None
     return round(outcome.steps / outcome.seconds / (outcome.quiet_steps / outcome.quiet_s), 3)
 
 
 def by_kind(struck: Iterable[Struck]) -> dict[str, list[float]]:
-    """Seconds until the run had recovered, for each fault that it recovered from."""
+    """Return the recovery times in seconds by kind of fault."""
     found: dict[str, list[float]] = {}
     for one in struck:
         if one.recovery_s is not None:

@@ -17,9 +17,10 @@ class Found(NamedTuple):
 
 
 def processes_with(name: str, value: str) -> list[Found]:
-    """Those of any user that this one may look at."""
+    """Return the live processes, among those readable by this user, with the environment variable set."""
     wanted = f"{name}={value}".encode()
     found = []
+
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -34,7 +35,7 @@ def processes_with(name: str, value: str) -> list[Found]:
 
 
 def send(pid: int, signal_number: signal.Signals) -> bool:
-    """False: the process is gone."""
+    """Send a signal; return False if the process is gone."""
     try:
         os.kill(pid, signal_number)
     except ProcessLookupError:

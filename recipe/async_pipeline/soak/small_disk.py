@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small disk in memory, for checkpoints, that can be filled to the last byte."""
+"""A small in-memory disk for checkpoints that can be filled to the last byte."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ BLOCK = 1 << 16
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount it on a folder. Raises ConfigError: this user may not mount."""
+    """Mount the disk on `folder` while the context lasts. Raises ConfigError if this user may not mount."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m,mode=0700", "tmpfs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(
-            f"--faults full_disk needs a small disk, and mounting one failed ({done.stderr.strip()}); be "
-            "root, or leave it out"
+            f"--faults full_disk must mount a small disk, which failed ({done.stderr.strip()}); run as root, "
+            "or leave the fault out"
         )
     try:
         yield folder
@@ -33,7 +33,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Until nothing more fits."""
+    """Write until the disk is full."""
     with (folder / FILLER).open("wb", buffering=0) as file:
         try:
             while True:
@@ -43,5 +43,5 @@ def fill(folder: Path) -> None:
 
 
 def empty(folder: Path) -> None:
-    """Take back what `fill` did."""
+    """Delete the file that `fill` wrote."""
     (folder / FILLER).unlink(missing_ok=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One directory that holds the whole toy: made once per set of parameters, finished or absent.
+"""One directory with the whole toy task, made once per set of parameters, complete or absent.
 
 The directory's name contains a hash of every parameter, so a changed default makes a new directory. It is
-filled under a temporary name, its marker is written last, and it is then renamed: a reader that finds
-the marker finds everything.
+filled under a temporary name, its marker is written last, and then it is renamed: a reader that finds the
+marker finds everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recipe.async_pipeline.toy.model import ModelSpec
 from recipe.async_pipeline.toy.task import TaskSpec
 from recipe.async_pipeline.toy.warmup import WarmupSpec
 
-# Raise it when the code makes something else of the same parameters.
+# Increase it when the code produces a different result from the same parameters.
 FORMAT = 1
 MARKER = "toy.json"
 REWARD_FILE = Path(__file__).with_name("reward.py")
@@ -31,7 +31,7 @@ REWARD_FILE = Path(__file__).with_name("reward.py")
 
 @dataclass(frozen=True, kw_only=True)
 class ToySpec:
-    """Everything that decides what is made."""
+    """All parameters of the toy."""
 
     seed: int = 0
     task: TaskSpec = field(default_factory=TaskSpec)
@@ -40,16 +40,16 @@ class ToySpec:
 
     @classmethod
     def of(cls, *, seed: int, tied: bool) -> ToySpec:
-        """The default toy with the two choices that the command offers."""
+        """Return the default toy with the two choices that the command offers."""
         return cls(seed=seed, model=ModelSpec(tied=tied))
 
     def parameters(self) -> dict[str, Any]:
-        """All parameters and the format, as plain values."""
+        """Return all parameters and the format, as plain values."""
         return {"format": FORMAT, **dataclasses.asdict(self)}
 
     @property
     def dir_name(self) -> str:
-        """Name of the directory: what a person wants to see of the parameters, then the hash of all."""
+        """Name of the directory: the parameters of most interest, then the hash of all."""
         text = json.dumps(self.parameters(), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         return f"addition-{'tied' if self.model.tied else 'untied'}-seed{self.seed}-{digest}"
@@ -57,13 +57,13 @@ class ToySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What making the toy showed."""
+    """Measurements taken while the toy was made."""
 
     accuracy_after_warmup: float
-    """Share of validation sums that the policy gets right when it samples at temperature 1."""
+    """Share of validation sums that the policy answers correctly, sampled at temperature 1."""
 
     seconds: float
-    """How long it took to make."""
+    """Time it took to make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Toy:
     measured: Measured
 
     def as_dict(self) -> dict[str, str | float]:
-        """Every path and measurement: what `task make --json` prints."""
+        """Return every path and measurement, as `task make --json` prints them."""
         return {
             "dir": str(self.dir),
             "model": str(self.dir / "model"),
@@ -90,15 +90,16 @@ Fill = Callable[[ToySpec, Path, Callable[[str], None]], float]
 
 
 def ensure_toy(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None) -> Toy:
-    """Return the toy of `spec` under `root`; make it first if it is absent or half made.
+    """Return the toy of `spec` under `root`; make it first if it is absent or incomplete.
 
-    Two processes may do this at once: the first to finish wins and the other uses its result.
-    Raises WarmupFailed, and leaves nothing behind.
+    Two processes may do this at the same time: the first to finish wins and the other uses its result.
+    Raises WarmupFailed, and then leaves nothing behind.
     """
     final = root / spec.dir_name
     finished = find_finished(final)
     if finished is not None:
         return finished
+
     started = time.monotonic()
     work = root / f".{spec.dir_name}.{uuid.uuid4().hex}.tmp"
     work.mkdir(parents=True)
@@ -113,7 +114,7 @@ def ensure_toy(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill
 
 
 def find_finished(final: Path) -> Toy | None:
-    """Return the toy in `final`, or None if its marker is missing or cut short."""
+    """Return the toy in `final`, or None if its marker is missing or incomplete."""
     try:
         measured = json.loads((final / MARKER).read_text(encoding="utf-8"))["measured"]
         return Toy(dir=final, measured=Measured(**measured))
@@ -122,21 +123,23 @@ def find_finished(final: Path) -> Toy | None:
 
 
 def _publish(work: Path, final: Path) -> Toy:
+    """Rename `work` to `final` unless a finished toy exists there; return the toy in `final`."""
     if find_finished(final) is None:
         shutil.rmtree(final, ignore_errors=True)
         try:
             work.rename(final)
         except OSError:
-            # Another process published between our look and our rename; its result is as good as ours.
+            # Another process published it between our check and our rename; its result is equivalent.
             if find_finished(final) is None:
                 raise
+
     toy = find_finished(final)
     assert toy is not None, f"{final} was just published and has no marker"
     return toy
 
 
 def fill_toy(spec: ToySpec, work: Path, report: Callable[[str], None]) -> float:
-    """Make data, tokenizer and warmed-up model in `work`; the weights are saved in bf16, as served.
+    """Make data, tokenizer and warmed-up model in `work`; the weights are saved in bf16, as they are served.
 
     Returns the accuracy of the policy before it is rounded to bf16. Takes about half a minute on two cores.
     """
@@ -157,10 +160,11 @@ def fill_toy(spec: ToySpec, work: Path, report: Callable[[str], None]) -> float:
     model = make_model(spec.model, tokenizer, spec.seed)
     accuracy = warm_up(model, tokenizer, split, spec.warmup, seed=spec.seed, report=report)
     report(
-        f"warm-up done: accuracy {accuracy:.2f} on sums it has not seen, spoiled on purpose so that RL has "
-        "something to mend"
+        f"warm-up done: accuracy {accuracy:.2f} on unseen sums, degraded on purpose so that RL has something "
+        "to learn"
     )
-    # One shard does not need a progress bar among the report's lines.
+
+    # A progress bar for one shard would clutter the report.
     disable_progress_bar()
     try:
         model.to(torch.bfloat16).save_pretrained(work / "model")

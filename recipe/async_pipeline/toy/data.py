@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parquet files that verl reads: one row a sum, in verl's columns."""
+"""The parquet files that verl reads: one row per sum, in verl's columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA_SOURCE = "async_pipeline/addition"
 
 
 def make_row(problem: Problem, index: int, split_name: str) -> dict[str, Any]:
-    """One row: the chat that asks, the rule's ground truth, and the row's place in its file."""
+    """Return one row: the chat prompt, the ground truth, and the row's index in its file."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": prompt_messages(problem),
@@ -25,7 +25,7 @@ def make_row(problem: Problem, index: int, split_name: str) -> dict[str, Any]:
 
 
 def write_parquet(problems: Sequence[Problem], split_name: str, path: Path) -> None:
-    """Write one row a problem, in the given order. Replaces `path`."""
+    """Write one row per problem, in the given order. Replaces `path`."""
     import pyarrow
     import pyarrow.parquet
 

@@ -12,7 +12,7 @@ from recipe.async_pipeline.toy.tokenizer import VOCAB_SIZE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-# vLLM's CPU attention has kernels for these among the small head sizes.
+# The small head sizes for which vLLM's CPU attention has kernels.
 HEAD_DIMS = (32, 64)
 
 
@@ -33,13 +33,16 @@ class ModelSpec:
     """Width of the feed-forward layer."""
 
     init_std: float = 0.06
-    """Spread of the random weights. Qwen2's 0.02 suits wide layers: at this width it doubles the warm-up."""
+    """Standard deviation of the initial weights.
+
+    Qwen2's 0.02 suits wide layers; at this width it doubles the warm-up.
+    """
 
     max_positions: int = 256
-    """Longest sequence, prompt and answer together, in tokens."""
+    """Longest sequence, prompt and response together, in tokens."""
 
     tied: bool = True
-    """Whether the embedding and the output head are one tensor."""
+    """Whether the embedding and the output head share one tensor."""
 
     def __post_init__(self) -> None:
         if self.head_dim not in HEAD_DIMS:
@@ -51,12 +54,13 @@ class ModelSpec:
 
 
 def make_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Build the fp32 policy with weights drawn from `seed`; the caller's random state is left alone."""
+    """Build the fp32 policy with weights drawn from `seed`; the caller's random state is preserved."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     if len(tokenizer) != VOCAB_SIZE:
         raise ConfigError(f"tokenizer holds {len(tokenizer)} tokens, the model needs exactly {VOCAB_SIZE}")
+
     num_heads = spec.hidden_size // spec.head_dim
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -72,9 +76,11 @@ def make_model(spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, seed: int) -
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
+
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model.float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic: which sums exist, how one is asked, what answers it. Pure; no files, no tensors."""
+"""The arithmetic: which sums exist, their prompts and their answers. Pure: no files, no tensors."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the policy reads, for instance `12+34=`."""
+        """The prompt that the policy reads, for example `12+34=`."""
         return f"{self.left}+{self.right}="
 
     @property
     def answer(self) -> str:
-        """What the policy should write, for instance `46`."""
+        """The correct response, for example `46`."""
         return str(self.left + self.right)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """Which sums are asked."""
+    """The set of sums."""
 
     min_operand: int = 10
-    """Smallest operand. With operands of one length every prompt has the same shape, and a model this
-    small learns the sums from a few hundred batches instead of many thousand."""
+    """Smallest operand.
+
+    If all operands have the same length, every prompt has the same shape, and a model of this size learns
+    the sums from a few hundred batches instead of many thousand.
+    """
 
     max_operand: int = 99
     """Largest operand."""
 
     num_val: int = 256
-    """Sums held back for validation: neither warm-up nor RL trains on them."""
+    """Sums held out for validation: neither warm-up nor RL trains on them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_operand < self.max_operand:
@@ -54,12 +57,12 @@ class TaskSpec:
 
     @property
     def num_problems(self) -> int:
-        """How many different sums there are."""
+        """Number of different sums."""
         return (self.max_operand - self.min_operand + 1) ** 2
 
 
 def careless_answer(problem: Problem, rng: random.Random, slip_rate: float) -> str:
-    """The answer of a teacher who writes a random digit in place of each digit with chance `slip_rate`."""
+    """Return the answer with each digit replaced by a random one with probability `slip_rate`."""
     return "".join(
         rng.choice("0123456789") if rng.random() < slip_rate else digit for digit in problem.answer
     )
@@ -67,7 +70,7 @@ def careless_answer(problem: Problem, rng: random.Random, slip_rate: float) -> s
 
 @dataclass(frozen=True)
 class Split:
-    """All sums of a task, each in exactly one of two lists, in an order that the seed decides."""
+    """All sums of a task, each in exactly one of two lists, shuffled by the seed."""
 
     train: tuple[Problem, ...]
     val: tuple[Problem, ...]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level tokenizer without merges: one token a byte, so digits and newlines stand alone.
+"""A byte-level tokenizer without merges: one token per byte, so digits and newlines are separate tokens.
 
 verl bans every id at or beyond `len(tokenizer)` in the rollout but not in the trainer, so the model's
-vocabulary must be exactly as long as the tokenizer's; and for the Qwen families it insists that a
-newline is one token and that `<|im_end|>` exists. `make_tokenizer` satisfies all three.
+vocabulary must have exactly the tokenizer's size. For the Qwen families verl also requires that a newline
+is one token and that `<|im_end|>` exists. `make_tokenizer` satisfies all three.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
 VOCAB_SIZE = 256 + 2
 
-# The prompt is the bare content of the user's message: a role header would triple the prompt length
-# and teach the model nothing. A turn that the assistant has finished is closed as the Qwen templates
-# do, so that rendering a longer conversation only ever appends tokens.
+# The prompt is the bare content of the user's message: a role header would triple its length and teach
+# the model nothing. A finished assistant turn is closed as in the Qwen templates, so that rendering a
+# longer conversation only appends tokens.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- message['content'] -}}"
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Build the tokenizer: ids 0..255 are the bytes, then the pad token, then the end of an answer."""
+    """Build the tokenizer: ids 0 to 255 are the bytes, then the pad token and the end-of-sequence token."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -55,14 +55,14 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompt_messages(problem: Problem) -> list[dict[str, str]]:
-    """The chat that asks for one sum: what the `prompt` column of the data holds."""
+    """Return the chat that asks for one sum: the content of the `prompt` column."""
     return [{"role": "user", "content": problem.prompt}]
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]]) -> list[int]:
-    """The token ids of a prompt, made as verl's agent loop makes them.
+    """Return the token ids of a prompt, made as verl's agent loop makes them.
 
-    Warm-up must use this too: a model warmed up on other ids than RL sends it starts from nothing.
+    Warm-up must use the same ids as RL, or the warmed-up model is useless there.
     """
     ids = tokenizer.apply_chat_template(
         list(messages), tokenize=True, add_generation_prompt=True, tools=None, return_dict=False
@@ -71,5 +71,5 @@ def prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, 
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
-    """The token ids of a complete answer, closed by the end token."""
+    """Return the token ids of a complete answer, closed by the end-of-sequence token."""
     return [*tokenizer.encode(answer, add_special_tokens=False), int(tokenizer.eos_token_id)]

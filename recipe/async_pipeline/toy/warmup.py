@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervised warm-up: from random weights to a policy that is right some of the time.
+"""Supervised warm-up: from random weights to a policy that is right some of the time.
 
-RL needs groups in which some answers are right and some wrong: a random policy has none of the first, a
-well-taught one few of the second. So warm-up has two stages. A good teacher shows right answers until
-sampling reaches a given accuracy; then a careless one, some of whose digits slip, spoils the policy for a
-number of steps, and goes on while the policy is worse than its teacher. What comes out knows more about
-addition than it shows, and imitates the slips;
-the reward does not, and that is what RL has to learn.
+RL needs groups with both correct and wrong responses: a random policy writes none of the former, a
+well-taught one few of the latter. Warm-up therefore has two phases. First, the policy learns correct
+answers until sampling reaches a given accuracy. Then it trains on answers with random digit errors for a
+number of steps, and longer while it is less accurate than required. The result knows more about addition
+than it shows, and imitates the errors; the reward does not accept them, which is what RL has to learn.
 """
 
 from __future__ import annotations
@@ -26,42 +25,43 @@ if TYPE_CHECKING:
 
     from recipe.async_pipeline.toy.task import Problem, Split
 
-# The label that torch's cross entropy leaves out of the mean.
+# The label that torch's cross entropy ignores.
 _IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupSpec:
-    """How long and how fast to train by supervision."""
+    """Length and learning rates of the supervised training."""
 
     taught_accuracy: float = 0.6
-    """The good teacher stops at this share of right answers, sampled at temperature 1."""
+    """The first phase ends at this share of correct responses, sampled at temperature 1."""
 
     max_taught_steps: int = 1500
-    """Optimizer steps after which the good teacher gives up."""
+    """Optimizer steps after which the first phase fails."""
 
     learning_rate: float = 2e-3
-    """Learning rate of AdamW under the good teacher, reached after `ramp_steps`."""
+    """Learning rate of AdamW in the first phase, reached after `ramp_steps`."""
 
     ramp_steps: int = 50
     """Steps over which that learning rate rises from zero."""
 
     slip_rate: float = 0.25
-    """Chance that the careless teacher replaces a digit of an answer by a random one."""
+    """Probability that the second phase replaces a digit of an answer by a random one."""
 
     num_slip_steps: int = 100
-    """Optimizer steps under the careless teacher."""
+    """Optimizer steps of the second phase."""
 
     max_slip_steps: int = 300
-    """Steps after which it gives up: accuracy dips before it settles, by how much depends on the machine's
-    arithmetic.
+    """Steps after which the second phase fails.
+
+    Accuracy dips before it settles; how far depends on the machine's arithmetic.
     """
 
     slip_learning_rate: float = 5e-4
-    """Learning rate under the careless teacher: low, for slips at the full rate wipe out what was learnt."""
+    """Learning rate of the second phase; at the full rate it would erase what the first phase taught."""
 
     min_accuracy: float = 0.1
-    """Least share of right answers, after both, that RL can start from."""
+    """Lowest share of correct responses after both phases that RL can start from."""
 
     batch_size: int = 64
     """Sums per optimizer step."""
@@ -73,7 +73,7 @@ class WarmupSpec:
     """Sums per measurement; the standard error is at most 0.022."""
 
     num_threads: int = 1
-    """Torch threads. The layers are too small for a second one to gain much, and on busy cores it loses."""
+    """Torch threads. The layers are too small to gain from a second one, and on busy cores it costs time."""
 
     def __post_init__(self) -> None:
         for name in ("taught_accuracy", "slip_rate", "min_accuracy"):
@@ -87,6 +87,7 @@ class WarmupSpec:
             "batch_size",
             "check_every",
         )
+
         for name in (*counts, "num_checked", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"warmup {name} must be >= 1, got {getattr(self, name)}")
@@ -96,14 +97,14 @@ class WarmupSpec:
 
 @dataclass(frozen=True)
 class Example:
-    """One sum as token ids: what RL sends as the prompt, and an answer with its end token."""
+    """One sum as token ids: the prompt as RL sends it, and an answer with its end token."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, answer: str) -> Example:
-    """Encode a sum and one answer to it, with the prompt ids of RL."""
+    """Encode a sum and one answer to it, with the same prompt ids as in RL."""
     return Example(
         prompt=tuple(prompt_ids(tokenizer, prompt_messages(problem))),
         answer=tuple(answer_ids(tokenizer, answer)),
@@ -111,10 +112,10 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, answer:
 
 
 def collate(examples: Sequence[Example], pad_id: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Pad on the right and label the answer alone.
+    """Pad on the right and label the answer tokens only.
 
-    Returns ids and labels, both [num_examples, longest example]; labels[i][j] is what ids[i][:j] should be
-    followed by, or -100 where that token is prompt or padding.
+    Returns ids and labels, both [num_examples, longest example]; labels[i][j] equals ids[i][j] where that
+    token belongs to the answer, and -100 where it is prompt or padding.
     """
     width = max(len(example.prompt) + len(example.answer) for example in examples)
     ids: list[list[int]] = []
@@ -129,9 +130,9 @@ def collate(examples: Sequence[Example], pad_id: int) -> tuple[list[list[int]], 
 def sampled_accuracy(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem]
 ) -> float:
-    """Share of `problems` answered exactly right, one answer each, sampled at temperature 1.
+    """Return the share of `problems` answered exactly right, one response each, sampled at temperature 1.
 
-    Draws from torch's global random state.
+    Uses torch's global random state.
     """
     import torch
 
@@ -139,6 +140,7 @@ def sampled_accuracy(
     width = max(len(example.prompt) for example in examples)
     pad_id = tokenizer.pad_token_id
     prompts = torch.tensor([[pad_id] * (width - len(e.prompt)) + list(e.prompt) for e in examples])
+
     model.eval()
     with torch.no_grad():
         output = model.generate(
@@ -150,12 +152,13 @@ def sampled_accuracy(
             max_new_tokens=max(len(example.answer) for example in examples),
         )
     model.train()
-    answers = output[:, width:].tolist()
-    right = sum(
+
+    responses = output[:, width:].tolist()
+    correct = sum(
         tuple(ids[: len(example.answer)]) == example.answer
-        for ids, example in zip(answers, examples, strict=True)
+        for ids, example in zip(responses, examples, strict=True)
     )
-    return right / len(problems)
+    return correct / len(problems)
 
 
 def warm_up(
@@ -167,11 +170,10 @@ def warm_up(
     seed: int,
     report: Callable[[str], None],
 ) -> float:
-    """Train `model` in place on `split.train` under both teachers.
+    """Train `model` in place on `split.train`, in two phases; return the accuracy on `split.val`.
 
-    Restores torch's thread count and random state. `report` gets a line for each measurement.
-    Returns the accuracy on `split.val`, which the model has not seen.
-    Raises WarmupFailed: an accuracy that the spec asks for was not reached.
+    Restores torch's thread count and random state. `report` receives a line per measurement. Raises
+    WarmupFailed if a required accuracy is not reached.
     """
     import torch
 
@@ -186,7 +188,7 @@ def warm_up(
 
 
 class _Warmup:
-    """The two stages, on one model and one optimizer."""
+    """The two phases, on one model and one optimizer."""
 
     def __init__(
         self,
@@ -206,37 +208,43 @@ class _Warmup:
         )
 
     def run(self) -> float:
-        """Train under both teachers; return the accuracy on sums that neither showed."""
+        """Run both phases; return the accuracy on the validation sums."""
         self._teach()
         return self._spoil()
 
     def _teach(self) -> None:
+        """Train on correct answers until the accuracy is reached. Raises WarmupFailed if it never is."""
         spec, accuracy = self.spec, 0.0
         for step in range(1, spec.max_taught_steps + 1):
             self._train(spec.learning_rate * min(1.0, step / spec.ramp_steps), slip_rate=0.0)
             if step % spec.check_every:
                 continue
+
             checked = self.rng.sample(self.split.train, min(spec.num_checked, len(self.split.train)))
             accuracy = sampled_accuracy(self.model, self.tokenizer, checked)
             self.report(f"warm-up step {step}: accuracy {accuracy:.2f} of {spec.taught_accuracy}")
             if accuracy >= spec.taught_accuracy:
                 return
+
         raise WarmupFailed(
             f"warm-up reached accuracy {accuracy:.2f} after {spec.max_taught_steps} steps, "
             f"needs {spec.taught_accuracy}; use another --seed"
         )
 
     def _spoil(self) -> float:
+        """Train on answers with wrong digits; return the accuracy. Raises WarmupFailed if it is too low."""
         spec, accuracy = self.spec, 0.0
         for step in range(1, spec.max_slip_steps + 1):
             self._train(spec.slip_learning_rate, slip_rate=spec.slip_rate)
             if step < spec.num_slip_steps or (step - spec.num_slip_steps) % spec.check_every:
                 continue
+
             accuracy = sampled_accuracy(self.model, self.tokenizer, self.split.val)
             if accuracy >= spec.min_accuracy:
                 return accuracy
             self.report(
-                f"warm-up: accuracy {accuracy:.2f} after {step} careless steps, RL needs {spec.min_accuracy}"
+                f"warm-up: accuracy {accuracy:.2f} after {step} steps on wrong digits, RL needs "
+                f"{spec.min_accuracy}"
             )
         raise WarmupFailed(
             f"warm-up ended at accuracy {accuracy:.2f}, RL needs {spec.min_accuracy} to start; use another "
