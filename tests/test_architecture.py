@@ -65,7 +65,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/prefork_imports.py": "verl_bridge/rollout/vllm/test_prefork.py",
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/trainer/async_trainer.py": WHOLE_JOB,
-    "verl_bridge/trainer/sample_metrics.py": LADDER,
     "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "verl_bridge/bench/agent_loop.py": "e2e/test_bench.py",

@@ -15,8 +15,8 @@ import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.items import Publication
-from recipe.async_pipeline.observe.off_policy import TrajectoryVersions, off_policy_metrics
+from recipe.async_pipeline.core.items import Publication, Trajectory
+from recipe.async_pipeline.observe.off_policy import off_policy_metrics
 from recipe.async_pipeline.observe.step_account import StepAccountant
 from tests.fakes.trainer import SimTrainer
 
@@ -46,7 +46,7 @@ def known() -> set[str]:
     trained = next(record for record in flow.log.records if record.event == "TRAINED")
     ones = [np.zeros(3, dtype=np.float32)]
     distances = off_policy_metrics(
-        [TrajectoryVersions(first=0, last=0, spans=None)],
+        [Trajectory(key="", first_version=0, last_version=0, num_tokens=3)],
         trainer_version=1,
         max_lag=1,
         mask=[np.ones(3, dtype=np.float32)],

@@ -13,15 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.core.items import Trajectory
 from recipe.async_pipeline.errors import StalenessViolation
 from recipe.async_pipeline.observe.off_policy import (
-    TrajectoryVersions,
     effective_share,
     off_policy_metrics,
     token_versions,
 )
 
 TRAINER, MAX_LAG = 7, 3
+
+
+def written_by(first: int, last: int, spans: Sequence[Sequence[int]] | None) -> Trajectory:
+    pairs = None if spans is None else tuple((version, start) for version, start in spans)
+    return Trajectory(key="", first_version=first, last_version=last, num_tokens=0, spans=pairs)
 
 
 @dataclass
@@ -38,8 +43,8 @@ class Response:
     def written(self) -> list[int]:
         return [v for v in self.versions if v is not None]
 
-    def trajectory(self) -> TrajectoryVersions:
-        return TrajectoryVersions(
+    def trajectory(self) -> Trajectory:
+        return written_by(
             first=min(self.written, default=TRAINER),
             last=max(self.written, default=TRAINER),
             spans=self.spans,
@@ -211,9 +216,7 @@ def test_a_token_has_the_version_of_its_span() -> None:
 
 def test_positions_of_spans_include_tokens_of_tools() -> None:
     generated = np.array([1, 1, 0, 0, 1, 1, 1], dtype=bool)
-    versions, known = token_versions(
-        TrajectoryVersions(first=3, last=5, spans=[[3, 0], [4, 4], [5, 6]]), generated
-    )
+    versions, known = token_versions(written_by(first=3, last=5, spans=[[3, 0], [4, 4], [5, 6]]), generated)
     assert known
     assert versions.tolist() == [3, 3, 4, 4, 5]
 
@@ -232,13 +235,13 @@ def test_incomplete_spans_make_every_token_as_old_as_the_oldest(
     spans: list[list[int]] | None,
 ) -> None:
     generated = np.array([1, 1, 0, 0, 1, 1], dtype=bool)
-    versions, known = token_versions(TrajectoryVersions(first=3, last=5, spans=spans), generated)
+    versions, known = token_versions(written_by(first=3, last=5, spans=spans), generated)
     assert not known
     assert versions.tolist() == [3, 3, 3, 3]
 
 
 def test_a_span_behind_a_truncated_response_has_no_tokens() -> None:
-    described = TrajectoryVersions(first=6, last=7, spans=[[6, 0], [7, 2]])
+    described = written_by(first=6, last=7, spans=[[6, 0], [7, 2]])
     metrics = off_policy_metrics([described], trainer_version=TRAINER, max_lag=1, mask=[[1, 1]])
     assert metrics["lag/token_share/1"] == 1
     assert metrics["lag/spans_max"] == 1
@@ -270,7 +273,7 @@ def test_an_empty_batch_gives_only_counts() -> None:
 
 @pytest.mark.parametrize("mask", [[], [0, 0]])
 def test_a_trajectory_without_tokens_has_a_lag_but_no_token_metrics(mask: list[int]) -> None:
-    described = TrajectoryVersions(first=6, last=6, spans=[[6, 0]])
+    described = written_by(first=6, last=6, spans=[[6, 0]])
     metrics = off_policy_metrics(
         [described],
         trainer_version=TRAINER,

@@ -27,9 +27,9 @@ class Prompt:
     step: int
     """The optimizer step that this prompt was drawn for."""
     kept_tokens: int = 0
-    """Of its answers, that an earlier process has written and that need not be written again."""
+    """Tokens of its responses that an earlier process generated and that are not generated again."""
     payload: Any = None
-    """Opaque to the core: what the trainer needs to generate."""
+    """Opaque to the core: what the trainer needs to generate, with the responses of an earlier process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,11 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One finished answer."""
+    """One finished response.
+
+    The agent loop's worker makes it, the trainer adds what only it knows, and it stays the same object until
+    its step is trained; checkpoints hold it as it is. Its tokens stay in the sample store, under `key`.
+    """
 
     key: str
     first_version: int
@@ -52,7 +56,9 @@ class Trajectory:
     last_version: int
     num_tokens: int
     spans: tuple[tuple[int, int], ...] | None = None
-    """`(version, position of its first token in the response)` of each; None: not known."""
+    """`(version, start)` of each span: the version generated the response from position `start` on, up to the
+    next span. Positions count all tokens of the response, those of tools included. None: unknown.
+    """
     turns: int | None = None
     seconds: float | None = None
     """From the request for its group to the end of it."""
@@ -60,6 +66,7 @@ class Trajectory:
     filter_by: float | None = None
     """What group filtering compares, if the run filters."""
     payload: Any = None
+    """Opaque to the core: the tag of its sample in the store."""
 
 
 @dataclass(frozen=True, kw_only=True)

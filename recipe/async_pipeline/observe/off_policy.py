@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..core.items import Trajectory
 from ..errors import StalenessViolation
 
 Rows = Iterable[npt.ArrayLike]
@@ -30,20 +30,7 @@ LOG_RATIO_BOUND = 20.0
 """Clip log-ratios at verl's bound, so that one token cannot make a mean infinite."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrajectoryVersions:
-    """The versions that wrote a trajectory."""
-
-    first: int
-    last: int
-    spans: Sequence[Sequence[int]] | None = None
-    """Pairs `(version, start)`: the version wrote from position `start` to the next span; None if unknown.
-
-    Positions count all tokens of the response, tokens of tools included.
-    """
-
-
-def token_versions(versions: TrajectoryVersions, generated: npt.NDArray[np.bool_]) -> tuple[Ints, bool]:
+def token_versions(trajectory: Trajectory, generated: npt.NDArray[np.bool_]) -> tuple[Ints, bool]:
     """Return the version of each generated token of a response, and whether the spans are complete.
 
     The spans are complete if one begins with each turn: an agent loop of several calls may keep the spans of
@@ -51,15 +38,15 @@ def token_versions(versions: TrajectoryVersions, generated: npt.NDArray[np.bool_
     """
     positions = np.flatnonzero(generated)
     turns = positions[np.diff(positions, prepend=-2) > 1]
-    spans = np.asarray(versions.spans or (), dtype=np.int64).reshape(-1, 2)
+    spans = np.asarray(trajectory.spans or (), dtype=np.int64).reshape(-1, 2)
     starts = spans[:, 1]
     if not spans.size or np.any(np.diff(starts) <= 0) or not np.isin(turns, starts).all():
-        return np.full(positions.size, versions.first, dtype=np.int64), False
+        return np.full(positions.size, trajectory.first_version, dtype=np.int64), False
     return spans[np.searchsorted(starts, positions, side="right") - 1, 0], True
 
 
 def off_policy_metrics(
-    trajectories: Sequence[TrajectoryVersions],
+    trajectories: Sequence[Trajectory],
     *,
     trainer_version: int,
     max_lag: int,
@@ -82,7 +69,7 @@ def off_policy_metrics(
     generated = [np.asarray(row) != 0 for row in mask]
     written = [token_versions(one, row) for one, row in zip(trajectories, generated, strict=True)]
 
-    lags: Ints = trainer_version - _concatenated([[one.first] for one in trajectories])
+    lags: Ints = trainer_version - _concatenated([[one.first_version] for one in trajectories])
     token_lags: Ints = trainer_version - _concatenated([versions for versions, _ in written])
     for found in (lags, token_lags):
         if np.any(found < 0):
@@ -142,12 +129,14 @@ def _lag_metrics(prefix: str, shares: str, lags: Ints, max_lag: int) -> dict[str
 
 
 def _span_metrics(
-    trajectories: Sequence[TrajectoryVersions], written: Sequence[tuple[Ints, bool]]
+    trajectories: Sequence[Trajectory], written: Sequence[tuple[Ints, bool]]
 ) -> Mapping[str, float]:
     """Return metrics of the version spans; consecutive turns of one version count as one span."""
     metrics = {"lag/trajectories_without_spans": float(sum(not known for _, known in written))}
     if trajectories:
-        metrics["lag/mixed_version_share"] = float(np.mean([one.first != one.last for one in trajectories]))
+        metrics["lag/mixed_version_share"] = float(
+            np.mean([one.first_version != one.last_version for one in trajectories])
+        )
     spans = [
         1 + np.count_nonzero(np.diff(versions)) for versions, known in written if known and versions.size
     ]

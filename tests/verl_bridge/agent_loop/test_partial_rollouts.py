@@ -41,8 +41,8 @@ def open_at(ours: ModuleType, server: Any, name: str, before: Any = None) -> Any
 
 def test_what_engines_have_written_belongs_to_it(ours: ModuleType) -> None:
     one, other, gone = Server(), Server(), Server(RuntimeError("dead"))
-    transcript = ours.Transcript([ours.Said([9], [4], [-1.0], [[0, 0]], "completed")])
-    begun = ours.Said([1, 2], [7, 7], [-0.5, -0.5], [[1, 0]], None)
+    transcript = ours.Transcript([ours.RecordedRequest([9], [4], [-1.0], [[0, 0]], "completed")])
+    begun = ours.RecordedRequest([1, 2], [7, 7], [-0.5, -0.5], [[1, 0]], None)
     transcript.open = {
         "a": open_at(ours, one, "x"),
         "b": open_at(ours, one, "yy", begun),
@@ -71,7 +71,9 @@ def test_tokens_of_unknown_likelihood_are_written_anew(ours: ModuleType) -> None
 
 
 def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(ours: ModuleType) -> None:
-    transcript = ours.Transcript([ours.Said([1], [n], [-1.0], [[0, 0]], "completed") for n in (5, 6)])
+    transcript = ours.Transcript(
+        [ours.RecordedRequest([1], [n], [-1.0], [[0, 0]], "completed") for n in (5, 6)]
+    )
     assert transcript.recall([1, 1]) is None
     assert [transcript.recall([1]).token_ids for _ in range(2)] == [[5], [6]]
     assert transcript.recall([1]) is None
@@ -89,7 +91,7 @@ def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(ours: ModuleType) 
 def test_what_is_left_is_as_much_as_verls_server_would_have_allowed(
     ours: ModuleType, params: Any, left: Any
 ) -> None:
-    two = ours.Said([1, 1, 1], [5, 6], [-1.0, -1.0], [[0, 0]], None)
+    two = ours.RecordedRequest([1, 1, 1], [5, 6], [-1.0, -1.0], [[0, 0]], None)
     assert ours.continued(params, two, prompt_length=4, response_length=10) == left
     later_turn = two._replace(prompt_ids=[1] * 9)
     assert ours.continued({}, later_turn, prompt_length=4, response_length=10) == {"max_tokens": 3}, (
@@ -98,7 +100,9 @@ def test_what_is_left_is_as_much_as_verls_server_would_have_allowed(
 
 
 def test_in_a_file_and_back(ours: ModuleType) -> None:
-    told = {"u": [[ours.Said([1], [2, 3], [-0.5, -0.25], [[0, 0], [1, 1]], None, "replica 1")], []]}
+    told = {
+        "u": [[ours.RecordedRequest([1], [2, 3], [-0.5, -0.25], [[0, 0], [1, 1]], None, "replica 1")], []]
+    }
     assert ours.from_plain(json.loads(json.dumps(ours.as_plain(told)))) == told
     assert ours.tokens_in(told["u"]) == 2
 
@@ -116,4 +120,4 @@ def test_what_cannot_be_repeated_from_numbers_is_not_kept(ours: ModuleType) -> N
         transcript.keep([1], TokenOutput(token_ids=[2], log_probs=[-1.0], **strange))
     assert transcript.said == []
     transcript.keep([1], TokenOutput(token_ids=[2], log_probs=[-1.0], extra_fields=spans))
-    assert transcript.said == [ours.Said([1], [2], [-1.0], [[0, 0]], "completed", "")]
+    assert transcript.said == [ours.RecordedRequest([1], [2], [-1.0], [[0, 0]], "completed", "")]

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.errors import RolloutError
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -26,13 +28,7 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
 
     class Worker(agent_loop.PushAgentLoopWorker):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
-            self._groups, self._finished, self._before, self._answering, self._transcripts = (
-                {},
-                {},
-                {},
-                {},
-                {},
-            )
+            self._groups, self._finished, self._answering, self._transcripts = {}, {}, {}, {}
             self._given_up = set()
             self.begun = 0
 
@@ -60,7 +56,7 @@ def test_a_group_that_is_given_up_ends_with_nothing(agent_loop: ModuleType, begu
         assert worker.begun == begun
         await worker.give_up("a")
         before.set()
-        assert await asyncio.wait_for(group, 5) == agent_loop.Answered([], [])
+        assert await asyncio.wait_for(group, 5) == agent_loop.Answered([], [], [])
         assert worker.begun == begun, "no engine was asked for it afterwards"
         assert not (worker._groups or worker._answering or worker._given_up)
 
@@ -74,3 +70,55 @@ def test_one_that_is_over_is_left_alone(agent_loop: ModuleType) -> None:
         assert not worker._given_up
 
     asyncio.run(story())
+
+
+TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
+
+
+def test_a_stored_response_becomes_a_trajectory(agent_loop: ModuleType) -> None:
+    fields = {"extra_fields": {"version_spans": [[1, 0], [2, 2]]}, "num_turns": 2, "rm_scores": [0, 0, 0.5]}
+    assert agent_loop._trajectory_of("a_0_0", fields, TAG) == Trajectory(
+        key="a_0_0",
+        first_version=1,
+        last_version=2,
+        num_tokens=3,
+        spans=((1, 0), (2, 2)),
+        turns=2,
+        reward=0.5,
+        payload=TAG,
+    )
+    bare = agent_loop._trajectory_of("a_0_0", {}, TAG)
+    assert (bare.spans, bare.turns, bare.reward) == (None, None, None)
+
+
+@pytest.mark.parametrize("missing", ["min_global_steps", "max_global_steps"])
+def test_a_response_of_an_unknown_version_is_refused(agent_loop: ModuleType, missing: str) -> None:
+    with pytest.raises(RolloutError, match="trajectory a_0_0 came back without the version"):
+        agent_loop._trajectory_of("a_0_0", {}, {**TAG, missing: None})
+
+
+def test_each_response_is_generated_through_a_client_with_its_transcript(agent_loop: ModuleType) -> None:
+    async def story() -> None:
+        seen: list[Any] = []
+        worker = worker_of(agent_loop, asyncio.Event())
+        worker.llm_client = SimpleNamespace(tokenizer="t", generate=lambda *a, **k: _kept(seen, k))
+        worker._saves = False
+
+        async def run(own: Any, *args: Any, session_id: int, **kwargs: Any) -> None:
+            await own.llm_client.generate(f"r{session_id}")
+
+        type(worker)._run_agent_loop = run
+        begun = [["one"], ["two"]]
+        transcripts = worker._begin_transcripts("a", 2, begun)
+        for i in range(2):
+            await worker._session([], transcripts[i], session_id=i)
+        assert [one["transcript"]._before for one in seen] == begun
+        await worker._session([], None, session_id=2)
+        assert "transcript" not in seen[2], "a run without checkpoints keeps none"
+        assert agent_loop.RecordingClient(worker.llm_client, transcripts[0]).tokenizer == "t"
+
+    asyncio.run(story())
+
+
+async def _kept(seen: list[Any], kwargs: dict[str, Any]) -> None:
+    seen.append(kwargs)

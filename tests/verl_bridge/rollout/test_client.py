@@ -282,9 +282,9 @@ def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytes
 
 
 def said(ours: ModuleType, tokens: list[int], stop: str | None) -> Any:
-    return importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts").Said(
-        [1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0"
-    )
+    return importlib.import_module(
+        "recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts"
+    ).RecordedRequest([1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0")
 
 
 async def resumed(
@@ -307,13 +307,12 @@ async def resumed(
             )[1]
             return handle
 
-    client = client_of(ours, Server(a=answer))
     transcript = transcripts.Transcript(before)
-    with transcripts.kept_transcript(transcript):
-        outputs = [
-            await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7})
-            for i, prompt in enumerate(prompts)
-        ]
+    client = transcripts.RecordingClient(client_of(ours, Server(a=answer)), transcript)
+    outputs = [
+        await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7})
+        for i, prompt in enumerate(prompts)
+    ]
     return outputs, transcript, asked
 
 

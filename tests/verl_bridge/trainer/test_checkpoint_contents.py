@@ -122,7 +122,7 @@ def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] 
         kl_coef=0.25,
         meters={"x": [1.5]},
     )
-    said = ours.Said([1], [2], [-0.5], [[0, 0]], None, "replica 0")
+    said = ours.RecordedRequest([1], [2], [-0.5], [[0, 0]], None, "replica 0")
     return ours.Snapshot(state, groups, {"yielded": 3}, {"yielded": 4}, {"p9.0": [[said], []]})
 
 

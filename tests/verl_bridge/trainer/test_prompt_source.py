@@ -5,6 +5,7 @@ the same.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> 
     state, loader = before.state(in_flight, finished)
 
     after = make()
-    after.restore(written_and_read(state), loader)
+    after.restore(written_and_read(state), loader, {})
     found = after.found(in_flight)
     assert [p.uid for p in found] == in_flight
     assert says(found) == says(left[1:])
@@ -111,7 +112,7 @@ def test_as_often_as_it_is_resumed(make: Any) -> None:
         seen += says(deal(source, 6))
         state, loader = source.state([], [])
         source = make()
-        source.restore(written_and_read(state), loader)
+        source.restore(written_and_read(state), loader, {})
     assert seen == undisturbed
 
 
@@ -131,4 +132,28 @@ def test_other_data_is_refused(make: Any, change: dict[str, Any]) -> None:
     with pytest.raises(
         CheckpointError, match="row 3 of batch 1 is not the one that was drawn before; data.train_files"
     ):
-        make(**change).restore(state, loader)
+        make(**change).restore(state, loader, {})
+
+
+def test_what_an_earlier_process_generated_travels_in_the_payload_once(make: Any, load: Load) -> None:
+    rollouts = load("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
+    before = make()
+    uids = [prompt.uid for prompt in deal(before, 3)]
+    state, loader = before.state(uids, [])
+    begun = [[rollouts.RecordedRequest([1], [2, 3], [-1.0, -1.0], [[0, 0]], None)], []]
+    after = make()
+    after.restore(written_and_read(state), loader, {uids[0]: begun, uids[1]: begun, uids[2]: [[], []]})
+    prompts = after.found(uids)
+    assert [prompt.kept_tokens for prompt in prompts] == [2, 2, 0]
+    assert [after.resumed(uid) for uid in uids] == [begun, begun, []], "for the next checkpoint"
+
+    row = pickle.loads(pickle.dumps(after.begin(prompts[0])))
+    assert rollouts.resumed_in(row) == begun
+    assert row["uid"][0] == uids[0]
+    assert after.resumed(uids[0]) == [], "its agent loop has them now"
+    again = after.begin(prompts[0])
+    assert rollouts.resumed_in(again) == [], "responses that were discarded are not continued"
+    assert again["raw_prompt"][0] == row["raw_prompt"][0]
+
+    after.settled(Settlement(fate="expired", uids=(uids[1],)))
+    assert after.resumed(uids[1]) == []

@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from ..restartable_actors import restartable
-from .partial_rollouts import Said
+from .partial_rollouts import RecordedRequest
 from .worker import GIVE_UP_S, Answered, PushAgentLoopWorker
 
 
@@ -45,22 +44,22 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         await super()._init_agent_loop_workers()
         self._turns = itertools.cycle(self.agent_loop_workers)
 
-    async def transcripts(self) -> dict[str, list[list[Said]]]:
+    async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """Of all prompts that are being answered, what they have been told so far, answer by answer."""
         asked = [worker.transcripts.remote() for worker in self.agent_loop_workers]
-        found: dict[str, list[list[Said]]] = {}
+        found: dict[str, list[list[RecordedRequest]]] = {}
         for one in await asyncio.gather(*asked):
             found.update(one)
         return found
 
-    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
+    async def run_group(self, prompt: TensorDict) -> Answered:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
         Cancelled, it returns when the group has been given up.
         """
         worker = next(self._turns)
         try:
-            result: Answered = await worker.run_group.remote(prompt, before)
+            result: Answered = await worker.run_group.remote(prompt)
         except asyncio.CancelledError:
             # A worker that is gone, or that does not answer, has no answers to give up.
             with contextlib.suppress(Exception):

@@ -14,20 +14,22 @@ a prompt is another one, because a tool said something else, the answer is writt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.replica import TokenOutput
 
 from ...core.clock import within
+from ...core.items import Prompt
 
 WRITTEN_S = 5.0
 """What a server gets to say what it has written. Nothing depends on it but work that is done twice."""
 
 
-class Said(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A request, with what was answered. None of the fields is a tuple or a tensor, so that it can be
     written as it is.
     """
@@ -46,7 +48,7 @@ class Said(NamedTuple):
     def finished(self) -> bool:
         return self.stop_reason is not None
 
-    def with_more(self, written: Written, stop_reason: str | None) -> Said:
+    def with_more(self, written: Written, stop_reason: str | None) -> RecordedRequest:
         """With what was written after it. What is not known of a part is not known of the whole."""
         said = len(self.token_ids)
         known = self.log_probs is not None and written.log_probs is not None
@@ -95,16 +97,16 @@ class Open(NamedTuple):
     """A request that is being answered."""
 
     prompt_ids: Sequence[int]
-    before: Said | None
+    before: RecordedRequest | None
     """What an earlier process had of it."""
     where: Callable[[], tuple[Any, str] | None]
     """The server, and the request's name there."""
 
-    def with_written(self, written: Written | None) -> Said | None:
+    def with_written(self, written: Written | None) -> RecordedRequest | None:
         """What there is of it so far; None: nothing, or not how likely its tokens were."""
         if written is None or not written.token_ids or not written.spans:
             return self.before
-        before = self.before or Said(list(self.prompt_ids), [], [], [], None)
+        before = self.before or RecordedRequest(list(self.prompt_ids), [], [], [], None)
         whole = before.with_more(written, None)
         return None if whole.log_probs is None else whole
 
@@ -112,10 +114,10 @@ class Open(NamedTuple):
 class Transcript:
     """Of one answer."""
 
-    def __init__(self, before: Sequence[Said] = ()) -> None:
+    def __init__(self, before: Sequence[RecordedRequest] = ()) -> None:
         """`before`: of an earlier process."""
         self._before = list(before)
-        self.said: list[Said] = []
+        self.said: list[RecordedRequest] = []
         self.open: dict[str, Open] = {}
         """By the id of the request."""
 
@@ -125,17 +127,17 @@ class Transcript:
         if spans and output.routed_experts is None and stopped != "aborted":
             replica = str(output.extra_fields.get("replica") or "")
             self.said.append(
-                Said(list(prompt_ids), output.token_ids, output.log_probs, spans, stopped, replica)
+                RecordedRequest(list(prompt_ids), output.token_ids, output.log_probs, spans, stopped, replica)
             )
 
-    def recall(self, prompt_ids: Sequence[int]) -> Said | None:
+    def recall(self, prompt_ids: Sequence[int]) -> RecordedRequest | None:
         """What this prompt was answered before; told once."""
         for place, said in enumerate(self._before):
             if list(said.prompt_ids) == list(prompt_ids):
                 return self._before.pop(place)
         return None
 
-    def with_open(self, found: Mapping[str, Written]) -> list[Said]:
+    def with_open(self, found: Mapping[str, Written]) -> list[RecordedRequest]:
         """All that there is. `found`: what engines have of requests, by the name that they have there."""
         parts = (
             one.with_written(None if (place := one.where()) is None else found.get(place[1]))
@@ -166,31 +168,57 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
     }
 
 
-_current: ContextVar[Transcript | None] = ContextVar(
-    "transcript of the answer that this task writes", default=None
-)
+class RecordingClient:
+    """The LLM client of one response: passes that response's transcript along with each request.
+
+    verl gives an agent loop its client, and nothing else reaches from the loop to the request.
+    """
+
+    def __init__(self, client: Any, transcript: Transcript) -> None:
+        self._client, self._transcript = client, transcript
+
+    async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
+        """Return the output of the request; see `PipelineLLMClient.generate`."""
+        output: TokenOutput = await self._client.generate(request_id, transcript=self._transcript, **kwargs)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the client's, but a copy that is being built has none yet."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._client, name)
 
 
-@contextmanager
-def kept_transcript(transcript: Transcript | None) -> Iterator[None]:
-    """Requests inside, of this task and those that it starts, are kept there; None: nowhere."""
-    token = _current.set(transcript)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+COLUMN = "resumed_responses"
+"""Of a prompt's row: what an earlier process generated for it, response by response."""
 
 
-def current_transcript() -> Transcript | None:
-    return _current.get()
+def with_resumed(prompt: Prompt, responses: Sequence[Sequence[RecordedRequest]]) -> Prompt:
+    """Return the prompt with what an earlier process generated for it in its payload."""
+    tokens = tokens_in(responses)
+    if not tokens:
+        return prompt
+    row = prompt.payload.copy()
+    tu.assign_non_tensor_data(row, COLUMN, responses)
+    return replace(prompt, kept_tokens=tokens, payload=row)
 
 
-def tokens_in(sessions: Sequence[Sequence[Said]]) -> int:
+def without_resumed(row: TensorDict) -> TensorDict:
+    """Return the payload of a prompt without what an earlier process generated for it."""
+    return row.exclude(COLUMN) if COLUMN in row.keys() else row
+
+
+def resumed_in(row: TensorDict) -> list[list[RecordedRequest]]:
+    """Return what an earlier process generated for a prompt, response by response; empty if it did not."""
+    return list(row[COLUMN]) if COLUMN in row.keys() else []
+
+
+def tokens_in(sessions: Sequence[Sequence[RecordedRequest]]) -> int:
     """Tokens of all answers to a prompt."""
     return sum(len(said.token_ids) for session in sessions for said in session)
 
 
-def as_plain(transcripts: Mapping[str, Sequence[Sequence[Said]]]) -> dict[str, Any]:
+def as_plain(transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]) -> dict[str, Any]:
     """For a file: lists of numbers. By prompt, answer, request."""
     return {
         uid: [[list(said) for said in session] for session in sessions]
@@ -198,15 +226,16 @@ def as_plain(transcripts: Mapping[str, Sequence[Sequence[Said]]]) -> dict[str, A
     }
 
 
-def from_plain(plain: Mapping[str, Any]) -> dict[str, list[list[Said]]]:
+def from_plain(plain: Mapping[str, Any]) -> dict[str, list[list[RecordedRequest]]]:
     """The way back."""
     return {
-        uid: [[Said(*said) for said in session] for session in sessions] for uid, sessions in plain.items()
+        uid: [[RecordedRequest(*said) for said in session] for session in sessions]
+        for uid, sessions in plain.items()
     }
 
 
 def continued(
-    params: Mapping[str, Any], said: Said, prompt_length: int, response_length: int
+    params: Mapping[str, Any], said: RecordedRequest, prompt_length: int, response_length: int
 ) -> dict[str, Any] | None:
     """Sampling parameters of what is left of a request, as verl's server would have limited it; None:
     nothing is.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -16,12 +17,13 @@ from verl.experimental.agent_loop import agent_loop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
 from ...core.bad_data import Flaw, Policies
+from ...core.items import Trajectory
 from ...errors import RolloutError
 from ..reward.worker import PlainCaller
 from ..sample_columns import Columns
 from ..sample_grouping import joinable
 from .hydra_cache import hydra_with_factories
-from .partial_rollouts import Said, Transcript, kept_transcript, written_so_far
+from .partial_rollouts import COLUMN, RecordedRequest, RecordingClient, Transcript, written_so_far
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .version_spans import costs_of, kept_turns, merged, taken_turns
 
@@ -35,24 +37,39 @@ GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the answers of a group."""
 
 
-class Trajectory(NamedTuple):
-    """A finished answer on its way to the sample store."""
+class Sample(NamedTuple):
+    """A response on its way into the sample store: its trajectory and the tensors that stay in the store."""
 
-    key: str
+    trajectory: Trajectory
+    """Its payload is the tag in the sample store."""
     fields: dict[str, Any]
-    tag: dict[str, Any]
     partition_id: str
     cost: dict[str, float]
-    """What it took; see `turns.costs_of`."""
+    """See `version_spans.costs_of`."""
+
+
+class Details(NamedTuple):
+    """What the trainer reads once, as a response arrives.
+
+    A trajectory is kept until its step and is written into checkpoints, so it does not hold these.
+    """
+
+    columns: list[str]
+    """Names of its columns in the sample store."""
+    cost: dict[str, float]
+    reward_info: dict[str, Any]
+    """What the reward function returned besides the score."""
 
 
 class Answered(NamedTuple):
-    """What came of a prompt; nothing at all, if it was given up."""
+    """What a worker process returns for one prompt; empty if the prompt was given up."""
 
-    results: list[dict[str, Any]]
-    """`{key, tag, reward, reward_info, spans, turns, columns, cost}` of each trajectory that is sound."""
+    trajectories: list[Trajectory]
+    """Those without a flaw, in the order in which they finished; the trainer adds what only it knows."""
+    details: list[Details]
+    """One for each trajectory."""
     flaws: list[Flaw]
-    """If a policy says that such a group is not to be trained, it is not in the sample store."""
+    """If a policy excludes a group with one of these from training, it is not in the sample store."""
 
 
 class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
@@ -80,31 +97,30 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         )
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, asyncio.Future[Answered]] = {}
-        self._finished: dict[str, list[Trajectory]] = {}
+        self._finished: dict[str, list[Sample]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
         self._given_up: set[str] = set()
         """Groups that are here, but were given up before their first answer began."""
         self._transcripts: dict[str, list[Transcript]] = {}
         """Of prompts that are being answered, answer by answer."""
-        self._before: dict[str, Sequence[Sequence[Said]]] = {}
 
-    async def run_group(self, prompt: TensorDict, before: Sequence[Sequence[Said]] = ()) -> Answered:
-        """Answer one prompt n times. `before`: what an earlier process has of it, answer by answer.
+    async def run_group(self, prompt: TensorDict) -> Answered:
+        """Generate and score n responses to one prompt.
 
+        Its row may hold what an earlier process generated for it; see `partial_rollouts.with_resumed`.
         Raises what the agent loop, the rollout server or the reward function raised.
         """
         uid = str(prompt["uid"][0])
         self._groups[uid] = asyncio.get_running_loop().create_future()
         self._finished[uid] = []
-        self._before[uid] = before
         try:
             await self.generate_sequences(prompt)
             return await self._groups[uid]
         finally:
-            del self._groups[uid], self._finished[uid], self._before[uid]
+            del self._groups[uid], self._finished[uid]
             self._given_up.discard(uid)
 
-    async def transcripts(self) -> dict[str, list[list[Said]]]:
+    async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """What all prompts that are being answered have been told so far; see `transcripts`."""
         open_ = [
             one
@@ -141,7 +157,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             return
         uid = prompt["uid"]
         if uid in self._given_up:
-            waiting.set_result(Answered([], []))
+            waiting.set_result(Answered([], [], []))
             return
         task = asyncio.current_task()
         assert task is not None
@@ -149,7 +165,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         try:
             waiting.set_result(await self._answer(prompt, sampling_params, trajectory, trace))
         except asyncio.CancelledError:
-            waiting.set_result(Answered([], []))
+            waiting.set_result(Answered([], [], []))
         except Exception as error:  # noqa: BLE001 - handed to the caller as it is
             waiting.set_exception(error)
         finally:
@@ -165,7 +181,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         if not prompt.pop("__do_sample__", True):
             params.update(top_p=1.0, top_k=-1, temperature=0)
         flaws: list[list[Flaw]] = [[] for _ in range(n)]
-        transcripts = self._begin_transcripts(uid, n)
+        transcripts = self._begin_transcripts(uid, n, prompt.pop(COLUMN, ()))
         sessions = [
             asyncio.create_task(
                 self._session(
@@ -191,20 +207,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         found = flaws_together(n, flaws, [one.fields for one in group])
         if self._checks.usable(found):
             await self._store_group(group)
-        results = [
-            {
-                "key": one.key,
-                "tag": one.tag,
-                "reward": _reward(one.fields),
-                "reward_info": (one.fields.get("extra_fields") or {}).get("reward_extra_info") or {},
-                "spans": (one.fields.get("extra_fields") or {}).get("version_spans"),
-                "turns": one.fields.get("num_turns"),
-                "columns": sorted(one.fields),
-                "cost": one.cost,
-            }
-            for one in group
-        ]
-        return Answered(results, found)
+        return Answered([one.trajectory for one in group], [_details_of(one) for one in group], found)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score
@@ -219,9 +222,10 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             why = self._scores.failed(error)
         self._scores.settle(outputs[-1], why)
 
-    def _begin_transcripts(self, uid: str, n: int) -> list[Transcript] | list[None]:
-        """Only a run that makes checkpoints needs them."""
-        before = list(self._before.get(uid) or ())
+    def _begin_transcripts(
+        self, uid: str, n: int, before: Sequence[Sequence[RecordedRequest]]
+    ) -> list[Transcript] | list[None]:
+        """Return a transcript for each response. Only runs that make or resume from checkpoints need them."""
         if not self._saves and not before:
             return [None] * n
         made = self._transcripts[uid] = [Transcript(before[i] if i < len(before) else ()) for i in range(n)]
@@ -232,8 +236,13 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     ) -> None:
         _BEGUN.set(time.perf_counter())
         _COST.set({})
-        with kept_turns(), found_flaws(flaws), kept_transcript(transcript):
-            await self._run_agent_loop(*args, **kwargs)
+        worker = self
+        if transcript is not None:
+            # verl hands the worker's client to the agent loop, and this response needs a client of its own.
+            worker = copy.copy(self)
+            worker.llm_client = RecordingClient(self.llm_client, transcript)
+        with kept_turns(), found_flaws(flaws):
+            await worker._run_agent_loop(*args, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         """As verl's, with the versions of all turns."""
@@ -270,17 +279,17 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             await super()._store_trajectories(keys, fields, tags, partition_id)
         else:
             group += [
-                Trajectory(key, values, tag, partition_id, _COST.get())
+                Sample(_trajectory_of(key, values, tag), values, partition_id, _COST.get())
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
 
-    async def _store_group(self, group: list[Trajectory]) -> None:
+    async def _store_group(self, group: list[Sample]) -> None:
         for indices in joinable([one.fields for one in group]):
             some = [group[i] for i in indices]
             keys, fields, tags = (
-                [one.key for one in some],
+                [one.trajectory.key for one in some],
                 [one.fields for one in some],
-                [one.tag for one in some],
+                [one.trajectory.payload for one in some],
             )
             if self._stores_rows:
                 await tq.async_kv_batch_put(
@@ -290,7 +299,26 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
 
 
-def _reward(fields: dict[str, Any]) -> float | None:
-    """verl keeps a score on the last token of its answer, and no field without one."""
+def _trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any]) -> Trajectory:
+    """Raises RolloutError if the rollout did not record which versions generated the response."""
+    first, last = tag["min_global_steps"], tag["max_global_steps"]
+    if first is None or last is None:
+        raise RolloutError(f"trajectory {key} came back without the version that generated it")
+    spans = (fields.get("extra_fields") or {}).get("version_spans")
+    # verl keeps a score on the last token of its response, and no such field without a score.
     scores = fields.get("rm_scores")
-    return None if scores is None else float(scores[-1])
+    return Trajectory(
+        key=key,
+        first_version=int(first),
+        last_version=int(last),
+        num_tokens=int(tag["response_len"]),
+        spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
+        turns=fields.get("num_turns"),
+        reward=None if scores is None else float(scores[-1]),
+        payload=tag,
+    )
+
+
+def _details_of(sample: Sample) -> Details:
+    reward_info = (sample.fields.get("extra_fields") or {}).get("reward_extra_info") or {}
+    return Details(columns=sorted(sample.fields), cost=sample.cost, reward_info=reward_info)

@@ -18,7 +18,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.clock import within
 from ...errors import WaitTimeout
-from ..agent_loop.partial_rollouts import Open, Transcript, continued, current_transcript
+from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn
 from ..ray_calls import ASK_S, cause_of
 from .router import Router, servers_of
@@ -50,17 +50,19 @@ class PipelineLLMClient(LLMServerClient):
         self._known_since = -math.inf
         self._asking: asyncio.Task[None] | None = None
 
-    async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
+    async def generate(
+        self, request_id: str, *, transcript: Transcript | None = None, **kwargs: Any
+    ) -> TokenOutput:
         """As verl's. Where no replica is left, it waits for one to come back.
 
         Raises what the last replica died of: none came back in time, or as many as `DEATHS` died of, or
         beside, this
         request. Anything else comes through at once.
 
-        What an earlier process has written of it is not asked for again. Cancelled, it has the server give
+        What the transcript has of it already is not requested again. Cancelled, it has the server give
         the answer up.
         """
-        transcript, started = current_transcript(), time.perf_counter()
+        started = time.perf_counter()
         output = await (
             self._ask(request_id, **kwargs)
             if transcript is None

@@ -58,6 +58,7 @@ from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers
 from .. import plugin
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.version_spans import cost_columns
+from ..agent_loop.worker import Details
 from ..interrupts import until_cancelled
 from ..ray_calls import result_of
 from ..reward.batch_scoring import score_late
@@ -408,7 +409,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             return _group(prompt, (), refused)
         started = time.perf_counter()
         try:
-            answered = await self.agent_loop_manager.run_group(prompt.payload, self.told.pop(prompt.uid, []))
+            answered = await self.agent_loop_manager.run_group(self.prompts.begin(prompt))
         except asyncio.CancelledError:
             self._meters.cancelled(time.perf_counter() - started)
             raise
@@ -418,37 +419,28 @@ class AsyncPipelineTrainer(LogProbTrainer):
             "ANSWERED",
             key=prompt.uid,
             seconds=round(seconds, 6),
-            **cost_columns([r["cost"] for r in answered.results]),
+            **cost_columns([details.cost for details in answered.details]),
+        )
+        pairs = sorted(
+            zip(answered.trajectories, answered.details, strict=True), key=lambda pair: pair[0].key
         )
         trajectories = tuple(
-            Trajectory(
-                key=r["key"],
-                first_version=_version(r, "min_global_steps"),
-                last_version=_version(r, "max_global_steps"),
-                num_tokens=int(r["tag"]["response_len"]),
-                spans=None if r["spans"] is None else tuple((int(v), int(at)) for v, at in r["spans"]),
-                turns=r["turns"],
-                seconds=seconds,
-                reward=_reward(r),
-                filter_by=self._filter_by(r),
-                payload=r["tag"],
-            )
-            for r in sorted(answered.results, key=lambda r: str(r["key"]))
+            replace(one, seconds=seconds, filter_by=self._filter_by(one, details)) for one, details in pairs
         )
         self._meters.finished(prompt.uid, trajectories)
         verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
-        columns = [r["columns"] for r in sorted(answered.results, key=lambda r: str(r["key"]))]
+        columns = [details.columns for _, details in pairs]
         alike = all(one == columns[0] for one in columns)
         return _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
 
-    def _filter_by(self, result: Mapping[str, Any]) -> float | None:
+    def _filter_by(self, trajectory: Trajectory, details: Details) -> float | None:
         """Raises RolloutError: the reward function did not say what groups are to be filtered by."""
         metric = self._filter_metric
         if metric is None:
             return None
-        value = result["reward"] if metric == "reward" else result["reward_info"].get(metric)
+        value = trajectory.reward if metric == "reward" else details.reward_info.get(metric)
         if value is None:
-            known = ", ".join(["reward", *result["reward_info"]])
+            known = ", ".join(["reward", *details.reward_info])
             raise RolloutError(
                 "algorithm.filter_groups.metric must be something that the reward function returns, got "
                 f"{metric!r}; choose one of {known}"
@@ -660,15 +652,3 @@ def _group(
     return Group(
         uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns
     )
-
-
-def _version(result: Mapping[str, Any], name: str) -> int:
-    version = result["tag"][name]
-    if version is None:
-        raise RolloutError(f"trajectory {result['key']} came back without the version that generated it")
-    return int(version)
-
-
-def _reward(result: Mapping[str, Any]) -> float | None:
-    reward = result["reward"]
-    return None if reward is None else float(reward)

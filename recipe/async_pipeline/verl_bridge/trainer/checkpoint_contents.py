@@ -32,7 +32,7 @@ from ...checkpoint import store, tensor_tree
 from ...core.flow_state import FlowState
 from ...core.items import Group
 from ...errors import CheckpointError
-from ..agent_loop.partial_rollouts import Said, as_plain, from_plain
+from ..agent_loop.partial_rollouts import RecordedRequest, as_plain, from_plain
 from ..sample_grouping import joinable
 from .prompt_source import PromptSourceState
 
@@ -70,7 +70,7 @@ class Restored(NamedTuple):
     state: RunState
     loader: Any
     samples: Mapping[str, Mapping[str, Any]]
-    transcripts: dict[str, list[list[Said]]]
+    transcripts: dict[str, list[list[RecordedRequest]]]
 
 
 class Snapshot(NamedTuple):
@@ -81,7 +81,7 @@ class Snapshot(NamedTuple):
     """Those of `state.kept`."""
     loader: Any
     present_loader: Any
-    transcripts: Mapping[str, Sequence[Sequence[Said]]]
+    transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]
 
 
 class Checkpoints:

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,7 +28,7 @@ from ...observe.event_file import EventFile
 from ...observe.run_files import rows_until, run_of, set_aside
 from ...observe.summary import RunRecorder, one_line
 from ..agent_loop.manager import PushAgentLoopManager
-from ..agent_loop.partial_rollouts import WRITTEN_S, Said, tokens_in
+from ..agent_loop.partial_rollouts import WRITTEN_S, RecordedRequest, tokens_in
 from ..workers.policy_copy import PolicyCopy
 from . import checkpoint_contents
 from .checkpoint_contents import (
@@ -85,8 +84,6 @@ class ResumableTrainer(PPOTrainer):
             "dict[str, Any]", OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
         )
         """Our section of the config, with what `launch` has added."""
-        self.told: dict[str, list[list[Said]]] = {}
-        """Of prompts that were in flight in an earlier process, what their answers had been told."""
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -122,13 +119,8 @@ class ResumableTrainer(PPOTrainer):
         )
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        """With what their answers have been told. Those of which nothing is known are written from the
-        beginning.
-        """
-        return [
-            replace(prompt, kept_tokens=tokens_in(self.told.get(prompt.uid, ())))
-            for prompt in self.prompts.found(uids)
-        ]
+        """Return them with what was generated for them so far, in their payload."""
+        return self.prompts.found(uids)
 
     # Where it begins, and where it ends.
 
@@ -163,10 +155,9 @@ class ResumableTrainer(PPOTrainer):
         if state.kl_coef is not None:
             self.kl_ctrl_in_reward.value = state.kl_coef
         self._bad_data.restore(state.meters["bad_data"])
-        self.prompts.restore(state.prompts, restored.loader)
+        self.prompts.restore(state.prompts, restored.loader, restored.transcripts)
         groups = kept_groups(state)
         checkpoint_contents.put(groups, restored.samples, PARTITION)
-        self.told = restored.transcripts
         for group in groups:
             self._meters.finished(group.uid, group.trajectories)
         say(
@@ -253,7 +244,7 @@ class ResumableTrainer(PPOTrainer):
         )
         return Snapshot(kept, groups, loader, self.prompts.loader_state, {})
 
-    async def _transcripts(self, in_flight: Sequence[str]) -> dict[str, list[list[Said]]]:
+    async def _transcripts(self, in_flight: Sequence[str]) -> dict[str, list[list[RecordedRequest]]]:
         """What there is of them a moment later; of those that are finished by then, nothing, and they are
         answered anew.
         """
@@ -267,8 +258,9 @@ class ResumableTrainer(PPOTrainer):
         except (WaitTimeout, RayError) as error:
             say(f"answers that are being written are not kept: {one_line(error)}")
             return {}
-        # Those that nobody has begun to answer again have what they came with.
-        return {uid: told for uid in in_flight if tokens_in(told := found.get(uid) or self.told.get(uid, []))}
+        # A prompt whose generation was not begun again still has what this process was resumed with.
+        kept = {uid: found.get(uid) or self.prompts.resumed(uid) for uid in in_flight}
+        return {uid: responses for uid, responses in kept.items() if tokens_in(responses)}
 
     def _checkpoints(self) -> Checkpoints:
         trainer = self.config.trainer

@@ -23,6 +23,7 @@ from verl.utils import tensordict_utils as tu
 from ...core.fates import Settlement
 from ...core.items import Prompt
 from ...errors import CheckpointError
+from ..agent_loop.partial_rollouts import RecordedRequest, resumed_in, with_resumed, without_resumed
 
 
 class Place(NamedTuple):
@@ -71,7 +72,7 @@ class PromptSource:
         oldest of those.
         """
         self._found: dict[str, Prompt] = {}
-        """Those that were in flight in an earlier process."""
+        """Prompts that were in flight in an earlier process, until their generation begins here."""
 
     @property
     def loader_state(self) -> Any:
@@ -111,6 +112,7 @@ class PromptSource:
         """Forget prompts that have a fate. Subscribes to the register."""
         for uid in settled.uids:
             del self._places[uid]
+            self._found.pop(uid, None)
 
     # Checkpoints.
 
@@ -124,7 +126,12 @@ class PromptSource:
         )
         return state, self._states[before]
 
-    def restore(self, state: PromptSourceState, loader: Any) -> None:
+    def restore(
+        self,
+        state: PromptSourceState,
+        loader: Any,
+        responses: Mapping[str, Sequence[Sequence[RecordedRequest]]],
+    ) -> None:
         """Draw anew what was drawn and is not answered; blocks. Raises CheckpointError: the data is not
         the same.
         """
@@ -148,11 +155,24 @@ class PromptSource:
                 )
         prompts = {prompt.uid: prompt for prompt in self._undealt}
         self._undealt = deque(prompts[uid] for uid in state.undealt)
-        self._found = {uid: prompts[uid] for uid in state.in_flight}
+        self._found = {uid: with_resumed(prompts[uid], responses.get(uid, ())) for uid in state.in_flight}
 
     def found(self, uids: Sequence[str]) -> list[Prompt]:
-        """Prompts that were in flight in the earlier process; asked for once."""
-        return [self._found.pop(uid) for uid in uids]
+        """Return prompts that were in flight in the earlier process."""
+        return [self._found[uid] for uid in uids]
+
+    def begin(self, prompt: Prompt) -> Any:
+        """Return the row to generate from.
+
+        Only the first attempt continues what an earlier process generated; a further attempt follows from a
+        decision to discard it.
+        """
+        first = self._found.pop(prompt.uid, None) is not None
+        return prompt.payload if first else without_resumed(prompt.payload)
+
+    def resumed(self, uid: str) -> list[list[RecordedRequest]]:
+        """Return what an earlier process generated for a prompt whose generation has not begun here."""
+        return resumed_in(self._found[uid].payload) if uid in self._found else []
 
 
 def fingerprint(row: Any) -> str:

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from ...core.fates import Fate, Settlement
 from ...core.items import StepBatch, Trajectory
 from ...observe import selection_bias
-from ...observe.off_policy import TrajectoryVersions, off_policy_metrics
+from ...observe.off_policy import off_policy_metrics
 
 SELECTION: Mapping[Fate, selection_bias.Fate] = {
     "trained": "trained",
@@ -84,10 +84,7 @@ class SampleMeters:
         data = tq.kv_batch_get(keys=keys, partition_id=batch.payload.partition_id, select_fields=names)
         rows = {name: [row.float().numpy() for row in data[name].unbind()] for name in names}
         return off_policy_metrics(
-            [
-                TrajectoryVersions(first=t.first_version, last=t.last_version, spans=t.spans)
-                for t in (trajectories[key] for key in keys)
-            ],
+            [trajectories[key] for key in keys],
             trainer_version=batch.step - 1,
             max_lag=self._max_lag,
             mask=rows["loss_mask"],
