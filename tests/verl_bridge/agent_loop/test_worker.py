@@ -122,3 +122,42 @@ def test_each_response_is_generated_through_a_client_with_its_transcript(agent_l
 
 async def _kept(seen: list[Any], kwargs: dict[str, Any]) -> None:
     seen.append(kwargs)
+
+
+def test_a_group_is_answered_from_its_row(agent_loop: ModuleType) -> None:
+    """Resumed responses reach the transcripts, and are neither stored nor given to the agent loop."""
+
+    async def story() -> None:
+        worker, stored = worker_of(agent_loop, asyncio.Event()), list[Any]()
+        worker.llm_client, worker._saves = SimpleNamespace(), False
+        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
+        worker._checks = SimpleNamespace(usable=lambda found: True)
+        worker._finished["a"] = []
+
+        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
+            transcript = own.llm_client._transcript
+            assert set(kwargs) == {"trajectory", "trace", "uid"}
+            extra = {"reward_extra_info": {"acc": 1}, "resumed": transcript._before}
+            fields = {"uid": "a", "session_id": session_id, "extra_fields": extra, "response_mask": Mask()}
+            await own._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+
+        async def store(group: Any) -> None:
+            stored.extend(group)
+
+        type(worker)._run_agent_loop, worker._store_group = run, store
+        prompt = {"uid": "a", agent_loop.COLUMN: [["x"], ["y"]]}
+        answered = await super(type(worker), worker)._answer(prompt, {}, {}, False)
+        assert [one.key for one in answered.trajectories] == ["a_0_0", "a_1_0"]
+        assert [one.columns for one in answered.details] == [sorted(stored[0].fields)] * 2
+        assert [one.reward_info for one in answered.details] == [{"acc": 1}] * 2
+        assert [one.fields["extra_fields"]["resumed"] for one in stored] == [["x"], ["y"]]
+        assert [(one.trajectory.payload, one.partition_id) for one in stored] == [(TAG, "train")] * 2
+
+    asyncio.run(story())
+
+
+class Mask:
+    """A mask of three tokens that count."""
+
+    def sum(self) -> int:
+        return 3
