@@ -251,6 +251,20 @@ def test_all_that_is_sent_is_received_once_in_order_within_the_bound(
     assert channel.depth_max <= capacity
 
 
+def test_a_receiver_does_not_overtake_one_that_was_woken_and_has_not_run_yet() -> None:
+    """Two items are there when the second receiver comes, so its turn has come at once: but not its place."""
+    channel, received = Channel[int]("edge", 2), list[tuple[str, int]]()
+
+    async def receive(name: str) -> None:
+        received.append((name, await channel.receive()))
+
+    async def main() -> None:
+        await asyncio.gather(receive("first"), channel.send(1), channel.send(2), receive("second"))
+
+    run_virtual(main())
+    assert received == [("first", 1), ("second", 2)]
+
+
 class AnyScheduleOfAChannel(RuleBasedStateMachine):
     """Sends, receives, cancellations and the end, interleaved at the grain of one turn of the loop."""
 

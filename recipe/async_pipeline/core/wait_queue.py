@@ -42,6 +42,9 @@ class Turnstile:
         self._waiters.append(waiter)
         self.wake()
         try:
+            if waiter[1].done():
+                # Awaiting a future that is done does not yield, and those ahead have not run yet.
+                await asyncio.sleep(0)
             await waiter[1]
         except BaseException:  # cancelled, or the coroutine was closed without ever going on
             self._waiters.remove(waiter)
