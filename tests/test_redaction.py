@@ -7,6 +7,7 @@ import io
 import json
 import pprint
 import sys
+from typing import IO, cast
 
 import pytest
 from hypothesis import given
@@ -179,7 +180,8 @@ def test_a_secret_in_json_is_hidden_and_the_json_stays_valid(secret: str, before
 def test_a_redacted_stream_hides_secrets_that_arrive_in_pieces() -> None:
     kept = io.StringIO()
     stream = RedactedStream(kept, {"WANDB_API_KEY": "0123456789abcdef"})
-    pprint.pprint({"my_token": "tok-abc-998877", "step": 3}, stream=stream)
+    # It only writes, which is all that pprint asks of a stream.
+    pprint.pprint({"my_token": "tok-abc-998877", "step": 3}, stream=cast(IO[str], stream))
     assert kept.getvalue() == f"{{'my_token': '{HIDDEN}', 'step': 3}}\n", (
         "pprint writes in pieces; the redactor sees whole lines"
     )

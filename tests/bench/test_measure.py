@@ -90,5 +90,5 @@ def test_the_latency_of_a_batch_is_that_of_its_slowest_prompt() -> None:
         span("episode", 16, 26, prompt=6, step=3),  # batch 3 ends after the window
         span("episode", 17, 18, prompt=7, step=4),  # half a batch
     ]
-    assert latencies(episodes, (0, 20), prompts=2) == (7.0, pytest.approx((6 + 5 + 7 + 8) / 4))
+    assert latencies(episodes, (0, 20), prompts=2) == pytest.approx((7.0, (6 + 5 + 7 + 8) / 4))
     assert latencies([], (0, 20), prompts=2) == (0.0, 0.0)

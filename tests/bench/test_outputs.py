@@ -42,7 +42,9 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("option", ["--json", "--picture"])
 def test_a_folder_is_no_file(tmp_path: Path, option: str) -> None:
     with pytest.raises(ConfigError, match=f"{option} .* cannot be written"):
-        check_outputs(*((tmp_path, None) if option == "--json" else (None, tmp_path)), None)
+        check_outputs(
+            tmp_path if option == "--json" else None, tmp_path if option == "--picture" else None, None
+        )
 
 
 def test_a_picture_is_one_by_its_name(tmp_path: Path) -> None:

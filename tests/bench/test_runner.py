@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,7 +65,8 @@ def test_every_arm_gets_the_same_prompts_waits_and_number_of_steps(tmp_path: Pat
 def test_the_agent_loop_gets_the_episode(tmp_path: Path) -> None:
     workload = load("agentic_wait")
     overrides_of(job_in(tmp_path, "verl_sync"), workload, 7)
-    (agent,) = OmegaConf.load(tmp_path / "agents.yaml")
+    agents: Any = OmegaConf.load(tmp_path / "agents.yaml")
+    (agent,) = agents
     assert (agent.name, agent.seed) == ("bench_episode", 7)
     assert msgspec.convert(OmegaConf.to_container(agent.episode), Episode) == workload.episode
 
@@ -86,7 +88,12 @@ def test_no_arm_joins_a_cluster_that_is_there_already(tmp_path: Path) -> None:
 
 def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(runner, "overrides_of", lambda job, workload, seed: seeds.append(seed) or [])
+
+    def record_seed(job: object, workload: object, seed: int) -> list[str]:
+        seeds.append(seed)
+        return []
+
+    monkeypatch.setattr(runner, "overrides_of", record_seed)
     fake_command(monkeypatch, "exit 1")
     for turn in (0, 1, 2):
         job = job_in(tmp_path / str(turn), "verl_sync")._replace(turn=turn)

@@ -49,7 +49,10 @@ def test_a_published_checkpoint_verifies_and_is_named_for_verls_tools(tmp_path: 
 
 
 def spoil(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return damage
 
 
 @pytest.mark.parametrize(

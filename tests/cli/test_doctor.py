@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import socket
 from collections import namedtuple
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_devices_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("free", "verdict"), [(8e9, "ok"), (1e6, "warn")])
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, verdict: str) -> None:
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage(free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(free))
     assert doctor.check_shared_memory(tmp_path).verdict == verdict
     assert doctor.check_shared_memory(tmp_path / "none").verdict == "warn"
 

@@ -13,11 +13,21 @@ from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual, within
 from recipe.async_pipeline.core.diagnosis import LAST_EVENTS, Diagnosis, diagnose
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch
-from recipe.async_pipeline.core.wait_graph import Holders, waits_of
+from recipe.async_pipeline.core.wait_graph import Holders, Wait, waits_of
 from recipe.async_pipeline.errors import WaitTimeout
 from tests.fakes.trainer import SimTrainer
 
 NEVER_S = 1e9
+
+
+def recorder(flow: AsyncTrainingFlow, found: list[Diagnosis]) -> Callable[[Wait], str]:
+    """Return a callback for expired waits that appends each diagnosis to `found`."""
+
+    def record(wait: Wait) -> str:
+        found.append(diagnose(flow, wait))
+        return ""
+
+    return record
 
 
 def expired(
@@ -28,7 +38,7 @@ def expired(
 
     async def main() -> None:
         flow = AsyncTrainingFlow(trainer)
-        waits_of().on_expiry = lambda wait: found.append(diagnose(flow, wait))
+        waits_of().on_expiry = recorder(flow, found)
         held = prepare(flow)
         with pytest.raises(WaitTimeout):
             await flow.run()
@@ -126,7 +136,7 @@ def test_a_ring_of_waits_is_called_a_deadlock_and_spelled_out() -> None:
         trainer = SimTrainer()
         flow = AsyncTrainingFlow(trainer)
         found: list[Diagnosis] = []
-        waits_of().on_expiry = lambda wait: found.append(diagnose(flow, wait))
+        waits_of().on_expiry = recorder(flow, found)
         locks = {"weights": asyncio.Lock(), "devices": asyncio.Lock()}
 
         async def take(owner: str, first: str, then: str, other: str) -> None:

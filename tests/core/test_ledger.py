@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,7 +47,11 @@ def test_what_does_not_balance_is_rejected() -> None:
     with pytest.raises(ConservationError, match="a is finished, but was finished before"):
         ledger.finish(group("a"))
     fates.train(1, [group("a")])
-    for again in (lambda: ledger.finish(group("a")), lambda: ledger.answer_again("a", "stale", 0)):
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: ledger.finish(group("a")),
+        lambda: ledger.answer_again("a", "stale", 0),
+    )
+    for again in attempts:
         with pytest.raises(ConservationError, match="prompt a is .*, but is not in flight"):
             again()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -47,7 +48,7 @@ class Bench:
                 uid = chr(ord("a") + self._drawn)
                 self._drawn += 1
                 self.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
-                self.queue.watch(uid, lambda uid=uid: self.recalled.append(uid))
+                self.queue.watch(uid, partial(self.recalled.append, uid))
                 new.append(uid)
         return new
 
@@ -559,7 +560,7 @@ def test_remembering_what_holds_a_step_up_changes_nothing(
                 uid = open_.pop(choice % len(open_))
                 verdict = bench.queue.arrive(group(uid))
                 if verdict == "resume":
-                    bench.queue.watch(uid, lambda uid=uid, bench=bench: bench.recalled.append(uid))
+                    bench.queue.watch(uid, partial(bench.recalled.append, uid))
                     open_.append(uid)
                 elif verdict is None and filtered and choice % 5 == 0:
                     bench.queue.give_back(uid)

@@ -56,7 +56,12 @@ def test_an_expiry_is_told_while_the_wait_is_still_there() -> None:
 
     async def main() -> None:
         waits = waits_of()
-        waits.on_expiry = lambda wait: seen.append((wait.owner, len(waits.open)))
+
+        def record(wait: Wait) -> str:
+            seen.append((wait.owner, len(waits.open)))
+            return ""
+
+        waits.on_expiry = record
         other = asyncio.create_task(within(asyncio.sleep(9), 10, owner="other", what="sleep"))
         with pytest.raises(WaitTimeout):
             await within(asyncio.sleep(9), 2, owner="train", what="sleep")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ def changed(model: Any) -> dict[str, torch.Tensor]:
     return {k: v for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
 
 
+def replace_method(name: str, function: Callable[..., Any]) -> None:
+    setattr(PipelineWorkerExtension, name, function)
+
+
 def engine_says(llm: LLM, adapter: LoRARequest | None = None) -> list[int]:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False, lora_request=adapter)
@@ -51,7 +56,8 @@ def transformers_says(model: Any) -> list[int]:
     for _ in range(12):
         with torch.no_grad():
             ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, len(PROMPT) :].tolist()
+    tokens: list[int] = ids[0, len(PROMPT) :].tolist()
+    return tokens
 
 
 def load(llm: LLM, manifest: bytes) -> dict[str, Any]:
@@ -103,14 +109,18 @@ def publish_adapters(model_dir: str) -> dict[str, Any]:
 
     def in_disorder(self: Any, manifest: Any, config: str) -> None:
         published = PipelineWorkerExtension._published
-        PipelineWorkerExtension._published = lambda self, manifest: {
-            name.replace("up_proj", "?").replace("gate_proj", "up_proj").replace("?", "gate_proj"): tensor
-            for name, tensor in published(self, manifest).items()
-        }
-        add_lora(self, manifest, config)
-        PipelineWorkerExtension._published = published
 
-    PipelineWorkerExtension._load_adapter = in_disorder
+        def swapped(self: Any, manifest: Any) -> dict[str, Any]:
+            return {
+                name.replace("up_proj", "?").replace("gate_proj", "up_proj").replace("?", "gate_proj"): tensor
+                for name, tensor in published(self, manifest).items()
+            }
+
+        replace_method("_published", swapped)
+        add_lora(self, manifest, config)
+        replace_method("_published", published)
+
+    replace_method("_load_adapter", in_disorder)
     report["disorder"] = publish(4)
     writer.close()
     return report
@@ -165,7 +175,7 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     if mode == "adapter":
         return publish_adapters(model_dir)
     if mode == "repacked":
-        PipelineWorkerExtension.__new__ = lambda cls, **kwargs: object.__new__(cls)
+        replace_method("__new__", lambda cls, **kwargs: object.__new__(cls))
     llm = LLM(
         model_dir, dtype="float32", enforce_eager=True, max_model_len=64, worker_extension_cls=NAME, seed=0
     )
@@ -186,9 +196,11 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     report["repeated"] = publish(2, changed(model))
     report["engine_repeated"], report["transformers_repeated"] = engine_says(llm), transformers_says(model)
     whole = PipelineWorkerExtension._load_piece
-    PipelineWorkerExtension._load_piece = lambda self, served, piece: whole(
-        self, served, [(n, t) for n, t in piece if "embed_tokens" not in n]
-    )
+
+    def without_embedding(self: Any, served: Any, piece: list[tuple[str, Any]]) -> None:
+        whole(self, served, [(n, t) for n, t in piece if "embed_tokens" not in n])
+
+    replace_method("_load_piece", without_embedding)
     # Without this, no loader is called any more.
     llm.collective_rpc(forget_recording)
     report["skipped"] = publish(3, changed(model))

@@ -8,9 +8,11 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate, groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,7 +228,10 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
     )
     check_clean_end(job, "tests.e2e.parts:SlowlyTrained", 3, steps)
     assert max(seen) < 1.01 * seen[0]
-    changes = {"DRAWN": lambda event: len(event["keys"]), "TRAINED": lambda event: -16}
+    changes: dict[str, Callable[[Any], int]] = {
+        "DRAWN": lambda event: len(event["keys"]),
+        "TRAINED": lambda event: -16,
+    }
     untrained = list(
         accumulate(changes[event["event"]](event) for event in job.events() if event["event"] in changes)
     )

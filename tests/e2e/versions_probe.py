@@ -128,7 +128,8 @@ async def run(model_dir: str, publications: int) -> dict[str, Any]:
     chance = random.Random(0)
     await probe.publish_next("keep")
     for in_flight, stage in WAYS:
-        stop, wrong, counts = asyncio.Event(), [], {"answers": 0, "over_versions": 0}
+        wrong: list[Any] = []
+        stop, counts = asyncio.Event(), {"answers": 0, "over_versions": 0}
         askers = [asyncio.create_task(probe.ask(stop, seed, wrong, counts)) for seed in range(ASKERS)]
         probe.load_s.clear()
         for _ in range(publications):

@@ -11,7 +11,9 @@ import msgspec
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.events import LogRecord
 from recipe.async_pipeline.core.flow_state import FlowState
+from recipe.async_pipeline.core.ledger import LedgerRecord
 from recipe.async_pipeline.core.ledger_audit import Audit, valid
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
@@ -29,10 +31,8 @@ class Life:
         self.checkpoints: Sequence[SimCheckpoint] = ()
         self.alive = True
         self.flow = AsyncTrainingFlow(trainer)
-        self.flow.ledger.subscribe(
-            lambda record: self.ledger.append(record.as_dict()) if self._lives() else None
-        )
-        self.flow.log.subscribe(lambda record: self._lives())
+        self.flow.ledger.subscribe(self._record)
+        self.flow.log.subscribe(self._count)
         run_virtual(self._main())
 
     async def _main(self) -> None:
@@ -46,6 +46,13 @@ class Life:
             run.result()
         run.cancel()
         await asyncio.wait([run])
+
+    def _record(self, record: LedgerRecord) -> None:
+        if self._lives():
+            self.ledger.append(record.as_dict())
+
+    def _count(self, record: LogRecord) -> None:
+        self._lives()
 
     def _lives(self) -> bool:
         if self.alive and self._left is not None:

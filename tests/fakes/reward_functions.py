@@ -71,7 +71,7 @@ def strange(solution_str: str, **_: Any) -> Any:
     """Raises what the answer names, returns `code`, or starts a program that outlives it: `start FILE`.
     Anything else is right.
     """
-    word, _, rest = solution_str.partition(" ")
+    word, _sep, rest = solution_str.partition(" ")
     if word in UNUSUAL:
         raise UNUSUAL[word]
     if word == "start":

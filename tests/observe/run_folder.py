@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class RecordedTrainer(SimTrainer):
         self._last: Publication | None = None
         self._open: dict[str, float] = {}
         self._busy_s = 0.0
-        self.now = lambda: 0.0
+        self.now: Callable[[], float] = lambda: 0.0
         self._last_t = 0.0
 
     def pools(self) -> Mapping[str, int]:

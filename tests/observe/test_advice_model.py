@@ -32,7 +32,8 @@ def test_facts_are_shares_of_the_time_since_the_first_version() -> None:
         work(0.6, 1.0, sync=40.0), trainer={"train": 0.5, "generate": 0.3, "logp": 0.2}, start_up_s=50.0
     )
     assert facts.trainer == pytest.approx({"train": 0.5, "generate": 0.3, "logp": 0.2})
-    assert facts.most_awaited == ("generate", pytest.approx(0.3))
+    stage, share = facts.most_awaited
+    assert stage == "generate" and share == pytest.approx(0.3)
     assert facts.share("train", "sync") == pytest.approx(0.1)
     assert facts.busy("train") == pytest.approx(0.7)
     assert facts.busy("generate") == pytest.approx(1.0)

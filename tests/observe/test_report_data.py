@@ -123,7 +123,7 @@ def test_changed_settings_exclude_names_and_paths() -> None:
 
 def test_a_cold_start_does_not_change_the_typical_account(folder: Path, run: RunData, tmp_path: Path) -> None:
     """Shift everything after the first served version by 1,000 s."""
-    assert run.warm is not None
+    assert run.warm is not None and run.accounting is not None
     assert run.warm.steady_s < run.accounting.steady_s
     assert len(run.warm.steps) == STEPS - 1
     events = (folder / "events.jsonl").read_text().splitlines()
@@ -140,6 +140,7 @@ def test_a_cold_start_does_not_change_the_typical_account(folder: Path, run: Run
     for name in ("summary.json", "metrics.jsonl", "config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     found = data_of(read_run(tmp_path))
+    assert found.accounting is not None and found.typical is not None and run.typical is not None
     assert found.accounting.steady_s == pytest.approx(run.accounting.steady_s + 1000.0)
     assert found.typical.bubble_ratio == pytest.approx(run.typical.bubble_ratio, abs=0.02)
     assert found.typical.loop_s == pytest.approx(run.typical.loop_s, rel=0.2)

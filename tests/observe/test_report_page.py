@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.observe.accounting import Accounting
 from recipe.async_pipeline.observe.report_data import RunData, data_of
 from recipe.async_pipeline.observe.report_page import advice_list, figures_of, run_page
 from recipe.async_pipeline.observe.run_reader import read_run
@@ -94,7 +95,7 @@ def test_runs_with_few_steps_or_no_events_get_no_advice(run: RunData) -> None:
     assert "No advice." in advice_list([], run)
 
 
-def _without_steps(run: RunData) -> object:
+def _without_steps(run: RunData) -> Accounting:
     assert run.accounting is not None
     return replace(run.accounting, steps=())
 

@@ -317,7 +317,7 @@ def sender_raises_when_receiver_dies() -> None:
         shm_names: list[str] = []
 
         def answer_the_first_bucket_and_die() -> None:
-            socket = zmq.Context.instance().socket(zmq.REP)
+            socket: Any = zmq.Context.instance().socket(zmq.REP)
             socket.connect(endpoint)
             shm_names.append(socket.recv_pyobj()["name"])
             socket.send(b"")
@@ -337,7 +337,7 @@ def sender_raises_when_receiver_never_answers() -> None:
     module = _load_transfer()
     with tempfile.TemporaryDirectory() as scratch:
         endpoint = f"ipc://{scratch}/weights.sock"
-        mute = zmq.Context.instance().socket(zmq.REP)
+        mute: Any = zmq.Context.instance().socket(zmq.REP)
         mute.connect(endpoint)
         _check_lost_peer(_send(module, endpoint), endpoint)
         _check_gone(mute.recv_pyobj()["name"])

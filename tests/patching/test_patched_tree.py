@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_a_failing_swap_leaves_no_file_half_written(
     def fail(source: object, target: object) -> None:
         raise OSError("disk")
 
-    monkeypatch.setattr(patched_tree.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk"):
         patched_tree.apply(tree, folder=folder)
     assert contents(tree) == expected(PRISTINE)

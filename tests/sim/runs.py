@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import EventLog
@@ -27,7 +28,7 @@ class TellingTrainer(SimulatedTrainer):
         costs: GroupCost = prompt.payload
         answers, token_s = costs.answers, self.profile.decode.step_s(1)
         request_s = self.profile.answers.request_s
-        columns = {
+        columns: dict[str, Any] = {
             "prompt_tokens": [int(a.prompt_tokens) for a in answers],
             "tokens": [sum(a.turn_tokens) for a in answers],
             "observation_tokens": [a.tokens - int(a.prompt_tokens) - sum(a.turn_tokens) for a in answers],

@@ -160,11 +160,9 @@ def test_open_seconds_are_those_with_a_request() -> None:
         first = pool.take_open_s(pool.replicas[0])
         task = asyncio.create_task(pool.answer([cost(3)]))
         await asyncio.sleep(1.0)
-        return [
-            first,
-            pool.take_open_s(pool.replicas[0]),
-            (await task) and pool.take_open_s(pool.replicas[0]),
-        ]
+        second = pool.take_open_s(pool.replicas[0])
+        await task
+        return [first, second, pool.take_open_s(pool.replicas[0])]
 
     assert run_virtual(run()) == pytest.approx([3.0, 1.0, 2.0])
 

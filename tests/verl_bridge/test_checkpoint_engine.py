@@ -70,7 +70,8 @@ def connect(kind: Any, trainers: list[Any], receivers: list[Any]) -> Path:
     for some, arguments in zip((trainers, receivers), topology, strict=True):
         for i, engine in enumerate(some):
             engine.init_process_group(**{name: values[i] for name, values in arguments.items()})
-    return SHM_DIR / topology[0]["board"][0]
+    board: str = topology[0]["board"][0]
+    return SHM_DIR / board
 
 
 async def transfer(trainers: list[Any], receivers: list[Any], version: int) -> list[dict[str, torch.Tensor]]:

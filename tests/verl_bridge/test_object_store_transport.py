@@ -106,7 +106,11 @@ def test_all_replicas_pull_the_same_copy_and_a_bad_one_is_replaced(nodes: tuple[
         later = encode(await_manifest(writer.gather(1, WEIGHTS.items()), 30))
         (next_version,) = ray.get(courier.offer.remote(later, 0, False))
         assert next_version != fresh
-        header, payload = asyncio.run(pull_through(courier, later)(2))
+
+        async def fetch() -> tuple[bytes, Any]:
+            return await pull_through(courier, later)(2)
+
+        header, payload = asyncio.run(fetch())
         bucket = decode(later).buckets[2]
         assert header == header_of(decode(later), 2)
         assert xxhash.xxh3_64_intdigest(payload) == bucket.xxh3

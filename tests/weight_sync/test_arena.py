@@ -436,6 +436,7 @@ def test_what_ranks_hold_in_parts_is_received_whole(cut: Any, count: int, dtype:
                 tickets = [call.result(timeout=30) for call in calls]
                 assert tickets[1:] == [None] * (count - 1)
                 cast = {n: t.to(dtype) if dtype and t.is_floating_point() else t for n, t in whole.items()}
+                assert tickets[0] is not None
                 assert_same(received(await_manifest(tickets[0], 30)), cast)
     finally:
         for writer in writers:

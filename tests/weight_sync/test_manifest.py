@@ -148,13 +148,12 @@ def test_any_bytes(data: bytes) -> None:
 @HOSTILE
 @given(data=st.data())
 def test_a_true_message_that_was_cut_or_changed_on_its_way(data: st.DataObject) -> None:
-    whole = encode(
-        data.draw(
-            st.sampled_from(
-                [manifest(tensor("a"), tensor("b", 8)), Ticket(3, "b", 7, 96, 0.25), Failure("x")]
-            )
-        )
-    )
+    messages: list[Manifest | Ticket | Failure] = [
+        manifest(tensor("a"), tensor("b", 8)),
+        Ticket(3, "b", 7, 96, 0.25),
+        Failure("x"),
+    ]
+    whole = encode(data.draw(st.sampled_from(messages)))
     survives(whole[: data.draw(st.integers(0, len(whole)))])
     changed = bytearray(whole)
     for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=4)):

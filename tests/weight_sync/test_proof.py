@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import ProofError
-from recipe.async_pipeline.weight_sync.manifest import Manifest, TensorEntry
+from recipe.async_pipeline.weight_sync.manifest import VALUES_PER_TENSOR, Manifest, TensorEntry
 from recipe.async_pipeline.weight_sync.proof import (
-    VALUES_PER_TENSOR,
     ServedModel,
     draw_sample,
     prove,

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.arena import ArenaReader
 from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, TensorEntry
-from recipe.async_pipeline.weight_sync.receiver import ATTEMPTS, Header, Inbox, Verdict, header_of
+from recipe.async_pipeline.weight_sync.receiver import ATTEMPTS, Fetch, Header, Inbox, Verdict, header_of
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
 
 SIZES = (64, 200, 8)
@@ -59,7 +59,7 @@ class Deliveries(RuleBasedStateMachine):
     def start(self) -> None:
         self.inbox = Inbox()
         self.awaited: Manifest | None = None
-        self.sizes = SIZES
+        self.sizes: tuple[int, ...] = SIZES
         self.arrived: set[int] = set()
         self.complete: Manifest | None = None
         self.expected: list[bytes] = []
@@ -91,6 +91,7 @@ class Deliveries(RuleBasedStateMachine):
     @precondition(lambda self: self.awaited is not None)
     @rule(sequence=st.integers(0, len(SIZES) - 1))
     def arrive(self, sequence: int) -> None:
+        assert self.awaited is not None
         version = self.awaited.version
         data = payload(version, sequence, self.sizes[sequence])
         verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.ACCEPTED
@@ -100,6 +101,7 @@ class Deliveries(RuleBasedStateMachine):
     @precondition(lambda self: self.awaited is not None)
     @rule(sequence=st.integers(0, len(SIZES) - 1), at=st.integers(0, 7), flip=st.integers(1, 255))
     def arrive_corrupt(self, sequence: int, at: int, flip: int) -> None:
+        assert self.awaited is not None
         data = bytearray(payload(self.awaited.version, sequence, self.sizes[sequence]))
         data[at] ^= flip
         verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.CORRUPT
@@ -108,6 +110,7 @@ class Deliveries(RuleBasedStateMachine):
     @precondition(lambda self: self.awaited is not None)
     @rule(sequence=st.integers(0, len(SIZES) - 1), kept=st.integers(0, 7))
     def arrive_short(self, sequence: int, kept: int) -> None:
+        assert self.awaited is not None
         data = payload(self.awaited.version, sequence, self.sizes[sequence])[:kept]
         verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.TRUNCATED
         self.deliver(header_of(self.awaited, sequence), data, verdict)
@@ -122,6 +125,7 @@ class Deliveries(RuleBasedStateMachine):
     @precondition(lambda self: self.awaited is not None)
     @rule(header=st.sampled_from([(3, 3), (-1, 3), (0, 4), (0, 2)]))
     def arrive_with_a_wrong_number(self, header: tuple[int, int]) -> None:
+        assert self.awaited is not None
         sequence, count = header
         encoded = msgspec.msgpack.encode(Header(self.awaited.version, sequence, count, 8))
         self.deliver(encoded, bytes(8), Verdict.UNKNOWN)
@@ -133,6 +137,7 @@ class Deliveries(RuleBasedStateMachine):
     @precondition(lambda self: self.awaited is not None and len(self.arrived) == len(SIZES))
     @rule()
     def commit(self) -> None:
+        assert self.awaited is not None
         self.last = self.awaited.version
         self.complete, self.expected = self.inbox.commit(), whole(self.last, self.sizes)
         self.awaited = None
@@ -158,7 +163,7 @@ class Deliveries(RuleBasedStateMachine):
     @invariant()
     def what_is_complete_is_whole(self) -> None:
         if getattr(self, "complete", None) is not None:
-            assert read(self.complete) == self.expected
+            assert self.complete is not None and read(self.complete) == self.expected
             assert self.inbox.version == self.last
 
     @invariant()
@@ -203,7 +208,7 @@ def inbox() -> Iterator[Inbox]:
     made.close()
 
 
-def fetching(version: int, spoil: Callable[[int, int, bytes], bytes]) -> Callable[[int], object]:
+def fetching(version: int, spoil: Callable[[int, int, bytes], bytes]) -> Fetch:
     """Fetches buckets of a version; `spoil(sequence, attempt, data)` says what really comes."""
     attempts: Counter[int] = Counter()
 

@@ -168,6 +168,11 @@ class Engine:
         return load
 
 
+def versioned_over(engine: Any) -> VersionedEngine:
+    """`engine` is a fake whose methods are methods; the protocol's are attributes that can be set."""
+    return VersionedEngine(engine)
+
+
 async def answer(
     engine: Engine, name: str, tokens: int, after: float = 0.0
 ) -> tuple[Any, list[tuple[int, int]]]:
@@ -175,7 +180,7 @@ async def answer(
     await asyncio.sleep(after)
     with recorded_spans() as spans:
         outputs = [o async for o in engine.generate(PROMPT, Params(tokens, min_tokens=2), request_id=name)]
-    return outputs[-1], [tuple(span) for span in spans]
+    return outputs[-1], [(version, start) for version, start in spans]
 
 
 def spans_of(tokens: list[int]) -> list[tuple[int, int]]:
@@ -222,7 +227,7 @@ def test_spans_are_what_the_tokens_say(
         seen.append(await versioned.written([f"request-{i}" for i in range(len(asks))]))
 
     async def main() -> list[tuple[Any, list[tuple[int, int]]]]:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), in_flight)
         clock = asyncio.create_task(engine.run())
         # Off the moments at which the engine steps, so that the order is never left to chance.
@@ -246,7 +251,7 @@ def test_spans_are_what_the_tokens_say(
             whole = results[int(name.rpartition("-")[2])][0].outputs[0].token_ids
             assert tokens == whole[: len(tokens)] and tokens
             assert log_probs == [0.5] * len(tokens)
-            assert [tuple(span) for span in spans] == spans_of(tokens)
+            assert [(version, start) for version, start in spans] == spans_of(tokens)
     for (output, spans), ask in zip(results, asks, strict=True):
         part = output.outputs[0]
         assert len(part.token_ids) == ask.tokens, "no token is lost or written twice"
@@ -267,7 +272,7 @@ def run_two_versions(
     engine = Engine()
 
     async def main() -> tuple[Any, Any, tuple[Any, int]]:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), in_flight)
         clock = asyncio.create_task(engine.run())
         asked = asyncio.create_task(answer(engine, "r", tokens))
@@ -313,7 +318,7 @@ def test_what_is_left_of_an_answer_is_shorter() -> None:
             return await add(request_id, prompt, replace(params))
 
         engine.add_request = noted  # type: ignore[method-assign]
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), "abort")
         clock = asyncio.create_task(engine.run())
         asked = asyncio.create_task(answer(engine, "r", 6))
@@ -331,7 +336,7 @@ def test_prefixes_of_other_versions_are_hit_only_if_they_may(reuse: bool) -> Non
     engine = Engine()
 
     async def main() -> None:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         clock = asyncio.create_task(engine.run())
         for version in range(2):
             await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes=reuse)
@@ -357,7 +362,7 @@ def test_nothing_is_made_that_nobody_reads(in_flight: str, stop: list[str]) -> N
             return await add(request_id, prompt, params)
 
         engine.add_request = noted  # type: ignore[method-assign]
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), in_flight)
         clock = asyncio.create_task(engine.run())
         with recorded_spans():
@@ -375,7 +380,7 @@ def test_requests_that_nobody_records_pass_through() -> None:
     engine = Engine()
 
     async def main() -> str | None:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), "abort")
         clock = asyncio.create_task(engine.run())
 
@@ -401,7 +406,7 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(in_flight: 
     engine = Engine()
 
     async def main() -> tuple[list[int], list[tuple[int, int]]]:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), in_flight)
         clock = asyncio.create_task(engine.run())
         asked = asyncio.create_task(answer(engine, "r", 4, after=1.0))
@@ -429,7 +434,7 @@ def test_a_prefix_is_not_shared_while_a_load_is_under_way() -> None:
     engine = Engine()
 
     async def main() -> None:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), "keep")
         clock = asyncio.create_task(engine.run())
         loading = asyncio.create_task(versioned.load(1, engine.loading(1, 2.0), "keep"))
@@ -448,7 +453,7 @@ def test_what_was_written_so_far() -> None:
     engine = Engine()
 
     async def main() -> list[Any]:
-        versioned = VersionedEngine(engine)
+        versioned = versioned_over(engine)
         await versioned.load(0, engine.loading(0, 0.0), "keep")
         clock = asyncio.create_task(engine.run())
         asked = asyncio.create_task(answer(engine, "r", 6))

@@ -28,8 +28,11 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
 
     class Worker(agent_loop.PushAgentLoopWorker):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
-            self._groups, self._finished, self._answering, self._transcripts = {}, {}, {}, {}
-            self._given_up = set()
+            self._groups: dict[str, Any] = {}
+            self._finished: dict[str, Any] = {}
+            self._answering: dict[str, Any] = {}
+            self._transcripts: dict[str, Any] = {}
+            self._given_up: set[str] = set()
             self.begun = 0
 
         async def generate_sequences(self, prompt: Any) -> None:

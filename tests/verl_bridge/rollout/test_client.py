@@ -24,7 +24,8 @@ class EngineDeadError(RuntimeError):
 
 
 def raised_remotely(cause: Exception) -> Exception:
-    return RayTaskError("generate", "traceback", cause).as_instanceof_cause()
+    raised: Exception = RayTaskError("generate", "traceback", cause).as_instanceof_cause()
+    return raised
 
 
 @pytest.fixture(scope="module")
@@ -301,10 +302,12 @@ async def resumed(
         def _handle(self, name: str) -> Any:
             handle = super()._handle(name)
             generate = handle.generate.remote
-            handle.generate.remote = lambda **kwargs: (
-                asked.append((kwargs["prompt_ids"], kwargs["sampling_params"])),
-                generate(**kwargs),
-            )[1]
+
+            def recorded(**kwargs: Any) -> Any:
+                asked.append((kwargs["prompt_ids"], kwargs["sampling_params"]))
+                return generate(**kwargs)
+
+            handle.generate.remote = recorded
             return handle
 
     transcript = transcripts.Transcript(before)

@@ -214,7 +214,12 @@ def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
 ) -> None:
     log: list[str] = []
     started: list[str] = []
-    monkeypatch.setattr(ours, "start_on", lambda node: started.append(node) or "the courier")
+
+    def start_on(node: str) -> str:
+        started.append(node)
+        return "the courier"
+
+    monkeypatch.setattr(ours, "start_on", start_on)
     servers = [Server("here", log), Server("there", log, node="b"), Server("far", log, node="c")]
     for server, courier in zip(servers, (None, "the courier", "the courier"), strict=True):
         server.courier = courier

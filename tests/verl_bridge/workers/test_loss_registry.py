@@ -230,7 +230,7 @@ def test_a_ratio_far_outside_stays_finite(
 
 
 def test_no_name_of_ours_is_one_of_verls(algos: ModuleType, ours: ModuleType) -> None:
-    source = Path(algos.__file__).read_text(encoding="utf-8")
+    source = Path(str(algos.__file__)).read_text(encoding="utf-8")
     theirs = set(re.findall(r'@register_policy_loss\("(\w+)"\)', source))
     assert {"vanilla", "gpg", "dro", "cispo"} <= theirs
     assert not theirs & set(OWN_LOSSES)
@@ -388,7 +388,9 @@ def test_verl_averages_every_metric(algos: ModuleType, make_config: MakeConfig, 
 
 def section_of(load: Load, **overrides: Any) -> Any:
     """The actor's section of verl's own config, with other values, as a worker makes objects of it."""
-    actor = OmegaConf.load(Path(load("verl").__file__).parent / "trainer" / "config" / "actor" / "actor.yaml")
+    actor = OmegaConf.load(
+        Path(str(load("verl").__file__)).parent / "trainer" / "config" / "actor" / "actor.yaml"
+    )
     section = OmegaConf.create({**actor.policy_loss, **overrides})
     return load("verl.utils.config").omega_conf_to_dataclass(section)
 

@@ -186,7 +186,7 @@ def descend(positive: Any) -> float:
         found = topr(log_prob, start, down, torch.tensor([[True]]), positive=positive)
         (gradient,) = torch.autograd.grad(found.loss.sum(), log_prob)
         log_prob = (log_prob - 0.5 * gradient).detach().requires_grad_()
-    return log_prob.item()
+    return float(log_prob.item())
 
 
 def test_only_the_split_by_advantage_keeps_a_disliked_token_from_falling_without_end() -> None:
