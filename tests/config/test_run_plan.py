@@ -75,8 +75,8 @@ def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path)
     [
         ("Elsewhere", "order = 'finished'", "as they are finished"),
         ("Elsewhere", "pass", "in the order that it says itself"),
-        ("FullyAsyncTrainer", "pass", "as they are finished"),
-        ("strategies.AsyncPipelineTrainer", "pass", "as they were drawn"),
+        ("FullyAsync", "pass", "as they are finished"),
+        ("strategies.Schedule", "pass", "as they were drawn"),
     ],
 )
 def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(

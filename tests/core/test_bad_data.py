@@ -330,7 +330,7 @@ def test_whatever_is_bad_every_prompt_has_one_fate(
         steps=8,
         answer_s=lambda step, index: rng.choice((0.1, 1.0, 9.0)),
         order=order,
-        stale=stale,
+        straggler=stale,
     )
     flow = AsyncTrainingFlow(trainer)
     result = run_virtual(flow.run())

@@ -211,7 +211,7 @@ def test_a_run_without_reference_policy_has_no_such_role() -> None:
 
 def test_on_pools_of_their_own_all_compute_at_once() -> None:
     apart = SimTrainer(
-        max_lag=1, steps=12, places=LAYOUTS[3], old="pool", costs={"logp": 1.0, "ref_logp": 1.0}
+        max_lag=1, steps=12, places=LAYOUTS[3], old="logp_pool", costs={"logp": 1.0, "ref_logp": 1.0}
     )
     flow, _ = run_flow(apart)
     for a, b in combinations(("logp", "ref_logp", "train", "generate"), 2):
@@ -226,7 +226,7 @@ def test_under_the_trainers_own_weights_log_probs_cannot_overlap_the_step_before
 
 
 def test_a_pool_for_log_probs_is_one_step_behind_the_trainer() -> None:
-    flow, _ = run_flow(SimTrainer(max_lag=2, steps=12, places={"logp": "logp"}, old="pool"))
+    flow, _ = run_flow(SimTrainer(max_lag=2, steps=12, places={"logp": "logp"}, old="logp_pool"))
     assert overlap(flow, "logp", "train") > 2
     notes = [(r.fields["step"], r.fields["version"]) for r in flow.log.records if r.event == "OLD_POLICY"]
     assert notes == [(step, max(0, step - 2)) for step in range(1, 13)]
@@ -235,7 +235,7 @@ def test_a_pool_for_log_probs_is_one_step_behind_the_trainer() -> None:
 def test_a_reference_that_is_refreshed_is_one_of_the_published_versions() -> None:
     trainer = SimTrainer(max_lag=1, steps=9, refresh=3)
     run_flow(trainer)
-    assert [trainer.reference(step) for step in range(1, 10)] == [None, None, None, 3, 3, 3, 6, 6, 6]
+    assert [trainer.schedule.reference(step) for step in range(1, 10)] == [None, None, None, 3, 3, 3, 6, 6, 6]
     assert trainer.held["ref_logp"] == 6
 
 
@@ -298,7 +298,7 @@ def test_values_and_critic_belong_together() -> None:
     sync_every=st.integers(1, 5),
     filtered_every=st.sampled_from([2, 3, 1000]),
     places=st.sampled_from(LAYOUTS),
-    old=st.sampled_from(["trainer", "pool", "rollout"]),
+    old=st.sampled_from(["trainer", "logp_pool", "rollout"]),
     refresh=st.integers(0, 3),
     critic=st.booleans(),
 )
@@ -321,7 +321,7 @@ def test_any_schedule_keeps_the_invariants(
     share = share if max_lag and groups > 1 else 1.0
     # With fewer publications than this, no sample would be new enough.
     sync_every = min(sync_every, max_lag + (share == 1))
-    if "logp" not in places or (old == "pool" and max_lag == 0):
+    if "logp" not in places or (old == "logp_pool" and max_lag == 0):
         old = "trainer"
     answers = count()
     trainer = SimTrainer(
@@ -331,7 +331,7 @@ def test_any_schedule_keeps_the_invariants(
         costs=costs,
         answer_s=lambda step, index: times[next(answers) % len(times)],
         order=order,
-        stale=stale,
+        straggler=stale,
         oldest_share=share,
         # A pool that computes under the trainer's own weights needs every version of them.
         sync_every=1 if "logp" in places and old == "trainer" else sync_every,
@@ -377,7 +377,7 @@ def test_dropping_is_faster_than_waiting_and_says_what_it_lost() -> None:
 
     waited = run_flow(SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished"))
     dropped = run_flow(
-        SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished", stale="drop")
+        SimTrainer(max_lag=1, groups=4, steps=12, answer_s=tail, order="finished", straggler="drop")
     )
     assert wall_s(dropped[0]) < 0.3 * wall_s(waited[0])
     assert dropped[1].groups_expired > 0

@@ -107,7 +107,7 @@ def step_s(devices: dict[str, int], places: dict[str, str]) -> float:
         steps=STEPS,
         costs=costs,
         places=places,
-        old="pool" if places else "trainer",
+        old="logp_pool" if places else "trainer",
         answer_s=lambda step, index: 0.5,
     )
     flow = AsyncTrainingFlow(trainer)

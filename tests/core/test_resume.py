@@ -51,7 +51,7 @@ from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimCheckpoint, 
     save_every=st.integers(1, 3),
     filtered_every=st.sampled_from([2, 3, 1000]),
     places=st.sampled_from(LAYOUTS),
-    old=st.sampled_from(["trainer", "pool", "rollout"]),
+    old=st.sampled_from(["trainer", "logp_pool", "rollout"]),
     critic=st.booleans(),
     kills=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     lost=st.integers(0, 9),
@@ -76,7 +76,7 @@ def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
 ) -> None:
     share = share if max_lag and groups > 1 else 1.0
     sync_every = min(sync_every, max_lag + (share == 1))
-    if "logp" not in places or (old == "pool" and max_lag == 0):
+    if "logp" not in places or (old == "logp_pool" and max_lag == 0):
         old = "trainer"
 
     def make(resume: SimCheckpoint | None = None) -> SimTrainer:
@@ -87,7 +87,7 @@ def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
             costs=costs,
             answer_s=lambda step, index: times[(step * 7 + index) % len(times)],
             order=order,
-            stale=stale,
+            straggler=stale,
             oldest_share=share,
             sync_every=1 if "logp" in places and old == "trainer" else sync_every,
             save_every=save_every,
@@ -132,7 +132,7 @@ def killed_everywhere(**settings: Any) -> tuple[Records, list[Records]]:
             "max_lag": 3,
             "save_every": 1,
             "order": "finished",
-            "stale": "drop",
+            "straggler": "drop",
             "answer_s": lambda step, index: 9.0 if index == 0 else 0.3,
             "costs": {"assemble": 0.25, "draw": 0.25},
         },

@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch, Ticket
-from recipe.async_pipeline.strategies import (
-    AsyncPipelineTrainer,
-    FullyAsyncTrainer,
-    NStepAheadTrainer,
-    OneStepOffTrainer,
-)
+from recipe.async_pipeline.core.schedule import Schedule
+from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
+from recipe.async_pipeline.strategies import OneStepOff as OneStepOffSchedule
+from recipe.async_pipeline.verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from tests.e2e.job import STRAGGLES_S, UPDATE_S
 
 
@@ -79,24 +77,24 @@ class _AtBatchBoundaries(AsyncPipelineTrainer):  # type: ignore[misc]
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         batch = self.config.data.train_batch_size
-        while version > 0 and self._answered < batch * min(version + 1, self.last_step):
+        while version > 0 and self._answered < batch * min(version + 1, self.schedule.last_step):
             self._more = asyncio.Event()
             await self._more.wait()
         return await super().publish(version, snapshot)
 
 
-class OneStepOff(_AtBatchBoundaries, OneStepOffTrainer):  # type: ignore[misc]
-    pass
+class OneStepOff(_AtBatchBoundaries):
+    schedule_class = OneStepOffSchedule
 
 
-class OneAhead(_AtBatchBoundaries, NStepAheadTrainer):  # type: ignore[misc]
-    pass
+class OneAhead(_AtBatchBoundaries):
+    schedule_class = NStepAhead
 
 
-class SlowlyTrained(FullyAsyncTrainer):  # type: ignore[misc]
+class SlowlyTrained(AsyncPipelineTrainer):  # type: ignore[misc]
     """An update takes ten times as long as the answers of its batch do."""
 
-    strategy = "tests.e2e.parts:SlowlyTrained"
+    schedule_class = FullyAsync
 
     async def update(self, batch: StepBatch) -> StepBatch:
         await asyncio.sleep(UPDATE_S)
@@ -108,7 +106,7 @@ class Reference(AsyncPipelineTrainer):  # type: ignore[misc]
     step s-1.
     """
 
-    strategy = "reference"
+    schedule_class = Schedule
 
     def fit(self, agent_loop_manager: Any) -> None:
         self.agent_loop_manager = agent_loop_manager
@@ -118,8 +116,8 @@ class Reference(AsyncPipelineTrainer):  # type: ignore[misc]
     async def _loop(self) -> None:
         await self.publish(0, await self.gather(0))
         batch = await self._generate(1)
-        for step in range(1, self.last_step + 1):
-            ahead = await self._generate(step + 1) if step < self.last_step else None
+        for step in range(1, self.schedule.last_step + 1):
+            ahead = await self._generate(step + 1) if step < self.schedule.last_step else None
             trained = await self._train(step, batch)
             await self.finish_step(trained, {"lag/mean": 0.0, "lag/max": 0.0, "version/served_min": 0.0})
             await self.publish(step, await self.gather(step))

@@ -19,7 +19,7 @@ def whole() -> Records:
         steps=4,
         groups=2,
         order="finished",
-        stale="drop",
+        straggler="drop",
         filtered=lambda uid: uid == "p2.0",
         answer_s=lambda step, index: 50.0 if (step, index) == (1, 1) else 0.5,
     )

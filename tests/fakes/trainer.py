@@ -19,10 +19,12 @@ from recipe.async_pipeline.core.items import (
     Ticket,
     Trajectory,
 )
-from recipe.async_pipeline.core.message_queue import MessageQueue
-from recipe.async_pipeline.core.staleness import Versions
+from recipe.async_pipeline.core.message_queue import Order
+from recipe.async_pipeline.core.schedule import OldLogp
+from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 
 CALM = Caution()
+ORDERS: Mapping[Order, type[Schedule]] = {"drawn": NStepAhead, "finished": FullyAsync}
 ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
 WITH_CRITIC = (*ALL_ROLES, "values", "critic")
 
@@ -45,6 +47,7 @@ class SimTrainer:
         self,
         *,
         max_lag: int = 0,
+        first_step: int = 1,
         steps: int = 6,
         groups: int = 3,
         n: int = 2,
@@ -55,29 +58,40 @@ class SimTrainer:
         sync_every: int = 1,
         filtered: Callable[[str], bool] = lambda uid: False,
         places: Mapping[str, str] | None = None,
-        old: str = "trainer",
+        old: OldLogp = "trainer",
+        order: Order = "drawn",
         refresh: int = 0,
         save_every: int = 0,
         caution: Caution = CALM,
         failing: Callable[[int], bool] = lambda version: False,
         resume: SimCheckpoint | None = None,
         falls_at: float | None = None,
-        **queue: Any,
+        **schedule: Any,
     ) -> None:
         """`resume`: goes on from there. `falls_at`: when the last replica is gone for good. `places`: role
-        -> pool, for those not on the training devices. `old`: trainer, rollout or pool. `queue`: further
-        settings of the message queue. `filtered(uid)`: is this group? `failing(version)`: is a replica
+        -> pool, for those not on the training devices. `old`: as `Schedule.old_logp`. `schedule`: further
+        settings of the schedule. `filtered(uid)`: is this group? `failing(version)`: is a replica
         fenced for it?
         """
         self.caution, self.failing, self.falls_at = caution, failing, falls_at
         self.changes: list[Change] = []
-        self.max_lag, self.first_step, self.last_step = max_lag, 1, steps
         self.facts: Mapping[str, Any] = {}
         self.resumed: FlowState | None = None
-        self.save_every, self.checkpoints = save_every, list[SimCheckpoint]()
+        self.checkpoints = list[SimCheckpoint]()
         self._drawn = 0
         if resume is not None:
-            self.resumed, self.first_step, self._drawn = resume.flow, resume.flow.step + 1, resume.drawn
+            self.resumed, self._drawn = resume.flow, resume.drawn
+        self.schedule = ORDERS[order](
+            batch=groups,
+            max_lag=max_lag,
+            first_step=first_step if resume is None else resume.flow.step + 1,
+            last_step=steps,
+            sync_every=sync_every,
+            ref_refresh_every=refresh,
+            old_logp=old,
+            save_every=save_every,
+            **schedule,
+        )
         self.groups, self.n = groups, n
         self.costs = {
             "draw": 0.0,
@@ -100,8 +114,7 @@ class SimTrainer:
         self.answer_s = answer_s
         self._roles = roles
         self.places = {"generate": "generate", **(places or {})}
-        self.old, self.refresh = old, refresh
-        self._queue, self._sync_every, self._filtered = queue, sync_every, filtered
+        self._filtered = filtered
         self.discarded: list[str] = []
         self.cancelled: list[str] = []
         self.fail = dict(fail or {})
@@ -128,37 +141,8 @@ class SimTrainer:
             return self.places.get("critic", "train") if "critic" in self._roles else None
         return "train" if role in ("logp", "ref_logp", "train", "param_update") else None
 
-    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
-        return MessageQueue(
-            versions,
-            batch=self.groups,
-            max_lag=max_lag,
-            first_step=self.first_step,
-            last_step=self.last_step,
-            **self._queue,
-        )
-
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         return "filtered" if self._filtered(group.uid) else None
-
-    def publishes(self, version: int) -> bool:
-        if self.refresh and version % self.refresh == 0:
-            return True
-        return version % self._sync_every == 0 or version == self.last_step
-
-    def old_policy(self, step: int) -> int | None:
-        if self.old == "rollout":
-            return None
-        if self.old == "trainer":
-            return step - 1
-        oldest = self.first_step - 1
-        return next(v for v in range(max(oldest, step - 2), -1, -1) if v == oldest or self.publishes(v))
-
-    def reference(self, step: int) -> int | None:
-        return ((step - 1) // self.refresh * self.refresh or None) if self.refresh else None
-
-    def saves(self, step: int) -> bool:
-        return self.save_every > 0 and (step % self.save_every == 0 or step == self.last_step)
 
     async def _cost(self, name: str, step: int) -> None:
         self.calls.append(f"{name}:{step}")
@@ -174,7 +158,7 @@ class SimTrainer:
         return PromptBatch(step=ticket.step, prompts=prompts, admitted_version=ticket.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        await self._cost("restore", self.first_step)
+        await self._cost("restore", self.schedule.first_step)
         return [_prompt(*map(int, uid[1:].split("."))) for uid in uids]
 
     async def generate_group(self, prompt: Prompt) -> Group:
@@ -220,12 +204,12 @@ class SimTrainer:
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
         if "logp" in self.places:
-            await self._pull("logp", self.old_policy(batch.step))
+            await self._pull("logp", self.schedule.old_policy(batch.step))
         await self._cost("logp", batch.step)
         return batch.with_results(metrics={"logp": batch.step})
 
     async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
-        await self._pull("ref_logp", self.reference(batch.step))
+        await self._pull("ref_logp", self.schedule.reference(batch.step))
         await self._cost("ref_logp", batch.step)
         return batch.with_results(metrics={"ref_logp": batch.step})
 
@@ -255,9 +239,9 @@ class SimTrainer:
 
     async def save(self, state: FlowState) -> bool:
         made = SimCheckpoint(state, self._drawn, self.criticised)
-        assert len(self.trained) + self.first_step - 1 == state.step
+        assert len(self.trained) + self.schedule.first_step - 1 == state.step
         await self._cost("save", state.step)
-        assert len(self.trained) + self.first_step - 1 == state.step, (
+        assert len(self.trained) + self.schedule.first_step - 1 == state.step, (
             "the weights changed while they were saved"
         )
         assert self.criticised == made.critic, "so did the critic"

@@ -93,7 +93,10 @@ class RecordedTrainer(SimTrainer):
         own = {
             **facts,
             **self.accounts.take(),
-            **{f"lag/trajectory_share/{k}": lags.count(k) / len(lags) for k in range(self.max_lag + 1)},
+            **{
+                f"lag/trajectory_share/{k}": lags.count(k) / len(lags)
+                for k in range(self.schedule.max_lag + 1)
+            },
             "off_policy/ess/all": 1.0 - 0.05 * max(lags),
         }
         if self._last is not None:
@@ -128,15 +131,18 @@ def write_run(
     flow.log.subscribe(records.append)
     flow.log.subscribe(trainer.accounts)
     trainer.now = flow.clock.now
-    trainer.recorder = RunRecorder(strategy=strategy, max_lag=trainer.max_lag, started_unix=-startup_s)
+    trainer.recorder = RunRecorder(
+        strategy=strategy, max_lag=trainer.schedule.max_lag, started_unix=-startup_s
+    )
     run_virtual(flow.run())
 
+    max_lag = trainer.schedule.max_lag
     (folder / "events.jsonl").write_text("".join(json.dumps(r.as_dict()) + "\n" for r in records))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in trainer.rows))
     summary = trainer.recorder.summarize(flow.result(), 0.0, records[-1].t) | trainer.accounts.summary()
     write_atomically(folder / "summary.json", summary)
     write_atomically(
         folder / "config.json",
-        config or {"trainer": {"v1": {"async_pipeline": {"strategy": strategy, "max_lag": trainer.max_lag}}}},
+        config or {"trainer": {"v1": {"async_pipeline": {"strategy": strategy, "max_lag": max_lag}}}},
     )
     return folder

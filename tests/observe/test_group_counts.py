@@ -64,4 +64,4 @@ def test_a_whole_run_ends_with_no_group_in_flight() -> None:
     flow.log.subscribe(watch)
     run_virtual(flow.run())
     assert sum(counts.counts.values()) == 0
-    assert 0 < most <= trainer.groups * (trainer.max_lag + 1)
+    assert 0 < most <= trainer.groups * (trainer.schedule.max_lag + 1)

@@ -70,7 +70,10 @@ def test_strategies_imply_their_lag() -> None:
     assert [
         knobs_of(name).max_lag for name in ("on_policy", "one-step-off", "n_step_ahead", "fully_async")
     ] == [0, 1, 3, 3]
-    with pytest.raises(ConfigError, match="--strategy must be one of"):
+    assert knobs_of("recipe.async_pipeline.strategies:FullyAsync").max_lag == 3
+    with pytest.raises(ConfigError, match="--strategy must be one of .* or module:Class"):
+        knobs_of("mine")
+    with pytest.raises(ConfigError, match="strategy mine:Own cannot be imported"):
         knobs_of("mine:Own")
     with pytest.raises(ConfigError, match="max_lag must be 1 with strategy one_step_off, got 3"):
         knobs_of("one_step_off", 3)

@@ -12,6 +12,8 @@ import pytest
 from recipe.async_pipeline.config.placement import Placement, Pool
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
+from recipe.async_pipeline.core.message_queue import MessageQueue
+from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.core.staleness import Versions
 from recipe.async_pipeline.sim.profile import Stage, Stages, Sync, Validation
 from recipe.async_pipeline.sim.trainer import Setting, SimulatedTrainer
@@ -47,7 +49,7 @@ def test_the_gather_is_on_the_training_devices_and_rollout_has_its_own() -> None
 
 @pytest.mark.parametrize(("strategy", "order"), [("n_step_ahead", "drawn"), ("fully_async", "finished")])
 def test_the_queue_is_set_as_the_strategy_says(strategy: str, order: str) -> None:
-    queue = trainer(setting(profile(), strategy, max_lag=3, depth=2)).message_queue(Versions(), 3)
+    queue = trainer(setting(profile(), strategy, max_lag=3, depth=2)).schedule.queue(Versions())
     assert (queue.depth, queue.max_lag) == (2, 3)
     assert queue._order == order
 
@@ -55,15 +57,47 @@ def test_the_queue_is_set_as_the_strategy_says(strategy: str, order: str) -> Non
 def test_publications_are_as_often_as_the_knob_says_and_when_validated() -> None:
     of = msgspec.structs.replace(profile(), validation=Validation(every=5, seconds=1.0))
     one = trainer(setting(of, "n_step_ahead", max_lag=3, sync_every=2, steps=16))
-    assert [v for v in range(1, 17) if one.publishes(v)] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16]
+    assert [v for v in range(1, 17) if one.schedule.publishes(v)] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16]
 
 
 def test_old_log_probs_are_of_the_trainer_or_of_a_copy_a_step_older() -> None:
     ahead = setting(profile(), "n_step_ahead", max_lag=2)
-    assert [trainer(ahead).old_policy(step) for step in (1, 2, 5)] == [0, 1, 4]
-    assert [trainer(apart(ahead)).old_policy(step) for step in (1, 2, 5)] == [0, 0, 3]
+    assert [trainer(ahead).schedule.old_policy(step) for step in (1, 2, 5)] == [0, 1, 4]
+    assert [trainer(apart(ahead)).schedule.old_policy(step) for step in (1, 2, 5)] == [0, 0, 3]
     rollout = replace(ahead, knobs=replace(ahead.knobs, old_logp="rollout"))
-    assert trainer(rollout).old_policy(3) is None
+    assert trainer(rollout).schedule.old_policy(3) is None
+
+
+def test_a_reference_that_is_refreshed_is_published_and_pulled() -> None:
+    of = profile(stages=Stages(update=Stage(fixed_s=0.1), ref_logp=Stage()), sync=Sync(pull_s=4.0))
+    ahead = setting(of, "n_step_ahead", max_lag=5, sync_every=5)
+    refreshed = replace(ahead, knobs=replace(ahead.knobs, ref_refresh_every=3))
+    assert [v for v in range(1, 10) if trainer(refreshed).schedule.publishes(v)] == [3, 5, 6, 9]
+    flow = AsyncTrainingFlow(SimulatedTrainer(refreshed))
+    run_virtual(flow.run())
+    done = {r.fields["step"]: r.t for r in flow.log.records if r.event == "TRAINED"}
+    assert done[7] - done[6] > 4.0 > done[6] - done[5], "step 7 has another reference than step 6"
+
+
+def test_a_strategy_of_ones_own_is_simulated_as_it_runs() -> None:
+    of = setting(profile(), "tests.sim.test_trainer:EveryThird", max_lag=5)
+    one = trainer(of).schedule
+    assert isinstance(one, EveryThird)
+    assert [v for v in range(1, 10) if one.publishes(v)] == [3, 6, 9]
+    queue = one.queue(Versions())
+    assert (queue.depth, queue._order) == (1, "finished")
+
+
+class EveryThird(Schedule):
+    order = "finished"
+
+    def queue(self, versions: Versions) -> MessageQueue:
+        queue = super().queue(versions)
+        queue.depth = 1
+        return queue
+
+    def publishes(self, version: int) -> bool:
+        return version % 3 == 0
 
 
 def test_a_copy_of_the_policy_is_pulled_once_a_version() -> None:

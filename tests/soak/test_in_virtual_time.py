@@ -104,7 +104,7 @@ class Hurt(SimTrainer):
         return "failed" if group.flaw else super().rejects(group)
 
     async def save(self, state: FlowState) -> bool:
-        full = self.dice.random() < 0.3 and state.step < self.last_step
+        full = self.dice.random() < 0.3 and state.step < self.schedule.last_step
         return False if full else await super().save(state)
 
     async def publish(self, version: int, snapshot: object) -> Publication:
@@ -138,7 +138,7 @@ def hurt(seed: int) -> None:
         "groups": dice.randint(1, 4),
         "save_every": dice.randint(1, 3),
         "order": dice.choice(["drawn", "finished"]),
-        "stale": dice.choice(["wait", "resume", "drop"]),
+        "straggler": dice.choice(["wait", "resume", "drop"]),
         "filtered": (lambda uid: sum(uid.encode()) % 5 == 0) if dice.random() < 0.3 else (lambda uid: False),
     }
 

@@ -19,8 +19,8 @@ MakeRole = Callable[..., RoleStateMachine]
 async def admit(machine: RoleStateMachine, *uids: str) -> None:
     """Let groups into the message queue, as the dataloader does; the starting weights are served."""
     pipeline, left = machine.pipeline, list(uids)
-    pipeline.versions.advance_gathered(max(machine.trainer.first_step - 1, pipeline.versions.gathered))
-    pipeline.versions.advance_served(max(machine.trainer.first_step - 1, pipeline.versions.served))
+    pipeline.versions.advance_gathered(max(pipeline.schedule.first_step - 1, pipeline.versions.gathered))
+    pipeline.versions.advance_served(max(pipeline.schedule.first_step - 1, pipeline.versions.served))
     while left:
         ticket = await pipeline.queue.next_ticket()
         for uid in left[: ticket.prompts]:

@@ -129,7 +129,7 @@ def test_the_log_names_group_and_version(alone: MakeRole) -> None:
 @pytest.mark.parametrize("stale", ["drop", "resume"])
 def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeRole, stale: str) -> None:
     seconds = iter([50.0, 1.0, 2.0, 3.0])
-    trainer = SimTrainer(max_lag=1, groups=1, stale=stale, answer_s=lambda step, index: next(seconds))
+    trainer = SimTrainer(max_lag=1, groups=1, straggler=stale, answer_s=lambda step, index: next(seconds))
     trainer.served = 0
     machine = alone("generate", trainer)
     queue = machine.pipeline.queue
@@ -164,7 +164,7 @@ def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) 
             asyncio.get_running_loop().call_soon(queue.take, 1)
             return group
 
-    trainer = AtTheSameMoment(max_lag=1, groups=1, stale="drop")
+    trainer = AtTheSameMoment(max_lag=1, groups=1, straggler="drop")
     trainer.served = 0
     machine = alone("generate", trainer)
     queue = machine.pipeline.queue

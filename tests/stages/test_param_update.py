@@ -21,8 +21,7 @@ def test_two_arenas_make_two_lanes(alone: MakeRole) -> None:
 
 @pytest.mark.parametrize("first_step", [1, 5])
 def test_the_first_item_is_the_starting_weights(alone: MakeRole, first_step: int) -> None:
-    trainer = SimTrainer()
-    trainer.first_step = first_step
+    trainer = SimTrainer(first_step=first_step)
     machine = alone("param_update", trainer)
 
     async def main() -> None:

@@ -40,8 +40,7 @@ def test_a_later_step_that_is_complete_waits_for_the_earlier(alone: MakeRole) ->
 
 
 def test_a_run_that_goes_on_starts_at_its_own_first_step(alone: MakeRole) -> None:
-    trainer = SimTrainer(groups=1)
-    trainer.first_step = 5
+    trainer = SimTrainer(groups=1, first_step=5)
     one = group("a", 5, version=4)
     assert uids(run_virtual(feed(alone("rollout", trainer), one))) == [(5, ["a"])]
 

@@ -49,8 +49,7 @@ async def train(machine: RoleStateMachine, item: StepBatch) -> None:
 
 
 def test_waits_for_the_gather_of_the_step_before(alone: MakeRole) -> None:
-    trainer = SimTrainer(max_lag=3)
-    trainer.first_step = 2
+    trainer = SimTrainer(max_lag=3, first_step=2)
     machine = alone("train", trainer)
 
     async def main() -> None:
@@ -86,8 +85,7 @@ def test_emits_and_frees_the_devices_before_the_bookkeeping(alone: MakeRole) -> 
 
 
 def test_facts_of_a_step(alone: MakeRole) -> None:
-    trainer = Books(max_lag=2)
-    trainer.first_step = 3
+    trainer = Books(max_lag=2, first_step=3)
     machine = alone("train", trainer)
     ready(machine, 2)
     machine.pipeline.versions.advance_served(1)

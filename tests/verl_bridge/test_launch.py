@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from recipe.async_pipeline.config.schema import OWN
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
+from recipe.async_pipeline.strategies import STRATEGIES
 from tests.conftest import Load
 from tests.verl_bridge.conftest import Smoke, refused
 
@@ -101,14 +102,14 @@ def test_classes_named_in_the_config_exist(launch: ModuleType, load: Load) -> No
 
 
 def test_the_strategies_are_known_to_verl(launch: ModuleType, load: Load) -> None:
-    strategies = load("recipe.async_pipeline.strategies")
+    ours = load("recipe.async_pipeline.verl_bridge.trainer.registration")
     get = load("verl.trainer.ppo.v1.trainer_base").get_trainer_cls
-    for name, cls in strategies.STRATEGIES.items():
-        assert get(name) is cls
-        assert cls.strategy == name
+    ours.ensure_registered("recipe.async_pipeline.strategies:FullyAsync")
+    for name in (*STRATEGIES, "recipe.async_pipeline.strategies:FullyAsync"):
+        assert get(name) is ours.AsyncPipelineTrainer
     for wrong, reason in (("no_such_module:C", "cannot be imported"), ("builtins:dict", "must subclass")):
         with pytest.raises(ConfigError, match=reason):
-            strategies.ensure_registered(wrong)
+            ours.ensure_registered(wrong)
 
 
 @pytest.mark.parametrize(

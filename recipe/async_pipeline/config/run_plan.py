@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.message_queue import share_of
+from ..core.schedule import Schedule
+from ..strategies import STRATEGIES
 from .paths import select
 from .placement import Placement
 from .rollout_correction import correction_in_words, loss_in_words
@@ -23,14 +25,8 @@ from .user_classes import base_names, class_constant, find_class
 
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""
-ORDER_OF_BASE = {
-    "AsyncPipelineTrainer": "drawn",
-    "OnPolicyTrainer": "drawn",
-    "OneStepOffTrainer": "drawn",
-    "NStepAheadTrainer": "drawn",
-    "FullyAsyncTrainer": "finished",
-}
-"""What a strategy of one's own inherits."""
+ORDER_OF_BASE = {"Schedule": Schedule.order} | {cls.__name__: cls.order for cls in STRATEGIES.values()}
+"""What a strategy of the user's own inherits."""
 ITEM_BYTES = {
     "float32": 4,
     "fp32": 4,
@@ -139,12 +135,12 @@ def _reward_model_devices(config: Mapping[str, Any]) -> int:
 
 
 def _order(strategy: str) -> str:
-    order = "finished" if strategy == "fully_async" else "drawn"
-    if ":" in strategy:
+    if strategy in STRATEGIES:
+        order: str = STRATEGIES[strategy].order
+    else:
         cls = find_class(strategy, f"{OWN}.strategy")
-        order = class_constant(cls, "order") or next(
-            (ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE), ""
-        )
+        inherited = (ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE)
+        order = class_constant(cls, "order") or next(inherited, "")
     return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(
         order, "in the order that it says itself"
     )

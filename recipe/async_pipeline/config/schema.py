@@ -14,16 +14,12 @@ from typing import Any
 
 from ..core.bad_data import NO_SCORE, POLICIES, Policies, is_finite
 from ..errors import ConfigError
+from ..strategies import STRATEGIES
 from .paths import hint
 
 OWN = "trainer.v1.async_pipeline"
-STRATEGY_LAG: Mapping[str, int | None] = {
-    "on_policy": 0,
-    "one_step_off": 1,
-    "n_step_ahead": None,
-    "fully_async": None,
-}
-"""Strategies by name, with the lag that they imply; None: `max_lag` says."""
+STRATEGY_LAG: Mapping[str, int | None] = {name: s.implied_lag for name, s in STRATEGIES.items()}
+"""The `max_lag` that each strategy stands for, or None if the user chooses it."""
 STRATEGY_ALIASES = {"naive": "on_policy"}
 DEFAULT_STRATEGY = "one_step_off"
 IN_FLIGHT = ("keep", "abort", "drain")

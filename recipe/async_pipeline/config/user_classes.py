@@ -84,8 +84,8 @@ def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
             if node.name == name:
                 if not node.bases:
                     raise ConfigError(
-                        f"{what}, which inherits from nothing; a strategy subclasses AsyncPipelineTrainer, "
-                        "a role RoleStateMachine"
+                        f"{what}, which inherits from nothing; a strategy subclasses Schedule, a role "
+                        "RoleStateMachine"
                     )
                 return node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

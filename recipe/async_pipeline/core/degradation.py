@@ -7,8 +7,8 @@ stretch.
 
 A publication has failed if any replica had to be fenced for it. *Blocking*: a step waits until the weights of
 the one
-before are served everywhere, so that nothing competes with the load. *On-policy*: besides, no batch is
-generated ahead.
+before are served everywhere, so that nothing competes with the load. *On-policy*: besides, as few batches are
+generated ahead as the interval of publications allows.
 The run goes on in each case, only slower; lag never exceeds what was asked for.
 """
 
@@ -42,8 +42,6 @@ class Caution:
     """Failed publications in a row; 0: never."""
     clean: int = 20
     """Good publications in a row."""
-    depth: int = 0
-    """Batches that are generated ahead on the lowest level: as few as the interval of publications allows."""
 
 
 class StepDown:

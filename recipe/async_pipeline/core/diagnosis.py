@@ -166,5 +166,5 @@ def _counts(flow: AsyncTrainingFlow) -> list[str]:
         f"{queue.room()}",
         f"versions: trained {versions.trained}, gathered {versions.gathered}, served {versions.served}",
         f"groups: {fates.drawn} drawn, {counts}, {len(fates.in_flight)} without a fate",
-        f"steps trained: {fates.step} of {flow.trainer.last_step}",
+        f"steps trained: {fates.step} of {flow.schedule.last_step}",
     ]

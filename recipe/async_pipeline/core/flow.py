@@ -114,13 +114,14 @@ class AsyncTrainingFlow:
         self.enable_async_rl = enable_async_rl
         self.clock = clock or LoopClock()
         self._startup_s = startup_s
-        self.max_lag = trainer.max_lag if enable_async_rl else 0
+        self.schedule = trainer.schedule if enable_async_rl else trainer.schedule.synchronous()
+        self.max_lag = self.schedule.max_lag
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()
-        self.queue = trainer.message_queue(self.versions, self.max_lag)
-        self.fates = FateRegister(first_step=trainer.first_step)
+        self.queue = self.schedule.queue(self.versions)
+        self.fates = FateRegister(first_step=self.schedule.first_step)
         self.ledger = Ledger(
-            self.fates, max_lag=self.max_lag, last_step=trainer.last_step, facts=trainer.facts
+            self.fates, max_lag=self.max_lag, last_step=self.schedule.last_step, facts=trainer.facts
         )
         self.fates.subscribe(self._leave_queue)
         self.queue.on_drop(lambda uid: self.fates.settle(uid, "expired", why="it held a step up"))
@@ -135,10 +136,11 @@ class AsyncTrainingFlow:
         """Batches that the critic has learned from, until their step is finished."""
         self.failures: list[tuple[str, Exception]] = []
         """In the order in which they happened; the first is the cause."""
-        if trainer.first_step > 1:
-            self.versions.advance_trained(trainer.first_step - 1)
-            self.versions.advance_critic(trainer.first_step - 1)
-            self.versions.advance_saved(trainer.first_step - 1)
+        started_with = self.schedule.first_step - 1
+        if started_with:
+            self.versions.advance_trained(started_with)
+            self.versions.advance_critic(started_with)
+            self.versions.advance_saved(started_with)
         self.resumed = trainer.resumed
         """What a checkpoint says of an earlier process, in whose place this one goes on; None: there was
         none.
@@ -166,7 +168,7 @@ class AsyncTrainingFlow:
             "flow",
             "START",
             "RUNNING",
-            version=self.trainer.first_step - 1,
+            version=self.schedule.first_step - 1,
             max_lag=self.max_lag,
             startup_s=round(self._startup_s(), 6),
             graph={role: list(consumers) for role, consumers in self.graph.items()},
@@ -221,18 +223,10 @@ class AsyncTrainingFlow:
             self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
         )
         if change is not None:
-            cautious = min(self._depth, self.trainer.caution.depth)
+            cautious = min(self._depth, self.schedule.sync_every - 1)
             self.queue.depth = cautious if change.level is Level.ON_POLICY else self._depth
             self.queue.depth_changed()
         return change
-
-    def publishes(self, version: int) -> bool:
-        """Are the weights of `version` for the replicas?"""
-        return version < self.trainer.first_step or self.trainer.publishes(version)
-
-    def publication_before(self, version: int) -> int:
-        """The newest version below this one that is published."""
-        return next(v for v in range(version - 1, -1, -1) if self.publishes(v))
 
     def describe(self, machines: Iterable[RoleStateMachine]) -> Holders:
         """Who is in which state, in words, for the message of a wait that expired."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer as the roles see it: what verl does for us, or what a simulation pretends.
 
-Each method is awaited by exactly one role while that role holds its lease. Decisions (what to
-admit, when a batch is ready, when to publish) belong to the strategy; the rest is plumbing.
+Each method is awaited by exactly one stage while that stage holds its lease. Decisions about order and age
+(what to admit, when a batch is ready, when to publish) belong to the schedule.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from typing import Any, Literal, Protocol
 from .degradation import Caution, Change
 from .flow_state import FlowState
 from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
-from .message_queue import MessageQueue
-from .staleness import Versions
+from .schedule import Schedule
 
 
 class PipelineTrainer(Protocol):
     """What a trainer must offer to be driven by `AsyncTrainingFlow`."""
 
-    max_lag: int
-    """Hard bound of the lag of any trajectory, in policy versions."""
-    first_step: int
-    last_step: int
+    schedule: Schedule
+    """Which groups each step takes, and what is published, validated and saved."""
     wait_timeout_s: float | None
     """Deadline of each wait of a role, in seconds."""
     facts: Mapping[str, Any]
@@ -42,30 +39,10 @@ class PipelineTrainer(Protocol):
     def pool_of(self, role: str) -> str | None:
         """The pool that `role` computes on; None if it needs no device."""
 
-    # Decisions of the strategy.
-
-    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
-        """Decides when prompts go out, and which groups each step trains on."""
+    # A decision about data.
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Why a finished group is not trained, and another prompt drawn instead; None: it is."""
-
-    def publishes(self, version: int) -> bool:
-        """Are the weights after step `version` for the replicas? Those before the first step always are."""
-
-    def old_policy(self, step: int) -> int | None:
-        """The version whose log-probs the step takes as old ones; None: those that the rollout recorded.
-
-        `step` - 1 is the trainer itself; what is older, a copy elsewhere, which holds published versions.
-        """
-
-    def reference(self, step: int) -> int | None:
-        """The published version that is the reference policy of the step; None: it is what the run began
-        with.
-        """
-
-    def saves(self, step: int) -> bool:
-        """Is there to be a checkpoint of `step`?"""
 
     # Work.
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.placement import Placement, Pool, check_divides, place, wishes_of
-from ..config.schema import DEFAULT_AHEAD, STRATEGY_LAG, AsyncPipelineConfig, canonical_strategy
+from ..config.schema import DEFAULT_AHEAD, AsyncPipelineConfig, canonical_strategy
 from ..errors import ConfigError
+from ..strategies import schedule_class
 from .profile import Profile
 from .trainer import Setting
 
@@ -93,14 +94,12 @@ def knobs_of(
     stale: str = "wait",
     sync_every: int = 1,
 ) -> AsyncPipelineConfig:
-    """Raises ConfigError: no such strategy, or one that contradicts the rest."""
+    """Return the knobs of a simulated run.
+
+    Raises ConfigError if there is no such strategy, or if it contradicts the rest.
+    """
     name = canonical_strategy(strategy, "--strategy")
-    if name not in STRATEGY_LAG:
-        raise ConfigError(
-            f"--strategy must be one of {', '.join(STRATEGY_LAG)}, got {strategy!r}; one of your own "
-            "cannot be simulated"
-        )
-    implied = STRATEGY_LAG[name]
+    implied = schedule_class(name).implied_lag
     if max_lag is None:
         max_lag = DEFAULT_AHEAD if implied is None else implied
     return AsyncPipelineConfig(

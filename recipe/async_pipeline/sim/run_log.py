@@ -46,7 +46,10 @@ class RunLog:
     @property
     def knobs(self) -> AsyncPipelineConfig:
         names = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
-        return AsyncPipelineConfig(**{name: self.settings[name] for name in names})
+        found = {name: self.settings[name] for name in names}
+        # Runs of earlier versions did not write it.
+        found |= {name: self.settings[name] for name in ("ref_refresh_every",) if name in self.settings}
+        return AsyncPipelineConfig(**found)
 
     @cached_property
     def step_ends_s(self) -> list[float]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer whose work costs virtual time: what `AsyncTrainingFlow` drives instead of verl.
 
-It decides as `verl_bridge.trainer` does (admission, publications, whose log-probs are the old ones), from the
-same knobs.
+It follows the schedule that a real run with the same knobs follows.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from itertools import count
 from typing import Any, Literal
 
 from ..config.placement import Placement, proximal_policy
+from ..config.scheduling import schedule_of
 from ..config.schema import AsyncPipelineConfig, loads_at_once
 from ..core.degradation import Caution, Change
 from ..core.flow import GRAPH
 from ..core.flow_state import FlowState
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
-from ..core.message_queue import MessageQueue
-from ..core.staleness import Versions
+from ..core.schedule import Schedule
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
 from .replicas import Replica, ReplicaPool
@@ -62,6 +61,18 @@ class Setting:
         """One of `knobs.OLD_LOGP`."""
         return proximal_policy(self.knobs, self.placement, bypass=False)
 
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that a real run with these knobs follows."""
+        validation = self.profile.validation
+        return schedule_of(
+            self.knobs,
+            batch=self.groups,
+            last_step=self.steps,
+            old_logp=self.old_logp,
+            validate_every=0 if validation is None else validation.every,
+        )
+
     def devices_of(self, role: str) -> int:
         """0: it needs none."""
         pool = self.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
@@ -71,7 +82,6 @@ class Setting:
 class SimulatedTrainer:
     """A `core.ports.PipelineTrainer`."""
 
-    first_step = 1
     resumed: FlowState | None = None
     caution = Caution()
     facts: Mapping[str, Any] = {}
@@ -80,8 +90,7 @@ class SimulatedTrainer:
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.profile = setting, setting.profile
-        self.max_lag, self.last_step = setting.knobs.max_lag, setting.steps
-        self._old_logp = setting.old_logp
+        self.schedule = setting.schedule
         self._draws = Draws(setting.profile, setting.seed)
         self._numbers = count()
         self._random = random.Random(setting.seed)
@@ -129,47 +138,8 @@ class SimulatedTrainer:
         pool = self.setting.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
         return None if pool is None else pool.name
 
-    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
-        knobs = self.setting.knobs
-        queue = MessageQueue(
-            versions,
-            batch=self.setting.groups,
-            max_lag=max_lag,
-            last_step=self.last_step,
-            oldest_share=knobs.oldest_share if max_lag else 1.0,
-            order="finished" if knobs.strategy == "fully_async" else "drawn",
-            stale=knobs.stale,  # type: ignore[arg-type]  # the knobs checked it
-        )
-        if knobs.depth is not None:
-            queue.depth = min(knobs.depth, max_lag)
-        return queue
-
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         return "failed" if group.flaw else None
-
-    def publishes(self, version: int) -> bool:
-        return (
-            version % self.setting.knobs.sync_every == 0
-            or version == self.last_step
-            or self._validates(version)
-        )
-
-    def old_policy(self, step: int) -> int | None:
-        if self._old_logp == "rollout":
-            return None
-        if self._old_logp == "trainer":
-            return step - 1
-        return next(v for v in range(max(0, step - 2), -1, -1) if v == 0 or self.publishes(v))
-
-    def reference(self, step: int) -> int | None:
-        return None
-
-    def saves(self, step: int) -> bool:
-        return False
-
-    def _validates(self, version: int) -> bool:
-        validation = self.profile.validation
-        return validation is not None and version > 0 and version % validation.every == 0
 
     # Work.
 
@@ -216,15 +186,17 @@ class SimulatedTrainer:
         return StepBatch(step=step, groups=tuple(groups), payload=tokens)
 
     async def compute_log_probs(self, batch: StepBatch) -> StepBatch:
-        if self._old_logp == "rollout":
+        version = self.schedule.old_policy(batch.step)
+        if version is None:
             return batch
-        version = self.old_policy(batch.step)
-        if self.setting.placement.own_pool_of("logp") is not None and version != self._held.get("logp"):
-            await asyncio.sleep(self.profile.sync.pull_s)
-            self._held["logp"] = version or 0
+        if self.setting.placement.own_pool_of("logp") is not None:
+            await self._pull("logp", version)
         return await self._on(batch, "logp", self.profile.stages.logp)
 
     async def compute_ref_log_probs(self, batch: StepBatch) -> StepBatch:
+        version = self.schedule.reference(batch.step)
+        if version is not None:
+            await self._pull("ref_logp", version)
         return await self._on(batch, "ref_logp", self.profile.stages.ref_logp)
 
     async def compute_values(self, batch: StepBatch) -> StepBatch:
@@ -265,11 +237,17 @@ class SimulatedTrainer:
 
     async def validate(self, version: int) -> float | None:
         validation = self.profile.validation
-        if validation is None or not self._validates(version):
+        if validation is None or not self.schedule.validates(version):
             return None
         async with self._weights:
             await asyncio.sleep(validation.seconds)
         return validation.seconds
+
+    async def _pull(self, role: str, version: int) -> None:
+        """Have the copy of a role load a version, unless it holds it."""
+        if self._held.get(role) != version:
+            await asyncio.sleep(self.profile.sync.pull_s)
+            self._held[role] = version
 
     async def _load(self, replica: Replica, version: int) -> float:
         """Seconds in which the replica had requests open since its last load."""

@@ -15,7 +15,7 @@ class CriticStateMachine(RoleStateMachine):
         """Waits for: the checkpoint of the step before, which both models are to be of. Unblocked by:
         train.
         """
-        if self.trainer.saves(item.step - 1):
+        if self.pipeline.schedule.saves(item.step - 1):
             await self.until("saved", item.step - 1)
 
     async def process(self, item: StepBatch) -> None:

@@ -35,7 +35,7 @@ class DataloaderStateMachine(RoleStateMachine):
     async def gate(self, item: Ticket | tuple[str, ...]) -> None:
         """Waits for: weights to answer interrupted prompts with. Unblocked by: the first publication."""
         if not isinstance(item, Ticket):
-            await self.until("served", self.trainer.first_step - 1)
+            await self.until("served", self.pipeline.schedule.first_step - 1)
 
     async def process(self, item: Ticket | tuple[str, ...]) -> None:
         if not isinstance(item, Ticket):
@@ -50,7 +50,7 @@ class DataloaderStateMachine(RoleStateMachine):
 
     async def _send_again(self, uids: Sequence[str]) -> None:
         """In batches of a usual size, so that no lane holds many prompts for one that takes long."""
-        version, step = self.pipeline.versions.served, self.trainer.first_step
+        version, step = self.pipeline.versions.served, self.pipeline.schedule.first_step
         prompts = await self.trainer.restore_prompts(uids)
         for prompt in prompts:
             self.pipeline.ledger.answer_again(prompt.uid, "resumed", version, prompt.kept_tokens)

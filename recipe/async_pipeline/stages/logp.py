@@ -25,15 +25,16 @@ class LogPStateMachine(RoleStateMachine):
 
         Unblocked by: train; param_update's gather.
         """
-        pipeline, version = self.pipeline, self.trainer.old_policy(item.step)
+        schedule = self.pipeline.schedule
+        version = schedule.old_policy(item.step)
         awaited: tuple[tuple[Kind, int], ...] = () if version is None else (("gathered", version),)
         if self.trainer.pool_of("logp") == self.trainer.pool_of("train"):
-            awaited = (("trained", item.step - 1), ("gathered", pipeline.publication_before(item.step)))
+            awaited = (("trained", item.step - 1), ("gathered", schedule.publication_before(item.step)))
         for kind, version in awaited:
             await self.until(kind, version)
 
     async def process(self, item: StepBatch) -> None:
         batch = await self.trainer.compute_log_probs(item)
-        self.note("OLD_POLICY", version=self.trainer.old_policy(item.step))
+        self.note("OLD_POLICY", version=self.pipeline.schedule.old_policy(item.step))
         self.release()
         await self.emit(batch)

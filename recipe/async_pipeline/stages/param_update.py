@@ -29,20 +29,20 @@ class ParamUpdateStateMachine(RoleStateMachine):
         """First the starting weights, then every optimizer step."""
         if self.lane == 0 and not self._started:
             self._started = True
-            return StepBatch(step=self.trainer.first_step - 1, groups=())
+            return StepBatch(step=self.pipeline.schedule.first_step - 1, groups=())
         item: StepBatch = await super().receive()
         return item
 
     async def process(self, item: StepBatch) -> None:
         pipeline, version = self.pipeline, item.step
-        if not pipeline.publishes(version):
+        if not pipeline.schedule.publishes(version):
             return
         snapshot = await self.trainer.gather(version)
         pipeline.versions.advance_gathered(version)
         self.note("GATHERED", version=version)
         self.release()
-        if version >= self.trainer.first_step:
-            await self.until("served", pipeline.publication_before(version))
+        if version >= self.pipeline.schedule.first_step:
+            await self.until("served", pipeline.schedule.publication_before(version))
         publication = await self.trainer.publish(version, snapshot)
         pipeline.versions.advance_served(version)
         change = pipeline.published(publication)

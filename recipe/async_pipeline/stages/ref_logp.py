@@ -17,7 +17,7 @@ class RefLogPStateMachine(RoleStateMachine):
 
     async def gate(self, item: StepBatch) -> None:
         """Waits for: the version that is the reference. Unblocked by: param_update's gather."""
-        version = self.trainer.reference(item.step)
+        version = self.pipeline.schedule.reference(item.step)
         if version is not None:
             await self.until("gathered", version)
 

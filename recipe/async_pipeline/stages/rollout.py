@@ -33,7 +33,7 @@ class RolloutStateMachine(RoleStateMachine):
         else:
             await self._judge(item)
         queue = self.pipeline.queue
-        while (step := queue.next_step) <= self.trainer.last_step and (groups := queue.take(step)):
+        while (step := queue.next_step) <= self.pipeline.schedule.last_step and (groups := queue.take(step)):
             await self._join(step, groups)
 
     def _held(self) -> Iterator[StepBatch | Group]:

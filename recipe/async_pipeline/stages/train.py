@@ -32,7 +32,7 @@ class TrainStateMachine(RoleStateMachine):
 
         Unblocked by: param_update's gather; critic.
         """
-        before = self.pipeline.publication_before(item.step)
+        before = self.pipeline.schedule.publication_before(item.step)
         await self.until("served" if self.pipeline.step_down.level >= Level.BLOCKING else "gathered", before)
         if self.trainer.pool_of("critic") == self.trainer.pool_of("train"):
             await self._critic_of(item)
@@ -55,7 +55,7 @@ class TrainStateMachine(RoleStateMachine):
         await self._critic_of(item)
         judged = self.pipeline.criticised.pop(item.step, batch)
         await self.trainer.finish_step(batch.merged(judged), facts)
-        if self.trainer.saves(item.step):
+        if self.pipeline.schedule.saves(item.step):
             await self.compute_again()
             await self._save(item.step)
 

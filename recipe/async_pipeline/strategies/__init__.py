@@ -1,79 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer strategies, one file each: how far generation may run ahead of training.
+"""Strategies, one file each: how far generation may run ahead of training, and in which order groups train.
 
-Importing this package imports verl's trainer (seconds) and registers the strategies with it; verl's
-entry point does so in the process that trains, and then calls `begin`.
+A strategy is a `Schedule`. To add one here, write a file and a line in `STRATEGIES`; to bring your own, name
+it `module:Class`. A class that also changes how the trainer works subclasses verl_bridge's
+`AsyncPipelineTrainer` and names its schedule in `schedule_class`.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
-from omegaconf import DictConfig
-from verl.trainer.ppo.v1.trainer_base import register_trainer
-
-from ..config.schema import is_strategy
+from ..core.schedule import Schedule
 from ..errors import ConfigError
-from ..redaction import hide_in_output
-from ..verl_bridge.rollout.server_manager import PipelineServerManager
-from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
-from .fully_async import FullyAsyncTrainer
-from .n_step_ahead import NStepAheadTrainer
-from .on_policy import OnPolicyTrainer
-from .one_step_off import OneStepOffTrainer
+from .fully_async import FullyAsync
+from .n_step_ahead import NStepAhead
+from .on_policy import OnPolicy
+from .one_step_off import OneStepOff
 
-STRATEGIES: dict[str, type[AsyncPipelineTrainer]] = {
-    "on_policy": OnPolicyTrainer,
-    "one_step_off": OneStepOffTrainer,
-    "n_step_ahead": NStepAheadTrainer,
-    "fully_async": FullyAsyncTrainer,
+STRATEGIES: Mapping[str, type[Schedule]] = {
+    "on_policy": OnPolicy,
+    "one_step_off": OneStepOff,
+    "n_step_ahead": NStepAhead,
+    "fully_async": FullyAsync,
 }
 
-for _name, _cls in STRATEGIES.items():
-    register_trainer(_name)(_cls)
 
+def load_class(strategy: str) -> type:
+    """Return the class that a strategy names: one of the table, or that of `module:Class`.
 
-def begin(config: DictConfig) -> None:
-    """Called by verl's entry point in the process that trains, before anything else is started.
-
-    Registers a strategy of one's own, and has the rollout servers start while verl starts the rest. What verl
-    prints from
-    here on, its whole config among it, Ray keeps in files that others may read: it has no secrets.
-    A stock trainer, into whose config our defaults were composed, is left alone.
+    Raises ConfigError if it cannot be imported or is not a class.
     """
-    mode = str(config.trainer.v1.trainer_mode)
-    if is_strategy(mode):
-        hide_in_output()
-        ensure_registered(mode)
-        PipelineServerManager.start_early(config)
-
-
-def ensure_registered(name: str) -> None:
-    """Register a strategy that lives elsewhere, named `module:Class`; ours are known already.
-
-    Raises ConfigError: it cannot be imported, or is not an `AsyncPipelineTrainer`.
-    """
-    if ":" not in name:
-        return
-    module, _, attribute = name.partition(":")
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]
+    module, _, attribute = strategy.partition(":")
     try:
-        cls = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"strategy {name} cannot be imported ({error}); write module:Class") from error
-    if not (isinstance(cls, type) and issubclass(cls, AsyncPipelineTrainer)):
+        raise ConfigError(f"strategy {strategy} cannot be imported ({error}); write module:Class") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"strategy {strategy} must be a class, got {type(found).__name__}; name a class")
+    return found
+
+
+def schedule_class(strategy: str) -> type[Schedule]:
+    """Return the schedule of a strategy, also if the strategy is a trainer that names one.
+
+    Raises ConfigError if it cannot be imported or is neither.
+    """
+    found = load_class(strategy)
+    schedule = found if issubclass(found, Schedule) else getattr(found, "schedule_class", None)
+    if not (isinstance(schedule, type) and issubclass(schedule, Schedule)):
         raise ConfigError(
-            f"strategy {name} must subclass recipe.async_pipeline.strategies.AsyncPipelineTrainer"
+            f"strategy {strategy} must subclass recipe.async_pipeline.strategies.Schedule, got a class "
+            "without a schedule; see docs/strategies.md"
         )
-    register_trainer(name)(cls)
+    return schedule
+
+
+def begin(config: Any) -> None:
+    """Hand on to verl_bridge; the patch of verl's entry point calls it here."""
+    importlib.import_module("recipe.async_pipeline.verl_bridge.trainer.registration").begin(config)
 
 
 __all__ = [
     "STRATEGIES",
-    "AsyncPipelineTrainer",
-    "FullyAsyncTrainer",
-    "NStepAheadTrainer",
-    "OnPolicyTrainer",
-    "OneStepOffTrainer",
-    "begin",
-    "ensure_registered",
+    "FullyAsync",
+    "NStepAhead",
+    "OnPolicy",
+    "OneStepOff",
+    "Schedule",
+    "load_class",
+    "schedule_class",
 ]

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
+from typing import ClassVar
+
+from ..core.schedule import Schedule
 
 
-class OnPolicyTrainer(AsyncPipelineTrainer):
-    """Same batches as verl's sync trainer; only scoring overlaps generation."""
+class OnPolicy(Schedule):
+    """Train the same batches as verl's sync trainer; only scoring overlaps generation."""
 
-    strategy = "on_policy"
+    implied_lag: ClassVar[int | None] = 0

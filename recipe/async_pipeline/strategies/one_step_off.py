@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from ..verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
+from typing import ClassVar
+
+from ..core.schedule import Schedule
 
 
-class OneStepOffTrainer(AsyncPipelineTrainer):
-    """Generation of one batch and training of the one before go on side by side; the first batch has lag 0.
+class OneStepOff(Schedule):
+    """Generate one batch while the one before trains; the first batch has lag 0.
 
-    Source of the scheme: Noukhovitch et al., "Asynchronous RLHF", arXiv 2410.18252.
+    Source: Noukhovitch et al., "Asynchronous RLHF", arXiv 2410.18252.
     """
 
-    strategy = "one_step_off"
+    implied_lag: ClassVar[int | None] = 1

@@ -3,7 +3,7 @@
 
 `fit` runs `AsyncTrainingFlow`; the roles call the coroutines below. Each of them runs verl's own
 blocking code in a thread, on a copy of the batch's metadata, because verl's stages write into it.
-A strategy subclasses this and says how its message queue is set, or overrides `message_queue`.
+Decisions about order and age are in its `schedule`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 import transfer_queue as tq
@@ -37,8 +37,6 @@ from ...core.degradation import Caution, Change
 from ...core.diagnosis import diagnose
 from ...core.flow import GRAPH, AsyncTrainingFlow
 from ...core.items import Group, Prompt, Publication, StepBatch, Trajectory
-from ...core.message_queue import MessageQueue, Order
-from ...core.staleness import Versions
 from ...core.wait_graph import Wait, waits_of
 from ...errors import PatchedVerlRequired, RolloutError
 from ...observe.event_file import EventFile
@@ -98,9 +96,6 @@ class AsyncPipelineTrainer(LogProbTrainer):
 
     _enable_hybrid_replicas = False
     """verl reads this: no rollout engine on the training devices."""
-    strategy: ClassVar[str]
-    order: ClassVar[Order] = "drawn"
-    """Which groups a step takes; see `core.message_queue`."""
     _flow: AsyncTrainingFlow
 
     def __init__(self, config: DictConfig) -> None:
@@ -117,15 +112,12 @@ class AsyncPipelineTrainer(LogProbTrainer):
         """Somebody shows our lines to the user, and keeps one line that replaces itself."""
         self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
         self.placement = Placement.from_list(own["placement"])
-        self.max_lag = self.knobs.max_lag
-        self.caution = Caution(
-            after=self.knobs.step_down_after, clean=self.knobs.step_up_after, depth=self.knobs.sync_every - 1
-        )
+        self.caution = Caution(after=self.knobs.step_down_after, clean=self.knobs.step_up_after)
         self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
         self.run_dir = Path(str(self.knobs.run_dir))
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
         self._filter_metric = self._resolve_filter_groups_metric()
-        self._meters = SampleMeters(config, self.max_lag)
+        self._meters = SampleMeters(config, self.knobs.max_lag)
         policies = self.knobs.bad_data.by_kind(self.knobs.reward_failure)
         self._bad_data = BadData(policies, self.knobs.prompt_attempts, _say)
         self._last_publication: Publication | None = None
@@ -274,7 +266,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self._gauges = RayGauges(trainer.experiment_name)
         write_atomically(self.run_dir / "settings.json", self._settings())
         self.recorder = RunRecorder(
-            strategy=self.strategy, max_lag=self.max_lag, started_unix=self.started_unix
+            strategy=self.knobs.strategy, max_lag=self.schedule.max_lag, started_unix=self.started_unix
         )
         self._repeat_rows()
 
@@ -283,7 +275,8 @@ class AsyncPipelineTrainer(LogProbTrainer):
         event log.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        knobs = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
+        lag = ("strategy", "max_lag", "depth", "oldest_share", "stale")
+        knobs = (*lag, "sync_every", "ref_refresh_every", "old_logp")
         return {
             **{name: getattr(self.knobs, name) for name in knobs},
             "placement": self.placement.as_list(),
@@ -321,7 +314,9 @@ class AsyncPipelineTrainer(LogProbTrainer):
             flow.ledger.subscribe(ledger)
             flow.fates.subscribe(self.prompts.settled)
             flow.fates.subscribe(self._meters.settled)
-            _say(f"{self.strategy}, max_lag {self.max_lag}, steps {self.first_step}..{self.last_step}")
+            schedule = self.schedule
+            steps = f"{schedule.first_step}..{schedule.last_step}"
+            _say(f"{self.knobs.strategy}, max_lag {schedule.max_lag}, steps {steps}")
             _echo(header())
             self._last_finish = time.perf_counter()
             try:
@@ -339,7 +334,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
                 for line in closing(summary):
                     _echo(line)
 
-    # PipelineTrainer: facts.
+    # PipelineTrainer: facts and decisions.
 
     def roles(self) -> Sequence[str]:
         without = set() if self.use_reference_policy else {"ref_logp"}
@@ -353,23 +348,6 @@ class AsyncPipelineTrainer(LogProbTrainer):
         pool = self.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
         return None if pool is None else pool.name
 
-    # PipelineTrainer: decisions.
-
-    def message_queue(self, versions: Versions, max_lag: int) -> MessageQueue:
-        queue = MessageQueue(
-            versions,
-            batch=self.config.data.train_batch_size,
-            max_lag=max_lag,
-            first_step=self.first_step,
-            last_step=self.last_step,
-            oldest_share=self.knobs.oldest_share if max_lag else 1.0,
-            order=self.order,
-            stale=self.knobs.stale,  # type: ignore[arg-type]  # config.py checked it
-        )
-        if self.knobs.depth is not None:
-            queue.depth = min(self.knobs.depth, max_lag)
-        return queue
-
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """A group whose data is bad; and by DAPO's rule (arXiv 2503.14476) one whose answers are
         all alike, and have no advantage over each other.
@@ -380,22 +358,6 @@ class AsyncPipelineTrainer(LogProbTrainer):
         return (
             "filtered" if self._filter_metric is not None and alike and len(group.trajectories) > 1 else None
         )
-
-    def publishes(self, version: int) -> bool:
-        every = (self.knobs.sync_every, self.knobs.ref_refresh_every or self.knobs.sync_every)
-        return any(version % n == 0 for n in every) or version == self.last_step or self._validates(version)
-
-    def old_policy(self, step: int) -> int | None:
-        if self.knobs.old_logp == "rollout":
-            return None
-        if self.knobs.old_logp == "trainer":
-            return step - 1
-        oldest = self.first_step - 1
-        return next(v for v in range(max(oldest, step - 2), -1, -1) if v == oldest or self.publishes(v))
-
-    def reference(self, step: int) -> int | None:
-        every = self.knobs.ref_refresh_every
-        return ((step - 1) // every * every or None) if every else None
 
     # PipelineTrainer: work.
 
@@ -520,8 +482,8 @@ class AsyncPipelineTrainer(LogProbTrainer):
                 {f"async_pipeline/version/{name.replace(' ', '_')}": v for name, v in served.items()}
             )
         for role, version in (
-            ("old_logp", self.old_policy(batch.step)),
-            ("ref_logp", self.reference(batch.step)),
+            ("old_logp", self.schedule.old_policy(batch.step)),
+            ("ref_logp", self.schedule.reference(batch.step)),
         ):
             if version is not None:
                 metrics[f"async_pipeline/version/{role}"] = version
@@ -556,7 +518,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         self.recorder.record(reward, step_s, None if kl is None else float(kl), time.time())
         row = StepRow(
             step=batch.step,
-            last_step=self.last_step,
+            last_step=self.schedule.last_step,
             reward=reward,
             tokens=sum(t.num_tokens for t in trajectories) / len(trajectories),
             lag_mean=facts["lag/mean"],
@@ -612,7 +574,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
 
     async def validate(self, version: int) -> float | None:
         """Validate a version that was just served, if it is due. Replicas keep it until this is done."""
-        if not self._validates(version):
+        if not self.schedule.validates(version):
             return None
         if self.knobs.validation == "pause":
             self._may_generate.clear()
@@ -629,12 +591,6 @@ class AsyncPipelineTrainer(LogProbTrainer):
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
         _say(f"validation of version {version}: {shown} in {seconds:.1f} s")
         return seconds
-
-    def _validates(self, version: int) -> bool:
-        trainer = self.config.trainer
-        if version == 0:
-            return bool(trainer.get("val_before_train", True))
-        return trainer.test_freq > 0 and (version % trainer.test_freq == 0 or version == self.last_step)
 
 
 def _identity(prompt: Prompt) -> str:

@@ -11,18 +11,21 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from ...config.scheduling import schedule_of
+from ...config.schema import AsyncPipelineConfig
 from ...core.bad_data import BadData
 from ...core.clock import within
 from ...core.flow_state import FlowState
 from ...core.items import Group, Prompt, PromptBatch, Ticket
+from ...core.schedule import Schedule
 from ...errors import WaitTimeout
 from ...observe.event_file import EventFile
 from ...observe.run_files import rows_until, run_of, set_aside
@@ -72,7 +75,9 @@ class ResumableTrainer(PPOTrainer):
     trainer_mode: str
     """verl's name for the strategy; several of its methods ask whether this is `sync`."""
     rejects: Callable[[Group], Any]
-    reference: Callable[[int], int | None]
+    knobs: AsyncPipelineConfig
+    schedule_class: ClassVar[type[Schedule] | None] = None
+    """The schedule of a strategy that is a trainer, or None for the one that the strategy names."""
 
     agent_loop_manager: PushAgentLoopManager
     resumed: FlowState | None = None
@@ -122,16 +127,22 @@ class ResumableTrainer(PPOTrainer):
         """Return them with what was generated for them so far, in their payload."""
         return self.prompts.found(uids)
 
-    # Where it begins, and where it ends.
-
-    @property
-    def last_step(self) -> int:
-        by_epochs = self.steps_per_epoch * self.config.trainer.total_epochs
-        return int(min(self.total_training_steps, by_epochs))
-
-    @property
-    def first_step(self) -> int:
-        return 1 if self.resumed is None else self.resumed.step + 1
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of this process, once a checkpoint has been loaded."""
+        trainer = self.config.trainer
+        by_epochs = self.steps_per_epoch * trainer.total_epochs
+        return schedule_of(
+            self.knobs,
+            strategy=self.schedule_class,
+            batch=self.config.data.train_batch_size,
+            first_step=1 if self.resumed is None else self.resumed.step + 1,
+            last_step=int(min(self.total_training_steps, by_epochs)),
+            old_logp=self.knobs.old_logp,
+            validate_every=max(0, trainer.test_freq),
+            validate_first=bool(trainer.get("val_before_train", True)),
+            save_every=max(0, trainer.save_freq),
+        )
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -201,10 +212,6 @@ class ResumableTrainer(PPOTrainer):
 
     # Checkpoints.
 
-    def saves(self, step: int) -> bool:
-        every = self.config.trainer.save_freq
-        return bool(every > 0 and (step % every == 0 or step == self.last_step))
-
     async def save(self, state: FlowState) -> bool:
         """False: the disk did not take it; the checkpoints before stay, and so does the run, unless that was
         its last.
@@ -216,7 +223,7 @@ class ResumableTrainer(PPOTrainer):
         try:
             folder = await self._call(self._checkpoints().write, snapshot)
         except Exception as error:
-            if not is_full(error) or state.step == self.last_step:
+            if not is_full(error) or state.step == self.schedule.last_step:
                 raise
             say(f"step {state.step} has no checkpoint, those before stay: {one_line(error)}")
             return False
@@ -232,7 +239,7 @@ class ResumableTrainer(PPOTrainer):
     def _snapshot(self, state: FlowState) -> Snapshot:
         groups = [group for group in state.finished() if self.rejects(group) is None]
         prompts, loader = self.prompts.state(state.in_flight(), [group.uid for group in state.finished()])
-        reference = self.reference(state.step + 1)
+        reference = self.schedule.reference(state.step + 1)
         kept = RunState(
             flow=state,
             prompts=prompts,

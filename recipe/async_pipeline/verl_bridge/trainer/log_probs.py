@@ -45,7 +45,6 @@ class LogProbTrainer(ResumableTrainer):
     ref_policy_wg: Any
     processor: Any
     """verl's, of models that see or hear; else None."""
-    old_policy: Callable[[int], int | None]
     _flow: AsyncTrainingFlow
     _tickets: dict[int, Ticket]
     """Of the versions that lie in the arenas."""
@@ -57,7 +56,7 @@ class LogProbTrainer(ResumableTrainer):
 
     async def _old_log_probs_of_the_copy(self, batch: StepBatch) -> StepBatch:
         policy = self._copies["logp"]
-        pulled = await self._pull(policy, self.old_policy(batch.step))
+        pulled = await self._pull(policy, self.schedule.old_policy(batch.step))
 
         def compute(batch: KVBatchMeta, metrics: dict[str, Any]) -> Any:
             # verl's own code, which asks its trainer for no more than this.
@@ -97,7 +96,7 @@ class LogProbTrainer(ResumableTrainer):
 
     async def _ref_log_probs(self, batch: StepBatch) -> StepBatch:
         policy = self._copies.get("ref_logp")
-        pulled = 0.0 if policy is None else await self._pull(policy, self.reference(batch.step))
+        pulled = 0.0 if policy is None else await self._pull(policy, self.schedule.reference(batch.step))
         return (await self._on_workers(batch, self._compute_ref_log_prob, "ref")).with_results(
             ref_load=pulled
         )

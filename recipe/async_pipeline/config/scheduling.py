@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn the knobs into the schedule that a run, or a simulation of it, follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.schedule import Schedule
+from ..strategies import schedule_class
+from .schema import AsyncPipelineConfig
+
+
+def schedule_of(
+    knobs: AsyncPipelineConfig, *, strategy: type[Schedule] | None = None, **of_the_run: Any
+) -> Schedule:
+    """Return the schedule that the knobs ask for.
+
+    `strategy` replaces the class that `knobs.strategy` names. `of_the_run` holds the fields that are no
+    knobs: `batch`, `last_step`, `first_step`, `old_logp`, `validate_every`, `validate_first`, `save_every`.
+    Raises ConfigError if the strategy cannot be imported or has no schedule.
+    """
+    cls = strategy or schedule_class(knobs.strategy)
+    return cls(
+        max_lag=knobs.max_lag,
+        depth=knobs.depth,
+        oldest_share=knobs.oldest_share,
+        straggler=knobs.stale,  # type: ignore[arg-type]  # the schema checked it
+        sync_every=knobs.sync_every,
+        ref_refresh_every=knobs.ref_refresh_every,
+        **of_the_run,
+    )

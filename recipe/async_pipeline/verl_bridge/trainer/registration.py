@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Register the strategies with verl, which looks its trainer up by name. Imports verl (seconds)."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+
+from ...config.schema import is_strategy
+from ...core.schedule import Schedule
+from ...errors import ConfigError
+from ...redaction import hide_in_output
+from ...strategies import STRATEGIES, load_class
+from ..rollout.server_manager import PipelineServerManager
+from .async_trainer import AsyncPipelineTrainer
+
+for _name in STRATEGIES:
+    register_trainer(_name)(AsyncPipelineTrainer)
+
+
+def begin(config: DictConfig) -> None:
+    """Prepare the process that trains, before verl starts anything else in it.
+
+    Registers a strategy named `module:Class` and starts the rollout servers while verl starts the rest. Ray
+    keeps what verl prints from here on (its whole config, for one) in files that others may read, so secrets
+    are hidden. A stock trainer, into whose config our defaults were composed, is left alone.
+    """
+    mode = str(config.trainer.v1.trainer_mode)
+    if is_strategy(mode):
+        hide_in_output()
+        ensure_registered(mode)
+        PipelineServerManager.start_early(config)
+
+
+def ensure_registered(name: str) -> None:
+    """Register the strategy `module:Class`, a schedule or a trainer. Strategies of the table are known.
+
+    Raises ConfigError if it cannot be imported or is neither.
+    """
+    if name in STRATEGIES:
+        return
+    cls = load_class(name)
+    if issubclass(cls, Schedule):
+        cls = AsyncPipelineTrainer
+    elif not issubclass(cls, AsyncPipelineTrainer):
+        raise ConfigError(
+            f"strategy {name} must subclass recipe.async_pipeline.strategies.Schedule or the trainer "
+            f"{AsyncPipelineTrainer.__module__}.{AsyncPipelineTrainer.__name__}; got neither"
+        )
+    register_trainer(name)(cls)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule is what the knobs say."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from recipe.async_pipeline.config.scheduling import schedule_of
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig
+from recipe.async_pipeline.core.schedule import Schedule
+from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
+
+
+def test_each_field_is_a_knob_or_of_the_run() -> None:
+    knobs = AsyncPipelineConfig(
+        strategy="fully_async",
+        max_lag=5,
+        depth=4,
+        oldest_share=0.5,
+        stale="drop",
+        sync_every=2,
+        ref_refresh_every=3,
+    )
+    of_the_run = {
+        "batch": 8,
+        "first_step": 3,
+        "last_step": 9,
+        "old_logp": "rollout",
+        "validate_every": 4,
+        "validate_first": True,
+        "save_every": 5,
+    }
+    found = schedule_of(knobs, **of_the_run)
+    assert type(found) is FullyAsync
+    default = Schedule(batch=1, last_step=1)
+    for field in fields(Schedule):
+        assert getattr(found, field.name) != getattr(default, field.name), f"{field.name} is not handed on"
+
+
+def test_a_trainer_may_name_another_class() -> None:
+    knobs = AsyncPipelineConfig(strategy="fully_async", max_lag=1)
+    assert type(schedule_of(knobs, strategy=NStepAhead, batch=1, last_step=1)) is NStepAhead
