@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from recipe.async_pipeline.config.scheduling import schedule_of
 from recipe.async_pipeline.config.schema import AsyncPipelineConfig
@@ -21,7 +22,7 @@ def test_each_field_is_a_knob_or_of_the_run() -> None:
         sync_every=2,
         ref_refresh_every=3,
     )
-    of_the_run = {
+    of_the_run: dict[str, Any] = {
         "batch": 8,
         "first_step": 3,
         "last_step": 9,

@@ -16,7 +16,9 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
+from recipe.async_pipeline.core.message_queue import Order
 from recipe.async_pipeline.core.role import ROLES
+from recipe.async_pipeline.core.schedule import OldLogp
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer
@@ -308,13 +310,13 @@ def test_any_schedule_keeps_the_invariants(
     groups: int,
     times: list[float],
     costs: dict[str, float],
-    order: str,
+    order: Order,
     stale: str,
     share: float,
     sync_every: int,
     filtered_every: int,
     places: dict[str, str],
-    old: str,
+    old: OldLogp,
     refresh: int,
     critic: bool,
 ) -> None:
@@ -364,7 +366,7 @@ def test_completion_order_does_not_wait_for_the_slow_ones() -> None:
     def tail(step: int, index: int) -> float:
         return 9.0 if index == step % 8 else 0.5
 
-    def seconds(order: str) -> float:
+    def seconds(order: Order) -> float:
         trainer = SimTrainer(max_lag=9, steps=60, groups=8, answer_s=tail, order=order)
         return wall_s(run_flow(trainer)[0])
 
@@ -440,7 +442,7 @@ def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
 
 
 @pytest.mark.parametrize("order", ["drawn", "finished"])
-def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: str) -> None:
+def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: Order) -> None:
     """What is drawn and has no fate is bounded, for however long a run goes on: prompts, answers, batches."""
     trainer = SimTrainer(
         max_lag=3, steps=60, groups=4, answer_s=lambda step, index: 0.1, costs={"update": 4.0}, order=order

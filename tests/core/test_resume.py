@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.ledger_audit import audit, valid
+from recipe.async_pipeline.core.message_queue import Order
+from recipe.async_pipeline.core.schedule import OldLogp
 from recipe.async_pipeline.errors import ConservationError
 from tests.fakes.lives import Life, Records, check, lives, steps_of, written_and_read
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimCheckpoint, SimTrainer
@@ -62,14 +64,14 @@ def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
     groups: int,
     times: list[float],
     costs: dict[str, float],
-    order: str,
+    order: Order,
     stale: str,
     share: float,
     sync_every: int,
     save_every: int,
     filtered_every: int,
     places: dict[str, str],
-    old: str,
+    old: OldLogp,
     critic: bool,
     kills: list[int],
     lost: int,

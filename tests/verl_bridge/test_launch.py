@@ -247,19 +247,27 @@ def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> N
 
 
 def test_verl_without_our_plugin(
-    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launch: ModuleType,
+    load: Load,
+    smoke: Smoke,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch.plugin, "_loaded", False)
+    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.plugin"), "_loaded", False)
     assert "pip install -e ." in refused(launch, smoke(), capsys)
 
 
 def test_verl_without_our_patches(
-    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launch: ModuleType,
+    load: Load,
+    smoke: Smoke,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def pristine(root: Path) -> None:
         raise PatchedVerlRequired(f"{root.name} is pristine; run `async-pipeline patch apply`, then retry")
 
-    monkeypatch.setattr(launch, "require_patched", pristine)
+    monkeypatch.setattr(load("recipe.async_pipeline.verl_bridge.config_checks"), "require_patched", pristine)
     assert "patch apply" in refused(launch, smoke(), capsys)
 
 
