@@ -69,7 +69,7 @@ def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
     """
     alive = set(pids)
     for pid in alive:
-        _signal(pid, signal.SIGTERM)
+        send_signal(pid, signal.SIGTERM)
 
     deadline = time.monotonic() + patience_s
     while alive and time.monotonic() < deadline:
@@ -78,17 +78,18 @@ def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
 
     # Processes that were started in the meantime are killed as well.
     for pid in set(descendants(os.getpid())) | alive:
-        _signal(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
 
     # A killed process takes a moment to disappear.
     deadline = time.monotonic() + KILL_S
     while (left := _reap_and_list()) and time.monotonic() < deadline:
         for pid in left:
-            _signal(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _signal(pid: int, number: int) -> None:
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process; no-op if it is gone."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

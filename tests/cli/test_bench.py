@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, with jobs that end at once."""
+"""`async-pipeline bench`, with jobs that end immediately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.bench_results import ONE
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
-    """The jobs that were asked for; those of `on_policy` fail."""
+    """The jobs that were run; every job of `on_policy` fails."""
     jobs: list[Job] = []
 
     def run_job(job: Job, *args: Any) -> Measured:
@@ -38,7 +38,9 @@ def bench(*arguments: object) -> int:
     return main.main(["bench", *map(str, arguments)])
 
 
-def test_everything_is_written(ran: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_json_and_picture_are_written(
+    ran: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "b.json"
     status = bench(
         "--arms",
@@ -65,18 +67,18 @@ def test_everything_is_written(ran: list[Job], tmp_path: Path, capsys: pytest.Ca
     assert "| `one_step_off` |" in capsys.readouterr().out
 
 
-def test_a_deeper_pipeline_is_filled_and_drained_by_all(ran: list[Job], tmp_path: Path) -> None:
+def test_every_arm_gets_the_deepest_pipelines_warmup_and_cooldown(ran: list[Job], tmp_path: Path) -> None:
     out = tmp_path / "b.json"
     assert bench("--arms", "one_step_off,n_step_ahead_lag6", "--repeats", 1, "--json", out) == 0
     workload = json.loads(out.read_text())["workload"]
     assert (workload["warmup"], workload["cooldown"]) == (7, 7)
 
 
-def test_an_arm_that_fails_does_not_stop_the_others(ran: list[Job], tmp_path: Path) -> None:
+def test_a_failing_arm_does_not_stop_the_other_arms(ran: list[Job], tmp_path: Path) -> None:
     out = tmp_path / "b.json"
     assert bench("--arms", "on_policy,one_step_off", "--repeats", 2, "--json", out) == 1
     assert [job.arm for job in ran] == ["on_policy", "on_policy", "one_step_off", "one_step_off"], (
-        "it gets a second try"
+        "a failed job is retried once"
     )
     assert ran[0].directory != ran[1].directory
     data = json.loads(out.read_text())
@@ -95,7 +97,7 @@ def test_an_arm_that_fails_does_not_stop_the_others(ran: list[Job], tmp_path: Pa
         (("--logs", Path(__file__).parent), "is not empty"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(
+def test_a_user_error_is_one_line_and_status_2(
     ran: list[Job], capsys: pytest.CaptureFixture[str], arguments: tuple[object, ...], message: str
 ) -> None:
     assert bench(*arguments) == 2

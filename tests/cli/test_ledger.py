@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `ledger`: what it says, and its status."""
+"""`async-pipeline ledger`: its output and its status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.fakes.ledgers import resumed, trained_again, whole, write
 
 
-def test_a_ledger_that_holds_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_consistent_ledger_gives_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "ledger.jsonl", [*whole()])
     assert main.main(["ledger", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -24,21 +24,21 @@ def test_a_ledger_that_holds_together(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["ok"] is True
 
 
-def test_one_that_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_violation_gives_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "ledger.jsonl", [*trained_again(whole())])
     assert main.main(["ledger", str(file)]) == 1
     assert "VIOLATION    prompt p1.0 is trained in step 2, but was trained before" in capsys.readouterr().out
 
 
-def test_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_ledger_gives_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["ledger", str(tmp_path)]) == 2
     assert "ledger.jsonl does not exist" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         audit_file(tmp_path)
 
 
-def test_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Killed in the middle of a line."""
+def test_a_killed_and_resumed_run_is_consistent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The kill leaves an incomplete line."""
     before, after = resumed()
     file = write(tmp_path / "ledger.jsonl", [*before])
     with file.open("a") as lines:
@@ -53,17 +53,17 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path, capsys: pytest.Captur
     assert f"completed after step 6, resumed once; {void} records are void" in out
 
 
-def test_a_run_that_was_resumed_twice_from_one_checkpoint(
+def test_a_run_resumed_twice_from_one_checkpoint_counts_both(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the first of the two did is void, but it was there."""
+    """The records of the first resume are void, but it counts as a resume."""
     before, after = resumed()
     file = write(tmp_path / "ledger.jsonl", [*before, *after[:3], *after])
     assert main.main(["ledger", str(file)]) == 0
     assert "completed after step 6, resumed 2 times; " in capsys.readouterr().out
 
 
-def test_a_ledger_that_goes_on_from_another_says_so(
+def test_a_ledger_that_continues_another_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, after = resumed()
@@ -71,4 +71,4 @@ def test_a_ledger_that_goes_on_from_another_says_so(
     assert main.main(["ledger", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "completed after step 6, resumed once" in out
-    assert " trained; those before are in another ledger; " in out
+    assert " trained; earlier steps are in another ledger; " in out

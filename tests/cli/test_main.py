@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatcher: lazy, one line an error, exit status by whose mistake it is."""
+"""The dispatcher: lazy imports, one line per error, and an exit status that names its cause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipe.async_pipeline.errors import (
 
 @pytest.fixture
 def subcommand(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A subcommand `fake` in the table."""
+    """Add a subcommand `fake` to the table."""
     module = types.ModuleType("fake_subcommand")
     module.add_arguments = lambda parser: parser.add_argument("--status", type=int, default=0)  # type: ignore[attr-defined]
     module.run = lambda args: args.status  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def subcommand(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return module
 
 
-def test_a_subcommand_that_is_terminated_can_clean_up(subcommand: types.ModuleType) -> None:
+def test_a_terminated_subcommand_can_clean_up(subcommand: types.ModuleType) -> None:
     cleaned: list[str] = []
 
     def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def test_ctrl_c_is_one_line(subcommand: types.ModuleType, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
-def test_status_is_the_subcommands(subcommand: types.ModuleType, status: int) -> None:
+def test_the_status_is_that_of_the_subcommand(subcommand: types.ModuleType, status: int) -> None:
     assert main.main(["fake", "--status", str(status)]) == status
 
 
@@ -76,7 +76,7 @@ def test_status_is_the_subcommands(subcommand: types.ModuleType, status: int) ->
         (AsyncPipelineError("k"), EXIT_OURS),
     ],
 )
-def test_an_error_of_ours_is_one_line(
+def test_an_error_of_this_package_is_one_line(
     subcommand: types.ModuleType,
     capsys: pytest.CaptureFixture[str],
     error: AsyncPipelineError,
@@ -102,7 +102,7 @@ def test_any_other_error_propagates(subcommand: types.ModuleType) -> None:
 @pytest.mark.parametrize(
     "arguments", [[], ["nothing"], ["patch"], ["patch", "nothing"], ["doctor", "--nothing"]]
 )
-def test_wrong_usage_is_the_users_mistake(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_a_user_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main.main(arguments)
     assert exit_info.value.code == EXIT_USERS
@@ -133,7 +133,7 @@ def test_python_dash_m_is_the_same_command() -> None:
     assert done.stdout.startswith("usage: async-pipeline")
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_the_package_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main.main(["--version"])
     assert capsys.readouterr().out == f"async-pipeline {importlib.metadata.version('async_pipeline')}\n"

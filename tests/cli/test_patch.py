@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline patch` as a user meets it: text, JSON, exit status."""
+"""`async-pipeline patch`: text, JSON and exit status."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_refresh_rewrites_the_patch(tree: Path, capsys: pytest.CaptureFixture[st
     assert patched_tree.patch_state(tree, folder=series.patches_dir()).overall == "applied"
 
 
-def test_a_diverged_tree_is_the_users_mistake(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_diverged_tree_is_a_user_error(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "verl/a.py").write_bytes(b"edited\n")
     assert main(["patch", "apply"]) == 2
     captured = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_a_diverged_tree_is_the_users_mistake(tree: Path, capsys: pytest.Capture
     assert captured.err.count("\n") == 1
 
 
-def test_fetch_takes_a_clone(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetch_links_a_clone(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clone = tmp_path / "clone"
     tree.rename(clone)
     assert main(["patch", "fetch", "--verl-dir", str(clone)]) == 0

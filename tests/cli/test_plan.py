@@ -21,7 +21,7 @@ search_once = functools.cache(search.plan)
 
 @pytest.fixture(autouse=True)
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search takes seconds, and what is tested here is how its result is told."""
+    """Cache the search: it takes seconds, and these tests check how its result is printed."""
     monkeypatch.setattr(plan, "plan", search_once)
 
 
@@ -36,7 +36,7 @@ def planned(path: str, *more: str) -> list[str]:
     return ["plan", "--profile", path, "--devices", "16", "--max-lag", "2", "--seeds", "3", *more]
 
 
-def test_json_has_these_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--json")) == 0
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == ["recommendation", "predicted", "alternatives", "verdict", "why"]
@@ -48,7 +48,7 @@ def test_json_has_these_keys(path: str, capsys: pytest.CaptureFixture[str]) -> N
     assert facts["alternatives"]
 
 
-def test_a_person_gets_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_has_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("async: ")
@@ -56,7 +56,7 @@ def test_a_person_gets_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFi
     assert lines[5].split()[:3] == ["strategy", "max_lag", "depth"]
 
 
-def test_a_profile_that_trains_most_of_the_time_is_told_to_stay(
+def test_a_training_bound_profile_gets_the_verdict_sync(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "p.yaml"
@@ -70,7 +70,7 @@ def test_a_profile_that_trains_most_of_the_time_is_told_to_stay(
     )
 
 
-def test_without_lag_the_lag_is_the_reason(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_lag_the_reason_is_the_lag(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--max-lag", "0")) == 0
     assert (
         "with max_lag 0 a batch is generated only when the one before it is trained"
@@ -79,7 +79,7 @@ def test_without_lag_the_lag_is_the_reason(path: str, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.real_engine
-def test_what_is_to_be_pasted_is_accepted_by_explain(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_applied_overrides_are_accepted_by_explain(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--apply")) == 0
     printed = capsys.readouterr().out
     assert not printed.rstrip().endswith("\\")
@@ -105,7 +105,7 @@ def test_what_is_to_be_pasted_is_accepted_by_explain(path: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--devices", "1"], "--devices must be >= 2"),
         (["--seeds", "2"], "--seeds must be >= 3"),
@@ -113,8 +113,8 @@ def test_what_is_to_be_pasted_is_accepted_by_explain(path: str, capsys: pytest.C
         (["--seed", "-1"], "--seed must be >= 0"),
     ],
 )
-def test_mistakes_are_one_line(
-    path: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_a_user_error_is_one_line(
+    path: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.main([*planned(path), *arguments]) == EXIT_USERS
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_it_writes_a_profile_that_can_be_read(
+def test_a_written_profile_can_be_loaded(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "p.yaml"
@@ -31,16 +31,16 @@ def test_it_writes_a_profile_that_can_be_read(
     assert found.stages.update.fixed_s == pytest.approx(0.5)
 
 
-def test_without_a_file_it_prints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_out_the_profile_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["profile", str(run)]) == 0
     assert "origin: measured" in capsys.readouterr().out
 
 
-def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
+def test_a_user_error_is_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
         ([str(tmp_path / "nothing")], "has no events.jsonl"),
         ([str(run), "--fixed-share", "2"], "--fixed-share must be from 0 to 1, got 2.0"),
         ([str(run), "--out", str(tmp_path / "no" / "p.yaml")], "cannot be written"),
     ):
         assert main.main(["profile", *arguments]) == EXIT_USERS
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline report` writes its page, says the same in words and as JSON, and a browser can draw it."""
+"""`async-pipeline report` writes its page, prints text or JSON, and a browser can draw the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.observe.run_folder import RecordedTrainer, write_run
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Generation on two of eight devices is what all wait for.
+    # Generation on two of eight devices is the bottleneck.
     trainer = RecordedTrainer(
         max_lag=3,
         steps=12,
@@ -33,11 +33,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "run", trainer, strategy="fully_async")
 
 
-def test_one_run_is_one_page_beside_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_gives_one_page_in_its_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == EXIT_OK
-    said = capsys.readouterr().out
-    assert said.splitlines()[-1] == f"wrote {folder / 'report.html'}"
-    assert "advice: the trainer waited" in said
+    text = capsys.readouterr().out
+    assert text.splitlines()[-1] == f"wrote {folder / 'report.html'}"
+    assert "advice: the trainer waited" in text
     check((folder / "report.html").read_text())
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
@@ -65,7 +65,7 @@ def test_json_has_the_account_and_the_advice(folder: Path, capsys: pytest.Captur
     assert sum(found["trainer"].values()) == pytest.approx(1.0)
 
 
-def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_error_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path / "nowhere")]) == EXIT_USERS
     assert main(["report", *[str(folder)] * 3]) == EXIT_USERS
     errors = capsys.readouterr().err.splitlines()
@@ -97,8 +97,8 @@ FLAGS = (
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 500])
-def test_chromium_draws_it(folder: Path, tmp_path: Path, scheme: str, width: int) -> None:
-    """Without an error of its script, in both schemes, and nothing is wider than the window."""
+def test_chromium_draws_the_page(folder: Path, tmp_path: Path, scheme: str, width: int) -> None:
+    """In both colour schemes, without a script error, and no element is wider than the window."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs chromium; `apt-get install chromium` has it")
@@ -144,7 +144,7 @@ def test_chromium_draws_it(folder: Path, tmp_path: Path, scheme: str, width: int
 
 
 def first_pixel(picture: Path) -> tuple[int, ...]:
-    """Of a PNG, whose first row of pixels has no neighbour to differ from."""
+    """Return the first pixel of a PNG; its first row has no neighbours to differ from."""
     data = picture.read_bytes()
     at, packed = 8, b""
     while at < len(data):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options, and what is checked before anything starts."""
+"""Options of `async-pipeline soak`, and the checks before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipe.async_pipeline.soak import faults
 def test_faults_are_chosen_by_name() -> None:
     assert soak.kinds_of("all") == tuple(faults.FAULTS)
     assert soak.kinds_of("burst, kill_run,burst") == ("burst", "kill_run")
-    with pytest.raises(ConfigError, match="--faults: there is no 'earthquake'; choose from kill_engine, "):
+    with pytest.raises(ConfigError, match="--faults: unknown 'earthquake'; choose from kill_engine, "):
         soak.kinds_of("burst,earthquake")
 
 
@@ -26,7 +26,7 @@ def parsed(*words: str) -> argparse.Namespace:
     return parser.parse_args(list(words))
 
 
-def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     for minutes in ("0.5", "nan", "inf"):
         with pytest.raises(ConfigError, match=f"--minutes must be at least 1, got {minutes}"):
@@ -35,11 +35,11 @@ def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path: Pat
         soak.run(parsed("--logs", str(tmp_path)))
     with pytest.raises(ConfigError, match="mine is not an empty folder; name another"):
         soak.run(parsed("--logs", str(tmp_path / "mine")))
-    with pytest.raises(ConfigError, match="mine/logs cannot be made"):
+    with pytest.raises(ConfigError, match="mine/logs cannot be created"):
         soak.run(parsed("--logs", str(tmp_path / "mine" / "logs")))
 
 
-def test_one_that_ends_early_says_where_its_logs_are(
+def test_a_soak_that_ends_early_prints_where_its_logs_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
@@ -48,9 +48,9 @@ def test_one_that_ends_early_says_where_its_logs_are(
     monkeypatch.setattr(soak, "ensure_toy", interrupted)
     with pytest.raises(KeyboardInterrupt):
         soak.run(parsed("--minutes", "2", "--faults", "burst,kill_run,kill_engine", "--logs", str(tmp_path)))
-    said = capsys.readouterr().err
-    assert "--minutes 2 has room for about 2 of 3 kinds of faults" in said
-    assert f"logs are in {tmp_path}" in said
+    output = capsys.readouterr().err
+    assert "--minutes 2 has room for about 2 of 3 kinds of faults" in output
+    assert f"logs are in {tmp_path}" in output
 
 
 def test_the_help_names_every_fault() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline task make`: what its options choose and what it prints."""
+"""`async-pipeline task make`: its options and its output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from recipe.async_pipeline.toy.build import Measured, Toy, ToySpec
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ToySpec, Path]]:
-    """Replaces the making by a record of what was asked for."""
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ToySpec, Path]]:
+    """Replaces the making by a record of what was requested for."""
     calls: list[tuple[ToySpec, Path]] = []
 
     def ensure(spec: ToySpec, root: Path, *, report: Callable[[str], None]) -> Toy:
@@ -37,7 +37,7 @@ def run(*words: str) -> int:
 
 
 def test_the_defaults(
-    asked: list[tuple[ToySpec, Path]],
+    requested: list[tuple[ToySpec, Path]],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -45,17 +45,17 @@ def test_the_defaults(
     monkeypatch.chdir(tmp_path)
     assert run("make") == 0
     root = tmp_path.resolve() / ".cache" / "toy"
-    assert asked == [(ToySpec(), root)]
+    assert requested == [(ToySpec(), root)]
     captured = capsys.readouterr()
     assert captured.out == f"{root / 'made'}\n"
     assert captured.err == "working\n"
 
 
 def test_every_option(
-    asked: list[tuple[ToySpec, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    requested: list[tuple[ToySpec, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run("make", "--dir", str(tmp_path), "--seed", "3", "--untied", "--json") == 0
-    assert asked == [(ToySpec.of(seed=3, tied=False), tmp_path.resolve())]
+    assert requested == [(ToySpec.of(seed=3, tied=False), tmp_path.resolve())]
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"dir", "model", "train", "val", "reward", "accuracy_after_warmup", "seconds"}
     assert printed["accuracy_after_warmup"] == 0.25
@@ -63,11 +63,11 @@ def test_every_option(
 
 
 @pytest.mark.parametrize("words", [(), ("make", "--tied", "--untied"), ("make", "--seed", "x")])
-def test_a_wrong_call_is_a_usage_error(asked: list[tuple[ToySpec, Path]], words: tuple[str, ...]) -> None:
+def test_a_wrong_call_is_a_usage_error(requested: list[tuple[ToySpec, Path]], words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(*words)
     assert stopped.value.code == 2
-    assert asked == []
+    assert requested == []
 
 
 def test_the_command_loads_without_the_heavy_libraries() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watcher: what the user sees, what is filed, and that nothing is left behind.
+"""`async-pipeline watch`: what the user sees, what is logged, and that no process is left behind.
 
-It ends every descendant of its own process, so it always runs in a process of its own here.
+The watcher ends every descendant of its process, so here it always runs in a separate process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLEEPER = (
     "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); "
     "print(p.pid)"
 )
-"""Starts a sleeping child, says its number and ends."""
+"""Starts a sleeping child, prints its PID and ends."""
 IGNORES_CTRL_C = (
     "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print({mark!r}, 'ready', "
     "flush=True); "
@@ -64,7 +64,7 @@ def out() -> io.StringIO:
 
 
 def shown(out: io.StringIO) -> list[str]:
-    """Lines without their clock."""
+    """Return the shown lines without their times."""
     return [re.sub(r"^ *\d+\.\d s  ", "", line) for line in out.getvalue().splitlines()]
 
 
@@ -85,7 +85,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_replaces_itself_on_a_terminal_and_stays_below_what_is_said(tmp_path: Path) -> None:
+def test_progress_replaces_itself_and_stays_below_shown_lines(tmp_path: Path) -> None:
     terminal = Terminal()
     screen = Screen(terminal, time.monotonic())
     screen.line(f"{MARK} run directory {tmp_path}\n")
@@ -94,8 +94,8 @@ def test_progress_replaces_itself_on_a_terminal_and_stays_below_what_is_said(tmp
     screen.line(f"{MARK} a row\n")
     screen.close()
     clear = "\r\x1b[2K"
-    said = re.sub(r" +\d+\.\d s  ", "", terminal.getvalue())
-    assert said == f"run directory {tmp_path}\nstep 1/9{clear}step 2/9{clear}a row\nstep 2/9{clear}"
+    output_so_far = re.sub(r" +\d+\.\d s  ", "", terminal.getvalue())
+    assert output_so_far == f"run directory {tmp_path}\nstep 1/9{clear}step 2/9{clear}a row\nstep 2/9{clear}"
     assert "step" not in (tmp_path / "run.log").read_text()
 
 
@@ -104,19 +104,19 @@ def test_progress_is_for_terminals_only(out: io.StringIO) -> None:
     assert out.getvalue() == ""
 
 
-def test_verbose_shows_all_without_colours(out: io.StringIO) -> None:
+def test_verbose_shows_every_line_without_colours(out: io.StringIO) -> None:
     screen = screen_of(out, verbose=True)
     screen.line("\x1b[31mnoise\x1b[0m\n")
     screen.line(f"{MARK} step\n")
     assert shown(out) == ["noise", "step"]
 
 
-def test_what_ray_adds_to_a_repeated_line_is_not_shown(out: io.StringIO) -> None:
+def test_rays_note_on_repeated_lines_is_not_shown(out: io.StringIO) -> None:
     screen_of(out).line(f"(pid=7) {MARK} ready [repeated 2x across cluster] (set RAY_DEDUP_LOGS=0)\n")
     assert shown(out) == ["ready"]
 
 
-def test_the_log_holds_everything_also_what_came_before_it(out: io.StringIO, tmp_path: Path) -> None:
+def test_the_log_holds_every_line_also_from_before_it_was_opened(out: io.StringIO, tmp_path: Path) -> None:
     screen = screen_of(out)
     lines = ["early", "\x1b[1mbold\x1b[0m", f"{MARK} run directory {tmp_path}", "later", f"{MARK} step 1"]
     for line in lines:
@@ -127,7 +127,7 @@ def test_the_log_holds_everything_also_what_came_before_it(out: io.StringIO, tmp
     assert screen.log_path == tmp_path / "run.log"
 
 
-def test_the_log_of_an_earlier_process_stays(out: io.StringIO, tmp_path: Path) -> None:
+def test_the_log_of_an_earlier_process_is_kept(out: io.StringIO, tmp_path: Path) -> None:
     for _ in range(2):
         screen = screen_of(out)
         screen.line(f"{MARK} run directory {tmp_path}\n")
@@ -145,9 +145,7 @@ def test_a_second_run_directory_changes_nothing(out: io.StringIO, tmp_path: Path
     assert not (tmp_path / "b" / "run.log").exists()
 
 
-def test_a_log_that_cannot_be_written_is_said_and_is_no_reason_to_stop(
-    out: io.StringIO, tmp_path: Path
-) -> None:
+def test_an_unwritable_log_is_reported_and_does_not_stop_the_run(out: io.StringIO, tmp_path: Path) -> None:
     screen = screen_of(out)
     screen.line(f"{MARK} run directory {tmp_path / 'missing'}\n")
     screen.line(f"{MARK} step 1\n")
@@ -166,10 +164,10 @@ def test_the_cause_is_on_the_last_line(out: io.StringIO, tmp_path: Path) -> None
     screen.close()
     last = shown(out)[-1]
     assert last == f"failed with status 1: ValueError: boom; the whole log is {tmp_path / 'run.log'}"
-    assert "    Traceback" not in out.getvalue(), "with a cause there is no need for the tail"
+    assert "    Traceback" not in out.getvalue(), "the cause replaces the tail"
 
 
-def test_a_key_that_hydra_does_not_know_is_one_line_and_status_2() -> None:
+def test_a_key_unknown_to_hydra_is_one_line_and_status_2() -> None:
     path = "trainer.v1.async_pipeline.max_lags"
     code = f"import sys; sys.exit(\"Could not override '{path}'.\\nTo append to your config use +{path}=2\")"
     watched = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", sys.executable, "-c", code]
@@ -189,8 +187,8 @@ def test_a_long_silence_is_broken(out: io.StringIO, tmp_path: Path, monkeypatch:
     screen.line(f"{MARK} run directory {tmp_path}\n")
     screen.reassure()
     screen.close()
-    assert shown(out)[0] == "... at work: 1 lines so far"
-    assert shown(out)[-1] == "... at work: 2 lines in run.log so far"
+    assert shown(out)[0] == "... running: 1 lines so far"
+    assert shown(out)[-1] == "... running: 2 lines in run.log so far"
 
 
 def test_without_a_cause_the_tail_is_shown(out: io.StringIO) -> None:
@@ -209,7 +207,7 @@ def test_without_a_cause_the_tail_is_shown(out: io.StringIO) -> None:
 
 @contextlib.contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A watcher in a process of its own, gone in any case at the end."""
+    """Run a watcher in a separate process, and kill it and its descendants at the end."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE,
@@ -231,13 +229,13 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watched(*command: str) -> tuple[int, str]:
-    """Status and output of `async-pipeline watch -- COMMAND`."""
+    """Return the status and the output of `async-pipeline watch -- COMMAND`."""
     with started("-m", "recipe.async_pipeline", "watch", "--", *command) as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
         return process.returncode, output.decode()
 
 
-def test_a_run_that_is_well() -> None:
+def test_a_successful_run() -> None:
     status, output = watched("echo", f"{MARK} done")
     assert status == 0
     assert re.fullmatch(r" *\d+\.\d s  done\n", output)
@@ -250,13 +248,13 @@ def test_the_status_of_a_failing_command_is_passed_on_with_its_tail() -> None:
     assert "failed with status 7" in output
 
 
-def test_a_command_that_was_killed_has_the_status_that_a_shell_gives() -> None:
+def test_a_killed_command_has_the_status_that_a_shell_gives() -> None:
     status, output = watched("sh", "-c", "kill -KILL $$")
     assert status == 128 + signal.SIGKILL
     assert "failed with status 137" in output
 
 
-def test_a_command_that_says_nothing_is_known_to_be_alive() -> None:
+def test_a_silent_command_is_reported_as_running() -> None:
     impatient = (
         "import sys; from recipe.async_pipeline.cli import watch; watch.QUIET_S = 0.001; "
         "sys.exit(watch.Watcher(sys.argv[1:]).run())"
@@ -265,22 +263,22 @@ def test_a_command_that_says_nothing_is_known_to_be_alive() -> None:
     with started("-c", impatient, sys.executable, "-c", "import sys; sys.exit(4)") as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == 4
-    assert "... at work: 0 lines so far" in output.decode()
+    assert "... running: 0 lines so far" in output.decode()
 
 
-def test_no_command_is_the_users_mistake() -> None:
+def test_no_command_is_a_user_error() -> None:
     status, output = watched()
     assert status == 2
     assert "no command; write it after --" in output
 
 
-def test_a_command_that_is_no_program_is_the_users_mistake() -> None:
+def test_a_command_that_is_no_program_is_a_user_error() -> None:
     status, output = watched("no-such-program", "x")
     assert (status, output.count("\n")) == (2, 1)
-    assert "no-such-program cannot be found, or is no program" in output
+    assert "no-such-program is not an executable program" in output
 
 
-def test_the_command_knows_when_the_user_began() -> None:
+def test_the_command_knows_its_start_time() -> None:
     code = f"import os, time; print({MARK!r}, time.time() - float(os.environ['ASYNC_PIPELINE_STARTED_UNIX']))"
     status, output = watched(sys.executable, "-c", code)
     assert status == 0
@@ -289,7 +287,7 @@ def test_the_command_knows_when_the_user_began() -> None:
 
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("status", [0, 3])
-def test_an_orphan_that_the_command_left_is_ended(detached: bool, status: int) -> None:
+def test_an_orphan_of_the_command_is_ended(detached: bool, status: int) -> None:
     code = f"{SLEEPER.format(detached=detached)}; print({MARK!r}, p.pid, flush=True); sys.exit({status})"
     code_status, output = watched(sys.executable, "-c", code)
     assert code_status == status
@@ -299,17 +297,17 @@ def test_an_orphan_that_the_command_left_is_ended(detached: bool, status: int) -
 
 
 def interrupt(stop_s: float, times: int, code: str) -> tuple[int, str, list[int]]:
-    """Ctrl-C a watcher whose command runs `code`; its status, output and the processes that it had."""
+    """Interrupt a watcher whose command runs `code`; return its status, its output and its processes."""
     with started("-c", HURRIED.format(stop_s=stop_s), sys.executable, "-c", code) as process:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        assert b"ready" in said
+        output_so_far = process.stdout.readline()
+        assert b"ready" in output_so_far
         had = descendants(process.pid)
         for _ in range(times):
             process.send_signal(signal.SIGINT)
-            said += process.stdout.readline()
+            output_so_far += process.stdout.readline()
         output, _ = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, (said + output).decode(), had
+        return process.returncode, (output_so_far + output).decode(), had
 
 
 def test_ctrl_c_lets_the_command_end_by_itself() -> None:
@@ -333,7 +331,7 @@ def test_ctrl_c_ends_a_command_that_ignores_it() -> None:
     assert had and all(is_gone(pid) for pid in had)
 
 
-def test_a_second_ctrl_c_kills_at_once() -> None:
+def test_a_second_ctrl_c_kills_immediately() -> None:
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + IGNORES_CTRL_C.format(
         mark=MARK
     )

@@ -68,7 +68,7 @@ def test_the_report_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> 
     assert set(found["samples"]) == {"dispatched", "trained", "filtered", "expired", "failed", "in_flight"}
     lines = soak.in_words(found)
     assert lines[0] == "faults       3 (burst 1, kill_engine 2); recovered from 2"
-    assert "not tried    kill_run: the time was up; give it more --minutes" in lines
+    assert "not tried    kill_run: the time was up; increase --minutes" in lines
     assert any(line.startswith("VIOLATION    the run did not recover") for line in lines)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `async-pipeline`: one module per subcommand, named as it is typed."""
+"""The command `async-pipeline`: the dispatcher in `main`, and one module per subcommand."""

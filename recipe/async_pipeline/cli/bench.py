@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline bench`: arms side by side, in turns, with a table, a JSON file and a picture."""
+"""`async-pipeline bench`: run arms in turns; print a table, write a JSON file and a chart."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from ..toy.build import ToySpec, ensure_toy
 _OTHERS: Mapping[str, tuple[Any, str]] = {
     "weight-sync": (
         weight_sync,
-        "what a publication of weights costs, with our ways and with verl's, on real engines",
+        "the cost of a weight update, with this package's transports and with verl's, on real engines",
     ),
-    "learning": (learning, "whether asynchrony keeps what is learned, by samples and by the clock"),
-    "arena": (arena, "how fast weights go from a device to host memory and back, with torch alone"),
+    "learning": (learning, "whether asynchrony preserves learning, per sample and per second"),
+    "arena": (arena, "the speed of copying weights from a device to host memory and back, with torch alone"),
 }
 
 
@@ -42,48 +42,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workload",
         default="agentic_wait",
         metavar="NAME",
-        help=f"one of {', '.join(names())}, or a file (default: %(default)s)",
+        help=f"one of {', '.join(names())}, or a YAML file (default: %(default)s)",
     )
     parser.add_argument(
         "--arms",
         default=",".join(DEFAULT_ARMS),
         metavar="A,B,...",
-        help=f"of {', '.join(ARMS)}, in the order of their turns (default: %(default)s)",
+        help=f"arms to run, in this order: any of {', '.join(ARMS)} (default: %(default)s)",
     )
+
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
-        help="optimizer steps to measure, beside warm-up (default: the workload's)",
+        help="optimizer steps to measure, warm-up not included (default: the workload's)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="R", help="turns of each arm (default: %(default)s)"
+        "--repeats", type=int, default=3, metavar="R", help="runs of each arm (default: %(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="decides prompts and waits (default: %(default)s)"
+        "--seed", type=int, default=1, help="seed of prompts and waits (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, after each job")
+
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="write a PNG there (default: beside --json)"
+        "--json", type=Path, metavar="FILE", help="write all measurements to FILE, after each job"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="write a PNG chart (default: next to --json)"
     )
     parser.add_argument(
         "--logs",
         type=Path,
         metavar="DIR",
-        help="keep what the jobs print and write (default: kept only if one fails)",
+        help="keep the output of the jobs in DIR (default: kept only if a job fails)",
     )
+
     parser.add_argument(
         "--no-stock-poll",
         action="store_true",
-        help="do not also run verl's arms once with their polling interval as shipped",
+        help="skip the extra run of verl's arms with their polling interval as shipped",
     )
-    others = parser.add_subparsers(dest="instead", title="other measurements")
+    measurements = parser.add_subparsers(dest="instead", title="other measurements")
     for name, (module, text) in _OTHERS.items():
-        module.add_arguments(others.add_parser(name, help=text, description=text))
+        module.add_arguments(measurements.add_parser(name, help=text, description=text))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all jobs. Status 0: all arms completed; 1: some failed."""
+    """Run all jobs. Returns 0 if every arm completed, 1 if one failed."""
     if args.instead is not None:
         for option, default in (
             ("workload", "agentic_wait"),
@@ -93,11 +98,12 @@ def run(args: argparse.Namespace) -> int:
         ):
             if getattr(args, option) != default:
                 raise ConfigError(
-                    f"--{option.replace('_', '-')} is of `bench` itself, {args.instead} has no such "
-                    "option; leave it out"
+                    f"--{option.replace('_', '-')} is an option of `bench` itself, not of {args.instead}; "
+                    "leave it out"
                 )
         status: int = _OTHERS[args.instead][0].run(args)
         return status
+
     arms = parse_arms(args.arms)
     workload = load(args.workload)
     for option in ("repeats", "steps"):
@@ -107,11 +113,13 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None:
         workload = msgspec.structs.replace(workload, steps=args.steps)
     workload = with_room_for(arms, workload)
+
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
     failed: dict[str, str] = {}
     with job_logs(args.logs, failed) as root:
         data = _run_all(args, arms, workload, root, failed)
+
     echo("\n" + table(data))
     if picture is not None and data["arms"]:
         draw(data, picture)
@@ -120,9 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
-    """With as many steps before and after the measured ones as fill and drain the deepest of these
-    pipelines.
-    """
+    """Return the workload with enough steps before and after to fill and drain the deepest pipeline."""
     deepest = max(ARMS[arm].batches_in_flight for arm in arms)
     return msgspec.structs.replace(
         workload, warmup=max(workload.warmup, deepest), cooldown=max(workload.cooldown, deepest)
@@ -132,10 +138,11 @@ def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
 def _run_all(
     args: argparse.Namespace, arms: list[str], workload: Workload, root: Path, failed: dict[str, str]
 ) -> dict[str, Any]:
-    """Everything that was measured; also written to `--json` after each job."""
+    """Run the jobs in turns; return all measurements, also written to `--json` after each job."""
     task = ensure_toy(
         ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
     )
+
     jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
     done: dict[str, list[Measured]] = {arm: [] for arm in arms}
     stock: dict[str, Measured] = {}
@@ -148,7 +155,8 @@ def _run_all(
     for number, job in enumerate(jobs, start=1):
         if job.arm in failed:
             continue
-        what = f"turn {job.turn}" if job.turn else "polls as shipped"
+
+        what = f"turn {job.turn}" if job.turn else "polling interval as shipped"
         echo(f"[{number}/{len(jobs)}] {job.arm}, {what} ({time.monotonic() - started:.0f} s so far)")
         try:
             measured = _run_twice_at_most(job, workload, args.seed, task.dir)
@@ -161,6 +169,7 @@ def _run_all(
                 done[job.arm].append(measured)
             else:
                 stock[job.arm] = measured
+
         data = report(
             args.workload,
             workload,
@@ -177,11 +186,11 @@ def _run_all(
 
 
 def _run_twice_at_most(job: Job, workload: Workload, seed: int, task: Path) -> Measured:
-    """A job that fails by an accident of the machine should not cost its arm all turns."""
+    """Run a job, again if it fails: one accident of the machine should not cost an arm all its turns."""
     try:
         return run_job(job, workload, seed, task, echo)
     except JobFailed as error:
-        echo(f"  failed, once more: {error}")
+        echo(f"  failed, retrying: {error}")
         return run_job(
             job._replace(directory=job.directory.with_name(f"{job.directory.name}-again")),
             workload,
@@ -192,7 +201,7 @@ def _run_twice_at_most(job: Job, workload: Workload, seed: int, task: Path) -> M
 
 
 def _complete(done: Mapping[str, list[Measured]], failed: Mapping[str, str]) -> dict[str, list[Measured]]:
-    """The arms that can be compared: each cut to the turns that all of them have done."""
+    """Return the arms that can be compared, each cut to the number of turns that all of them completed."""
     alive = {arm: turns for arm, turns in done.items() if turns and arm not in failed}
     common = min((len(turns) for turns in alive.values()), default=0)
     return {arm: turns[:common] for arm, turns in alive.items()}
@@ -201,8 +210,7 @@ def _complete(done: Mapping[str, list[Measured]], failed: Mapping[str, str]) -> 
 def _line(measured: Measured) -> str:
     return (
         f"{measured.samples_per_s:.1f} samples/s, {measured.step_s:.2f} s/step, trainer idle "
-        f"{measured.trainer_idle:.0%}, "
-        f"lag {measured.lag_mean:.2f} (max {measured.lag_max}), {sum(measured.cpu_s.values()):.2f} "
-        "CPU-s/step, "
-        f"first step after {measured.first_step_s:.0f} s, others used {measured.foreign_cpu:.2f} cores"
+        f"{measured.trainer_idle:.0%}, lag {measured.lag_mean:.2f} (max {measured.lag_max}), "
+        f"{sum(measured.cpu_s.values()):.2f} CPU-s/step, first step after {measured.first_step_s:.0f} s, "
+        f"other processes used {measured.foreign_cpu:.2f} cores"
     )

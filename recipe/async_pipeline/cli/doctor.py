@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline doctor`: what a run needs, one line a matter, each ok, warn or fail with its remedy.
+"""`async-pipeline doctor`: check the requirements of a run; one line per check, with a remedy.
 
-Looks from outside: versions come from the metadata and devices from the system, so that nothing heavy is
-imported and a broken installation can still be described.
+Uses package metadata and the system only: nothing heavy is imported, so that a broken installation can be
+diagnosed too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report."""
+    """The result of one check."""
 
     subject: str
     verdict: Verdict
@@ -44,12 +44,12 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--json", action="store_true", help="one JSON array instead of text")
+    """Declare the options of `async-pipeline doctor`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON array")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Report every finding; the status is 2 if one of them is a failure."""
+    """Print every finding. Returns 2 if one of them is a failure, else 0."""
     findings = examine()
     if args.json:
         echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_line(finding: Finding) -> str:
-    """Return the finding as the report prints it."""
+    """Return the line that the report prints for a finding."""
     remedy = f"; {finding.remedy}" if finding.remedy else ""
     return f"{finding.verdict:<5} {finding.subject:<16} {finding.detail}{remedy}"
 
 
 def examine() -> tuple[Finding, ...]:
-    """Look at everything, in the order in which it is needed."""
+    """Run all checks, in the order in which a run depends on them."""
     folder = series.patches_dir()
     return (
         check_python(sys.version_info[:2]),
@@ -84,7 +84,7 @@ def examine() -> tuple[Finding, ...]:
 
 
 def check_python(version: tuple[int, int]) -> Finding:
-    """Whether verl runs on this Python."""
+    """Check that verl supports this Python version."""
     low, high = SUPPORTED_PYTHON
     found = ".".join(map(str, version))
     if low <= version < high:
@@ -94,13 +94,14 @@ def check_python(version: tuple[int, int]) -> Finding:
 
 
 def check_pin(folder: Path) -> Finding:
-    """Whether the importable verl is the pinned one, and the tree that `patch` works on."""
+    """Check that the importable verl is the pinned version, and the tree that `patch` works on."""
     pin = verl_source.read_pin(folder)
     try:
         root = verl_source.find_verl_root()
         verl_source.check_version(root, pin)
     except PatchError as error:
         return Finding(subject="verl", verdict="fail", detail=str(error))
+
     fetched = verl_source.default_verl_root(folder)
     if fetched.resolve() != root:
         detail = f"{pin.version} is imported from {root}, not from {fetched}"
@@ -111,7 +112,7 @@ def check_pin(folder: Path) -> Finding:
 
 
 def check_patches(folder: Path) -> Finding:
-    """Whether the importable verl is patched."""
+    """Check that the importable verl is patched."""
     try:
         root = verl_source.find_verl_root()
         patched_tree.require_patched(root, folder=folder)
@@ -121,7 +122,7 @@ def check_patches(folder: Path) -> Finding:
 
 
 def check_plugin(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Finding:
-    """Whether verl will find our plug-in in every process it starts."""
+    """Check that verl will find our plugin in every process that it starts."""
     found = [point.value for point in entry_points if point.name == PLUGIN_NAME]
     if not found:
         detail = f"no {PLUGIN_NAME} in the entry points {PLUGIN_GROUP}"
@@ -134,7 +135,7 @@ def check_plugin(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Findi
 def check_package(
     subject: str, *names: str, version_of: Callable[[str], str] = importlib.metadata.version
 ) -> Finding:
-    """Whether one of the distributions `names` is installed."""
+    """Check that one of the distributions `names` is installed."""
     for name in names:
         try:
             return Finding(subject=subject, verdict="ok", detail=f"{name} {version_of(name)}")
@@ -144,27 +145,28 @@ def check_package(
 
 
 def count_nvidia_devices(devices: Path = Path("/dev")) -> int:
-    """Return how many NVIDIA devices this process can see."""
+    """Return the number of NVIDIA devices that this process can see."""
     return len([entry for entry in devices.glob("nvidia*") if entry.name.removeprefix("nvidia").isdigit()])
 
 
 def check_devices(num_gpus: int) -> Finding:
-    """What the run would compute on."""
+    """Report the devices of this machine."""
     num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if num_gpus:
         return Finding(subject="devices", verdict="ok", detail=f"{num_gpus} GPUs, {num_cpus} CPU cores")
     detail = f"no GPU, {num_cpus} CPU cores: the small CPU runs only"
     if num_cpus < 2:
         return Finding(
-            subject="devices", verdict="warn", detail=detail, remedy="2 cores are wanted for overlap"
+            subject="devices", verdict="warn", detail=detail, remedy="use at least 2 cores for overlap"
         )
     return Finding(subject="devices", verdict="ok", detail=detail)
 
 
 def check_shared_memory(folder: Path) -> Finding:
-    """Whether the weight arenas and Ray's object store fit."""
+    """Check that the weight arenas and Ray's object store fit."""
     if not folder.is_dir():
-        return Finding(subject="shared memory", verdict="warn", detail=f"{folder} is not there")
+        return Finding(subject="shared memory", verdict="warn", detail=f"{folder} does not exist")
+
     free_gb = shutil.disk_usage(folder).free / 1e9
     if free_gb >= MIN_SHM_GB:
         return Finding(subject="shared memory", verdict="ok", detail=f"{free_gb:.1f} GB free in {folder}")
@@ -172,18 +174,18 @@ def check_shared_memory(folder: Path) -> Finding:
         subject="shared memory",
         verdict="warn",
         detail=f"{free_gb:.1f} GB free in {folder}, below {MIN_SHM_GB:g}",
-        remedy="in a container, start it with a larger --shm-size; delete what dead runs left there",
+        remedy="in a container, start it with a larger --shm-size; delete the leftovers of dead runs",
     )
 
 
 def check_port(port: int, user: str) -> Finding:
-    """Whether `port` of this machine is free for `user`."""
+    """Check that `port` of this machine is free for `user`."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            remedy = "another Ray may be running: `ray stop`, or leave it if it is yours"
-            detail = f"{port} ({user}) is taken: {error.strerror}"
+            remedy = "another Ray may be running: run `ray stop`, or ignore this if it is yours"
+            detail = f"{port} ({user}) is in use: {error.strerror}"
             return Finding(subject="port", verdict="warn", detail=detail, remedy=remedy)
     return Finding(subject="port", verdict="ok", detail=f"{port} ({user}) is free")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline explain`: the plan that a command line comes down to, without starting Ray."""
+"""`async-pipeline explain`: print the plan of a training command without starting Ray."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ from ..patching.verl_source import find_verl_root
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline explain`."""
     parser.add_argument(
-        "--config-path", type=Path, metavar="DIR", help="as verl's entry point takes it (default: verl's own)"
+        "--config-path",
+        type=Path,
+        metavar="DIR",
+        help="folder of the configuration, as for verl's entry point (default: verl's)",
     )
-    parser.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="(default: %(default)s)")
+    parser.add_argument(
+        "--config-name",
+        default="ppo_trainer",
+        metavar="NAME",
+        help="name of the configuration (default: %(default)s)",
+    )
+
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides, as for the training command"
@@ -35,12 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises ConfigError: the run would not start."""
+    """Print the plan. Raises ConfigError if the run would not start."""
     config = _composed(args.config_path, args.config_name, args.overrides)
     if all(OmegaConf.select(config, path) is None for path in SWITCHES):
-        # Who asks what the pipeline would do need not ask for it as well.
+        # `explain` implies the switch: the plan is about the pipeline.
         config = _composed(args.config_path, args.config_name, ["+async_pipeline=True", *args.overrides])
-    # Imports verl, which takes seconds and warns of engines that are not installed.
+
+    # Importing verl takes seconds and warns about engines that are not installed.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from ..verl_bridge.config_checks import checked
@@ -48,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = checked(config)
     if found is None:
-        raise ConfigError("the pipeline is switched off; leave that out")
+        raise ConfigError("the pipeline is switched off; remove the override that does so")
     set_verls_keys(config, found)
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
@@ -65,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
-    """The config as verl's entry point would get it. Raises ConfigError: hydra refuses it."""
+    """Return the configuration as verl's entry point would see it. Raises ConfigError if hydra refuses it."""
     verl = find_verl_root() / "verl" / "trainer" / "config"
     GlobalHydra.instance().clear()
     if folder is not None and not folder.is_dir():

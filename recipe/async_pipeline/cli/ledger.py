@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline ledger RUN`: does the ledger of a run hold together? Exit status 0 if it does, 1 if not.
+"""`async-pipeline ledger RUN`: verify a run's ledger. Exit status 0 if it is consistent, 1 if not.
 
-A line that was not written to its end is no violation where a process was killed: at the end of the file, or
-before the
-record of the process that went on.
+An incomplete line is no violation where a process was killed: at the end of the file, or before the first
+record of the process that resumed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from ..observe.ledger_file import NAME, audit_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`ledger RUN [--json]`."""
+    """Declare the options of `async-pipeline ledger`."""
     parser.add_argument(
         "run", type=Path, metavar="RUN", help=f"a run directory, such as outputs/smoke/latest, or its {NAME}"
     )
-    parser.add_argument("--json", action="store_true", help="print what was found as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError: there is no ledger."""
+    """Print the result. Raises ConfigError if there is no ledger."""
     found = audit_file(args.run)
     for line in [json.dumps(found.as_dict(), indent=2)] if args.json else in_words(found):
         echo(line)
@@ -34,24 +33,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def in_words(found: Audit) -> list[str]:
-    """Lines for a person."""
+    """Return the result as lines of text."""
     state = {"completed": "completed", "running": "has not ended, or was killed"}.get(
         found.status, found.status
     )
+
     times = found.processes - 1 + found.begun_elsewhere
     resumed = f", resumed {'once' if times == 1 else f'{times} times'}" if times else ""
-    elsewhere = "; those before are in another ledger" if found.begun_elsewhere else ""
+    elsewhere = "; earlier steps are in another ledger" if found.begun_elsewhere else ""
     again = f"; {found.void} records are void" if found.void else ""
     lines = [
         f"run          {state} after step {found.steps}{resumed}{again}",
         f"prompts      {found.dispatched} dispatched = {found.trained} trained + {found.filtered} filtered + "
         f"{found.expired} expired + {found.failed} failed + {found.in_flight} in flight",
-        f"answers      {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were "
-        "answered again",
+        f"responses    {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were "
+        "generated again",
         f"lag          at most {found.lag_max}; {found.max_lag} is allowed",
     ]
+
     if found.ok:
-        return [*lines, "ok           every prompt has one fate, no answer was trained twice"]
+        return [*lines, "ok           every prompt has one fate, no response was trained twice"]
     lines += [f"VIOLATION    {text}" for text in found.violations]
     more = found.num_violations - len(found.violations)
     return [*lines, *([f"             and {more} more"] if more else [])]

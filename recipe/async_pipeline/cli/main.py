@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `async-pipeline`: one literal table of subcommands, each a module that is loaded when asked
-for.
+"""The command `async-pipeline`: a table of subcommands, each a module that is imported on use.
 
-Such a module has `add_arguments(parser)` and `run(args) -> int`. Exit status: 0 all is well, 2 the user's
-mistake (usage, configuration, patches), 1 ours.
+A subcommand's module defines `add_arguments(parser)` and `run(args) -> int`. Exit status: 0 success, 2 user
+error (usage, configuration, patches, run files), 1 any other error, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..console import EXIT_CTRL_C, EXIT_OURS, EXIT_USERS, echo
 
 
 class Subcommand(NamedTuple):
-    """Where a subcommand lives, and its line in `--help`."""
+    """The module of a subcommand, and its line in `--help`."""
 
     module: str
     help: str
@@ -32,16 +31,18 @@ class Subcommand(NamedTuple):
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "bench": Subcommand(
-        "recipe.async_pipeline.cli.bench", "measure our strategies and verl's own trainers side by side"
+        "recipe.async_pipeline.cli.bench",
+        "measure this package's strategies and verl's trainers side by side",
     ),
     "doctor": Subcommand(
-        "recipe.async_pipeline.cli.doctor", "check what a run needs, and say how to mend it"
+        "recipe.async_pipeline.cli.doctor",
+        "check the requirements of a run and print a remedy for each problem",
     ),
     "explain": Subcommand(
-        "recipe.async_pipeline.cli.explain", "print the plan of a training command, without starting Ray"
+        "recipe.async_pipeline.cli.explain", "print the plan of a training command without starting Ray"
     ),
     "ledger": Subcommand(
-        "recipe.async_pipeline.cli.ledger", "check that a run lost no prompt and trained none twice"
+        "recipe.async_pipeline.cli.ledger", "verify that a run lost no prompt and trained none twice"
     ),
     "patch": Subcommand(
         "recipe.async_pipeline.cli.patch",
@@ -49,36 +50,36 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "plan": Subcommand(
         "recipe.async_pipeline.cli.plan",
-        "search devices, pools, strategy and lag for a profile; may say: do not",
+        "search pools, strategy and lag for a profile; may advise against asynchrony",
     ),
     "profile": Subcommand(
         "recipe.async_pipeline.cli.profile", "extract a profile from a run, for simulate and plan"
     ),
     "report": Subcommand(
-        "recipe.async_pipeline.cli.report", "write report.html of a run, or of two side by side"
+        "recipe.async_pipeline.cli.report", "write report.html for one run, or compare two runs"
     ),
     "simulate": Subcommand(
         "recipe.async_pipeline.cli.simulate",
-        "run the pipeline in virtual time on any number of devices",
+        "simulate the pipeline in virtual time on any number of devices",
     ),
     "soak": Subcommand(
         "recipe.async_pipeline.cli.soak",
-        "run the small task on the real stack under injected faults, and check that nothing is lost",
+        "inject faults into the toy task on the real stack, and verify that nothing is lost",
     ),
-    "task": Subcommand("recipe.async_pipeline.cli.task", "make the small model and data of the smoke run"),
+    "task": Subcommand("recipe.async_pipeline.cli.task", "make the model and the data of the smoke run"),
     "watch": Subcommand(
         "recipe.async_pipeline.cli.watch",
-        "run a training command: show its steps, log the rest, leave nothing behind",
+        "run a training command: show its steps, log the rest, clean up afterwards",
     ),
 }
 
 
 def build_parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Return the parser; only the module of the `chosen` subcommand is imported, for its arguments."""
+    """Return the parser; only the module of the `chosen` subcommand is imported."""
     parser = argparse.ArgumentParser(
         prog="async-pipeline",
         description="Asynchronous RL post-training on pinned and patched verl.",
-        epilog="exit status: 0 all is well, 2 your mistake (the message says which), 1 ours",
+        epilog="exit status: 0 success, 2 user error (named in the message), 1 any other error",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     rows = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
@@ -98,8 +99,9 @@ def _version() -> str:
 
 @contextmanager
 def terminated() -> Iterator[None]:
-    """SIGTERM raises SystemExit, as Ctrl-C raises KeyboardInterrupt, so that whoever has started processes
-    ends them.
+    """Convert SIGTERM to SystemExit, so that a terminated subcommand cleans up as after Ctrl-C.
+
+    No-op outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -116,10 +118,12 @@ def _exit(number: int, frame: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; return the exit status. An error that is nobody's plan propagates (status 1)."""
+    """Run one subcommand and return the exit status; an unexpected error propagates."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
+
     args = build_parser(chosen).parse_args(arguments)
+
     try:
         with terminated():
             return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))

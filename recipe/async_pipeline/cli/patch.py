@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline patch`: the pinned verl tree and our series on it, from the command line."""
+"""`async-pipeline patch`: manage the pinned verl tree and the series of patches on it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from recipe.async_pipeline.patching import patched_tree, series, verl_source
 from recipe.async_pipeline.patching.refresh import refresh
 
 HELP = {
-    "fetch": "have the pinned verl in .cache/verl (by pip, its hash checked), or take the clone at "
-    "--verl-dir",
-    "status": "say of every touched file whether it is pristine, applied or diverged",
-    "apply": "apply the series; nothing is done if it is applied, nothing is changed if a file is diverged",
-    "revert": "take the series back, byte for byte",
-    "refresh": "rewrite PATCH from the edited tree, its header kept",
+    "fetch": "download the pinned verl to .cache/verl and check its hash, or link a clone (--verl-dir)",
+    "status": "print whether each touched file is pristine, applied or diverged",
+    "apply": "apply the series; changes nothing if it is applied already or a file is diverged",
+    "revert": "revert the series, byte for byte",
+    "refresh": "rewrite the diffs of PATCH from the edited tree and keep its header",
 }
 
 
@@ -32,22 +31,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--verl-dir",
             type=Path,
             metavar="DIR",
-            help="the folder that holds verl/ (default: the fetched tree, else the importable verl)",
+            help="the folder that contains verl/ (default: the fetched tree, else the importable verl)",
         )
-        action.add_argument("--json", action="store_true", help="one JSON object instead of text")
+        action.add_argument("--json", action="store_true", help="print one JSON object")
+
         if name == "fetch":
             action.add_argument(
-                "--fresh", action="store_true", help="discard the tree that is there, edits included"
+                "--fresh", action="store_true", help="replace an existing tree, including any edits"
             )
         if name == "refresh":
-            action.add_argument("patch", metavar="PATCH", help="its file name in patches/")
-            action.add_argument(
-                "paths", nargs="*", metavar="PATH", help="files that it shall own besides those that it names"
-            )
+            action.add_argument("patch", metavar="PATCH", help="a file name in patches/")
+            action.add_argument("paths", nargs="*", metavar="PATH", help="files to add to the patch")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the action and report it. Raises PatchError: as the functions of `patches` and `verl_source`."""
+    """Run the action and print its result. Raises PatchError as the functions of `patching` do."""
     folder = series.patches_dir()
     result = _fetch(args, folder) if args.action == "fetch" else _on_tree(args, folder)
     echo(json.dumps(result, indent=2) if args.json else _as_text(result))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline plan`: which split, pools, strategy and lag, or why none."""
+"""`async-pipeline plan`: the best split, pools, strategy and lag, or why not to use the pipeline."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", required=True, metavar="FILE", help="a profile, or the name of a shipped one"
     )
     parser.add_argument(
-        "--devices", type=int, required=True, metavar="N", help="of training and generation together"
+        "--devices",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of devices for training and generation together",
     )
+
     parser.add_argument(
         "--max-lag",
         type=int,
         default=DEFAULT_MAX_LAG,
         metavar="L",
-        help="policy versions that a sample may be old (default: %(default)s)",
+        help="highest allowed age of a sample in policy versions (default: %(default)s)",
     )
     parser.add_argument(
         "--seeds",
@@ -37,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="simulations of each finalist (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the first of them (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the first simulation (default: %(default)s)"
+    )
+
     parser.add_argument(
         "--apply", action="store_true", help="print the overrides to paste into a training command"
     )
@@ -45,11 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search and print. Raises ConfigError: the profile is wrong, or no layout fits."""
+    """Search and print the plan. Raises ConfigError if the profile is invalid or no layout fits."""
     for option, least in (("devices", 2), ("max_lag", 0), ("seeds", 3), ("seed", 0)):
         value = getattr(args, option)
         if value < least:
             raise ConfigError(f"--{option.replace('_', '-')} must be >= {least}, got {value}")
+
     profile = load(args.profile)
     found = plan(profile, args.devices, max_lag=args.max_lag, seeds=args.seeds, seed=args.seed, say=_progress)
     if args.as_json:
@@ -65,28 +74,34 @@ def run(args: argparse.Namespace) -> int:
             )
         )
         return 0
+
     if args.apply:
         if found.verdict == "sync":
             echo(f"# nothing to apply: {found.why}")
         else:
             echo(" \\\n".join(_quoted(line) for line in overrides(found.found[0])))
         return 0
+
     for line in in_words(found, profile.note):
         echo(line)
     return 0
 
 
 def _progress(text: str) -> None:
-    """One line that is written over, for somebody who watches."""
+    """Overwrite the progress line on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
 
 
 def as_json(found: Plan) -> dict[str, Any]:
-    """With the verdict sync the best asynchronous layout is the first alternative."""
+    """Return the plan for `--json`.
+
+    If the verdict is sync, the best asynchronous layout is the first alternative.
+    """
     best = found.found[0]
     paid = found.verdict == "async"
+
     return {
         "recommendation": layout_of(best)
         if paid
@@ -99,7 +114,7 @@ def as_json(found: Plan) -> dict[str, Any]:
 
 
 def layout_of(found: Found) -> dict[str, Any]:
-    """What to set."""
+    """Return the settings of a layout."""
     setting = found.candidate.setting
     return {
         "strategy": setting.knobs.strategy,
@@ -112,9 +127,10 @@ def layout_of(found: Found) -> dict[str, Any]:
 
 
 def predicted(found: Found) -> dict[str, Any]:
-    """What that should bring."""
+    """Return the predicted performance of a layout."""
     low, high = found.interval
     bound = found.bound_s
+
     return {
         "step_s": round(found.step_s, 6),
         "bound_s": round(bound, 6),
@@ -131,7 +147,7 @@ def predicted(found: Found) -> dict[str, Any]:
 
 
 def predicted_sync(found: Found) -> dict[str, Any]:
-    """Of the synchronous layout, which has all devices for generation and then for training."""
+    """Return the prediction for the synchronous layout, in which all devices generate and then train."""
     setting = found.sync[0].setting
     return {
         "step_s": round(found.sync_step_s, 6),
@@ -143,17 +159,18 @@ def predicted_sync(found: Found) -> dict[str, Any]:
 
 
 def in_words(found: Plan, note: str) -> list[str]:
-    """Lines for a person."""
+    """Return the plan as lines of text."""
     head = (
         f"{'strategy':<14}{'max_lag':>7} {'depth':>5}  {'pools':<44}{'step s':>9} {'speed-up':>8} "
         f"{'95 %':>15} {'lag':>5} {'of bound':>8}"
     )
+
     return [
         f"profile: {note}",
         f"{found.verdict}: {found.why}",
         f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s a step",
-        f"{found.considered} candidates: {found.ruled_out} cannot be better by their bounds, the "
-        f"{found.simulated} most promising were simulated",
+        f"{found.considered} candidates: {found.ruled_out} ruled out by their bounds, the {found.simulated} "
+        "most promising simulated",
         "",
         head,
         *(_row(one) for one in found.found),

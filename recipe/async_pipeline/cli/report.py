@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline report`: what a run did and what to change, as one page; or two runs side by side."""
+"""`async-pipeline report`: what a run did and what to change, on one page; or two runs side by side."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from ..observe.trace import write_trace
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline report`."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; two are compared")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; give two to compare them"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="where to write the page (default: report.html in the last run's folder)",
+        help="file to write the page to (default: report.html in the last run's folder)",
     )
-    parser.add_argument("--open", dest="open_it", action="store_true", help="show it in the browser")
+
+    parser.add_argument("--open", dest="open_it", action="store_true", help="open the page in the browser")
     parser.add_argument(
         "--json",
         dest="as_json",
         action="store_true",
-        help="print the figures and the advice as JSON; no page unless --out is given",
+        help="print the figures and the advice as JSON; write a page only with --out",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page. Raises RunFilesError: a folder is not that of a run, or there are more than two."""
+    """Write the page. Raises RunFilesError if a folder is not a run's, or there are more than two."""
     if len(args.runs) > 2:
         raise RunFilesError(
-            f"one run can be shown, or two be compared, got {len(args.runs)}; name one or two folders"
+            f"a report is about one run, or compares two, got {len(args.runs)}; give one or two folders"
         )
+
     found = [_read(path) for path in args.runs]
     if args.as_json:
         echo(json.dumps(as_json(found), indent=2))
@@ -68,7 +72,7 @@ def _read(path: Path) -> RunData:
 
 
 def _has_trace(path: Path) -> bool:
-    """Is there a trace of all events?"""
+    """Return whether there is a trace that includes all events."""
     trace = path / "trace.json"
     return trace.exists() and trace.stat().st_mtime >= (path / "events.jsonl").stat().st_mtime
 
@@ -97,7 +101,7 @@ def _say(found: list[RunData], path: Path) -> None:
 
 
 def as_json(found: list[RunData]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the object that `--json` prints."""
     runs = [_run_as_json(data) for data in found]
     if len(found) == 1:
         return runs[0]
@@ -107,6 +111,7 @@ def as_json(found: list[RunData]) -> dict[str, Any]:
 
 def _run_as_json(data: RunData) -> dict[str, Any]:
     facts = facts_of(data)
+
     return {
         "run": str(data.path),
         "status": data.status,

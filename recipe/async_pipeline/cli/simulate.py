@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline simulate`: what a run would be like, from a profile, without a device."""
+"""`async-pipeline simulate`: predict a run from a profile, without a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..sim.trainer import Setting
 
 DEFAULT_STEPS = 50
 ENOUGH_ANSWERS = 150_000
-"""Over which what a run is compared with is averaged: on thousands of devices a few steps have that many."""
+"""Responses to average over in a comparison; on thousands of devices few steps have that many."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,69 +32,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="FILE",
-        help="a profile, or the name of a shipped one; with --against, the run's own by default",
+        help="a profile, or the name of a shipped one (default with --against: the run's)",
     )
-    parser.add_argument("--devices", type=int, metavar="N", help="of training and generation together")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="number of devices for training and generation together"
+    )
     parser.add_argument(
         "--strategy",
         metavar="S",
-        help="on_policy, one_step_off, n_step_ahead or fully_async; wanted, as are --profile and "
-        "--devices, unless there is --against",
+        help="on_policy, one_step_off, n_step_ahead or fully_async; required, like --profile and "
+        "--devices, unless --against is given",
     )
-    parser.add_argument("--max-lag", type=int, metavar="L", help="(default: the strategy's)")
+
+    parser.add_argument(
+        "--max-lag",
+        type=int,
+        metavar="L",
+        help="highest allowed lag in policy versions (default: the strategy's)",
+    )
     parser.add_argument(
         "--depth",
         type=int,
         metavar="D",
-        help="batches on their way beside the one that trains (default: the lag)",
+        help="batches in flight in addition to the one that trains (default: the lag)",
     )
+
     parser.add_argument("--stale", default="wait", help="wait, resume or drop (default: %(default)s)")
     parser.add_argument(
         "--sync-every",
         type=int,
         default=1,
         metavar="K",
-        help="steps from one publication to the next (default: %(default)s)",
+        help="optimizer steps between weight updates (default: %(default)s)",
     )
+
     parser.add_argument(
         "--pools",
         metavar="POOLS",
-        help="as trainer.v1.async_pipeline.pools (default: two, split by an estimate)",
+        help="same format as trainer.v1.async_pipeline.pools (default: two pools, sized by an estimate)",
     )
+
     parser.add_argument(
         "--steps",
         type=int,
         default=DEFAULT_STEPS,
         metavar="K",
-        help="optimizer steps; the first and last are not averaged (default: %(default)s)",
+        help="optimizer steps; the averages leave out the first and last ones (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="decides answers and spreads (default: %(default)s)"
+        "--seed", type=int, default=1, help="seed of responses and durations (default: %(default)s)"
     )
+
     parser.add_argument(
         "--against",
         type=Path,
         metavar="RUN",
-        help="set a real run's step time beside what is predicted for it",
+        help="compare a real run's step time with the prediction for it",
     )
-    parser.add_argument("--json", dest="as_json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate and print. Raises ConfigError: the profile, the pools or the knobs are wrong."""
+    """Simulate and print the figures. Raises ConfigError if the profile, pools or a setting is invalid."""
     if args.against is not None:
         from ..sim.against import compare
 
         return compare(args)
     for option in ("profile", "devices", "strategy"):
         if getattr(args, option) is None:
-            raise ConfigError(f"--{option} is missing; give it, or --against a run that says so")
+            raise ConfigError(f"--{option} is missing; give it, or compare with a run (--against)")
     if args.devices < 2:
         raise ConfigError(
             f"--devices must be >= 2, got {args.devices}; training and generation need one each"
         )
     if args.seed < 0:
         raise ConfigError(f"--seed must be >= 0, got {args.seed}")
+
     profile = load(args.profile)
     knobs = knobs_of(args.strategy, args.max_lag, args.depth, stale=args.stale, sync_every=args.sync_every)
     placement = placed(profile, args.pools, args.devices, knobs)
@@ -106,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         seed=args.seed,
     )
+
     started = time.perf_counter()
     outcome, facts = figures(setting)
     facts["wall_s"] = round(time.perf_counter() - started, 3)
@@ -118,11 +132,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipelineConfig) -> Placement:
-    """`--pools`, or training (with all that goes with it) and generation, split where the step is
-    estimated to be shortest.
+    """Return the placement of `--pools`, or of two pools split where the estimated step is shortest.
+
+    Raises ConfigError if the pools are invalid, or no split fits.
     """
     if pools is not None:
         return placement_of(profile, _written(pools), devices)
+
     roles = tuple(role for role in profile.roles() if role != "generate")
     best: tuple[float, Placement] | None = None
     for generate in range(profile.devices_per_replica, devices, profile.devices_per_replica):
@@ -137,19 +153,21 @@ def placed(profile: Profile, pools: str | None, devices: int, knobs: AsyncPipeli
             )
         except ConfigError:
             continue
+
         promised = estimate_s(setting) / setting.groups
         if best is None or promised < best[0]:
             best = promised, placement
+
     if best is None:
         raise ConfigError(
-            f"--devices {devices} cannot be split into training devices that divide the batch and whole "
-            "replicas; give --pools"
+            f"--devices {devices} cannot be split into whole replicas and training devices that divide the "
+            "batch; give --pools"
         )
     return best[1]
 
 
 def _written(pools: str) -> Any:
-    """As in a hydra override, which needs no space after a colon. Raises ConfigError."""
+    """Parse `--pools` as a hydra override, which needs no space after a colon. Raises ConfigError."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -157,18 +175,20 @@ def _written(pools: str) -> Any:
         return OverridesParser.create().parse_override(f"pools={pools}").value()
     except HydraException:
         raise ConfigError(
-            f"--pools must be a mapping as in an override, got {pools!r}; e.g. "
+            f"--pools must be a mapping as in a hydra override, got {pools!r}; for example "
             "{train:{roles:[train],devices:2},generate:{roles:[generate],devices:2}}"
         ) from None
 
 
 def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
-    """A simulation, with those that it is compared with: the synchronous layout, and the same layout on
-    fewer devices.
+    """Simulate `setting`, its synchronous counterpart and the same layout on fewer devices.
+
+    Returns the outcome of `setting` and the figures that `--json` prints.
     """
     outcome = simulate(setting)
     sync = simulate(_long_enough(synchronous(setting), MEASURED_STEPS + setting.steps // 8))
     fewer = smaller(setting)
+
     linearity = 1.0
     if fewer is not None:
         linearity = (
@@ -192,13 +212,13 @@ def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
 
 
 def _long_enough(setting: Setting, most: int) -> Setting:
-    """With the steps that it takes to average over enough answers, `most` at most."""
+    """Return the setting with enough steps to average over enough responses, `most` steps at most."""
     averaged = max(LEAST_STEPS, -(-ENOUGH_ANSWERS // (setting.groups * setting.profile.batch.answers)))
     return replace(setting, steps=min(most, 3 * (setting.knobs.max_lag + 1) + averaged))
 
 
 def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
-    """Lines for a person."""
+    """Return the figures as lines of text."""
     setting, terms = outcome.setting, bound_terms(outcome.setting)
     head, *rest = drawing(setting.placement)
     limit = max(terms, key=lambda name: terms[name])
@@ -206,25 +226,25 @@ def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
         f"profile       {setting.profile.note}",
         f"devices       {head}",
         *(f"              {line}" for line in rest),
-        f"batch         {setting.groups} prompts x {setting.profile.batch.answers} answers, "
+        f"batch         {setting.groups} prompts x {setting.profile.batch.answers} responses, "
         f"{setting.replicas} replica(s)",
-        f"step          {outcome.step_s:.4g} s; no schedule is faster than {facts['bound_s']:.4g} s "
-        f"({limit}), "
-        f"so {facts['overlap_efficiency']:.0%} of what is possible",
+        f"step          {outcome.step_s:.4g} s; the lower bound is {facts['bound_s']:.4g} s ({limit}), "
+        f"efficiency {facts['overlap_efficiency']:.0%}",
         f"speed-up      {facts['speedup_vs_sync']:.2f} x the best synchronous layout on the same devices",
         f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, "
         f"{setting.knobs.max_lag} allowed",
     ]
     if (fewer := smaller(setting)) is not None:
         lines.append(
-            f"linearity     {facts['linearity']:.2f} (samples a second and device, against "
+            f"linearity     {facts['linearity']:.2f} (samples per second and device, relative to "
             f"{fewer.placement.devices} devices)"
         )
+
     for pool, reasons in facts["idle"].items():
-        told = ", ".join(f"{reason} {share:.1%}" for reason, share in reasons.items() if share >= 0.001)
-        lines.append(f"idle          {pool}: {told or 'never'}")
+        shares = ", ".join(f"{reason} {share:.1%}" for reason, share in reasons.items() if share >= 0.001)
+        lines.append(f"idle          {pool}: {shares or 'never'}")
     return [
         *lines,
-        f"simulated     {outcome.events} events, {facts['events_per_s']} a second; {facts['wall_s']:.1f} s "
-        "in all",
+        f"simulated     {outcome.events} events, {facts['events_per_s']} per second; {facts['wall_s']:.1f} s "
+        "in total",
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline soak`: hurt a real run again and again, and check that nothing was lost."""
+"""`async-pipeline soak`: inject faults into a real run, and verify that nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,39 +25,40 @@ from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
 from ..toy.build import ToySpec, ensure_toy
 
-LEAST_MINUTES = 1.0
+MIN_MINUTES = 1.0
 SAVE_EVERY = 10
+"""Optimizer steps between checkpoints."""
 PUBLISH_S, REWARD_S = 20, 5
-"""Short deadlines, so that what hangs is found soon."""
+"""Short deadlines in seconds, so that a hang is detected soon."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`soak --minutes M --seed S --faults LIST [--json] [--logs FOLDER]`."""
+    """Declare the options of `async-pipeline soak`."""
     kinds = "\n".join(f"  {name:15} {fault.text}" for name, fault in FAULTS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        f"faults:\n{kinds}\n\nexit status: 0 nothing was violated, 1 something was, 2 your mistake"
-    )
+    parser.epilog = f"faults:\n{kinds}\n\nexit status: 0 no violation, 1 at least one violation, 2 user error"
+
     parser.add_argument(
         "--minutes",
         type=float,
         default=10.0,
         metavar="M",
-        help="from the first version that is served (default 10)",
+        help="duration in minutes, from the first served version (default: %(default)g)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=1,
         metavar="S",
-        help="of the order of faults, and of whom they hit (default 1)",
+        help="seed of the order of faults and of their targets (default: %(default)s)",
     )
     parser.add_argument(
         "--faults",
         default="all",
         metavar="LIST",
-        help="kinds of faults, with commas between them (default all)",
+        help="kinds of faults, separated by commas (default: %(default)s)",
     )
+
     parser.add_argument(
         "--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr"
     )
@@ -65,17 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logs",
         type=Path,
         metavar="FOLDER",
-        help="where the run is to be, a folder that is empty or not there; kept",
+        help="an empty or new folder for the run's files, which is kept (default: a temporary folder, "
+        "deleted unless there is a violation)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError: an option is wrong."""
+    """Run the soak. Returns 0 without violations, else 1. Raises ConfigError if an option is invalid."""
     kinds = kinds_of(args.faults)
-    if not LEAST_MINUTES <= args.minutes < math.inf:
-        raise ConfigError(f"--minutes must be at least {LEAST_MINUTES:g}, got {args.minutes:g}")
+    if not MIN_MINUTES <= args.minutes < math.inf:
+        raise ConfigError(f"--minutes must be at least {MIN_MINUTES:g}, got {args.minutes:g}")
     if args.logs is not None and args.logs.exists() and (not args.logs.is_dir() or any(args.logs.iterdir())):
         raise ConfigError(f"--logs {args.logs} is not an empty folder; name another")
+
     say = partial(echo, file=sys.stderr)
     folder = (
         args.logs.resolve()
@@ -86,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--logs {args.logs} cannot be made ({error.strerror}); name a folder of yours"
+            f"--logs {args.logs} cannot be created ({error.strerror}); name a writable folder"
         ) from None
     try:
         return _soak(args, kinds, folder, say)
@@ -98,12 +101,14 @@ def run(args: argparse.Namespace) -> int:
 def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
     if (room := room_for(60 * args.minutes)) < len(kinds):
         say(f"--minutes {args.minutes:g} has room for about {room} of {len(kinds)} kinds of faults")
+
     disk = folder / "disk"
     with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
         task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=say)
         say(f"starting the run, which takes a minute or two; its output goes to {folder / 'job.log'}")
         job = SoakJob(folder, overrides(folder), task.dir, args.seed)
         outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
+
     found = report(outcome, job.run_dir, kinds)
     for line in [json.dumps(found, indent=2)] if args.json else in_words(found):
         echo(line)
@@ -115,18 +120,18 @@ def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Cal
 
 
 def kinds_of(text: str) -> Sequence[str]:
-    """Raises ConfigError: a fault is not known."""
+    """Parse `--faults`. Raises ConfigError if a fault is unknown."""
     kinds = tuple(FAULTS) if text == "all" else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
     unknown = [kind for kind in kinds if kind not in FAULTS]
     if unknown:
         raise ConfigError(
-            f"--faults: there is no {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all"
+            f"--faults: unknown {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all"
         )
     return kinds
 
 
 def overrides(folder: Path) -> list[str]:
-    """Two replicas, answers that may be two versions old, checkpoints on the disk that may be small."""
+    """Return the run's overrides: two replicas, a lag of up to two, checkpoints on the disk to be filled."""
     own = "trainer.v1.async_pipeline"
     values: dict[str, Any] = {
         "async_strategy": "fully_async",
@@ -140,7 +145,7 @@ def overrides(folder: Path) -> list[str]:
         "reward.custom_reward_function.reward_kwargs": {"control": str(control_of(folder))},
         "actor_rollout_ref.rollout.n_gpus_per_node": 2,
         "ray_kwargs.ray_init.num_gpus": 3,
-        # Never the cluster of somebody else on this machine.
+        # Never connect to another user's cluster on this machine.
         "ray_kwargs.ray_init.address": "local",
         "trainer.total_training_steps": 1_000_000,
         "trainer.total_epochs": 1_000_000,
@@ -155,7 +160,7 @@ def overrides(folder: Path) -> list[str]:
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """Lines for a person."""
+    """Return the report as lines of text."""
     counts = ", ".join(f"{name} {count}" for name, count in found["faults_injected"].items())
     fates = found["samples"]
     lines = [
@@ -165,20 +170,19 @@ def in_words(found: Mapping[str, Any]) -> list[str]:
         f"prompts      {fates['dispatched']} dispatched = "
         + " + ".join(f"{count} {name}" for name, count in fates.items() if name != "dispatched"),
     ]
+
     if found["recovery_s"]:
         lines.append(
             f"recovery     median {found['recovery_s']['median']} s, at most {found['recovery_s']['max']} s"
         )
     if found["goodput_ratio"] is not None:
-        lines.append(f"goodput      {found['goodput_ratio']:.2f} of the undisturbed run's")
+        lines.append(f"goodput      {found['goodput_ratio']:.2f} of the undisturbed run")
     if found["not_injected"]:
-        lines.append(
-            f"not tried    {', '.join(found['not_injected'])}: the time was up; give it more --minutes"
-        )
+        lines.append(f"not tried    {', '.join(found['not_injected'])}: the time was up; increase --minutes")
     return [
         *lines,
         *(
             [f"VIOLATION    {text}" for text in found["violations"]]
-            or ["ok           nothing was lost, nothing was trained twice, nothing hung"]
+            or ["ok           nothing was lost, trained twice or hung"]
         ),
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline task make`: print the directory of the small model and its data, made when absent."""
+"""`async-pipeline task make`: print the directory of the toy model and its data; make it if absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_ROOT = Path(".cache") / "toy"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the actions of `async-pipeline task`."""
     actions = parser.add_subparsers(dest="task_action", metavar="ACTION", required=True)
-    text = "make a tokenizer, a warmed-up model and parquet data; at once when they are there already"
+    text = "make a tokenizer, a warmed-up model and parquet data, or find the cached ones"
     make = actions.add_parser("make", help=text, description=text)
     make.add_argument(
         "--dir",
@@ -28,18 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="parent of the directory, which is named after its parameters (default: %(default)s)",
     )
-    make.add_argument("--seed", type=int, default=0, help="decides data and weights (default: %(default)s)")
+
+    make.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
+
     embeddings = make.add_mutually_exclusive_group()
     embeddings.add_argument(
-        "--tied", dest="tied", action="store_true", help="one tensor embeds and projects (default)"
+        "--tied",
+        dest="tied",
+        action="store_true",
+        help="share one tensor between embedding and output head (default)",
     )
-    embeddings.add_argument("--untied", dest="tied", action="store_false", help="two tensors")
+    embeddings.add_argument("--untied", dest="tied", action="store_false", help="use two tensors")
     make.set_defaults(tied=True)
-    make.add_argument("--json", dest="as_json", action="store_true", help="print every path, as JSON")
+
+    make.add_argument("--json", dest="as_json", action="store_true", help="print every path as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make or find the directory and print it; progress goes to stderr. Returns the exit status."""
+    """Make or find the directory and print it; progress goes to stderr."""
     toy = ensure_toy(
         ToySpec.of(seed=args.seed, tied=args.tied), args.root.resolve(), report=partial(echo, file=sys.stderr)
     )

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline watch -- COMMAND`: runs a training command, shows what matters, leaves nothing behind.
+"""`async-pipeline watch -- COMMAND`: run a training command, show its steps, log the rest, clean up.
 
-Lines that start with our mark reach the terminal; everything goes to `run.log` in the run directory, without
-what
-looks like a secret.
-On Ctrl-C, on failure and at the end, every process that the command started is gone when this returns:
-orphans are adopted (PR_SET_CHILD_SUBREAPER) and ended.
+Lines that start with our mark are shown on the terminal; all lines go to `run.log` in the run directory,
+with secrets redacted. On Ctrl-C, on failure and at the end, all processes of the command are ended before
+this returns, including orphans, which it adopts (PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -28,48 +26,47 @@ from typing import IO, TextIO
 from ..config.translation import unknown_key
 from ..observe.run_files import set_aside
 from ..observe.table import MARK, TRANSIENT
-from ..processes import _signal, adopt_orphans, descendants, end_all
+from ..processes import adopt_orphans, descendants, end_all, send_signal
 from ..redaction import LineRedactor
 from ..weight_sync.segment_names import sweep_orphans
 
 STOP_S = 20.0
-"""Seconds that an interrupted command may take to end by itself."""
+"""Seconds for an interrupted command to end by itself."""
 QUIET_S = 20.0
-"""Seconds without a line for the user after which one says that the run is alive."""
+"""Seconds without a shown line after which a line says that the run is alive."""
 TAIL_LINES = 25
 _CLEAR_LINE = "\r\x1b[2K"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RUN_DIR = re.compile(re.escape(MARK) + r" run directory (.+)$")
 _NO_SUCH_KEY = re.compile(r"^Could not override '([^']+)'")
-"""What hydra says of a key that is in no config, before verl or we see it."""
+"""hydra's message about a key that is in no config, printed before verl or this package sees it."""
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`watch -- COMMAND ...`."""
+    """Declare the options of `async-pipeline watch`."""
     parser.add_argument(
-        "--verbose", action="store_true", help="show every line of the command, not only ours"
+        "--verbose", action="store_true", help="show every line of the command, not only the pipeline's"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command to run")
 
 
 def run(args: argparse.Namespace) -> int:
-    """The status of the command; 130 after Ctrl-C."""
+    """Run the command; return its exit status, or 130 after Ctrl-C."""
     command = [part for i, part in enumerate(args.command) if not (i == 0 and part == "--")]
     if not command:
         sys.stderr.write("async-pipeline watch: no command; write it after --\n")
         return 2
     if shutil.which(command[0]) is None:
         sys.stderr.write(
-            f"async-pipeline watch: {command[0]} cannot be found, or is no program; correct the command "
-            "after --\n"
+            f"async-pipeline watch: {command[0]} is not an executable program; correct the command after --\n"
         )
         return 2
     return Watcher(command, verbose=args.verbose).run()
 
 
 class Screen:
-    """Decides which lines the user sees, and files all of them."""
+    """Logs every line and decides which ones the user sees."""
 
     def __init__(self, out: TextIO, started: float, *, verbose: bool = False) -> None:
         self._out = out
@@ -87,17 +84,19 @@ class Screen:
         self.users_mistake = False
 
     def line(self, raw: str) -> None:
-        """One line of the command's output."""
-        text = self._redactor.line(_COLOUR.sub("", raw.rstrip("\n")))
+        """Process one line of the command's output."""
+        text = self._redactor.line(_ANSI_COLOUR.sub("", raw.rstrip("\n")))
         if TRANSIENT in text:
             self._show(text[text.find(TRANSIENT) + len(TRANSIENT) + 1 :])
             return
+
         if found := _RUN_DIR.search(text):
             self._open(Path(found[1]))
         self._file(text)
         self.tail.append(text)
         if unknown := _NO_SUCH_KEY.match(text):
             self.cause, self.users_mistake = unknown_key(unknown[1]), True
+
         mark = text.find(MARK)
         if mark >= 0:
             shown = _REPEATED.sub("", text[mark + len(MARK) + 1 :])
@@ -108,7 +107,7 @@ class Screen:
             self.say(text)
 
     def say(self, text: str) -> None:
-        """A line for the user, with the seconds since the start."""
+        """Show a line to the user, with the seconds since the start."""
         self._said = time.monotonic()
         shown = self._shown
         self._show("")
@@ -117,7 +116,7 @@ class Screen:
         self._out.flush()
 
     def _show(self, text: str) -> None:
-        """Replace the terminal's last line; anything but a terminal is spared it."""
+        """Replace the last line of the terminal; no-op if the output is not a terminal."""
         if not self._out.isatty() or text == self._shown:
             return
         width = shutil.get_terminal_size().columns - 1
@@ -126,13 +125,13 @@ class Screen:
         self._shown = text
 
     def reassure(self) -> None:
-        """Say that the run is alive, if the user has seen nothing for a while."""
+        """Show that the run is alive if no line was shown for QUIET_S."""
         if time.monotonic() - self._said >= QUIET_S:
             where = f" in {self.log_path.name}" if self.log_path else ""
-            self.say(f"... at work: {self._filed} lines{where} so far")
+            self.say(f"... running: {self._filed} lines{where} so far")
 
     def fail(self, status: int) -> None:
-        """The last screen of a failed run: what happened and where to read on."""
+        """Show why a run failed and where its log is."""
         if self.cause is None and not any(MARK in line for line in list(self.tail)[-3:]):
             for line in self.tail:
                 self._out.write(f"    {line}\n")
@@ -141,11 +140,13 @@ class Screen:
         self.say(f"failed with status {status}{cause}{where}")
 
     def close(self) -> None:
+        """Close the log."""
         self._show("")
         if self._log is not None:
             self._log.close()
 
     def _open(self, run_dir: Path) -> None:
+        """Open the log in the run directory and write the lines so far to it."""
         if self._log is None:
             path = run_dir / "run.log"
             try:
@@ -158,6 +159,7 @@ class Screen:
             self._early.clear()
 
     def _file(self, text: str) -> None:
+        """Write a line to the log, or keep it until the run directory is known."""
         self._filed += 1
         if self._log is None:
             self._early.append(text)
@@ -169,15 +171,15 @@ class Screen:
             self._give_up_log(error)
 
     def _give_up_log(self, error: OSError) -> None:
-        """A full disk must not end the reading: a command whose output nobody reads stands still."""
+        """Stop logging: a full disk must not stop the reading, or the command would block on its output."""
         with contextlib.suppress(OSError):
             self.close()
         self._log = Path(os.devnull).open("w", encoding="utf-8")
-        self.say(f"run.log cannot be written from here on: {error}")
+        self.say(f"run.log cannot be written any more: {error}")
 
 
 class Watcher:
-    """Runs one command to its end and cleans up after it."""
+    """Runs one command and cleans up after it."""
 
     def __init__(self, command: Sequence[str], *, verbose: bool = False, out: TextIO = sys.stdout) -> None:
         self._command = list(command)
@@ -187,15 +189,16 @@ class Watcher:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self) -> int:
-        """Blocks until the command and all that it started are gone; returns its status."""
+        """Run the command until it and all processes that it started are gone; return its status."""
         adopt_orphans()
         environment = {
             **os.environ,
             "ASYNC_PIPELINE_STARTED_UNIX": f"{time.time():.3f}",
             "PYTHONUNBUFFERED": "1",
         }
-        # Before the command starts: it then has Python's own handlers, even if we were told to ignore Ctrl-C
-        # (as a shell tells its background jobs), and there is no moment in which Ctrl-C goes unnoticed.
+
+        # Set the handlers before the command starts: no Ctrl-C is missed, and the command gets Python's
+        # default handlers even if this process was started with Ctrl-C ignored (a shell's background job).
         before = {sig: signal.signal(sig, self._stop) for sig in (signal.SIGINT, signal.SIGTERM)}
         process = self._process = subprocess.Popen(
             self._command,
@@ -207,16 +210,18 @@ class Watcher:
             errors="replace",
             env=environment,
         )
+
         assert process.stdout is not None
         reader = threading.Thread(target=self._read, args=(process.stdout,), name="reader", daemon=True)
         reader.start()
+
         try:
             status = self._wait(process)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for sig, handler in before.items():
                 signal.signal(sig, handler)
-            # Leftovers hold the other end of the pipe, so they go before the reader can end.
+            # Leftover processes hold the write end of the pipe: end them first, or the reader never ends.
             end_all(descendants(os.getpid()))
             sweep_orphans()
             reader.join()
@@ -230,8 +235,7 @@ class Watcher:
                 self.screen.reassure()
 
     def _read(self, output: IO[str]) -> None:
-        # Python handles signals in the main thread; one that the kernel gives to this thread would wait
-        # there.
+        # Python handles signals in the main thread; a signal delivered to this thread would be delayed.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGALRM})
         for line in output:
             self.screen.line(line)
@@ -251,7 +255,7 @@ class Watcher:
         if self._interrupts == 1:
             self.screen.say("interrupted: ending the run (again to kill it)")
             if self._process is not None:
-                _signal(self._process.pid, signal.SIGINT)  # it may just have ended
+                send_signal(self._process.pid, signal.SIGINT)  # no-op if it has just ended
             signal.signal(signal.SIGALRM, lambda *_: end_all(descendants(os.getpid())))
             signal.setitimer(signal.ITIMER_REAL, STOP_S)
         else:
