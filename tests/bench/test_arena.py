@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement of the arena, on the one device that every machine has."""
+"""The measurement of the arena, on the CPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_size_is_measured(
         ((), "--device cuda needs a CUDA device"),
     ],
 )
-def test_mistakes_are_one_line(
+def test_invalid_options_are_errors_of_one_line(
     options: tuple[str, ...],
     message: str,
     capsys: pytest.CaptureFixture[str],

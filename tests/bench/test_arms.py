@@ -14,13 +14,13 @@ from recipe.async_pipeline.bench.arms import ARMS, DEVICES, hydra_overrides, par
 from recipe.async_pipeline.errors import ConfigError
 
 
-def test_arms_keep_the_order_in_which_they_take_turns() -> None:
+def test_arms_keep_the_order_of_their_turns() -> None:
     assert parse_arms(" n_step_ahead, verl_sync ") == ["n_step_ahead", "verl_sync"]
     assert parse_arms(",".join(ARMS)) == list(ARMS)
 
 
 @pytest.mark.parametrize("text", ["", ",", "sync", "verl_sync,verl_sync", "verl_sync,nope"])
-def test_a_wrong_list_names_the_arms(text: str) -> None:
+def test_an_invalid_list_names_the_arms(text: str) -> None:
     with pytest.raises(ConfigError, match="of verl_sync, verl_colocate_async, verl_separate_async, "):
         parse_arms(text)
 
@@ -34,8 +34,10 @@ def test_every_arm_has_two_devices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_only_ours_are_switched_on(name: str) -> None:
-    assert ("async_pipeline" in ARMS[name].overrides) is ARMS[name].ours is not name.startswith("verl_")
+def test_only_arms_of_this_package_enable_the_pipeline(name: str) -> None:
+    assert (
+        ("async_pipeline" in ARMS[name].overrides) is ARMS[name].uses_pipeline is not name.startswith("verl_")
+    )
 
 
 VALUES = st.recursive(
@@ -54,7 +56,7 @@ VALUES = st.recursive(
 
 
 def unquoted(value: Any) -> Any:
-    """What hydra read, without its wrappers of quoted strings."""
+    """Return a parsed value without hydra's wrappers of quoted strings."""
     if isinstance(value, list):
         return [unquoted(item) for item in value]
     if isinstance(value, dict):
@@ -63,13 +65,13 @@ def unquoted(value: Any) -> Any:
 
 
 @given(VALUES)
-def test_hydra_reads_every_value_as_it_was(value: Any) -> None:
+def test_hydra_parses_every_value_back(value: Any) -> None:
     (override,) = OverridesParser.create().parse_overrides(hydra_overrides({"a.b": value}))
     assert override.key_or_group == "a.b"
     assert unquoted(override._value) == value
 
 
-def test_a_reference_apart_has_a_device_more() -> None:
+def test_a_separate_reference_has_an_additional_device() -> None:
     pools = ARMS["one_step_off_ref_apart"].overrides["trainer.v1.async_pipeline.pools"]
     assert sum(pool["devices"] for pool in pools.values()) == DEVICES + 1
     assert ARMS["one_step_off_ref_apart"].overrides["trainer.n_gpus_per_node"] == DEVICES

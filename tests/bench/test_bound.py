@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound: each of its three reasons, and that no schedule beats the one of the loop."""
+"""The bound: each of its three terms, and a simulated schedule that does not beat it."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ def bound(work: StageWork, in_flight: int, *, shared: bool = False, bounded: boo
     return max(terms.values())
 
 
-def test_on_policy_waits_for_everything_in_turn() -> None:
+def test_on_policy_adds_up_all_latencies() -> None:
     assert bound(WAITS, 1) == pytest.approx(6.8)
 
 
-def test_batches_in_flight_share_the_wait() -> None:
+def test_batches_in_flight_divide_the_loop() -> None:
     assert bound(WAITS, 2) == pytest.approx(3.4)
     assert bound(WAITS, 4) == pytest.approx(6.8 / 4)
 
 
-def test_without_a_bound_of_the_lag_only_the_average_answer_counts() -> None:
+def test_without_a_lag_bound_the_mean_latency_counts() -> None:
     assert bound(WAITS, 2, bounded=False) == pytest.approx(2.8 / 2)
 
 
-def test_at_last_the_trainer_is_the_bound() -> None:
+def test_the_trainer_can_be_the_bound() -> None:
     assert bound(WAITS, 100) == 1.0
 
 
-def test_or_the_generator() -> None:
+def test_the_generator_can_be_the_bound() -> None:
     assert bound(WAITS._replace(generate_cpu_s=3.0), 100) == 3.0
 
 
-def test_or_the_cores() -> None:
+def test_the_cores_can_be_the_bound() -> None:
     assert bound(WAITS._replace(cpu_s=9.0), 100) == 4.5
 
 
-def test_on_shared_devices_training_and_generation_take_turns() -> None:
+def test_shared_devices_add_up_training_and_generation() -> None:
     assert bound(WAITS._replace(generate_cpu_s=3.0), 100, shared=True) == pytest.approx(1.0 + 1.5)
 
 
 @given(st.tuples(*[SECONDS] * len(StageWork._fields)), st.integers(1, 9), st.booleans(), st.booleans())
-def test_more_lag_never_hurts_and_more_work_never_helps(
+def test_the_bound_is_monotonic_in_lag_and_work(
     costs: tuple[float, ...], in_flight: int, shared: bool, bounded: bool
 ) -> None:
     work = StageWork(*costs)
@@ -76,10 +76,10 @@ def test_more_lag_never_hurts_and_more_work_never_helps(
     st.floats(0.1, 3),
     st.floats(0, 1),
 )
-def test_whole_batches_in_order_are_never_faster(
+def test_a_strict_schedule_is_never_faster_than_the_bound(
     answers: list[list[float]], in_flight: int, update_s: float, weights_s: float
 ) -> None:
-    """The schedule of a strict trainer that scores for nothing, played through."""
+    """Simulate a trainer that takes whole batches in order and scores in no time."""
     begun = [0.0] * in_flight
     trained = 0.0
     for batch in answers:
@@ -87,7 +87,7 @@ def test_whole_batches_in_order_are_never_faster(
         begun.append(trained + weights_s)
     tail = sum(map(max, answers)) / len(answers)
     work = StageWork(tail, 0.0, update_s, update_s, weights_s, 0.0, 0.0)
-    # The pipeline is filled once for nothing.
+    # The first batches only fill the pipeline.
     assert trained + weights_s >= bound(work, in_flight) * (len(answers) - in_flight + 1) - max(
         map(max, answers)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge waits as the seed says, writes its span and scores the last line."""
+"""The judge waits for the seeded latency, writes its span and scores the last line."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_last_line_counts() -> None:
+def test_the_last_line_is_scored() -> None:
     assert score("46") == score("9\n12\n46") == 1.0
     assert score("46\n9") == score("") == 0.0
 
 
-def test_each_answer_has_a_wait_of_its_own_whichever_comes_first(
-    job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_response_has_its_latency_in_any_order(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:

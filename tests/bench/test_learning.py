@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Curves out of runs, their table and their picture. The runs are pretended; what they write is real in
-form.
-"""
+"""Learning curves of runs, their table and their picture. Fake runs write files in the real format."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def write_run(folder: Path, rewards: list[float]) -> None:
     )
 
 
-def test_a_curve_of_a_run(tmp_path: Path) -> None:
+def test_read_curve_reads_the_files_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
     curve = read_curve(tmp_path / "run")
     assert curve.reward[0] == 0.1
@@ -67,17 +65,17 @@ def test_differences_are_paired_by_seed() -> None:
     assert "| `on_policy` | 0.500, 0.600 | 0.550 |  | 1.00 |" in text
 
 
-def test_the_command(
+def test_the_command_writes_curves_failures_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pretend(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
+    def fake_run(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
         if (name, seed) == ("one_step_off", 2):
             raise JobFailed("status 1: RuntimeError: no")
         return Curve(
             [0.1 * seed] * steps, [8 * i for i in range(steps)], [float(i) for i in range(steps)], 0.5, 1
         )
 
-    monkeypatch.setattr(learning, "run_variant", pretend)
+    monkeypatch.setattr(learning, "run_variant", fake_run)
     monkeypatch.setattr(learning, "ensure_toy", lambda *args, **kwargs: type("Toy", (), {"dir": tmp_path}))
     out = tmp_path / "l.json"
     command = ["bench", "learning", "--variants", "on_policy,one_step_off", "--seeds", "2", "--steps", "6"]
@@ -88,16 +86,16 @@ def test_the_command(
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_was_run_is_not_run_again(
+def test_only_missing_curves_are_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[tuple[int, str]] = []
 
-    def pretend(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
+    def fake_run(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
         ran.append((seed, name))
         return Curve([0.1] * steps, [8] * steps, [1.0] * steps, 0.5, 1)
 
-    monkeypatch.setattr(learning, "run_variant", pretend)
+    monkeypatch.setattr(learning, "run_variant", fake_run)
     monkeypatch.setattr(learning, "ensure_toy", lambda *args, **kwargs: type("Toy", (), {"dir": tmp_path}))
     out = tmp_path / "l.json"
     command = ["bench", "learning", "--steps", "6", "--json", str(out)]
@@ -112,18 +110,18 @@ def test_what_was_run_is_not_run_again(
         "n_step_ahead": [1, 2],
     }
     capsys.readouterr()
-    for wrong, said in (
+    for wrong, message in (
         (["--steps", "7"], "--steps must be 6, as in "),
-        (["--json", str(tmp_path / "none.json")], "--go-on wants the --json file"),
+        (["--json", str(tmp_path / "none.json")], "--go-on requires the --json file"),
     ):
         assert main([*command, *wrong, "--go-on"]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     out.write_text("[]")
     assert main([*command, "--go-on"]) == 2
-    assert "is none of this command's" in capsys.readouterr().err
+    assert "was not written by this command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [["--variants", "on_police"], ["--seeds", "0"], ["--steps", "1"]])
-def test_what_cannot_be_run_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "learning", *options]) == 2
     assert "--variants must be of" in capsys.readouterr().err

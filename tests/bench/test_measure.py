@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans and samples of one job, reduced by hand and by `measure`."""
+"""`measure` on the spans and samples of one job, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ STOCK = [
 ]
 
 
-def test_a_stock_arm() -> None:
+def test_figures_of_an_arm_of_verl() -> None:
     m = measure(STOCK, USAGE, WORKLOAD, started=3.0, load_before=1.5)
     assert m.samples_per_s == pytest.approx(4 / 10)
     assert m.step_s == pytest.approx(5.0)
     assert m.steps_s == [4.0, 6.0]
     # Trains 11-14 and 17-20, waits for weights 14-15.
     assert m.trainer_idle == pytest.approx(0.3)
-    # Requests are open 10-11 and 14.5-17, of which the engine is paused for half a second.
+    # Requests are open 10-11 and 14.5-17; the engine pauses for half a second of that.
     assert m.generator_idle == pytest.approx(0.7)
     assert m.stall_train_s == pytest.approx(0.5)
     assert m.stall_generate_s == pytest.approx(0.25), "half a second of the sync had a request open"
@@ -59,7 +59,7 @@ def test_a_stock_arm() -> None:
     assert m.work == pytest.approx((0.0, 0.0, 3.0, 2.5, 1.0, 1.0, 3.5))
 
 
-def test_an_engine_that_gives_way_to_training_stalls_whatever_is_open_meanwhile() -> None:
+def test_a_pause_for_training_stalls_open_requests() -> None:
     spans = [s for s in STOCK if s.name not in ("paused", "generate")]
     m = measure(
         [*spans, span("paused", 10.5, 15), span("generate", 8, 30)],
@@ -73,19 +73,19 @@ def test_an_engine_that_gives_way_to_training_stalls_whatever_is_open_meanwhile(
     assert m.stall_train_s == pytest.approx(0.5)
 
 
-def test_a_job_that_stopped_early_has_no_figures() -> None:
-    with pytest.raises(NotEnoughSteps, match="2 optimizer steps ended, 3 are needed"):
+def test_a_job_that_ended_early_is_an_error() -> None:
+    with pytest.raises(NotEnoughSteps, match="2 of 3 optimizer steps ended"):
         measure(STEPS[:2], USAGE, WORKLOAD, started=0.0, load_before=0.0)
 
 
-def test_the_latency_of_a_batch_is_that_of_its_slowest_prompt() -> None:
+def test_the_latency_of_a_batch_is_the_latency_of_its_slowest_prompt() -> None:
     episodes = [
         span("episode", 0, 4, prompt=1, step=1),
         span("episode", 1, 3, prompt=1, step=1),
         span("judge", 4, 6, prompt=1),  # 6 s
         span("episode", 0.5, 5.5, prompt=2, step=1),  # 5 s: batch 1 takes 6 s
         span("episode", 6, 13, prompt=3, step=1),  # 7 s
-        span("episode", 7, 15, prompt=4, step=2),  # 8 s: batch 2, whatever step it was drawn for
+        span("episode", 7, 15, prompt=4, step=2),  # 8 s: batch 2, independent of its step
         span("episode", 15, 16, prompt=5, step=3),
         span("episode", 16, 26, prompt=6, step=3),  # batch 3 ends after the window
         span("episode", 17, 18, prompt=7, step=4),  # half a batch

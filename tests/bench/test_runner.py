@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of jobs, their command lines, and what is said of one that failed."""
+"""The order of jobs, their command lines, and the errors of failed jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def job_in(tmp_path: Path, arm: str) -> Job:
     return Job(arm, 1, 0.02, tmp_path)
 
 
-def test_every_arm_gets_the_same_prompts_waits_and_number_of_steps(tmp_path: Path) -> None:
+def test_every_arm_gets_the_same_prompts_latencies_and_steps(tmp_path: Path) -> None:
     workload = load("agentic_wait")
     lines = {
         arm: set(overrides_of(job_in(tmp_path, arm), workload, 7)) for arm in ("verl_sync", "n_step_ahead")
@@ -71,7 +71,7 @@ def test_the_agent_loop_gets_the_episode(tmp_path: Path) -> None:
     assert msgspec.convert(OmegaConf.to_container(agent.episode), Episode) == workload.episode
 
 
-def test_what_counts_prompts_gets_as_many_as_the_others(tmp_path: Path) -> None:
+def test_an_arm_that_counts_prompts_gets_as_many_as_the_others(tmp_path: Path) -> None:
     workload = load("agentic_wait")
     lines = overrides_of(job_in(tmp_path, "verl_fully_async"), workload, 1)
     assert f"++rollout.total_rollout_steps={8 * workload.total_steps}" in lines
@@ -79,14 +79,14 @@ def test_what_counts_prompts_gets_as_many_as_the_others(tmp_path: Path) -> None:
     assert ARMS["verl_fully_async"].entry != ARMS["verl_sync"].entry
 
 
-def test_no_arm_joins_a_cluster_that_is_there_already(tmp_path: Path) -> None:
+def test_no_arm_joins_an_existing_cluster(tmp_path: Path) -> None:
     for arm in ARMS:
         assert "++ray_kwargs.ray_init.address='local'" in overrides_of(
             job_in(tmp_path, arm), Workload(reason="r"), 1
         )
 
 
-def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_has_a_different_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     def record_seed(job: object, workload: object, seed: int) -> list[str]:
@@ -102,54 +102,58 @@ def test_each_turn_has_a_seed_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert seeds == [7, 7, 8]
 
 
-def test_a_job_is_told_how_long_its_reference_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_gets_the_latency_of_its_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = tmp_path / "seen"
     fake_command(monkeypatch, f'echo "$ASYNC_PIPELINE_BENCH_REFERENCE" > {seen}; exit 1')
-    for reference_s, told in (
+    for reference_s, expected in (
         (Lognormal(median=1, sigma=0.5, cap=2), {"seed": 7, "wait": {"median": 1, "sigma": 0.5, "cap": 2}}),
         (None, None),
     ):
         workload = Workload(reason="r", reference_s=reference_s)
         with pytest.raises(JobFailed):
             run_job(
-                job_in(tmp_path / str(told is None), "on_policy"), workload, 7, tmp_path, lambda line: None
+                job_in(tmp_path / str(expected is None), "on_policy"),
+                workload,
+                7,
+                tmp_path,
+                lambda line: None,
             )
-        assert (json.loads(seen.read_text()) if seen.read_text().strip() else None) == told
+        assert (json.loads(seen.read_text()) if seen.read_text().strip() else None) == expected
 
 
 def fake_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(runner, "command_of", lambda entry, overrides: ["bash", "-c", script])
 
 
-def test_a_job_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_job_has_the_error_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "echo '  3.1 s  ValueError: no such model'; exit 3")
     with pytest.raises(JobFailed, match=r"status 3: ValueError: no such model; see .*job\.log"):
         run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
 
 
-def test_a_job_without_steps_is_a_failure_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_steps_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "true")
-    with pytest.raises(JobFailed, match="0 optimizer steps ended"):
+    with pytest.raises(JobFailed, match="0 of 12 optimizer steps ended"):
         run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
 
 
-def test_a_job_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_hangs_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "exec sleep 600")
     monkeypatch.setattr(runner, "START_LIMIT_S", 0.0)
     monkeypatch.setattr(runner, "EACH_LIMIT_S", 0.0)
     monkeypatch.setattr(runner, "WATCH_S", 0.01)
-    with pytest.raises(JobFailed, match="no end after 0 s"):
+    with pytest.raises(JobFailed, match="still running after 0 s"):
         run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
 
 
-def test_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "read -t 0.2 < <(tail -f /dev/null); exit 1")
     monkeypatch.setattr(runner, "PROGRESS_S", 0.0)
     monkeypatch.setattr(runner, "WATCH_S", 0.01)
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(JobFailed):
-        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, said.append)
-    assert "step 0 of 16" in said[0]
+        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lines.append)
+    assert "step 0 of 16" in lines[0]
 
 
 def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
@@ -166,8 +170,8 @@ def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
     [
         ("x\n  1.0 s  (WorkerDict pid=7) AssertionError: odd\n  2.0 s  done", "AssertionError: odd"),
         ("ray.exceptions.RayTaskError(ValueError): long\nValueError: short\nend", "ValueError: short"),
-        ("all is well", "no error in its log"),
+        ("all is well", "no error in the log"),
     ],
 )
-def test_the_last_error_of_a_log(log: str, expected: str) -> None:
+def test_last_error_finds_the_last_exception_of_a_log(log: str, expected: str) -> None:
     assert last_error(log) == expected

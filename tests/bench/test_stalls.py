@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who stood still for a publication, and for how long: on timelines that a person can check."""
+"""Stalls during weight updates, on timelines that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def step(pid: int, start: float, end: float) -> Span:
 
 
 def steps(pid: int, *holes: tuple[float, float], until: int = 40) -> list[Span]:
-    """A step of 0.9 s every second, but none that would touch a hole."""
+    """Return a step of 0.9 s every second, except steps that would touch a hole."""
     made = [step(pid, t, t + 0.9) for t in range(until)]
     return [s for s in made if not any(s.start < end and start < s.end for start, end in holes)]
 
@@ -25,23 +25,23 @@ def publication(start: float, end: float, **facts: float) -> Span:
     return Span("publication", start, end, {"trainer_stall": 0.5, **facts})
 
 
-def test_a_hole_around_a_publication_is_a_stall_beyond_the_usual_pause() -> None:
+def test_a_hole_around_a_weight_update_is_a_stall() -> None:
     spans = [*steps(1, (10, 13)), *steps(2), publication(10.5, 12.5)]
     (cost,) = costs(spans, warmup=0)
     assert cost.seconds == 2.0
     assert cost.trainer_stall == 0.5
-    # From 9.9 to 13 instead of 0.1: the steps at 10, 11 and 12 are missing. The other one never paused for
-    # longer.
+    # Replica 1 pauses from 9.9 to 13 instead of for 0.1 s, as its steps at 10, 11 and 12 are missing. Replica
+    # 2 has only usual pauses.
     assert cost.generator_stall == pytest.approx(3.0)
 
 
-def test_a_hole_elsewhere_is_nobodys_fault() -> None:
+def test_a_hole_elsewhere_is_not_a_stall() -> None:
     (cost,) = costs([*steps(1, (20, 25)), publication(10.5, 12.5)], warmup=0)
     assert cost.generator_stall == pytest.approx(0.0)
 
 
-def test_what_would_have_been_longer_anyway_is_not_charged() -> None:
-    # Every tenth pause is 0.6 s instead of 0.1, published or not: 0.05 s a second.
+def test_pauses_that_also_occur_without_an_update_do_not_count() -> None:
+    # Every tenth pause is 0.6 s instead of 0.1, also without an update: 0.05 s per second.
     made, at = [], 0.0
     for number in range(400):
         made.append(step(1, at, at + 0.9))
@@ -54,7 +54,7 @@ def test_what_would_have_been_longer_anyway_is_not_charged() -> None:
     assert cost.generator_stall == pytest.approx(10.0, abs=1.6)
 
 
-def test_stalls_of_all_replicas_add_up_and_warm_up_is_left_out() -> None:
+def test_stalls_add_up_over_replicas_and_warm_up_is_skipped() -> None:
     spans = [
         *steps(1, (10, 12), (30, 31)),
         *steps(2, (11, 12), (31, 33)),
@@ -78,7 +78,7 @@ def test_a_stall_is_never_longer_than_the_pauses(gaps: list[float], start: float
     assert 0 <= stall <= sum(end - begin for begin, end in pauses)
 
 
-def test_what_is_hidden_is_the_work_that_nobody_stood_still_for() -> None:
+def test_the_hidden_fraction_is_work_without_stalls() -> None:
     facts = {
         "bytes": 4e9,
         "replicas": 2,
@@ -95,7 +95,7 @@ def test_what_is_hidden_is_the_work_that_nobody_stood_still_for() -> None:
     assert row["trainer_stall_s"] == {"median": 0.5, "min": 0.5, "max": 0.5}
 
 
-def test_a_way_whose_parts_are_not_known_has_stalls_only() -> None:
+def test_a_way_without_parts_has_only_stalls() -> None:
     assert set(summary(costs([*steps(1), publication(1, 2)], warmup=0))) == {
         "trainer_stall_s",
         "generator_stall_s",

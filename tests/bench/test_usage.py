@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time and memory of a process tree, of real processes."""
+"""CPU time and memory of trees of real processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_time_between_samples_is_interpolated() -> None:
     assert cpu_between(samples, -5.0, 99.0) == {"other": 2.0, "train": 25.0}
 
 
-def test_what_others_used_is_the_rest() -> None:
+def test_foreign_cpu_excludes_this_job() -> None:
     samples = [
         Usage(0.0, {"train": 1.0}, 0, 100.0),
         Usage(5.0, {}, 0, 0.0),
@@ -49,7 +49,7 @@ def test_what_others_used_is_the_rest() -> None:
     assert foreign_cpu(samples[:1]) == 0.0
 
 
-def test_a_tree_that_burns_time_is_seen_and_remembered_when_it_is_gone() -> None:
+def test_cpu_time_of_ended_processes_is_kept() -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('burnt', flush=True)\ninput()"
     code = (
         f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {burn!r}, 'WorkerDict']))"

@@ -93,7 +93,7 @@ def test_a_failing_arm_does_not_stop_the_other_arms(ran: list[Job], tmp_path: Pa
         (("--workload", "nope"), "no workload 'nope'"),
         (("--repeats", 0), "--repeats must be >= 1, got 0"),
         (("--steps", 0), "--steps must be >= 1, got 0"),
-        (("--json", "/nowhere/b.json"), "there is no folder /nowhere"),
+        (("--json", "/nowhere/b.json"), "the directory /nowhere does not exist"),
         (("--logs", Path(__file__).parent), "is not empty"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a batch are those that a loop over its tokens finds."""
+"""The metrics of a batch match a loop over its tokens."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def percentile(lags: list[int]) -> int:
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
-def test_lags_equal_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
+def test_lags_match_a_loop_over_tokens(batch: list[Response], padding: int | None) -> None:
     metrics = measured(*batch, padding=padding)
     by_token = [lag for r in batch for lag in r.lags()]
     by_trajectory = [TRAINER - min(r.written) for r in batch]
@@ -158,7 +158,7 @@ def test_lags_equal_those_of_a_loop(batch: list[Response], padding: int | None) 
 
 @settings(max_examples=60, deadline=None, database=None, derandomize=True)
 @given(st.lists(responses(), min_size=1, max_size=5), st.sampled_from([None, 0, 2]))
-def test_ratios_equal_those_of_a_loop(batch: list[Response], padding: int | None) -> None:
+def test_ratios_match_a_loop_over_tokens(batch: list[Response], padding: int | None) -> None:
     buckets: dict[str, list[float]] = {}
     weights: dict[str, list[float]] = {}
     lost = total = 0

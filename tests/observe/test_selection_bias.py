@@ -49,7 +49,7 @@ def lengths(count: int, mean: int, seed: int = 0) -> list[int]:
 
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
 @given(VALUES, VALUES)
-def test_moments_equal_those_of_the_whole_list(first: list[float], second: list[float]) -> None:
+def test_moments_match_the_whole_list(first: list[float], second: list[float]) -> None:
     for made in (moments(first + second), moments(first) + moments(second)):
         assert made.count == len(first) + len(second)
         assert made.mean == pytest.approx(fmean(first + second), abs=1e-6)

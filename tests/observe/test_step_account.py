@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device-seconds of all steps add up to those of the summary."""
+"""The device-seconds of all steps add up to the summary."""
 
 from __future__ import annotations
 

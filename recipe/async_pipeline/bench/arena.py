@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline bench arena`: how fast weights go from a device to host memory and back, with torch alone.
+"""`async-pipeline bench arena`: measure how fast weights move from a device to host memory and back.
 
-No engine and no trainer: tensors on one device are gathered into the arena, copied from there to a spare copy
-beside
-a served one, and committed. Each is set beside what the link to the device does with plain pinned memory.
+It needs torch alone, without engine or trainer. Tensors on one device are gathered into the arena, copied
+from there to a standby copy on the device, and committed. Each rate is compared with a plain copy between
+the device and pinned memory.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .report import machine
 from .statistics import spread
 
 TENSOR_BYTES = 128 << 20
-"""A matrix of a large model, about."""
+"""About the size of one matrix of a large model."""
 BUCKET_BYTES = 512 << 20
 LIMIT_BYTES = 1 << 30
 TIMEOUT_S = 600.0
 WARMUP = 2
-"""Versions that are not counted: each arena is allocated, touched and pinned once."""
+"""Versions to skip: they allocate, touch and pin the two arenas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="publications to measure of each size (default: %(default)s)",
+        help="weight updates to measure of each size (default: %(default)s)",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     parser.add_argument(
-        "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there"
+        "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all results to FILE"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all sizes. Raises ConfigError: no such device, or a size that is none."""
+    """Measure all sizes. Raises ConfigError if an option is invalid or there is no such device."""
     try:
         sizes = [float(size) for size in args.sizes.split(",")]
     except ValueError:
@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--sizes must be > 0 and --versions >= 1, got {args.sizes} and {args.versions}")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda needs a CUDA device, and torch sees none; try --device cpu for a dry run"
+            "--device cuda needs a CUDA device, but torch finds none; try --device cpu for a dry run"
         )
     check_outputs(args.json, None, None)
+
     device = torch.device(args.device)
     data: dict[str, Any] = {
         "machine": machine(),
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "limits": limits(device),
         "sizes": {},
     }
+
     for size in sizes:
         data["sizes"][f"{size:g}"] = found = measure(int(size * 2**30), device, args.versions)
         echo(f"{size:g} GiB: " + ", ".join(f"{name} {value['median']:.4g}" for name, value in found.items()))
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, Any]:
-    """GB/s of gather and stage, and seconds that a commit takes, each as median, min and max."""
+    """Return GB/s of gather and stage and seconds of a commit, each as median, min and max."""
     tensor_bytes = min(TENSOR_BYTES, num_bytes)
     shapes = [(tensor_bytes // 2,)] * (num_bytes // tensor_bytes)
     trained = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
@@ -98,6 +100,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
     parts = [Part(f"w{i}", tuple(t.shape), t.dtype, (0,), t) for i, t in enumerate(trained)]
     writer, reader = ArenaWriter(BUCKET_BYTES, 4, None), ArenaReader()
     taken: dict[str, list[float]] = {"gather": [], "stage": [], "commit": []}
+
     spare: Spare | None = None
     try:
         for version in range(WARMUP + versions):
@@ -105,6 +108,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
             ticket = writer.gather_parts(version, parts)
             assert ticket is not None
             manifest = await_manifest(ticket, TIMEOUT_S)
+
             if device.type == "cuda":
                 reader.pin(manifest)
             published = reader.tensors(manifest)
@@ -115,6 +119,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
                 load = recorder.recorded(manifest, published)
                 assert load is not None, recorder.other
                 spare = Spare(load, served, may_exchange=False)
+
             stage_s = _seconds(device, partial(_fill, spare, manifest, published))
             assert spare.version() == version
             commit_s = _seconds(device, spare.commit)
@@ -127,6 +132,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
         )
     finally:
         writer.close()
+
     total = sum(t.nbytes for t in trained)
     rates = {
         f"{name}_gb_s": spread([total / s / 1e9 for s in taken[name]])._asdict()
@@ -141,7 +147,7 @@ def _fill(spare: Spare, manifest: Manifest, published: dict[str, torch.Tensor]) 
 
 
 def limits(device: torch.device) -> dict[str, float]:
-    """GB/s between the device and one block of pinned memory, and within the device."""
+    """Return GB/s between the device and one block of pinned memory, and within the device."""
     pinned = torch.empty(LIMIT_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     here, there = (torch.ones(LIMIT_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     copies: dict[str, Callable[[], Any]] = {
@@ -156,7 +162,7 @@ def limits(device: torch.device) -> dict[str, float]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """A Markdown table, with [smallest .. largest], and the share of the link's limit."""
+    """Return a Markdown table of medians [min .. max] and their shares of the link's limit."""
     limit = data["limits"]
     lines = [
         f"{data['device']}; limits, GB/s: "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arms: which trainer runs, on which devices, with what overrides. One literal table."""
+"""The arms as one literal table: the trainer, its devices and its overrides."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _BRIDGE = "recipe.async_pipeline.verl_bridge"
 DEVICES = 2
-"""Every arm has these many, with one thread each; one has a third for a reference policy that waits."""
+"""Devices of every arm, with one thread each; one arm has a third device for its reference policy."""
 
-# What verl's own trainers need to run on a CPU at all, and what ours does by itself: no process between the
-# engine core and its only worker.
+# verl's trainers need these settings to run on a CPU: no process between the engine core and its only worker.
+# The pipeline sets them itself.
 _STOCK: dict[str, Any] = {
     f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.rollout.vllm.worker.PipelineWorkerExtension",
     f"{_VLLM}.distributed_executor_backend": IN_PROCESS,
@@ -28,21 +28,25 @@ _SHARED: dict[str, Any] = {"trainer.n_gpus_per_node": DEVICES, f"{_ROLLOUT}.nnod
 
 
 class Arm(NamedTuple):
-    """One trainer. The asynchronous ones of verl have as many batches in flight as ours at the same lag."""
+    """One trainer.
 
-    ours: bool
+    verl's asynchronous trainers have as many batches in flight as this package's strategies at the same lag.
+    """
+
+    uses_pipeline: bool
+    """Whether the arm runs a strategy of this package."""
     shared_devices: bool
-    """Training and generation take turns on all devices, instead of having one each."""
+    """Whether training and generation take turns on all devices instead of having one device each."""
     batches_in_flight: int
-    """Batches that may be between their first prompt and their optimizer step."""
+    """Most batches between their first prompt and their optimizer step."""
     bounded_lag: bool
-    """No answer is older than batches_in_flight - 1 versions; else the slow ones are overtaken, and age."""
+    """Whether responses are at most batches_in_flight - 1 versions old; else fast groups overtake slow."""
     overrides: dict[str, Any]
     entry: str = f"{_BRIDGE}.bench.job"
-    """Module that starts it."""
+    """Module that starts the job."""
 
 
-def _ours(strategy: str, max_lag: int, depth: int | None = None) -> Arm:
+def _pipeline_arm(strategy: str, max_lag: int, depth: int | None = None) -> Arm:
     overrides: dict[str, Any] = {"async_pipeline": True, "async_strategy": strategy}
     if strategy in ("n_step_ahead", "fully_async"):
         overrides["trainer.v1.async_pipeline.max_lag"] = max_lag
@@ -57,7 +61,7 @@ _SEPARATE = _STOCK | {
     "trainer.v1.separate_async.num_warmup_batches": 3,
     "trainer.v1.separate_async.parameter_sync_step": 1,
     "actor_rollout_ref.hybrid_engine": False,
-    # Its transports want accelerators; ours goes through its own blocking manager.
+    # verl's transports require accelerators; dual_buffer runs through verl's blocking manager.
     f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
     f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
     f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
@@ -67,21 +71,20 @@ _COLOCATE = (
     | _SHARED
     | {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.colocate_async.num_warmup_batches": 3}
 )
-# verl counts the step that trains: a span of 4 is a lag of 3. It then waits for answers that would get older.
+# verl counts the step that trains: a span of 4 is a lag of 3. It then waits for responses near the bound.
 _LAG_3 = {
     "trainer.v1.sampler.max_off_policy_threshold": 4,
     "trainer.v1.sampler.max_off_policy_strategy": "wait",
 }
 
-# `experimental/fully_async_policy`, which has an entry point and a configuration of its own. As many samples
-# may be
-# in flight or queued as in four batches; answers that a weight update interrupts go on.
+# `experimental/fully_async_policy` has its own entry point and configuration. Its samples in flight and in
+# the queue add up to four batches; responses continue after the interruption by a weight update.
 _FULLY_ASYNC = _STOCK | {
     f"{_ROLLOUT}.checkpoint_engine.backend": "dual_buffer",
     f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": f"{_BRIDGE}.checkpoint_engine",
     f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.dual_buffer.rollout_dtype": "float32",
     "actor_rollout_ref.hybrid_engine": False,
-    # Else it takes verl's agent loop of one turn, whatever the default is.
+    # Without it, verl uses its single-turn agent loop and ignores the default.
     f"{_ROLLOUT}.multi_turn.enable": True,
     "data.train_batch_size": 0,
     "data.gen_batch_size": 1,
@@ -101,13 +104,13 @@ _FULLY_ASYNC = _STOCK | {
     },
 }
 
-_REF_APART: dict[str, Any] = {
+_SEPARATE_REFERENCE: dict[str, Any] = {
     "trainer.v1.async_pipeline.pools": {
         "train": {"roles": ["train", "logp"], "devices": 1},
         "reference": {"roles": ["ref_logp"], "devices": 1},
         "generate": {"roles": ["generate"], "devices": 1},
     },
-    # All devices, for the pools to deal out: these and the rollout's one.
+    # All devices that the pools distribute: these two and the rollout's one.
     "trainer.n_gpus_per_node": DEVICES,
     "ray_kwargs.ray_init.num_gpus": DEVICES + 1,
 }
@@ -118,32 +121,31 @@ ARMS: dict[str, Arm] = {
     "verl_separate_async": Arm(False, False, 4, False, _SEPARATE),
     "verl_separate_async_lag3": Arm(False, False, 4, True, _SEPARATE | _LAG_3),
     "verl_fully_async": Arm(False, False, 4, False, _FULLY_ASYNC, f"{_BRIDGE}.bench.fully_async_job"),
-    "on_policy": _ours("on_policy", 0),
-    "one_step_off": _ours("one_step_off", 1),
-    "n_step_ahead": _ours("n_step_ahead", 3),
-    # As many groups on their way as in the arms with four batches; the slow ones may get as old as verl's do.
-    "fully_async": _ours("fully_async", 6, depth=3),
-    # The reference policy on a third logical device; for workloads in which it waits for other machines.
-    "one_step_off_ref_apart": _ours("one_step_off", 1)._replace(
-        overrides=_ours("one_step_off", 1).overrides | _REF_APART
+    "on_policy": _pipeline_arm("on_policy", 0),
+    "one_step_off": _pipeline_arm("one_step_off", 1),
+    "n_step_ahead": _pipeline_arm("n_step_ahead", 3),
+    # As many groups in flight as in the arms with four batches; slow ones may become as old as verl's.
+    "fully_async": _pipeline_arm("fully_async", 6, depth=3),
+    # The reference policy on a third logical device, for workloads in which it waits for other machines.
+    "one_step_off_ref_apart": _pipeline_arm("one_step_off", 1)._replace(
+        overrides=_pipeline_arm("one_step_off", 1).overrides | _SEPARATE_REFERENCE
     ),
-    # Scores once a batch is generated, as where the reward model shares devices; for workloads whose judges
-    # wait.
-    "on_policy_rewards_late": _ours("on_policy", 0)._replace(
-        overrides=_ours("on_policy", 0).overrides
+    # Scores after a batch is generated, as with a reward model on shared devices; for workloads with judges.
+    "on_policy_rewards_late": _pipeline_arm("on_policy", 0)._replace(
+        overrides=_pipeline_arm("on_policy", 0).overrides
         | {"trainer.v1.async_pipeline.reward_while_generating": False}
     ),
-    # As old as answers get without a bound: the largest lag that was seen of verl's asynchronous trainers.
-    "n_step_ahead_lag6": _ours("n_step_ahead", 6),
+    # The largest lag that was measured with verl's asynchronous trainers, which have no bound.
+    "n_step_ahead_lag6": _pipeline_arm("n_step_ahead", 6),
 }
 
-ASKED_FOR = ("n_step_ahead_lag6", "one_step_off_ref_apart", "on_policy_rewards_late")
-"""These are for questions of their own."""
-DEFAULT_ARMS = tuple(name for name in ARMS if name not in ASKED_FOR)
+SPECIAL_ARMS = ("n_step_ahead_lag6", "one_step_off_ref_apart", "on_policy_rewards_late")
+"""Arms for special questions, which run only if named."""
+DEFAULT_ARMS = tuple(name for name in ARMS if name not in SPECIAL_ARMS)
 
 
 def parse_arms(text: str) -> list[str]:
-    """`A,B,...` in the order in which they take turns. Raises ConfigError: unknown, repeated or none."""
+    """Parse `A,B,...`, in the order of their turns. Raises ConfigError if one is unknown or repeated."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names or len(set(names)) < len(names):
@@ -152,17 +154,17 @@ def parse_arms(text: str) -> list[str]:
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
-    """`++key=value` for each, whether or not the key is there already."""
+    """Return `++key=value` for each value; it sets existing and new keys alike."""
     return [f"++{key}={_literal(value)}" for key, value in values.items()]
 
 
 def _literal(value: Any) -> str:
-    """hydra's grammar is close to JSON, but its mappings have bare keys."""
+    """Return a value in hydra's grammar, which is close to JSON but has unquoted keys."""
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ",".join(map(_literal, value)) + "]"
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
-    # In quotes, a backslash is only special before a quote.
+    # Within quotes, hydra treats a backslash as an escape only before a quote.
     return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(value)) + "'"

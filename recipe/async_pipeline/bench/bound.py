@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best step time that a schedule of the same work could reach.
+"""Compute the lower bound of the step time over all schedules of the same work.
 
-Two kinds of constraint, as for any pipeline: a resource cannot do its work of a step in less than that work
-takes, and the loop prompt -> answers -> optimizer step -> weights -> next prompt has only so many batches
-in it at a time.
+A pipeline has two kinds of constraints: each resource must do its work of a step, and the loop prompt ->
+responses -> optimizer step -> weights -> next prompt holds a limited number of batches at a time.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import NamedTuple
 
 
 class StageWork(NamedTuple):
-    """What one step costs, in seconds, measured where it was least disturbed."""
+    """Seconds of work and latency of one step, from the least disturbed measurements."""
 
     tail_s: float
-    """From a batch's first prompt to its last reward."""
+    """Time from the first prompt of a batch to its last reward."""
     group_s: float
-    """From a prompt's first request to its last reward, on average."""
+    """Mean time from the first request of a prompt to its last reward."""
     train_s: float
-    """Log-probs, advantages and optimizer step, on the training devices."""
+    """Log-probs, advantages and optimizer step on the training devices."""
     update_s: float
-    """The optimizer step alone. All else could be done before the last answer is there."""
+    """The optimizer step alone; all other training work can precede the last response."""
     weights_s: float
-    """Weights from the trainer to the engines."""
+    """Weight update from the trainer to the engines."""
     generate_cpu_s: float
-    """CPU time of the engines: on a CPU, a device is a thread."""
+    """CPU time of the engines; on a CPU, a device is a thread."""
     cpu_s: float
-    """CPU time of all processes: what these processes need, not what the work needs."""
+    """CPU time of all processes, including their overhead."""
 
 
 def bound_terms(
@@ -39,12 +38,11 @@ def bound_terms(
     cores: int,
     devices: int,
 ) -> dict[str, float]:
-    """Seconds a step that each constraint takes; no schedule is faster than the largest.
+    """Return the seconds per step of each constraint; no schedule is faster than the largest.
 
-    `loop`: with a bounded lag, `batches_in_flight` is that lag + 1, and the slowest answer of each batch must
-    be
-    there in time. Without, fast answers overtake slow ones, and only the average counts (Little's law).
-    `devices`: one trains while one generates; shared ones do both in turn. `cores`: all processes together.
+    `loop`: with a bounded lag, `batches_in_flight` is that lag + 1, and each batch waits for its slowest
+    response. Without a bound, fast responses overtake slow ones, and the mean counts (Little's law).
+    `devices`: one trains while one generates; shared devices do both in turn. `cores`: all processes.
     """
     latency = work.tail_s if bounded_lag else work.group_s
     return {

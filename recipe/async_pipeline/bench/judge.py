@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toy's rule as a judge that takes its time. verl loads this file by its module's name."""
+"""Score the toy task after a simulated delay. verl loads this file by its module name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ async def compute_score(
     wait: dict[str, float],
     **_: Any,
 ) -> float:
-    """Score the last line of an answer, after a wait that the seed, the prompt and the answer's number
-    decide.
-    """
+    """Score the last line of a response after a delay drawn from seed, prompt and index of the response."""
     prompt, session = int(extra_info["index"]), int(extra_info["session"])
     started = time.monotonic()
     await asyncio.sleep(Lognormal(**wait).draw(seed, "judge", prompt, session))

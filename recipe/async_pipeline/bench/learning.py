@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline bench learning`: does asynchrony keep what is learned, by samples and by the clock?"""
+"""`async-pipeline bench learning`: compare the learning curves of strategies, by samples and by time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .runner import JobFailed, command_of, run_watched
 _OWN = "trainer.v1.async_pipeline"
 _UNCORRECTED: dict[str, Any] = {"algorithm.rollout_correction.rollout_is": None}
 _STEEP: dict[str, Any] = {"actor_rollout_ref.actor.optim.lr": 6.0e-4}
-"""Twice the learning rate of the smoke run, at which age begins to tell."""
+"""Twice the learning rate of the smoke run, at which lag starts to affect learning."""
 
 
 class Variant(NamedTuple):
-    """A strategy with settings beside it, and what it is compared with."""
+    """A strategy with additional settings, and the variant that it is compared with."""
 
     overrides: Mapping[str, Any]
     yardstick: str = "on_policy"
@@ -47,13 +47,11 @@ VARIANTS: dict[str, Variant] = {
     "steep_uncorrected": Variant(_strategy("n_step_ahead", 3) | _STEEP | _UNCORRECTED, "steep_on_policy"),
     "steep_corrected": Variant(_strategy("n_step_ahead", 3) | _STEEP, "steep_on_policy"),
 }
-"""All correct for age as the smoke run does (truncated importance sampling by token), but `uncorrected`."""
+"""All variants but `uncorrected` use the truncated importance sampling by token of the smoke run."""
 
 
 class Curve(NamedTuple):
-    """One run: after each step, mean reward of the step's answers, samples trained so far, seconds since
-    the flow began.
-    """
+    """One run: mean reward of each step, and samples trained and seconds since the start of the flow."""
 
     reward: list[float]
     samples: list[int]
@@ -89,35 +87,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="write all curves there, after each run",
+        help="write all curves to FILE after each run",
     )
-    parser.add_argument(
-        "--go-on", action="store_true", help="run only what the file of --json does not have yet"
-    )
+    parser.add_argument("--go-on", action="store_true", help="run only what is missing in the file of --json")
     parser.add_argument(
         "--picture",
         type=Path,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="write a PNG there (default: beside --json)",
+        help="write a PNG to FILE (default: the file of --json, with the suffix .png)",
     )
     parser.add_argument(
         "--logs",
         type=Path,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="keep what the jobs print and write (default: kept only if one fails)",
+        help="keep the output of the jobs in DIR (default: kept only if one fails)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all, seed by seed. Status 0: all completed; 1: some failed."""
+    """Run all variants, seed by seed. Returns 0 if all completed, 1 if some failed."""
     variants = [name.strip() for name in args.variants.split(",")]
     if not set(variants) <= VARIANTS.keys() or args.seeds < 1 or args.steps < 5:
         raise ConfigError(
             f"--variants must be of {', '.join(VARIANTS)}, --seeds >= 1 and --steps >= 5, got "
             f"{args.variants}, {args.seeds}, {args.steps}"
         )
+
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
     before = runs_of(args.json, args.steps) if args.go_on else {}
@@ -131,10 +128,11 @@ def run(args: argparse.Namespace) -> int:
         "curves": {**before, **{name: before.get(name, []) for name in variants}},
         "failed": {},
     }
-    there = {(curve["seed"], name) for name, curves in before.items() for curve in curves}
+    present = {(curve["seed"], name) for name, curves in before.items() for curve in curves}
     runs = [
-        (seed, name) for seed in range(1, args.seeds + 1) for name in variants if (seed, name) not in there
+        (seed, name) for seed in range(1, args.seeds + 1) for name in variants if (seed, name) not in present
     ]
+
     with job_logs(args.logs, data["failed"]) as root:
         for number, (seed, name) in enumerate(runs, start=1):
             echo(f"[{number}/{len(runs)}] {name}, seed {seed}; log in {root / f'{seed}-{name}'}")
@@ -151,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
             )
             if args.json:
                 args.json.write_text(json.dumps(data) + "\n", encoding="utf-8")
+
     echo("\n" + table(data))
     if picture is not None:
         draw(data, picture)
@@ -158,27 +157,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def runs_of(file: Path | None, steps: int) -> dict[str, list[dict[str, Any]]]:
-    """The curves that an earlier call has written. Raises ConfigError: there is no such file, or its runs
-    are shorter or longer.
+    """Return the curves in the file of an earlier call.
+
+    Raises ConfigError if there is no such file, it is invalid, or its runs have another number of steps.
     """
     if file is None or not file.is_file():
         raise ConfigError(
-            f"--go-on wants the --json file of an earlier call, got {file}; name it, or leave --go-on out"
+            f"--go-on requires the --json file of an earlier call, got {file}; name it, or omit --go-on"
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         found, curves = int(data["steps"]), dict(data["curves"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"--json {file} is none of this command's ({error}); name another, or leave --go-on out"
+            f"--json {file} was not written by this command ({error}); name another file, or omit --go-on"
         ) from None
     if found != steps:
-        raise ConfigError(f"--steps must be {found}, as in {file}, got {steps}; say --steps {found}")
+        raise ConfigError(f"--steps must be {found}, as in {file}, got {steps}; set --steps {found}")
     return {name: list(runs) for name, runs in curves.items() if name in VARIANTS}
 
 
 def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path) -> Curve:
-    """Raises JobFailed."""
+    """Run one variant with one seed. Returns its curve. Raises JobFailed if the job fails or hangs."""
     directory.mkdir(parents=True)
     values = {
         "async_pipeline": True,
@@ -201,7 +201,7 @@ def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path) -
 
 
 def read_curve(run_dir: Path) -> Curve:
-    """Out of a run's `metrics.jsonl` and `summary.json`."""
+    """Return the curve of a run from its `metrics.jsonl` and `summary.json`."""
     rows = [json.loads(line)["data"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "critic/score/mean" in row]
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -210,6 +210,7 @@ def read_curve(run_dir: Path) -> Curve:
     for row in rows:
         now += row["timing_s/step"]
         seconds.append(now)
+
     return Curve(
         reward=[row["critic/score/mean"] for row in rows],
         samples=[each * number for number in range(1, len(rows) + 1)],
@@ -220,7 +221,7 @@ def read_curve(run_dir: Path) -> Curve:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Markdown: reward at the end of each, and the difference to its yardstick, paired by seed."""
+    """Return a Markdown table: final reward, and the difference to the yardstick, paired by seed."""
     lines = [
         "| variant | reward in the last fifth, by seed | mean | minus yardstick, paired | lag, mean | "
         "seconds |",
@@ -229,6 +230,7 @@ def table(data: Mapping[str, Any]) -> str:
     for name, curves in data["curves"].items():
         if not curves:
             continue
+
         ends = {curve["seed"]: curve["last_fifth"] for curve in curves}
         yardstick = {c["seed"]: c["last_fifth"] for c in data["curves"].get(VARIANTS[name].yardstick, [])}
         paired = [ends[seed] - yardstick[seed] for seed in ends if seed in yardstick]
@@ -245,7 +247,7 @@ def _range(values: Sequence[float], digits: int = 3) -> str:
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """Reward against samples and against the clock; mean of all seeds, each seed thin."""
+    """Draw reward over samples and over time: the mean of all seeds, and each seed as a thin line."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -261,7 +263,8 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
                 middle = [fmean(_smooth(curve["reward"])[step] for curve in curves) for step in steps]
                 at = [fmean(curve[over][step] for curve in curves) for step in steps]
                 axes.plot(at, middle, color=f"C{number}", linewidth=2, label=name)
-            axes.set_xlabel(f"{over} {'trained' if over == 'samples' else 'since the flow began'}")
+            axes.set_xlabel(f"{over} {'trained' if over == 'samples' else 'since the start of the flow'}")
+
     both[0].set_ylabel("reward, mean of five steps")
     both[0].legend(frameon=False)
     for axes in both:

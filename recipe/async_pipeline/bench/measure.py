@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job's spans and samples -> the figures of one arm in one turn. Pure."""
+"""Reduce the spans and samples of one job to the figures of one arm in one turn. Pure."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from .usage import Usage, cpu_between, foreign_cpu
 from .workload import Workload
 
 TRAIN = ("old_log_prob", "ref_log_prob", "advantage", "update_actor")
-"""Work of the training devices. `update_actor` ends a step."""
+"""Work of the training devices; `update_actor` ends a step."""
 SYNC = "sync"
-"""The training loop stands still for the weights: the whole of verl's update, the gather of ours."""
+"""The training loop waits for weights: verl for its whole update, this package for the gather."""
 WEIGHTS = "weights"
-"""From a version's gather until all replicas serve it."""
+"""Time from the gather of a version until all replicas serve it."""
 PAUSED = "paused"
-"""The engines stand still although requests may be open: with verl for its update, and if training needs
-their
-devices as long as it trains; with ours for the load."""
+"""The engines pause although requests may be open.
+
+With verl, for its update, and on shared devices also for training; with this package, for the load.
+"""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm in one turn. Seconds and counts are a step's, unless their name says otherwise."""
+    """One arm in one turn; seconds and counts are per step unless documented otherwise."""
 
     samples_per_s: float
     step_s: float
     steps_s: list[float]
-    """Every measured step; `step_s` is their mean, which is what throughput follows."""
+    """Seconds of every measured step; `step_s` is their mean."""
     trainer_idle: float
     """Share of the time in which the training devices neither train nor wait for weights."""
     generator_idle: float
-    """Share of the time in which no request is open, or the engines are paused."""
+    """Share of the time in which no request is open or the engines pause."""
     stall_train_s: float
     stall_generate_s: float
     lag_mean: float
     lag_max: int
     cpu_s: dict[str, float]
     peak_memory_gib: float
-    """Largest sum of memory that processes do not share."""
+    """Largest sum of the private memory of all processes."""
     first_step_s: float
-    """From the start of the command to the end of the first optimizer step."""
+    """Time from the start of the command to the end of the first optimizer step."""
     load_before: float
-    """Load average of the machine when the job began; what the job before it left fades from it within
-    minutes.
-    """
+    """Load average of the machine at the start of the job; it includes the previous job for some minutes."""
     foreign_cpu: float
-    """Cores that others kept busy meanwhile."""
+    """Mean number of cores that other processes kept busy."""
     work: StageWork
 
 
 class NotEnoughSteps(ValueError):
-    """The job ended before its measured steps were done."""
+    """The job ended before its measured steps."""
 
 
 def measure(
     spans: Sequence[Span], usage: Sequence[Usage], workload: Workload, *, started: float, load_before: float
 ) -> Measured:
-    """Reduce what the probes of one job wrote. `started` is when its command began, on the spans' clock.
+    """Reduce the output of one job's probes; `started` is the start of its command on the spans' clock.
 
-    Raises NotEnoughSteps: the job did not get far enough.
+    Raises NotEnoughSteps if the job ended before its measured steps.
     """
     updates = [span for span in spans if span.name == "update_actor"]
     last = workload.warmup + workload.steps
     if len(updates) < last:
-        raise NotEnoughSteps(f"{len(updates)} optimizer steps ended, {last} are needed")
+        raise NotEnoughSteps(f"{len(updates)} of {last} optimizer steps ended")
+
     ends = [span.end for span in updates[workload.warmup - 1 : last]]
     window = (ends[0], ends[-1])
     seconds, steps = window[1] - window[0], workload.steps
@@ -85,8 +85,11 @@ def measure(
     cpu = {part: spent / steps for part, spent in cpu_between(usage, *window).items()}
     stalled = overlap_seconds(requests, paused)
     updates_s = covered(clip(spans, ("update_actor",), window)) / steps
-    ways = [span.seconds for span in spans if span.name == WEIGHTS and window[0] <= span.end <= window[1]]
+    durations = [
+        span.seconds for span in spans if span.name == WEIGHTS and window[0] <= span.end <= window[1]
+    ]
     tail_s, group_s = latencies(spans, window, workload.prompts_per_step)
+
     return Measured(
         samples_per_s=samples / seconds,
         step_s=seconds / steps,
@@ -107,7 +110,7 @@ def measure(
             group_s=group_s,
             train_s=covered(train) / steps,
             update_s=updates_s,
-            weights_s=fmean(ways) if ways else 0.0,
+            weights_s=fmean(durations) if durations else 0.0,
             generate_cpu_s=cpu.get("generate", 0.0),
             cpu_s=sum(cpu.values()),
         ),
@@ -117,23 +120,22 @@ def measure(
 def clip(
     spans: Sequence[Span], names: Sequence[str], window: tuple[float, float]
 ) -> list[tuple[float, float]]:
-    """The parts of the named spans that lie in the window."""
+    """Return the parts of the named spans within the window."""
     low, high = window
     inside = [(max(s.start, low), min(s.end, high)) for s in spans if s.name in names]
     return [(start, end) for start, end in inside if end > start]
 
 
 def covered(intervals: Sequence[tuple[float, float]]) -> float:
-    """Seconds that any of them covers."""
+    """Return the seconds covered by at least one interval."""
     return sum(end - start for start, end in union(intervals))
 
 
 def latencies(spans: Sequence[Span], window: tuple[float, float], prompts: int) -> tuple[float, float]:
-    """Seconds from a prompt's first request to its last reward: of a batch's slowest, and of all, on average.
+    """Return the mean seconds from first request to last reward: of each batch's slowest prompt, and of all.
 
-    A batch is so many prompts in the order in which they were begun, as a strict trainer would take them.
-    Only
-    batches that ended in the window count.
+    A batch is `prompts` prompts in order of their start, as an on-policy trainer takes them. Only batches
+    that ended in the window count.
     """
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -143,6 +145,7 @@ def latencies(spans: Sequence[Span], window: tuple[float, float], prompts: int) 
             ended[prompt] = max(ended.get(prompt, 0.0), span.end)
             if span.name == "episode":
                 begun[prompt] = min(begun.get(prompt, span.start), span.start)
+
     order = sorted(begun, key=lambda prompt: begun[prompt])
     batches = [order[at : at + prompts] for at in range(0, len(order) - prompts + 1, prompts)]
     whole = [

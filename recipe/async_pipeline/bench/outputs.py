@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where results go, checked before anything runs."""
+"""Check the output files of a benchmark before it runs, and provide the directory of its logs."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_outputs(json_file: Path | None, picture: Path | None, logs: Path | None) -> None:
-    """Raises ConfigError: what is to be written at the end, hours from now, could not be."""
+    """Check that all outputs can be written at the end. Raises ConfigError if one cannot."""
     for option, path in (("--json", json_file), ("--picture", picture)):
         if path is None:
             continue
         folder = path.resolve().parent
         if not folder.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+            raise ConfigError(f"{option} {path}: the directory {path.parent} does not exist; create it")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise ConfigError(f"{option} {path} cannot be written; name a file in a folder of yours")
+            raise ConfigError(f"{option} {path} cannot be written; name a file in a writable directory")
     if picture is not None and picture.suffix not in PICTURES:
         raise ConfigError(f"--picture {picture} must end in one of {', '.join(PICTURES)}")
     if picture is not None and json_file is not None and picture.resolve() == json_file.resolve():
-        raise ConfigError(
-            f"--json and the picture are both to be {picture}; name another file for one of them"
-        )
+        raise ConfigError(f"--json and the picture are both {picture}; name another file for one of them")
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "the picture needs matplotlib; `pip install matplotlib`, or leave out --json and --picture"
+            "the picture needs matplotlib; `pip install matplotlib`, or omit --json and --picture"
         )
     if logs is not None and logs.exists() and any(logs.iterdir()):
-        raise ConfigError(f"--logs {logs} is not empty; name another folder")
+        raise ConfigError(f"--logs {logs} is not empty; name another directory")
 
 
 @contextmanager
 def job_logs(given: Path | None, failed: Mapping[str, str]) -> Iterator[Path]:
-    """Where jobs write. A folder that nobody named is removed, unless something is in `failed` or raised."""
+    """Provide the directory for job output: `given`, or a temporary one.
+
+    The temporary directory is kept if `failed` has an entry or the body raises.
+    """
     if given is not None:
         yield given.resolve()
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results as one PNG: throughput with its spread, and where the devices' time went."""
+"""Draw the results as one picture: throughput with its spread, and the use of the devices' time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 from ..errors import ConfigError
 
-OURS, THEIRS = "#2a78b5", "#8a8f98"
-KINDS = {"work": "#4f8f6f", "stands still for weights": "#d1495b", "idle": "#e4e6ea"}
+PIPELINE_COLOUR, VERL_COLOUR = "#2a78b5", "#8a8f98"
+KINDS = {"work": "#4f8f6f", "paused for weights": "#d1495b", "idle": "#e4e6ea"}
 
 
 def draw(data: Mapping[str, Any], path: Path) -> None:
-    """Write the picture. Raises ConfigError: matplotlib is not installed."""
+    """Write the picture. Raises ConfigError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
         raise ConfigError(
-            "the picture needs matplotlib; `pip install matplotlib`, or leave out --picture"
+            "the picture needs matplotlib; `pip install matplotlib`, or omit --picture"
         ) from None
+
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -30,14 +31,17 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     rates = [arms[name]["samples_per_s"] for name in names]
     middles = [rate["median"] for rate in rates]
     spreads = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-    colours = [THEIRS if name.startswith("verl_") else OURS for name in names]
+    colours = [VERL_COLOUR if name.startswith("verl_") else PIPELINE_COLOUR for name in names]
+
     left.barh(names, middles, xerr=spreads, color=colours, ecolor="#333", capsize=3)
     for row, middle in enumerate(middles):
         left.text(max(middles) * 0.01, row, f"{middle:.1f}", va="center", color="white", fontweight="bold")
     left.set_xlabel("samples/s: median, smallest and largest turn")
-    _split(right, arms, names)
+
+    _draw_shares(right, arms, names)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+
     workload, turns = data["workload"], max((len(arm["turns"]) for arm in arms.values()), default=0)
     lines = [
         f"{workload['name']}: {data['machine']['cores']} cores, {data['machine']['cpu']}; "
@@ -49,8 +53,8 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _split(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
-    """Two thin bars an arm: what the trainer and the generator did with their time."""
+def _draw_shares(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
+    """Draw two bars per arm: the shares of work, pause and idle time of trainer and generator."""
     for row, name in enumerate(names):
         arm = arms[name]
         step = arm["step_s"]["median"]
@@ -58,8 +62,9 @@ def _split(axes: Any, arms: Mapping[str, Any], names: list[str]) -> None:
             stall = min(1.0, arm[f"stall_{kind}_s"] / step)
             idle = arm["trainer_idle" if kind == "train" else "generator_idle"]["median"]
             if kind == "generate":
-                # Requests that are open while the engine is paused count as idle there, and as a stall here.
+                # generator_idle includes the pauses; here they are separate.
                 idle = max(0.0, idle - stall)
+
             at = 0.0
             for label, share in zip(KINDS, (max(0.0, 1 - idle - stall), stall, idle), strict=True):
                 first = row == 0 and kind == "train"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured -> the JSON that `--json` writes, and a table in Markdown."""
+"""Build the JSON of `--json` and the Markdown table from the measured figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .statistics import Spread, paired_ratio, spread
 from .workload import Workload
 
 Results = Mapping[str, Sequence[Measured]]
-"""The turns of each arm that succeeded in all of them."""
+"""The turns of each arm whose turns all succeeded."""
 _SPREADS = (
     "samples_per_s",
     "step_s",
@@ -38,9 +38,9 @@ _SPREADS = (
 
 
 def machine() -> dict[str, Any]:
-    """What ran it."""
+    """Describe the machine and the versions of the packages."""
     return {
-        # Those that this process may use, which may be fewer than there are.
+        # The cores that this process may use, which may be fewer than the machine has.
         "cores": len(os.sched_getaffinity(0)),
         "cpu": _cpu_name(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -68,17 +68,16 @@ def _cpu_name() -> str:
 
 
 def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
-    """The terms of the bound of each arm, from the smallest costs seen in any turn.
+    """Return the terms of the bound of each arm, from the smallest costs measured in any turn.
 
-    Waits and weights are the same for all arms, so their smallest is of any arm. What devices and processes
-    do
-    differs between arms that share their devices and those that do not, so that is of a like arm.
+    Latencies and weights are the same for all arms, so their minimum is over all arms. The work of devices
+    and processes depends on whether devices are shared, so its minimum is over arms of the same kind.
     """
     everywhere = [m.work for turns in results.values() for m in turns]
     found = {}
     for name in results:
         arm = ARMS[name]
-        like = [
+        same_kind = [
             m.work
             for other, turns in results.items()
             if ARMS[other].shared_devices == arm.shared_devices
@@ -87,11 +86,11 @@ def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
         work = StageWork(
             tail_s=min(work.tail_s for work in everywhere),
             group_s=min(work.group_s for work in everywhere),
-            train_s=min(work.train_s for work in like),
-            update_s=min(work.update_s for work in like),
+            train_s=min(work.train_s for work in same_kind),
+            update_s=min(work.update_s for work in same_kind),
             weights_s=min(work.weights_s for work in everywhere),
-            generate_cpu_s=min(work.generate_cpu_s for work in like),
-            cpu_s=min(work.cpu_s for work in like),
+            generate_cpu_s=min(work.generate_cpu_s for work in same_kind),
+            cpu_s=min(work.cpu_s for work in same_kind),
         )
         found[name] = bound_terms(
             work,
@@ -114,16 +113,17 @@ def report(
     failed: Mapping[str, str],
     stock_poll: Mapping[str, Measured],
 ) -> dict[str, Any]:
-    """Everything, as plain data."""
-    around = machine()
-    limits = bounds(results, int(around["cores"])) if results else {}
+    """Return all results as plain data, as `--json` writes them."""
+    hardware = machine()
+    limits = bounds(results, int(hardware["cores"])) if results else {}
     arms = {arm: _arm(turns, limits[arm]) for arm, turns in results.items()}
     for arm, measured in stock_poll.items():
         if arm in arms:
             arms[arm]["stock_poll_samples_per_s"] = measured.samples_per_s
+
     rates = {arm: [m.samples_per_s for m in turns] for arm, turns in results.items()}
     return {
-        "machine": around,
+        "machine": hardware,
         "command": command,
         "seed": seed,
         "polls_s": {"compared": FAST_POLL_S, "shipped": STOCK_POLL_S},
@@ -138,7 +138,7 @@ def report(
 
 def _arm(turns: Sequence[Measured], terms: Mapping[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {name: spread([getattr(m, name) for m in turns])._asdict() for name in _SPREADS}
-    # A stall is one figure a step; its spread says little.
+    # A stall is one figure per step, so its spread is not meaningful.
     for name in ("stall_train_s", "stall_generate_s"):
         row[name] = row[name]["median"]
     row["lag_max"] = max(m.lag_max for m in turns)
@@ -153,16 +153,16 @@ def _arm(turns: Sequence[Measured], terms: Mapping[str, float]) -> dict[str, Any
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """Three Markdown tables: how fast, where the time went, at what cost. Medians with [smallest ..
-    largest].
-    """
+    """Return Markdown tables of speed, use of time and cost, and the failures; medians with [min .. max]."""
     arms: Mapping[str, Any] = data["arms"]
     base = "verl_sync" if "verl_sync" in arms else next(iter(arms), "")
+
     speed, time_, cost = [], [], []
     for name, arm in arms.items():
         ratio = data["ratios"].get(f"{name}/{base}")
         stock = arm.get("stock_poll_samples_per_s")
         binding = max(arm["bound_terms_s"], key=lambda term: arm["bound_terms_s"][term])
+
         speed.append(
             [
                 f"`{name}`",
@@ -194,6 +194,7 @@ def table(data: Mapping[str, Any]) -> str:
                 _range(arm["foreign_cpu"], 2),
             ]
         )
+
     blocks = [
         _rows(
             [
@@ -207,8 +208,8 @@ def table(data: Mapping[str, Any]) -> str:
             ],
             speed,
         ),
-        f"verl's arms look for finished answers every {data['polls_s']['compared']:g} s, "
-        f"as shipped every {data['polls_s']['shipped']:g} s.",
+        f"verl's arms poll for finished responses every {data['polls_s']['compared']:g} s; "
+        f"as shipped, every {data['polls_s']['shipped']:g} s.",
         _rows(
             [
                 "arm",
@@ -244,13 +245,13 @@ def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _against_verl(data: Mapping[str, Any]) -> list[str]:
-    """Paired ratios of each of our arms to each of verl's."""
-    ours = [name for name in data["arms"] if ARMS[name].ours]
-    theirs = [name for name in data["arms"] if not ARMS[name].ours]
-    if not ours or not theirs:
+    """Return a table of the paired ratios of each strategy of this package to each trainer of verl."""
+    pipeline = [name for name in data["arms"] if ARMS[name].uses_pipeline]
+    verl = [name for name in data["arms"] if not ARMS[name].uses_pipeline]
+    if not pipeline or not verl:
         return []
-    rows = [[f"`{a}`", *(_range(data["ratios"][f"{a}/{b}"], 2) for b in theirs)] for a in ours]
-    return [_rows(["samples/s, paired", *(f"/ `{b}`" for b in theirs)], rows)]
+    rows = [[f"`{a}`", *(_range(data["ratios"][f"{a}/{b}"], 2) for b in verl)] for a in pipeline]
+    return [_rows(["samples/s, paired", *(f"/ `{b}`" for b in verl)], rows)]
 
 
 def _range(values: Mapping[str, float] | Spread, digits: int) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs arms as jobs, in turns. A job that fails is reported with its last words, and the others go on."""
+"""Run arms as jobs, in turns. A failed job is reported with its last error, and the others continue."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from .arms import ARMS, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
 from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
 from .usage import Usage, UsageMeter
-from .workload import CONFIGS, DEFAULT_ANSWERS, Workload
+from .workload import CONFIGS, DEFAULT_RESPONSES, Workload
 
 FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
-"""How often verl's replay buffer looks for finished answers: in a comparison, and as shipped."""
+"""Interval at which verl's replay buffer polls for finished responses: in a comparison, and as shipped."""
 START_LIMIT_S, EACH_LIMIT_S = 900.0, 60.0
-"""A job that takes longer to start, and longer than this for each thing that it does, is ended and
-reported.
-"""
+"""Time limits of a job: for its start, and for each step or weight update that it counts."""
 LOG = "job.log"
 PROGRESS_S = 30.0
 WATCH_S = 1.0
 _ERROR = re.compile(r"^\S*(?:Error|Exception|Violation|Timeout)\S*: .+")
 _PRINTED_BY = re.compile(r"^\s*[\d.]+ s  |^\([^)]*pid=\d+[^)]*\) ?")
-"""What `watch` and Ray put before a line."""
+"""Prefixes that `watch` and Ray add to a line."""
 
 
 class Job(NamedTuple):
@@ -45,21 +43,28 @@ class Job(NamedTuple):
 
 
 class JobFailed(RuntimeError):
-    """A job ended with an error, or before its measured steps were done."""
+    """A job ended with an error, or before its measured steps."""
 
 
 def jobs_in_turns(arms: Sequence[str], repeats: int, root: Path, *, stock_poll: bool) -> list[Job]:
-    """A B C A B C; then each of verl's own once more, with its polling interval as shipped."""
+    """Return the jobs in turns (A B C A B C).
+
+    With `stock_poll`, each trainer of verl runs one additional job with its polling interval as shipped.
+    """
     turns = [
         Job(arm, turn, FAST_POLL_S, root / f"{turn}-{arm}") for turn in range(1, repeats + 1) for arm in arms
     ]
     if stock_poll:
-        turns += [Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}") for arm in arms if not ARMS[arm].ours]
+        turns += [
+            Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}")
+            for arm in arms
+            if not ARMS[arm].uses_pipeline
+        ]
     return turns
 
 
 def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
-    """The command line of a job, below verl's entry point. Writes the agent loop's file."""
+    """Return the overrides of a job for verl's entry point, and write the file of its agent loop."""
     agents = job.directory / "agents.yaml"
     # JSON is YAML.
     agents.write_text(
@@ -74,6 +79,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
             ]
         )
     )
+
     arm = ARMS[job.arm]
     values: dict[str, Any] = {
         "data.seed": seed,
@@ -82,16 +88,17 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
         "trainer.default_local_dir": str(job.directory / "checkpoints"),
         "actor_rollout_ref.rollout.agent.default_agent_loop": "bench_episode",
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(agents),
-        # Never the cluster of somebody else on this machine.
+        # Do not join another Ray cluster on this machine.
         "ray_kwargs.ray_init.address": "local",
         **workload.overrides,
         **arm.overrides,
     }
+
     if "async_training" in arm.overrides:
-        # It counts prompts, not steps.
+        # This trainer counts prompts instead of steps.
         values["rollout.total_rollout_steps"] = workload.prompts_per_step * workload.total_steps
-        values["rollout.n"] = values.get("actor_rollout_ref.rollout.n", DEFAULT_ANSWERS)
-    if arm.ours:
+        values["rollout.n"] = values.get("actor_rollout_ref.rollout.n", DEFAULT_RESPONSES)
+    if arm.uses_pipeline:
         values["trainer.v1.async_pipeline.run_dir"] = str(job.directory / "run")
     if workload.judge_s is not None:
         values["reward.custom_reward_function.path"] = "pkg://recipe.async_pipeline.bench.judge"
@@ -103,7 +110,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
 
 
 def command_of(entry: str, overrides: Sequence[str]) -> list[str]:
-    """What is run: a module under `watch`, so that nothing of it is left; with the settings of a CPU run."""
+    """Return the command of a job: a module with CPU settings under `watch`, which ends all processes."""
     environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
     config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
@@ -118,12 +125,12 @@ def _reference(workload: Workload, seed: int) -> str:
 
 
 def run_job(job: Job, workload: Workload, seed: int, task: Path, say: Callable[[str], None]) -> Measured:
-    """Run one arm once. Raises JobFailed: it failed, hung, or stopped before its steps were done."""
+    """Run one arm once. Raises JobFailed if it fails, hangs, or ends before its measured steps."""
     job.directory.mkdir(parents=True)
     started, load_before = time.monotonic(), os.getloadavg()[0]
     usage = run_watched(
         job.directory,
-        # Each turn has prompts and waits of its own, the same for all arms.
+        # Each turn has different prompts and latencies, which are the same for all arms.
         command_of(ARMS[job.arm].entry, overrides_of(job, workload, seed + max(job.turn, 1) - 1)),
         {"ASYNC_PIPELINE_TASK": str(task), POLL_S: str(job.poll_s), REFERENCE: _reference(workload, seed)},
         counting=("update_actor", workload.total_steps, "step"),
@@ -143,21 +150,21 @@ def run_watched(
     counting: tuple[str, int, str],
     say: Callable[[str], None],
 ) -> list[Usage]:
-    """Run a command to its end; its output goes to `job.log` and its spans to files, both in `directory`.
+    """Run a command to its end, with its output in `job.log` and its spans in files of `directory`.
 
-    `counting`: a span's name, how many are expected and what they are called, for a line of progress now and
-    then.
-    Returns what the processes used. Raises JobFailed: it failed, or hung.
+    `counting` is the name of the spans to count for lines of progress, their expected number, and the word
+    for one of them. Returns the resource usage of the processes. Raises JobFailed if the job fails or hangs.
     """
     settings = {
         **os.environ,
         SPANS_DIR: str(directory),
         "ASYNC_PIPELINE_RUN": directory.name,
         "OMP_NUM_THREADS": "1",
-        # Where a stock run puts its metrics; ours go to the run directory.
+        # verl's file logger writes here; the pipeline's metrics go to the run directory.
         "VERL_FILE_LOGGER_ROOT": str(directory),
         **environment,
     }
+
     with (directory / LOG).open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=output, stderr=output)
         meter = UsageMeter(process.pid)
@@ -168,13 +175,14 @@ def run_watched(
                 process.terminate()
                 process.wait()
             usage = meter.stop()
+
     if status:
         raise failure(directory, f"status {status}")
     return usage
 
 
 def failure(directory: Path, why: str) -> JobFailed:
-    """With the last words of the log."""
+    """Return the error of a failed job, with the last error in its log."""
     log = directory / LOG
     return JobFailed(f"{why}: {last_error(log.read_text(errors='replace'))}; see {log}")
 
@@ -187,23 +195,23 @@ def _wait(
 ) -> int:
     name, expected, unit = counting
     limit_s = START_LIMIT_S + EACH_LIMIT_S * expected
-    started = said = time.monotonic()
+    started = reported = time.monotonic()
     while process.poll() is None:
         try:
             process.wait(WATCH_S)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
             if now - started > limit_s:
-                raise JobFailed(f"no end after {limit_s:g} s; see {directory / LOG}") from None
-            if now - said >= PROGRESS_S:
-                said = now
+                raise JobFailed(f"still running after {limit_s:g} s; see {directory / LOG}") from None
+            if now - reported >= PROGRESS_S:
+                reported = now
                 done = sum(span.name == name for span in read_spans(directory))
                 say(f"  ... {now - started:.0f} s, {unit} {done} of {expected}")
     return process.returncode
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names an exception, without who printed it."""
+    """Return the last line of a log that names an exception, without prefixes, at most 300 characters."""
     lines = (_PRINTED_BY.sub("", _PRINTED_BY.sub("", line)).strip() for line in log.splitlines())
     found = [line for line in lines if _ERROR.match(line)]
-    return found[-1][:300] if found else "no error in its log"
+    return found[-1][:300] if found else "no error in the log"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named intervals that the processes of a job append to files of one directory; standard library only.
+"""Named intervals that the processes of a job append to files in one directory. Standard library only.
 
-Seconds of the machine's monotonic clock, which all processes of one host share.
+Times are seconds of the monotonic clock, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SPANS_DIR = "ASYNC_PIPELINE_BENCH_DIR"
-"""Environment variable: where the processes of a job write their spans."""
+"""Environment variable: directory in which the processes of a job write their spans."""
 REFERENCE = "ASYNC_PIPELINE_BENCH_REFERENCE"
-"""Environment of a job: seed and lognormal of the waits of its reference policy, as JSON; or nothing."""
+"""Environment variable: seed and latency of the reference policy as JSON, or an empty string."""
 POLL_S = "ASYNC_PIPELINE_BENCH_POLL_S"
-"""Environment variable: how often verl's own trainers look for finished answers."""
+"""Environment variable: interval at which verl's trainers poll for finished responses."""
 
 
 class Span(NamedTuple):
-    """`name` went on from `start` to `end`."""
+    """An interval from `start` to `end`, in seconds."""
 
     name: str
     start: float
@@ -37,23 +37,22 @@ class Span(NamedTuple):
 
 
 class SpanFile:
-    """Appends to a file of this process. Each span is one short write, so a killed job keeps what it
-    wrote.
-    """
+    """A file of this process. Each span is one short write, so a killed job keeps its spans."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / f"spans-{os.getpid()}.jsonl"
         self._file: int | None = None
 
     def add(self, name: str, start: float, end: float | None = None, **facts: Any) -> None:
+        """Append a span; `end` defaults to the current time."""
         ended = time.monotonic() if end is None else end
-        if self._file is None:  # open until the process ends: opening takes longer than what is timed
+        if self._file is None:  # stays open: opening takes longer than the timed work
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.write(self._file, f"{json.dumps([name, start, ended, facts])}\n".encode())
 
     @contextmanager
     def measure(self, name: str, **facts: Any) -> Iterator[None]:
-        """Time the body, also when it raises."""
+        """Record a span of the body, also if the body raises."""
         start = time.monotonic()
         try:
             yield
@@ -63,12 +62,12 @@ class SpanFile:
 
 @cache
 def of_this_job() -> SpanFile:
-    """The file of this process. Raises KeyError: it does not belong to a benchmark."""
+    """Return the file of this process. Raises KeyError if the process is not part of a benchmark."""
     return SpanFile(Path(os.environ[SPANS_DIR]))
 
 
 def read_spans(directory: Path) -> list[Span]:
-    """All spans of a job, by their end. A line that a killed process left half written is skipped."""
+    """Return all spans of a job in order of their end; incomplete lines of killed processes are skipped."""
     spans = []
     for path in directory.glob("spans-*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -80,7 +79,7 @@ def read_spans(directory: Path) -> list[Span]:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals, in order, that cover what any of the given ones covers."""
+    """Return the union of intervals as disjoint intervals in order."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:

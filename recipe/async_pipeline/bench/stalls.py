@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long engines and trainer stand still for a publication, from what they did around it. Pure."""
+"""Compute how long engines and trainer pause for a weight update, from their activity around it. Pure."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ from .spans import Span
 from .statistics import spread
 
 STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
-"""Names of spans. A step says which process made it; a publication says what it cost, and how long the
-trainer
-could not train; limits say what a plain copy gets of the machine beside generation."""
+"""Names of spans.
+
+A step has the id of its process. A publication has the costs of a weight update and the pause of the trainer.
+Limits have the rates of a plain copy during generation.
+"""
 
 Interval = tuple[float, float]
 
 
 class Cost(NamedTuple):
-    """One publication, in seconds."""
+    """The costs of one weight update, in seconds."""
 
     seconds: float
-    """From its begin until every replica served it."""
+    """Time from its start until every replica serves the version."""
     trainer_stall: float
     generator_stall: float
-    """Of all replicas together."""
+    """Sum over all replicas."""
     facts: Mapping[str, float]
 
 
 def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
-    """The publications after the first `warmup` ones.
+    """Return the costs of the weight updates after the first `warmup` ones.
 
-    A replica stands still where it makes no step for longer than usual; usual is its median pause between two
-    steps while nothing is published. It always has requests, so it pauses for nothing else. What its pauses
-    are
-    longer than usual by while nothing is published, in the same time, is not charged to a publication.
+    A replica stalls while a pause between two steps exceeds its usual pause: the median while no update runs.
+    Replicas always have requests, so there is no other reason for a pause. Excess that also occurs without an
+    update, in the same time, does not count.
     """
     steps: dict[int, list[Interval]] = defaultdict(list)
     for span in spans:
         if span.name == STEP:
             steps[int(span.facts["pid"])].append((span.start, span.end))
+
     publications = sorted((s for s in spans if s.name == PUBLICATION), key=lambda s: s.start)
     windows = [(s.start, s.end) for s in publications]
     pauses = {pid: pauses_of(sorted(made)) for pid, made in steps.items()}
+
     found = []
     for span, window in list(zip(publications, windows, strict=True))[warmup:]:
         stall = sum(
-            stall_in(mine, window, usual_pause(mine, windows), noise(mine, windows))
-            for mine in pauses.values()
+            stall_in(each, window, usual_pause(each, windows), noise(each, windows))
+            for each in pauses.values()
         )
         facts = {k: float(v) for k, v in span.facts.items()}
         found.append(Cost(span.seconds, facts.pop("trainer_stall"), stall, facts))
@@ -58,12 +61,12 @@ def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
 
 
 def pauses_of(steps: Sequence[Interval]) -> list[Interval]:
-    """From the end of each step to the start of the next."""
+    """Return the intervals from the end of each step to the start of the next."""
     return [(a[1], b[0]) for a, b in pairwise(steps) if b[0] > a[1]]
 
 
 def noise(pauses: Sequence[Interval], windows: Sequence[Interval]) -> float:
-    """How much longer than usual the pauses are that no window touches, in seconds a second."""
+    """Return the excess of pauses outside of all windows, in seconds per second."""
     if not pauses:
         return 0.0
     usual = usual_pause(pauses, windows)
@@ -74,26 +77,24 @@ def noise(pauses: Sequence[Interval], windows: Sequence[Interval]) -> float:
 
 
 def usual_pause(pauses: Sequence[Interval], windows: Sequence[Interval]) -> float:
-    """Median pause that no window touches."""
+    """Return the median pause outside of all windows."""
     quiet = [end - start for start, end in pauses if not any(touch((start, end), w) for w in windows)]
     return median(quiet) if quiet else 0.0
 
 
 def stall_in(pauses: Sequence[Interval], window: Interval, usual: float, noise: float) -> float:
-    """Seconds beyond the usual of the pauses that the window touches, less the noise that it would have
-    anyway.
-    """
+    """Return the excess of the pauses that the window touches, in seconds, minus the expected noise."""
     longer = sum(max(0.0, end - start - usual) for start, end in pauses if touch((start, end), window))
     return max(0.0, longer - noise * (window[1] - window[0]))
 
 
 def touch(a: Interval, b: Interval) -> bool:
-    """Do they have more than a point in common?"""
+    """Return whether two intervals overlap in more than a point."""
     return a[0] < b[1] and b[0] < a[1]
 
 
 def summary(found: Sequence[Cost]) -> dict[str, Any]:
-    """Medians with their spread; the rate of each part; the share of the work that nobody stood still for."""
+    """Return medians with their spread, the rate of each part, and the share of hidden work."""
     row: dict[str, Any] = {
         "trainer_stall_s": spread([cost.trainer_stall for cost in found])._asdict(),
         "generator_stall_s": spread([cost.generator_stall for cost in found])._asdict(),
@@ -105,6 +106,7 @@ def summary(found: Sequence[Cost]) -> dict[str, Any]:
         stalls = [cost.trainer_stall + cost.generator_stall for cost in found]
         row["hidden_fraction"] = spread([1 - s / w for s, w in zip(stalls, work, strict=True)])._asdict()
         row["tokens_read_again"] = median(cost.facts["tokens_read_again"] for cost in found)
+
         for part in parts:
             copies = 1 if part == "gather_s" else "replicas"
             rates = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medians with their spread, and ratios of what ran in the same turn."""
+"""Compute medians with their spread, and ratios of values of the same turn."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Raises ValueError: there are no values."""
+    """Return median, min and max. Raises ValueError if there are no values."""
     if not values:
         raise ValueError("a spread needs at least one value")
     return Spread(median(values), min(values), max(values))
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
-    """Spread of the ratios of values that were measured in the same turn.
+    """Return the spread of the ratios of values that were measured in the same turn.
 
-    Raises ValueError: the sequences differ in length, or are empty.
+    Raises ValueError if the sequences differ in length or are empty.
     """
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU seconds and memory of a job and all its descendants, sampled while it runs."""
+"""Sample CPU time and memory of a job and all its descendants while it runs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import psutil
 
 EVERY_S = 1.0
 PARTS = {"VLLM::": "generate", "WorkerDict": "train"}
-"""Words in a command line that tell what a process is for; all others count as `other`, the servers before
-the engines too.
-"""
+"""Words in a command line to the part of a job; all other processes, such as HTTP servers, are `other`."""
 
 
 class Usage(NamedTuple):
-    """One sample: CPU seconds since the start by part, and bytes that no two processes share."""
+    """One sample: CPU seconds since the start by part, and private bytes of all processes."""
 
     at: float
     cpu_s: dict[str, float]
@@ -29,18 +27,18 @@ class Usage(NamedTuple):
 
 
 def part_of(command_line: str) -> str:
-    """Which part of the job a process is."""
+    """Return the part of the job that a process belongs to."""
     return next((part for word, part in PARTS.items() if word in command_line), "other")
 
 
 def cpu_between(samples: Sequence[Usage], start: float, end: float) -> dict[str, float]:
-    """CPU seconds by part that were spent from `start` to `end`, interpolated between samples."""
+    """Return the CPU seconds by part between `start` and `end`, interpolated between samples."""
     parts = {part for sample in samples for part in sample.cpu_s}
     return {part: _at(samples, part, end) - _at(samples, part, start) for part in sorted(parts)}
 
 
 def foreign_cpu(samples: Sequence[Usage]) -> float:
-    """Cores that others than this job kept busy while it ran, on average."""
+    """Return the mean number of cores that processes outside of this job kept busy while it ran."""
     if len(samples) < 2:
         return 0.0
     first, last = samples[0], samples[-1]
@@ -71,7 +69,7 @@ class UsageMeter:
         self._thread.start()
 
     def stop(self) -> list[Usage]:
-        """End the thread; all samples, oldest first."""
+        """End the thread. Returns all samples, oldest first."""
         self._ended.set()
         self._thread.join()
         return self.samples
@@ -81,26 +79,29 @@ class UsageMeter:
             self.samples.append(self.sample())
 
     def sample(self) -> Usage:
-        """One sample now. Processes that have ended keep the CPU time that was last seen of them."""
+        """Take one sample. Processes that have ended count with their last known CPU time."""
         private = 0
         try:
             processes = [self._root, *self._root.children(recursive=True)]
         except psutil.Error:
             processes = []
+
         for process in processes:
             try:
                 with process.oneshot():
                     spent = process.cpu_times()
                     memory = process.memory_info()
-                    # Ray names a worker after its actor once it has one, so a process may change its part.
+                    # Ray renames a worker when an actor starts in it, so a process may change its part.
                     part = part_of(" ".join(process.cmdline()))
                     self._seen[process.pid, process.create_time()] = (part, spent.user + spent.system)
                     private += memory.rss - memory.shared
             except psutil.Error:
                 continue
+
         cpu: dict[str, float] = {}
         for part, seconds in self._seen.values():
             cpu[part] = cpu.get(part, 0.0) + seconds
+
         busy = psutil.cpu_times()
         machine = sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0)
         return Usage(time.monotonic(), cpu, private, machine)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`async-pipeline bench weight-sync`: what a publication costs, with our ways and with verl's, on real
-engines.
+"""`async-pipeline bench weight-sync`: measure the cost of a weight update with real engines.
+
+It compares this package's modes of loading with verl's checkpoint engine.
 """
 
 from __future__ import annotations
@@ -34,26 +35,25 @@ TIMED = "recipe.async_pipeline.verl_bridge.bench.weight_sync_worker.TimedWorkerE
 
 
 class Way(NamedTuple):
-    """How to publish: an arm, and settings beside it."""
+    """A way to update weights: an arm, and additional settings."""
 
     arm: str
     overrides: Mapping[str, Any] = {}
 
 
 WAYS = {
-    # `stage: device`: all that a publication does can be hidden behind generation but an exchange; it takes a
-    # spare copy.
+    # `stage: device` hides everything but an exchange behind generation, at the cost of a standby copy.
     "dual_buffer": Way("one_step_off", {"trainer.v1.async_pipeline.stage": "device"}),
-    # `stage: host`, which is what a run does by default.
+    # `stage: host` is the default of a run.
     "dual_buffer_host": Way("one_step_off"),
     "verl_stock": Way("verl_separate_async"),
 }
 WARMUP = 2
-"""Publications that are not counted: each of the two arenas is touched for the first time."""
+"""Weight updates to skip: they touch the two arenas for the first time."""
 REQUESTS = 4
-"""Each replica answers this many at a time, all the while."""
+"""Requests that each replica always has in flight."""
 LIMIT_BYTES = 256 << 20
-"""The machine's own limits are measured with blocks of this size."""
+"""Block size for the measurement of the machine's limits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,29 +69,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="rollout replicas, generating all the while (default: %(default)s)",
+        help="rollout replicas, which generate throughout (default: %(default)s)",
     )
     parser.add_argument(
-        "--versions", type=int, default=10, metavar="N", help="publications to measure (default: %(default)s)"
+        "--versions",
+        type=int,
+        default=10,
+        metavar="N",
+        help="weight updates to measure (default: %(default)s)",
     )
     parser.add_argument(
-        "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write everything there"
+        "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all results to FILE"
     )
     parser.add_argument(
         "--logs",
         type=Path,
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="keep what the jobs print and write (default: kept only if one fails)",
+        help="keep the output of the jobs in DIR (default: kept only if one fails)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all ways, one after the other. Status 0: all completed; 1: one failed."""
+    """Run all ways one after another. Returns 0 if all completed, 1 if one failed."""
     if args.replicas < 1 or args.versions < 1:
         raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
     check_outputs(args.json, None, args.logs)
     parse_count(args.params)
+
     failed: dict[str, str] = {}
     data: dict[str, Any] = {
         "machine": machine(),
@@ -102,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         "limits": limits(),
         "failed": failed,
     }
+
     with job_logs(args.logs, failed) as root:
         task = make_task(parse_count(args.params), root / "task")
         for number, way in enumerate(WAYS, start=1):
@@ -115,12 +121,13 @@ def run(args: argparse.Namespace) -> int:
                 data["ratios"] = ratios(data)
             if args.json:
                 args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
     echo("\n" + table(data))
     return 1 if failed else 0
 
 
 def parse_count(text: str) -> int:
-    """`100M` -> 100 000 000. Raises ConfigError: not a count."""
+    """Parse a count such as `100M`. Raises ConfigError if it is not a positive count."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.upper())
     if match is None or float(match[1]) == 0:
         raise ConfigError(f"--params must be a count such as 100M, got {text!r}")
@@ -130,7 +137,7 @@ def parse_count(text: str) -> int:
 def run_way(
     way: str, directory: Path, task: Path, replicas: int, versions: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Raises JobFailed."""
+    """Run one way. Returns its figures. Raises JobFailed if the job fails or hangs."""
     directory.mkdir(parents=True)
     environment = {
         "ASYNC_PIPELINE_TASK": str(task),
@@ -139,15 +146,16 @@ def run_way(
     }
     command = command_of(ENTRY, overrides_of(way, directory, replicas))
     run_watched(
-        directory, command, environment, counting=(PUBLICATION, versions + WARMUP, "publication"), say=say
+        directory, command, environment, counting=(PUBLICATION, versions + WARMUP, "weight update"), say=say
     )
+
     spans = read_spans(directory)
     loaded = next(span.facts for span in spans if span.name == LIMITS)
     return {**summary(costs(spans, WARMUP)), "limits_under_load": dict(loaded)}
 
 
 def overrides_of(way: str, directory: Path, replicas: int) -> list[str]:
-    """The command line of a way, below verl's entry point."""
+    """Return the overrides of a way for verl's entry point."""
     rollout = "actor_rollout_ref.rollout"
     values: dict[str, Any] = {
         **ARMS[WAYS[way].arm].overrides,
@@ -157,13 +165,13 @@ def overrides_of(way: str, directory: Path, replicas: int) -> list[str]:
         "ray_kwargs.ray_init.num_gpus": replicas + 1,
         "trainer.default_local_dir": str(directory / "checkpoints"),
     }
-    if ARMS[WAYS[way].arm].ours:
+    if ARMS[WAYS[way].arm].uses_pipeline:
         values["trainer.v1.async_pipeline.run_dir"] = str(directory / "run")
     return hydra_overrides(values)
 
 
 def make_task(parameters: int, directory: Path) -> Path:
-    """The toy's data with an untrained model of about so many parameters. Returns its directory."""
+    """Write the toy's data with an untrained model of about this many parameters. Returns its directory."""
     from transformers import AutoTokenizer
 
     from ..toy.model import make_model
@@ -174,6 +182,7 @@ def make_task(parameters: int, directory: Path) -> Path:
     directory.mkdir(parents=True)
     for name in ("train.parquet", "val.parquet"):
         (directory / name).symlink_to(toy.dir / name)
+
     spec = shape_of(parameters)
     tokenizer = AutoTokenizer.from_pretrained(toy.dir / "model")
     model = make_model(spec, tokenizer, seed=0)
@@ -183,11 +192,11 @@ def make_task(parameters: int, directory: Path) -> Path:
 
 
 def shape_of(parameters: int) -> Any:
-    """A model of about so many parameters: twelve blocks, each as wide as it takes."""
+    """Return the shape of a model with about this many parameters: twelve blocks of the required width."""
     from ..toy.model import ModelSpec
 
     layers, head = 12, 64
-    # A block has 4 d^2 parameters for attention and 3 d (8/3 d) for the rest.
+    # A block has 4 d^2 parameters for attention and 3 d (8/3 d) for the MLP.
     width = max(head, round((parameters / layers / 12) ** 0.5 / head) * head)
     return ModelSpec(
         num_layers=layers, hidden_size=width, head_dim=head, intermediate_size=width * 8 // 3, init_std=0.02
@@ -195,9 +204,7 @@ def shape_of(parameters: int) -> Any:
 
 
 def limits() -> dict[str, float]:
-    """GB/s that one thread gets of this machine: a copy between two warm blocks, and one into warm shared
-    memory.
-    """
+    """Return GB/s of one thread: a copy between two warm blocks, and a copy into warm shared memory."""
     source, target = torch.ones(LIMIT_BYTES, dtype=torch.uint8), torch.empty(LIMIT_BYTES, dtype=torch.uint8)
     segment = create_segment(LIMIT_BYTES)
     threads = torch.get_num_threads()
@@ -219,7 +226,7 @@ def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def ratios(data: Mapping[str, Any]) -> dict[str, float]:
-    """Our stalls over verl's, of the medians."""
+    """Return the ratios of the median stalls of this package's ways to verl's."""
     return {
         name.removesuffix("_s") + way.removeprefix("dual_buffer"): data[way][name]["median"]
         / data["verl_stock"][name]["median"]
@@ -230,7 +237,7 @@ def ratios(data: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(data: Mapping[str, Any]) -> str:
-    """A Markdown table: medians in milliseconds, with [smallest .. largest]."""
+    """Return a Markdown table of medians in milliseconds [min .. max], with ratios and rates."""
     names = ("trainer_stall_s", "generator_stall_s", "publication_s", "gather_s", "transfer_s", "load_s")
     lines = [
         "| ms | " + " | ".join(name.removesuffix("_s").replace("_", " ") for name in names) + " | hidden |"
@@ -243,12 +250,14 @@ def table(data: Mapping[str, Any]) -> str:
                 f"{hidden['median']:.0%}" if hidden else ""
             ]
             lines.append(f"| `{way}` | " + " | ".join(cells) + " |")
+
     if "ratios" in data:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in data["ratios"].items())
-        lines.append(f"\nours / verl_stock: {shown}")
+        lines.append(f"\ndual_buffer / verl_stock: {shown}")
+
     rates = {way: {k: v for k, v in data[way].items() if k.endswith("_gb_s")} for way in WAYS if way in data}
     loaded = {
-        f"limits beside generation ({w})": data[w]["limits_under_load"]
+        f"limits during generation ({w})": data[w]["limits_under_load"]
         for w in rates
         if "limits_under_load" in data[w]
     }

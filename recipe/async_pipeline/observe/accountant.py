@@ -212,7 +212,7 @@ class Accountant:
         if gates:
             return gates
         if "WAITING_RESOURCE" in states:
-            # A stage without devices passes through this state between two of its own records.
+            # A stage without devices passes through this state between two consecutive records.
             return tuple(holder for holder, _ in self._holders.get(self._home.get(role, ""), {}))
         if "WAITING_OUTPUT" in states:
             return self._downstream.get(role, ())

@@ -186,8 +186,8 @@ def frequent_validation(facts: Facts) -> Advice | None:
     )
 
 
-def pool_of_its_own(facts: Facts) -> Advice | None:
-    """Give log-probs their own pool if forward passes limit the pool that trains."""
+def separate_pool(facts: Facts) -> Advice | None:
+    """Move log-probs to a separate pool if forward passes limit the pool that trains."""
     home, model = facts.run.home, facts.model
     pool = home.get("train", "")
 
@@ -207,7 +207,7 @@ def pool_of_its_own(facts: Facts) -> Advice | None:
         return None
 
     return Advice(
-        rule="pool_of_its_own",
+        rule="pool_of_its_own",  # the name in --json
         finding=f"{role} took {share:.0%} of the time of the devices that train, and these devices limit "
         "the step time",
         change=f"move {role} to a separate pool with one more device (trainer.v1.async_pipeline.pools)",
@@ -291,7 +291,7 @@ RULES: Sequence[Callable[[Facts], Advice | None]] = (
     add_device,
     raise_max_lag,
     long_tail,
-    pool_of_its_own,
+    separate_pool,
     slow_environment,
     slow_reward,
     heavy_weights,

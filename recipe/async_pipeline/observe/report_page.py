@@ -132,7 +132,7 @@ def tiles(run: RunData) -> str:
 
 
 def advice_list(advice: Sequence[Advice], run: RunData) -> str:
-    """Return the advice as a list, or a paragraph that says why there is none."""
+    """Return the advice as a list, or a paragraph with the reason for its absence."""
     if run.accounting is None or run.typical is None:
         return "<p>Advice needs events.jsonl.</p>"
     if len(run.accounting.steps) < FEW_STEPS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detect selection bias: whether the trained samples represent the generated ones.
 
-Dropping samples that became too old drops those that took long, so the trainer learns from short responses.
+Dropping samples that became too old drops slow samples, so the trainer learns from short responses.
 The same holds for turns, and for the reward where it depends on either.
 
 `trained` is a subset of `finished`. Testing one against the other would count samples twice, and samples that

@@ -53,7 +53,7 @@ class RunRecorder:
     def summarize(
         self, result: FlowResult, overlap_s: float, now_unix: float, error: BaseException | None = None
     ) -> dict[str, Any]:
-        """Return all keys of summary.json but those of the account of device-seconds."""
+        """Return all keys of summary.json except the account of device-seconds."""
         fifth = max(1, len(self.rewards) // 5)
         loads = [p.load_s for p in result.publications]
         first = self.first_step_unix
