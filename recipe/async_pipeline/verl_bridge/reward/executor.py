@@ -165,7 +165,7 @@ class RewardGuard:
                         only_errors(self._function.load())(**arguments), self._limits.timeout_s
                     )
                 return await self._in_process(arguments)
-            except (TimeoutError, FutureTimeout):
+            except (TimeoutError, FutureTimeout, asyncio.TimeoutError):  # three classes before Python 3.11
                 self._end_what_they_started()
                 raise RewardError(
                     f"timeout: {self._function.name} took more than {self._limits.timeout_s:g} s"
