@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
 # To be sourced: what verl, vLLM and Ray must be told on a machine without accelerator. Values already set stay.
 
 # verl finds no accelerator and would fall back to CUDA: name the platform that our plug-in registers.

@@ -1,28 +1,103 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets up what is missing, then runs the tests: the quick ones first, the end-to-end ones after.
+# Install what is missing, then run the checks in stages and print the time of each.
 #
-#   bash run_scripts/test.sh                    all but the slowest
-#   bash run_scripts/test.sh -m nightly         those: long jobs that prove what the shorter ones rest on
-#   bash run_scripts/test.sh tests/core -k ...  pytest's own arguments: one run, with just these
+#   bash run_scripts/test.sh                     lint, unit, engine and e2e
+#   bash run_scripts/test.sh --quick             lint, and the unit tests without the slow ones
+#   bash run_scripts/test.sh --unit --engine     the named tiers, in this order
+#   bash run_scripts/test.sh tests/core -k ...   pytest's own arguments: one run with just these
+#
+#   --lint     ruff, mypy, codespell and shellcheck, and the wheel: built, installed and run
+#   --unit     tests that load neither torch's engines nor verl; without the stack, the ones that import it are
+#              skipped
+#   --engine   tests that load verl or vLLM in the test process (marker real_engine)
+#   --e2e      whole jobs on the real stack (marker e2e)
+#   --nightly  the slowest whole jobs (marker nightly); in no default tier
+#
+# Settings:
+#   ASYNC_PIPELINE_TEST_PYTHON   an interpreter to test with, instead of .venv; skips setup.sh
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
-bash run_scripts/setup.sh
+
+QUICK="not e2e and not real_engine and not nightly and not slow"
+UNIT="not e2e and not real_engine and not nightly"
+ENGINE="real_engine and not e2e and not nightly"
+E2E="e2e and not nightly"
+
+usage() { sed -n '4,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+
+# stage NAME COMMAND...: run the command, print the name and the seconds that it took.
+stage() {
+  local name="$1" started=$SECONDS status=0
+  shift
+  printf '\n== %s\n' "$name"
+  "$@" || status=$?
+  printf '== %s: %s, %s s\n' "$name" "$([ "$status" -eq 0 ] && echo passed || echo FAILED)" "$((SECONDS - started))"
+  return "$status"
+}
+
+pytest() { "$PYTHON" -m pytest "$@"; }
+
+lint() {
+  stage "ruff check" "$PYTHON" -m ruff check .
+  stage "ruff format" "$PYTHON" -m ruff format --check .
+  stage "codespell" "$BIN/codespell"
+  stage "shellcheck" "$BIN/shellcheck" .ci/run run_scripts/*.sh
+  stage "mypy" "$PYTHON" -m mypy
+}
+
+TIERS=()
+while [ "$#" -gt 0 ]; do
+  case "$1" in
+    --help | -h)
+      usage
+      exit
+      ;;
+    --quick | --lint | --unit | --engine | --e2e | --nightly) TIERS+=("${1#--}") ;;
+    *) break ;;
+  esac
+  shift
+done
+if [ "$#" -gt 0 ] && [ "${#TIERS[@]}" -gt 0 ]; then
+  echo "test.sh: give tiers or pytest's arguments, not both: ${TIERS[*]} and $*" >&2
+  exit 2
+fi
+
+PYTHON="${ASYNC_PIPELINE_TEST_PYTHON:-}"
+if [ -z "$PYTHON" ]; then
+  PYTHON="$ROOT/.venv/bin/python"
+  bash run_scripts/setup.sh
+fi
+PYTHON="$(command -v "$PYTHON")"
+BIN="$(dirname "$PYTHON")"
 # shellcheck source=run_scripts/cpu_env.sh
 source run_scripts/cpu_env.sh
 
-PYTHON="$ROOT/.venv/bin/python"
 if [ "$#" -gt 0 ]; then
   exec "$PYTHON" -m pytest "$@"
 fi
+[ "${#TIERS[@]}" -gt 0 ] || TIERS=(lint unit engine e2e)
 
-bash run_scripts/trace_processor.sh || true  # without it, and without Chromium, two tests are skipped
-
-"$PYTHON" -m ruff check .
-"$PYTHON" -m ruff format --check .
-"$PYTHON" -m mypy
-"$PYTHON" -m pytest -m "not e2e and not real_engine and not nightly"
-"$PYTHON" -m pytest -m "real_engine and not e2e and not nightly"
-"$PYTHON" -m pytest --durations=12 -m "e2e and not nightly"
+for tier in "${TIERS[@]}"; do
+  case "$tier" in
+    quick)
+      lint
+      stage "unit, without the slow" pytest -q -m "$QUICK"
+      ;;
+    lint)
+      lint
+      stage "wheel" bash run_scripts/wheel.sh "$PYTHON"
+      ;;
+    unit)
+      # Without it, and without Chromium, two tests are skipped.
+      bash run_scripts/trace_processor.sh || true
+      stage "unit" pytest -m "$UNIT"
+      ;;
+    engine) stage "engine" pytest -m "$ENGINE" ;;
+    e2e) stage "e2e" pytest --durations=12 -m "$E2E" ;;
+    nightly) stage "nightly" pytest --durations=12 -m nightly ;;
+  esac
+done
+printf '\nall passed, %s s\n' "$SECONDS"

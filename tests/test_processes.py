@@ -31,6 +31,7 @@ time.sleep(600)
 '''
 
 
+@pytest.mark.slow
 def test_a_child_is_killed_when_its_parent_is() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

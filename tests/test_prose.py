@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import REPOSITORY
+from tests import REPOSITORY, tracked_files
 
 # Measured: 83 per 10,000 words of prose in this repository before it was rewritten; 0.6 in anyio, h11,
 # aiohttp, starlette, Ray's utilities and torch.distributed together. The comments name usual replacements.
@@ -100,20 +99,11 @@ PENDING: tuple[str, ...] = (
 
 
 def text_files() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return sorted(
+    return [
         name
-        for name in listed.stdout.splitlines()
-        if (Path(name).suffix in READ or name in READ_BY_NAME)
-        and name != THIS
-        and (REPOSITORY / name).is_file()
-    )
+        for name in tracked_files()
+        if (Path(name).suffix in READ or name in READ_BY_NAME) and name != THIS
+    ]
 
 
 def prose(name: str, text: str) -> str:
@@ -157,6 +147,7 @@ def hits() -> dict[str, list[str]]:
     return {name: found for name in text_files() if (found := dialect_in(name))}
 
 
+@pytest.mark.slow
 def test_rewritten_files_use_plain_english(hits: dict[str, list[str]]) -> None:
     found = [
         line

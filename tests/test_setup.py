@@ -64,6 +64,7 @@ def test_the_lock_file_has_the_same_requirements(name: str) -> None:
     assert set(lists()[name]) - listed == set()
 
 
+@pytest.mark.slow
 def test_the_stack_is_still_imported() -> None:
     assert STACK == {name for name, _ in imported() if name in STACK}
 

@@ -13,6 +13,7 @@ from recipe.async_pipeline.bench import arena
 from recipe.async_pipeline.cli.main import main
 
 
+@pytest.mark.slow
 def test_every_size_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def unquoted(value: Any) -> Any:
     return getattr(value, "text", value)
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_hydra_parses_every_value_back(value: Any) -> None:
     (override,) = OverridesParser.create().parse_overrides(hydra_overrides({"a.b": value}))

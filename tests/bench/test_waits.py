@@ -15,6 +15,7 @@ from recipe.async_pipeline.errors import ConfigError
 TOOL = Lognormal(median=0.4, sigma=0.9, cap=4.0)
 
 
+@pytest.mark.slow
 @given(st.integers(), st.lists(st.one_of(st.integers(), st.text()), max_size=4))
 def test_equal_requests_have_equal_latencies(seed: int, key: list[object]) -> None:
     value = TOOL.draw(seed, *key)

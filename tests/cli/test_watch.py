@@ -285,6 +285,7 @@ def test_the_command_knows_its_start_time() -> None:
     assert 0 <= float(output.split()[-1]) < DEADLINE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("detached", [False, True])
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_orphan_of_the_command_is_ended(detached: bool, status: int) -> None:

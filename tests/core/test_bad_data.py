@@ -310,6 +310,7 @@ def test_a_poisoned_prompt_is_not_answered_again_in_the_next_epoch() -> None:
     assert result.groups_trained == 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["drawn", "finished"])
 @pytest.mark.parametrize("stale", ["wait", "resume", "drop"])
 @given(seed=st.integers(0, 2**32), max_lag=st.integers(0, 3), attempts=st.integers(1, 3))

@@ -80,6 +80,7 @@ def earliest(work: Workload, max_lag: int, depth: int) -> list[float]:
     return ends[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_lag", "depth"), [(3, 3), (6, 3)])
 def test_no_schedule_within_the_same_lag_is_a_tenth_faster(max_lag: int, depth: int) -> None:
     shares = []

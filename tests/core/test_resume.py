@@ -22,6 +22,7 @@ from tests.fakes.lives import Life, Records, check, lives, steps_of, written_and
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimCheckpoint, SimTrainer
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     max_lag=st.integers(0, 4),
@@ -119,6 +120,7 @@ def killed_everywhere(**settings: Any) -> tuple[Records, list[Records]]:
     return whole.ledger, [lives(make, [moment])[1] for moment in range(1, moments)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -24,6 +24,7 @@ KNOWN = profile(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "lag"), [("on_policy", 0), ("one_step_off", 1), ("n_step_ahead", 3)])
 def test_a_run_is_predicted_from_itself(
     strategy: str, lag: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

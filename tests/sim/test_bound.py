@@ -92,6 +92,7 @@ def test_shared_devices_do_both_in_turn() -> None:
     assert simulate(sync).step_s == pytest.approx(bound_s(sync) + 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_an_estimate_is_above_the_bound_and_near_what_is_simulated(seed: int) -> None:
     of = profile(

@@ -41,6 +41,7 @@ def generating(of: Profile) -> float:
     )
 
 
+@pytest.mark.slow
 def test_a_long_tail_pays(long_tail: Plan) -> None:
     assert long_tail.verdict == "async"
     best = long_tail.found[0]
@@ -50,6 +51,7 @@ def test_a_long_tail_pays(long_tail: Plan) -> None:
     assert "the best synchronous layout" in long_tail.why
 
 
+@pytest.mark.slow
 def test_training_alone_does_not_pay_and_is_right_about_it() -> None:
     assert 0.05 < generating(TRAINING) < 0.15
     found = plan(TRAINING, 16)
@@ -58,6 +60,7 @@ def test_training_alone_does_not_pay_and_is_right_about_it() -> None:
     assert found.found[0].speedup < 1.05
 
 
+@pytest.mark.slow
 def test_more_lag_is_advised_only_to_those_who_allowed_none() -> None:
     """The best layout may have no lag though some was allowed."""
     best = plan(TRAINING, 16, max_lag=0).found[0]

@@ -137,6 +137,7 @@ def test_a_critic_learns_beside_the_policy_where_it_has_devices() -> None:
 # Against bounds.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["on_policy", "one_step_off", "n_step_ahead", "fully_async"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_simulation_beats_its_bound(strategy: str, seed: int) -> None:
@@ -161,6 +162,7 @@ def test_a_long_tail_is_hidden_by_enough_lag() -> None:
 # Against an independent model.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "lag"), [("on_policy", 0), ("one_step_off", 1), ("n_step_ahead", 3)])
 def test_agrees_with_a_model_that_steps_engines_token_by_token(strategy: str, lag: int) -> None:
     errors = []

@@ -27,6 +27,7 @@ def test_an_end_without_a_beginning_is_refused() -> None:
         OpenTime().end(1.0)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=12),
     st.sets(st.integers(0, 80), max_size=4),

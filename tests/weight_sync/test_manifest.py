@@ -176,6 +176,7 @@ MANIFESTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @HOSTILE
 @given(made=st.one_of(MANIFESTS, st.builds(Ticket, NUMBERS, WORDS, NUMBERS, NUMBERS, st.floats())))
 def test_a_message_of_the_right_form_with_any_content(made: Manifest | Ticket) -> None:

@@ -384,6 +384,7 @@ STEPS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=8)
 RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
 
 
+@pytest.mark.slow
 @given(
     scripts=st.lists(st.tuples(STEPS, RESTARTS, STEPS), min_size=1, max_size=3),
     gaps=st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=12),

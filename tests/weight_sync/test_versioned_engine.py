@@ -201,6 +201,7 @@ class Ask:
 MOMENTS = st.floats(0, 30, allow_nan=False).map(lambda t: round(t, 2))
 
 
+@pytest.mark.slow
 @given(
     asks=st.lists(st.builds(Ask, st.integers(1, 12), MOMENTS), min_size=1, max_size=8),
     gaps=st.lists(st.tuples(MOMENTS, st.floats(0, 2).map(lambda t: round(t, 2))), max_size=6),

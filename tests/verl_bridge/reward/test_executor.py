@@ -72,6 +72,7 @@ def test_scores_come_back_from_another_process(guard: Make) -> None:
     assert score(one, "pid")[0] != os.getpid()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -100,6 +101,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [*SAID, "code"])
 def test_what_a_pool_or_an_event_loop_would_not_survive_is_an_error_as_any_other(
     guard: Make, word: str
@@ -149,6 +151,7 @@ def test_in_the_thread_of_an_event_loop_only_errors_are_raised(word: str) -> Non
     )
 
 
+@pytest.mark.slow
 def test_what_a_function_has_started_ends_with_it(guard: Make, tmp_path: Path) -> None:
     strange = guard("strange", timeout_s=1.5)
     (error,) = score(strange, f"start {tmp_path / 'pid'}")
@@ -163,6 +166,7 @@ def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Ma
     assert score(one, "46") == [1.0]
 
 
+@pytest.mark.slow
 def test_a_function_that_burns_is_ended_long_before_its_time_is_up(guard: Make) -> None:
     one = guard("one", cpu_s=0.5)
     (error,) = score(one, "burn")
@@ -174,6 +178,7 @@ def test_it_leaves_no_core_dump(guard: Make) -> None:
     assert score(guard("one"), "limits") == [0.0]
 
 
+@pytest.mark.slow
 def test_a_function_that_hogs_is_killed(guard: Make) -> None:
     one = guard("one", timeout_s=1.5)
     (error,) = score(one, "hog")
@@ -181,6 +186,7 @@ def test_a_function_that_hogs_is_killed(guard: Make) -> None:
     assert score(one, "46") == [1.0]
 
 
+@pytest.mark.slow
 def test_what_fails_once_is_tried_again(guard: Make, tmp_path: Path) -> None:
     assert score(guard("one", timeout_s=3.0, attempts=2), f"once {tmp_path / 'seen'}") == [0.0]
     assert (tmp_path / "seen").exists()
@@ -240,6 +246,7 @@ def test_as_many_scores_as_answers(guard: Make) -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import time, os\nif os.environ.get('SLOW'): time.sleep(2)\ndef one(**_): return 1.0\n")
@@ -267,6 +274,7 @@ def test_a_batch_that_was_sent_does_not_cut_the_next(guard: Make, monkeypatch: p
     assert run_virtual(ask()) == [4.0] * 8
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
     hog = (
         "import asyncio; from recipe.async_pipeline.verl_bridge.reward.executor import *\n"

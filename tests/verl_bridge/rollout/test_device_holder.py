@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 
 from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceHolder, HeldDevice
 from tests import REPOSITORY
@@ -42,6 +43,7 @@ def test_it_ends_the_processes_that_it_is_told_and_no_others() -> None:
             spared.kill()
 
 
+@pytest.mark.slow
 def test_it_loads_nothing_of_the_stack() -> None:
     code = (
         "import sys, recipe.async_pipeline.verl_bridge.rollout.device_holder; "

@@ -48,6 +48,7 @@ def test_a_server_begins_one_that_is_told_of_no_server(
     assert prefork._begun.is_set()
 
 
+@pytest.mark.slow
 def test_vllm_is_given_processes_that_are_forked_from_there(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

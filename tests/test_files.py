@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tracked files end in one newline, have no trailing whitespace and are small; CI calls tiers that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests import REPOSITORY, tracked_files
+
+MAX_BYTES = 300_000
+LARGE = {"run_scripts/cpu.lock.txt"}
+BINARY = {".png"}
+VERBATIM = {".patch"}
+"""An empty context line of a diff is one space."""
+
+TEXT = [name for name in tracked_files() if Path(name).suffix not in BINARY]
+WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+TEST_SCRIPT = (REPOSITORY / "run_scripts" / "test.sh").read_text(encoding="utf-8")
+TIERS = {"--quick", "--lint", "--unit", "--engine", "--e2e", "--nightly"}
+
+
+def test_text_files_end_in_one_newline() -> None:
+    wrong = []
+    for name in TEXT:
+        data = (REPOSITORY / name).read_bytes()
+        if data and (not data.endswith(b"\n") or data.endswith(b"\n\n") or b"\r" in data):
+            wrong.append(name)
+    assert not wrong
+
+
+def test_no_line_ends_in_whitespace() -> None:
+    wrong = [
+        f"{name}:{number}"
+        for name in TEXT
+        if Path(name).suffix not in VERBATIM
+        for number, line in enumerate((REPOSITORY / name).read_bytes().split(b"\n"), start=1)
+        if line.endswith((b" ", b"\t"))
+    ]
+    assert not wrong
+
+
+def test_tracked_files_are_small() -> None:
+    sizes = {name: (REPOSITORY / name).stat().st_size for name in tracked_files() if name not in LARGE}
+    assert {name: size for name, size in sizes.items() if size > MAX_BYTES} == {}
+
+
+def test_no_link_is_tracked() -> None:
+    """A tracked link named as an ignored folder replaces that folder wherever the commit is checked out."""
+    assert [name for name in tracked_files() if (REPOSITORY / name).is_symlink()] == []
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_workflows_parse_and_call_tiers_that_exist(file: Path) -> None:
+    workflow: dict[Any, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    # YAML 1.1 reads the key `on` as a boolean.
+    assert {"name", True, "permissions", "jobs"} <= set(workflow)
+    for job in workflow["jobs"].values():
+        assert job["timeout-minutes"] <= 360
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            for script in re.findall(r"bash (\S+)", step.get("run", "")):
+                assert (REPOSITORY / script).is_file()
+            for options in re.findall(r"test\.sh((?: --\w+)+)", step.get("run", "")):
+                assert set(options.split()) <= TIERS
+
+
+def test_every_tier_is_documented_and_run_by_a_workflow() -> None:
+    called = " ".join(file.read_text(encoding="utf-8") for file in WORKFLOWS)
+    for tier in TIERS - {"--quick"}:
+        assert f"test.sh {tier}" in called, f"no workflow runs {tier}"
+    for tier in TIERS:
+        assert re.search(rf"^#.*{tier}\b", TEST_SCRIPT, re.MULTILINE)
+
+
+def test_default_tiers_exclude_nightly() -> None:
+    expressions = dict(re.findall(r'^([A-Z0-9]+)="([^"$]* and [^"]*)"$', TEST_SCRIPT, re.MULTILINE))
+    assert set(expressions) == {"QUICK", "UNIT", "ENGINE", "E2E"}
+    assert all("not nightly" in expression for expression in expressions.values())
