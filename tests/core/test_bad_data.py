@@ -115,7 +115,7 @@ def test_fail_ends_the_run_and_says_who_wrote_it_and_what_would_go_on(kind: str)
     with pytest.raises(BadDataError) as raised:
         data.judge("u", "p", [Flaw(kind, "why", "replica 3 with version 7")])
     assert str(raised.value) == (
-        f"group u is bad: {kind}: why, written by replica 3 with version 7; set {knob}=drop to go on "
+        f"group u is bad: {kind}: why, written by replica 3 with version 7; set {knob}=drop to continue "
         "without such groups"
     )
     assert data.counts[kind] == 1

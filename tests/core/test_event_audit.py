@@ -82,7 +82,7 @@ def second_tenant(log: Log) -> None:
         (tampered(is_event("SERVED"), t=0.0), "time goes back from"),
         (tampered(is_event("SERVED"), version=1), "version 1 is served after version 2"),
         (tampered(is_event("SERVED"), version=9), "version 9 is served, and was never gathered"),
-        (tampered(is_event("SERVED"), replicas=0), "version 3 is served by nobody"),
+        (tampered(is_event("SERVED"), replicas=0), "version 3 is served by no replica"),
         (
             tampered(is_event("GATHERED"), version=4),
             "version 4 is gathered, and step 3 is the last that was trained",

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that no step may train on: what is wrong with them, what becomes of their group, and who wrote
-them.
+"""Flawed responses: what is wrong with them, what becomes of their group, and which replica wrote them.
 
-    an answer ──► flaws_of ──►┐                     ┌─► fail: the run ends, and says which replica and version
-    it was
-    its group ──► flaws_of_group ──► BadData.judge ─┼─► drop: answered again, `attempts` times in all; then
-    the prompt is
-                                                    │         quarantined, its group failed, and another
-                                                    prompt drawn
+    a response ─► flaws_of ──►┐                     ┌─► fail: the run ends and names the replica and version
+    its group ──► flaws_of_group ──► BadData.judge ─┼─► drop: generated again, `attempts` times in all; then
+                                                    │         the prompt is quarantined, its group failed,
+                                                    │         and another prompt drawn
                                                     └─► keep: counted, and trained
 
 Pure: takes plain numbers, imports neither verl nor ray nor torch.
@@ -24,7 +21,7 @@ from typing import Any, NamedTuple
 from ..errors import BadDataError
 
 NO_SCORE = "no_score"
-"""The kind whose policy is a knob of its own, `reward_failure`."""
+"""The kind whose policy is a separate knob, `reward_failure`."""
 POLICIES: Mapping[str, tuple[str, ...]] = {
     "nonfinite_logprobs": ("fail", "drop"),
     "empty_answer": ("drop", "fail"),
@@ -32,49 +29,47 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "long_prompt": ("drop", "fail", "keep"),
     "missing_answers": ("drop", "fail"),
 }
-"""What may become of a group, by what is wrong with it; the first is the default."""
+"""The policies that each kind of flaw allows; the first is the default."""
 KINDS = (*POLICIES, NO_SCORE)
 OF_SCORES = {"fail": "fail", "drop": "drop", "score": "keep"}
-"""`reward_failure` in these words."""
+"""The policy that each value of `reward_failure` means."""
 HOPELESS = ("long_prompt",)
-"""Another attempt would come to the same."""
+"""Kinds that another attempt would only repeat."""
 MANY_DROPPED = 64
-"""Groups that may be dropped before it matters which share of all they are."""
+"""Dropped groups from which their share of all groups is checked."""
 SHOWN = 100
-"""Quarantined prompts that the summary names."""
+"""Quarantined prompts that the summary lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """What becomes of a group, by what is wrong with it; see `POLICIES`."""
+    """The policy for each kind of flaw; see `POLICIES`."""
 
     nonfinite_logprobs: str = "fail"
-    """The rollout said NaN or infinity for the log-probability of a token. Its replica computes nonsense,
-    or its weights are.
+    """The log-probability of a token is NaN or infinite: the replica computes wrong values, or its
+    weights are wrong.
     """
     empty_answer: str = "drop"
-    """An answer without a token."""
+    """A response without a token."""
     all_masked: str = "drop"
-    """No token of any answer counts, as where all are too long: there is nothing to learn, but what a KL
-    term says.
-    """
+    """No token of any response counts, for example because all are too long: only a KL term could learn."""
     long_prompt: str = "drop"
     """More tokens than data.max_prompt_length; keep: verl cuts off its beginning."""
     missing_answers: str = "drop"
-    """The agent loop returned nothing for an answer, so the group is smaller than rollout.n."""
+    """The agent loop returned nothing for a response, so the group is smaller than rollout.n."""
 
     def by_kind(self, reward_failure: str) -> dict[str, str]:
-        """The policy of each kind. `reward_failure`: the knob."""
+        """Return the policy of each kind. `reward_failure`: the knob."""
         return {**asdict(self), NO_SCORE: OF_SCORES[reward_failure]}
 
 
 class Flaw(NamedTuple):
-    """Something wrong with an answer or its group."""
+    """Something wrong with a response or its group."""
 
     kind: str
     why: str
     writer: str = ""
-    """Which replica and version wrote it, if that is known and matters."""
+    """The replica and version that wrote it, if this is known and matters."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.why}" + (f", written by {self.writer}" if self.writer else "")
@@ -89,8 +84,8 @@ def flaws_of(
     logprobs: Sequence[Any] | None,
     writer: Callable[[int], str],
 ) -> list[Flaw]:
-    """What is wrong with one answer. `logprobs`: of its tokens, None if not asked for; `writer`: who wrote
-    token i.
+    """Return the flaws of one response. `logprobs`: of its tokens, None if not requested; `writer`:
+    returns the writer of token i.
     """
     found = []
     if answer_tokens == 0:
@@ -111,11 +106,10 @@ def flaws_of(
 def flaws_of_group(
     *, expected: int, present: int, unmasked: Sequence[int], unscored: Collection[str]
 ) -> list[Flaw]:
-    """What is wrong with a group as a whole.
+    """Return the flaws of a group as a whole.
 
-    `expected` answers were asked for, `present` came, flawed ones included; `unmasked`: tokens that count, of
-    each
-    answer without flaw; `unscored`: why some have no score.
+    `expected` responses were requested, `present` arrived, flawed ones included; `unmasked`: tokens that
+    count, of each response without flaw; `unscored`: why some have no score.
     """
     found = []
     if present < expected:
@@ -135,7 +129,7 @@ def long_prompt(tokens: int, limit: int) -> Flaw:
 
 
 def is_finite(value: Any) -> bool:
-    """Is it a finite number? None, text and NaN are not."""
+    """Return whether the value is a finite number; None, text and NaN are not."""
     try:
         return not isinstance(value, str | bytes) and math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
@@ -143,26 +137,26 @@ def is_finite(value: Any) -> bool:
 
 
 class Verdict(NamedTuple):
-    """A group that is not trained."""
+    """The decision not to train a group."""
 
     why: str
     again: bool
-    """It is to be answered again."""
+    """Generate its responses again."""
 
 
 class BadData:
-    """What a run has met, and which prompts it has given up."""
+    """The flaws that a run has met, and the prompts that it has quarantined."""
 
     def __init__(
         self, policies: Mapping[str, str], attempts: int, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`policies`: by kind; `attempts`: times that a prompt is answered. `say` gets a line for the user
-        for the first of each kind.
+        """`policies`: by kind; `attempts`: how often to generate for a prompt. `say` gets a line for
+        the user for the first flaw of each kind.
         """
         self.counts: Counter[str] = Counter()
-        """Groups by kind; one with several flaws counts for each kind once."""
+        """Groups by kind; a group with several flaws counts once for each kind."""
         self.writers: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Of those whose writer is known: who, and how many of which kind."""
+        """Counts by kind for each writer, where the writer is known."""
         self.quarantined: dict[str, tuple[str, str]] = {}
         """Uid and reason, by prompt."""
         self._policies, self._attempts, self._say = policies, attempts, say
@@ -170,10 +164,10 @@ class BadData:
         self._groups = self._dropped = 0
 
     def judge(self, uid: str, prompt: str, flaws: Sequence[Flaw]) -> Verdict | None:
-        """What becomes of a group that is answered; None: it is trained. `prompt`: the same for the same
+        """Decide about a finished group; returns None if it is trained. `prompt`: identifies the
         prompt.
 
-        Raises BadDataError: its kind ends the run, or more than half of all groups were dropped.
+        Raises BadDataError if a kind ends the run, or if more than half of all groups were dropped.
         """
         worst = self._count(uid, flaws)
         if worst is None:
@@ -189,8 +183,8 @@ class BadData:
         return Verdict(str(worst), again)
 
     def refuse(self, prompt: str) -> Verdict | None:
-        """None, unless the prompt is quarantined: then nobody needs to answer it. Raises BadDataError, as
-        `judge`.
+        """Return a verdict if the prompt is quarantined, so that no replica generates for it, or
+        None. Raises as `judge`.
         """
         found = self.quarantined.get(prompt)
         if found is None:
@@ -200,15 +194,15 @@ class BadData:
         return Verdict(why, False)
 
     def metrics(self) -> dict[str, float]:
-        """Groups so far, by kind, and quarantined prompts."""
+        """Return the groups so far by kind, and the number of quarantined prompts."""
         return {
             **{f"bad_data/{kind}": float(self.counts[kind]) for kind in KINDS},
             "bad_data/quarantined": float(len(self.quarantined)),
         }
 
     def summary(self) -> dict[str, Any]:
-        """For `summary.json`: what was met, by kind and by who wrote it, and the first prompts that were
-        given up.
+        """Return what `summary.json` shows: flaws by kind and by writer, and the first quarantined
+        prompts.
         """
         shown = list(self.quarantined.values())[:SHOWN]
         return {
@@ -219,7 +213,7 @@ class BadData:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a process that goes on with the run has to know."""
+        """Return what a checkpoint holds."""
         return {
             "counts": dict(self.counts),
             "quarantined": {prompt: list(found) for prompt, found in self.quarantined.items()},
@@ -229,7 +223,7 @@ class BadData:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on after an earlier process."""
+        """Continue from the state of an earlier process."""
         self.counts, self._failures = Counter(state["counts"]), Counter(state["failures"])
         self.quarantined = {
             prompt: (str(uid), str(why)) for prompt, (uid, why) in state["quarantined"].items()
@@ -237,7 +231,9 @@ class BadData:
         self._groups, self._dropped = int(state["groups"]), int(state["dropped"])
 
     def _count(self, uid: str, flaws: Sequence[Flaw]) -> Flaw | None:
-        """The flaw that decides; None: all are kept. Raises BadDataError: one ends the run."""
+        """Count the flaws; returns the one that drops the group, or None. Raises BadDataError if one
+        ends the run.
+        """
         first = {flaw.kind: flaw for flaw in reversed(flaws)}
         for kind, flaw in first.items():
             self.counts[kind] += 1
@@ -245,7 +241,7 @@ class BadData:
                 self.writers[flaw.writer][kind] += 1
             if self._policies[kind] == "fail":
                 raise BadDataError(
-                    f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to go on without such groups"
+                    f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to continue without such groups"
                 )
             if self.counts[kind] == 1:
                 self._say(f"bad data, {self._policies[kind]} as {_knob(kind)} says: group {uid}: {flaw}")

@@ -5,7 +5,7 @@
                  waits while full           waits while empty
                  raises once closed         raises once closed *and* drained
 
-asyncio.Queue cannot be closed before Python 3.13, and lets a newcomer overtake a waiter that was woken.
+asyncio.Queue cannot be closed before Python 3.13, and lets a later task overtake a waiter that was woken.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Channel(Generic[T]):
-    """A queue between tasks of one event loop; each item goes to exactly one receiver.
+    """A queue between tasks of one event loop; each item is received exactly once.
 
-    Waiting senders are served in the order in which they came, and so are waiting receivers. A send or
-    receive that is cancelled did not happen: the item was not sent, or is still there for the next.
+    Waiting senders are served in the order of their calls, and so are waiting receivers. A send or
+    receive that is cancelled has no effect: the item was not sent, or stays for the next receiver.
     """
 
     def __init__(self, name: str, capacity: int, producers: int = 1) -> None:
@@ -54,7 +54,7 @@ class Channel(Generic[T]):
 
     @property
     def closed(self) -> bool:
-        """Nothing can be sent any more; items may still be inside."""
+        """Whether sending has ended; items may still be inside."""
         return self._closed
 
     @property
@@ -63,18 +63,18 @@ class Channel(Generic[T]):
         return self._depth_max
 
     def __len__(self) -> int:
-        """Items inside now."""
+        """Return the number of items inside."""
         return len(self._items)
 
     def __bool__(self) -> bool:
-        """Always true: `if channel` asks whether there is one, not whether it holds anything."""
+        """Return True even if empty: `if channel` tests for the channel, not for its items."""
         return True
 
     async def send(self, item: T) -> None:
         """Put an item in.
 
-        Waits for: room, behind every sender that came before. Unblocked by: receive, close or abort.
-        Raises ChannelClosed: the channel is closed, or was while this waited; the item is not inside.
+        Waits for: room, behind every earlier sender. Unblocked by: receive, close or abort. Raises
+        ChannelClosed if the channel is closed or closes during the wait; the item is not inside then.
         """
         await self._senders.turn()
         if self._closed:
@@ -86,8 +86,8 @@ class Channel(Generic[T]):
     async def receive(self) -> T:
         """Take the oldest item out.
 
-        Waits for: an item, behind every receiver that came before. Unblocked by: send, close or abort.
-        Raises ChannelClosed: the channel is closed and nothing is left in it.
+        Waits for: an item, behind every earlier receiver. Unblocked by: send, close or abort. Raises
+        ChannelClosed if the channel is closed and empty.
         """
         await self._receivers.turn()
         if not self._items:
@@ -107,10 +107,11 @@ class Channel(Generic[T]):
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Each producer calls this once, after its last send has returned; the last one closes the channel.
+        """Count one producer as done; the last one closes the channel.
 
-        A send that still waits at that moment raises ChannelClosed.
-        Raises ChannelClosed: called more often than there are producers.
+        Each producer calls this once, after its last send has returned. A send that still waits at
+        that moment raises ChannelClosed. Raises ChannelClosed if it is called more often than there
+        are producers.
         """
         if self._open_producers == 0:
             raise ChannelClosed(
@@ -121,7 +122,7 @@ class Channel(Generic[T]):
             self.abort()
 
     def abort(self) -> None:
-        """Close at once for everybody; items inside stay receivable. Harmless when closed already."""
+        """Close at once, whatever the producers do; items inside can still be received. Idempotent."""
         self._closed = True
         self._senders.wake()
         self._receivers.wake()

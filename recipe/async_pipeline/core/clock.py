@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time as the event loop tells it, a loop whose time is virtual, and the one bounded wait.
+"""The clock of the event loop, a loop whose time is virtual, and the one bounded wait.
 
-Everything in `core` asks the running loop for the time and waits through it. Under an ordinary loop
-that is monotonic real time; under `VirtualTimeLoop` time stands still while anything can run and jumps
-to the next timer when nothing can, so an hour of schedule costs as much as its callbacks.
+Everything in `core` reads the time from the running loop and waits through it. On an ordinary loop that is
+monotonic real time. On `VirtualTimeLoop`, time stands still while anything can run and jumps to the next
+timer when nothing can, so an hour of schedule costs as much as its callbacks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .wait_graph import Wait, waits_of
 T = TypeVar("T")
 
 FINEST_RESOLUTION_S = 1e-9
-"""The resolution of a virtual clock that shows a small time; a large one is as fine as a float can be."""
+"""The resolution of a virtual clock near zero; a large time is as fine as a float can be."""
 
 
 class Clock(Protocol):
-    """Anything that can tell the time."""
+    """A source of the current time."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary origin; never goes back."""
+        """Return the seconds since an arbitrary origin; never decreases."""
 
 
 class LoopClock:
-    """The time of the event loop that asks."""
+    """The clock of the running event loop."""
 
     def now(self) -> float:
-        """Seconds, real or virtual as the loop is. Raises RuntimeError: no loop is running."""
+        """Return seconds, real or virtual as the loop is. Raises RuntimeError if no loop is running."""
         return asyncio.get_running_loop().time()
 
 
 class _NeverWaits(selectors.SelectSelector):
-    """Reports no input, ever; where the loop would block it calls `on_idle` instead."""
+    """Never reports input; where the loop would block it calls `on_idle` instead."""
 
     def __init__(self, on_idle: Callable[[], None]) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class _NeverWaits(selectors.SelectSelector):
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop that starts at time 0 and jumps to the next timer whenever nothing is ready.
 
-    It sees timers and callbacks only: no files, sockets, subprocesses or threads. When nothing is
-    ready and no timer is set nothing can ever happen again, and `run_*` raises WaitTimeout with the
-    names of the tasks that wait.
+    It supports timers and callbacks only: no files, sockets, subprocesses or threads. When nothing is
+    ready and no timer is set, nothing can ever happen again, and `run_*` raises WaitTimeout with the
+    names of the waiting tasks.
 
-    A model with millions of events of its own, few of which concern a task, need not set a timer for each:
+    A model with millions of internal events, few of which concern a task, need not set a timer for each:
     see `attach`.
     """
 
@@ -71,26 +71,26 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clock_resolution = FINEST_RESOLUTION_S
         self._attached: list[Callable[[float], object]] = []
 
-    def attach(self, go_on: Callable[[float], object]) -> None:
-        """Have `go_on(until)` called before each jump: until then nothing else happens, infinity if no timer
+    def attach(self, advance: Callable[[float], object]) -> None:
+        """Call `advance(until)` before each jump; `until` is the next timer, or infinity if no timer
         is set.
 
-        It lets what it models go on, to `until` at most, and where that concerns a task sets a timer for it
-        and stops.
+        `advance` moves its model forward, to `until` at most. If an event of the model concerns a
+        task, it sets a timer for that event and stops.
         """
-        self._attached.append(go_on)
+        self._attached.append(advance)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._now
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
-        """Raises NotImplementedError: time would jump while the thread works."""
+        """Raise NotImplementedError: time would jump while the thread works."""
         raise NotImplementedError("virtual time has no threads; await a fake of this call instead")
 
     def _jump(self) -> None:
-        for go_on in self._attached:
-            go_on(self._scheduled[0].when() if self._scheduled else math.inf)
+        for advance in self._attached:
+            advance(self._scheduled[0].when() if self._scheduled else math.inf)
         if not self._scheduled:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
             names = ", ".join(waiting) or "none"
@@ -102,10 +102,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(coro: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on a fresh VirtualTimeLoop and return its result.
+    """Run a coroutine to its end on a new VirtualTimeLoop and return its result.
 
-    Tasks that it leaves behind are cancelled and awaited, async generators closed, the loop closed.
-    Raises what the coroutine raises; WaitTimeout: every task waits and no timer is set.
+    Tasks that it leaves behind are cancelled and awaited, async generators and the loop are closed.
+    Raises what the coroutine raises, and WaitTimeout if every task waits and no timer is set.
     """
     loop = VirtualTimeLoop()
     try:
@@ -119,7 +119,7 @@ def run_virtual(coro: Coroutine[Any, Any, T]) -> T:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel and await every task; an error that one raises on its way out goes to the loop's handler."""
+    """Cancel and await every task; errors that they raise meanwhile go to the loop's exception handler."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -140,15 +140,15 @@ async def within(
     what: str,
     holder: Callable[[], str] | None = None,
 ) -> T:
-    """Await something for at most `timeout_s` seconds (None: without a deadline) and return its result.
+    """Await something for at most `timeout_s` seconds (None: no deadline) and return its result.
 
     The awaitable runs in the caller's own task, so a cancellation reaches it at once and a result is
-    never lost between two tasks. On expiry it is cancelled and has finished before the error is raised;
-    if it completes all the same, its result, or its own error, is what the caller gets. `holder` says
-    who holds what is waited for; it is asked at the moment of expiry, on the loop.
+    never lost between two tasks. On expiry it is cancelled, and it has finished before the error is
+    raised; if it completes nevertheless, the caller gets its result or its own error. `holder` describes
+    what holds up the wait; it is called on the loop at the moment of expiry.
 
-    Raises WaitTimeout: the deadline passed. CancelledError: the caller was cancelled. Anything that the
-    awaitable raises comes through unchanged, a TimeoutError too.
+    Raises WaitTimeout if the deadline passes, and CancelledError if the caller is cancelled. Anything
+    that the awaitable raises is passed on unchanged, including a TimeoutError.
     """
     loop = asyncio.get_running_loop()
     wait = Wait(owner=owner, what=what, since=loop.time(), timeout_s=timeout_s, holder=holder)
@@ -171,12 +171,11 @@ async def within(
 async def unless_broken(
     awaitable: Awaitable[T], broken: Callable[[], BaseException | None], poll_s: float = 0.5
 ) -> T:
-    """Await something that will never come if whoever should bring it is broken, which `broken` tells by the
-    error to raise.
+    """Await a result, unless its producer breaks.
 
-    Raises that error, within `poll_s` seconds; what the awaitable raises comes through. Whatever ends the
-    wait cancels it, and
-    it has ended by then.
+    `broken` returns the error to raise, or None while the producer works. It is called every `poll_s`
+    seconds. Whatever the awaitable raises is passed on. If this function ends early, the awaitable is
+    cancelled and has ended by then.
     """
     bringing = asyncio.ensure_future(awaitable)
     try:
@@ -192,10 +191,10 @@ async def unless_broken(
 
 
 class _Deadline:
-    """Cancels the task that made it, and tells that cancellation from one by somebody else.
+    """Cancels the task that made it, and distinguishes this from a cancellation by another caller.
 
-    Python 3.10 does not count cancellations: if somebody cancels the task in the very turn of the loop
-    in which the deadline passes, the caller gets WaitTimeout there, and CancelledError from 3.11 on.
+    Python 3.10 does not count cancellations: if the task is cancelled in the same turn of the loop in
+    which the deadline passes, the caller gets WaitTimeout on 3.10, and CancelledError from 3.11.
     """
 
     def __init__(self, wait: Wait) -> None:
@@ -217,11 +216,11 @@ class _Deadline:
         self.why = waits_of(self._task.get_loop()).expired(self._wait)
 
     def cancelled_from_outside(self) -> bool:
-        """Did anybody but this deadline cancel the task since?"""
+        """Return whether the task was also cancelled by another caller."""
         return self._pending_cancels() - self._cancels_before > 1
 
     def settle(self) -> None:
-        """Take back the cancellation, so that the task counts as cancelled only if somebody else did it."""
+        """Undo the cancellation, so that the task counts as cancelled only if another caller cancelled it."""
         uncancel = getattr(self._task, "uncancel", None)
         if self.expired and uncancel is not None:
             uncancel()

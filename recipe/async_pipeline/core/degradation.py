@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much asynchrony the weight updates bear: less after repeated failures, more again after a clean
-stretch.
+"""Reduce the asynchrony of weight updates after repeated failures, and restore it after successes.
 
-    asynchronous ──► blocking ──► on-policy          `after` failed publications in a row, one level down
+    asynchronous ──► blocking ──► on-policy          `after` failed updates in a row, one level down
                  ◄──          ◄──                    `clean` good ones in a row, one level up
 
-A publication has failed if any replica had to be fenced for it. *Blocking*: a step waits until the weights of
-the one
-before are served everywhere, so that nothing competes with the load. *On-policy*: besides, as few batches are
-generated ahead as the interval of publications allows.
-The run goes on in each case, only slower; lag never exceeds what was asked for.
+A weight update has failed if a replica had to be fenced for it. *Blocking*: a step waits until the weights of
+the previous step are served by all replicas, so that nothing competes with the load. *On-policy*: in
+addition, as few batches are generated ahead as the interval of weight updates allows. The run continues in
+each case, only slower; the lag never exceeds its bound.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """A step from one level to the next."""
+    """A change from one level to the next."""
 
     level: Level
     why: str
@@ -36,19 +34,19 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Caution:
-    """When to step down and up."""
+    """When to change the level."""
 
     after: int = 3
-    """Failed publications in a row; 0: never."""
+    """Failed weight updates in a row that lower the level; 0 disables this."""
     clean: int = 20
-    """Good publications in a row."""
+    """Good weight updates in a row that raise the level."""
 
 
 class StepDown:
-    """Decides after each publication. Holds no tensors, tasks or clocks."""
+    """Decides after each weight update. Holds no tensors, tasks or clocks."""
 
     def __init__(self, caution: Caution) -> None:
-        """Raises ValueError: `after` < 0 or `clean` < 1."""
+        """Raises ValueError if `after` < 0 or `clean` < 1."""
         if caution.after < 0 or caution.clean < 1:
             raise ValueError(f"after must be >= 0 and clean >= 1, got {caution.after} and {caution.clean}")
         self._after, self._clean = caution.after, caution.clean
@@ -60,7 +58,7 @@ class StepDown:
         return self._level
 
     def failed(self, reason: str) -> Change | None:
-        """A publication that some replica did not take; says if that was once too often."""
+        """Count a failed weight update; returns the change of level, or None."""
         self._good_in_a_row = 0
         self._failed_in_a_row += 1
         if not self._after or self._failed_in_a_row < self._after or self._level is Level.ON_POLICY:
@@ -70,7 +68,7 @@ class StepDown:
         return Change(self._level, f"{count} publications in a row failed; the last, because {reason}")
 
     def succeeded(self) -> Change | None:
-        """A publication that every replica took; says if that makes a clean stretch."""
+        """Count a successful weight update; returns the change of level, or None."""
         self._failed_in_a_row = 0
         if self._level is Level.ASYNCHRONOUS:
             return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a pipeline stands still, in words: who waits for whom, what everybody does, what happened last.
+"""Describe why a pipeline makes no progress: what each role waits for, its state, and the last events.
 
-Composes text from what is in memory and changes nothing, so it may be asked for at any moment on the loop;
-the
-moment of interest is the one at which the deadline of a wait has passed, before the roles are stopped.
+The text is composed from what is in memory and nothing is changed, so `diagnose` may be called at any moment
+on the loop. It is called when the deadline of a wait passes, before the roles are stopped.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ LAST_EVENTS = 30
 
 
 class Diagnosis(NamedTuple):
-    """What is the matter."""
+    """The result of a diagnosis."""
 
     cause: str
     """One line."""
     text: str
-    """All that is known, in paragraphs."""
+    """All paragraphs."""
 
 
 class _Owner(NamedTuple):
     waits: tuple[Wait, ...]
     holders: tuple[str, ...]
-    """Those of whom any one could let this one go on; none: that may come from elsewhere."""
+    """Owners any one of which can end this wait; empty if something outside the pipeline can end it."""
 
 
 def diagnose(flow: AsyncTrainingFlow, expired: Wait | None = None) -> Diagnosis:
-    """Call it on the flow's loop. `expired`: the wait whose deadline has passed."""
+    """Diagnose a flow; call it on the flow's loop. `expired`: the wait whose deadline has passed."""
     now = asyncio.get_running_loop().time()
     owners = _owners()
     graph = {name: owner.holders for name, owner in owners.items() if owner.holders}
@@ -72,7 +71,7 @@ def _owners() -> dict[str, _Owner]:
     found = {}
     for name, waits in by_name.items():
         named = [wait.holders().names for wait in waits]
-        # One wait that nobody of the pipeline has to end is enough to go on.
+        # One wait that something outside the pipeline can end is enough to continue.
         holders = {holder for names in named for holder in names} if all(named) else set()
         found[name] = _Owner(tuple(waits), tuple(sorted(holders - {name} or holders)))
     return found
@@ -96,14 +95,14 @@ def _cause(
         return "no deadlock"
     waited = f"{expired.owner} waited {now - expired.since:.1f} s for {expired.what}"
     ends = [_end(flow, owners, name, waiter, now) for name, waiter in _ends(graph, expired.owner)]
-    # Of those at the end of the chain, the one that has done the same for the longest.
+    # Blame the end of the chain that has been in its state for the longest time.
     return f"{max(ends)[1]}; {waited}" if ends else waited
 
 
 def _end(
     flow: AsyncTrainingFlow, owners: Mapping[str, _Owner], name: str, waiter: str, now: float
 ) -> tuple[float, str]:
-    """For how long, in seconds, somebody has been what keeps `waiter` waiting; and that in words."""
+    """Return for how many seconds `name` has held up `waiter`, and a description of it."""
     machine = next((m for m in flow.machines if m.name == name), None)
     if machine is not None:
         doing = f", {_what(owners[name])}" if name in owners else ""
@@ -114,7 +113,7 @@ def _end(
 
 
 def _ends(graph: Mapping[str, Sequence[str]], start: str) -> Iterator[tuple[str, str]]:
-    """Those that can be reached and wait for nobody of the pipeline, each with one who waits for it."""
+    """Yield the owners at the end of the chain of waits, each with one owner that waits for it."""
     seen, queue = {start}, deque([start])
     while queue:
         waiter = queue.popleft()
@@ -132,8 +131,8 @@ def _waits(owners: Mapping[str, _Owner], now: float) -> list[str]:
         for wait in owner.waits:
             limit = "no deadline" if wait.timeout_s is None else f"of at most {wait.timeout_s:g} s"
             holders = wait.holders()
-            whom = f" -> {', '.join(holders.names)}" if holders.names else ""
-            lines.append(f"{name} waits since {now - wait.since:.1f} s ({limit}) for {wait.what}{whom}")
+            arrow = f" -> {', '.join(holders.names)}" if holders.names else ""
+            lines.append(f"{name} waits since {now - wait.since:.1f} s ({limit}) for {wait.what}{arrow}")
             if holders and not holders.names:
                 lines.append(f"  {holders}")
     return lines

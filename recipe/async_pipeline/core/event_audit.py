@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold in the event log of one process of a run, whatever was done to it.
+"""Check the event log of one process of a run; these rules hold whatever failures were injected.
 
     time          never goes back
-    roles         move by the table of `machine`, lane by lane
+    stages        follow the table of `state_machine`, lane by lane
     pools         have no more tenants at once than slots
-    versions      are trained one after another, gathered once trained, served once gathered, and never go
-    back
-    lag           of what is trained keeps to the bound
+    versions      are trained one after another, gathered after training, served after gathering
+    lag           of trained data stays within the bound
 
-Whether every prompt has one fate, the ledger says; see `audit`.
+`ledger_audit` checks that every prompt has one fate.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ RELEASING = frozenset({"RELEASE", "FINISH", *(state.name for state in TERMINAL)}
 
 
 class EventAudit:
-    """Takes the records of a log in their order; `violations` are those found so far."""
+    """Takes the records of a log in their order; `violations` holds the violations found so far."""
 
     def __init__(self) -> None:
         self.violations: list[str] = []
         self.served: list[tuple[float, int]] = []
-        """When which version was served everywhere, in seconds of the log's time."""
+        """Pairs of seconds since the log opened and the version that all replicas served then."""
         self._t = 0.0
         self._max_lag = 0
         self._pool_of: dict[str, str] = {}
@@ -40,7 +39,7 @@ class EventAudit:
         self._gathered: set[int] = set()
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """One line of `events.jsonl`. A record that is none is a violation, too."""
+        """Check one line of `events.jsonl`. A line that is not a record is a violation."""
         try:
             self._take(record, str(record["role"]), str(record["event"]), float(record["t"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -74,7 +73,7 @@ class EventAudit:
     def _move(self, lane: tuple[str, int], event: Event, said: str) -> None:
         before = self._states.get(lane, StageState.IDLE)
         if event is Event.LEASE and before is StageState.WAITING_OUTPUT and said == before.name:
-            return  # taken once more, see `compute_again`
+            return  # taken again, see `compute_again`
         try:
             after = advance(before, event)
         except StageProtocolError as error:
@@ -118,7 +117,7 @@ class EventAudit:
         if self.served and version <= self.served[-1][1]:
             self._say(f"version {version} is served after version {self.served[-1][1]}")
         if int(record["replicas"]) < 1:
-            self._say(f"version {version} is served by nobody")
+            self._say(f"version {version} is served by no replica")
         self.served.append((self._t, version))
 
     def _say(self, text: str) -> None:
@@ -126,7 +125,7 @@ class EventAudit:
 
 
 def audit_events(records: Iterable[Mapping[str, Any]]) -> EventAudit:
-    """Audit a whole log."""
+    """Audit a complete log."""
     audit = EventAudit()
     for record in records:
         audit.take(record)

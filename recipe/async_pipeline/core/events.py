@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The append-only log of what every role did, and the arithmetic of busy time on it."""
+"""The append-only log of what every stage did, and the arithmetic of busy time on it."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class EventLog:
         return record
 
     def subscribe(self, callback: Callable[[LogRecord], None]) -> None:
-        """Call back with each record from now on, in order. The callback must not append."""
+        """Call `callback` with each later record, in order. It must not append."""
         self._subscribers.append(callback)
 
     def elapsed(self) -> float:
-        """Seconds since the log was opened; this opens it."""
+        """Return the seconds since the log was opened; opens it if necessary."""
         now = self._clock.now()
         if self._opened is None:
             self._opened = now
@@ -83,9 +83,10 @@ class EventLog:
 
 
 def busy_intervals(records: Sequence[LogRecord], role: str) -> list[Interval]:
-    """When any lane of `role` was RUNNING: disjoint, in order, touching ones merged, empty ones left out.
+    """Return when any lane of `role` was RUNNING: disjoint, in order, touching ones merged, no empty
+    ones.
 
-    A lane that still runs at the end counts as running until the last record, of whatever role.
+    A lane that still runs at the end counts as running until the last record of any stage.
     """
     running: set[int] = set()
     since = 0.0
@@ -109,7 +110,7 @@ def busy_intervals(records: Sequence[LogRecord], role: str) -> list[Interval]:
 
 
 def _extend(intervals: list[Interval], start: float, end: float) -> None:
-    """Append an interval in place, or lengthen the last one if they touch."""
+    """Append an interval in place, or extend the last one if they touch."""
     if intervals and intervals[-1][1] == start:
         start, _ = intervals.pop()
     if start < end:
@@ -117,7 +118,7 @@ def _extend(intervals: list[Interval], start: float, end: float) -> None:
 
 
 def overlap_seconds(a: Sequence[Interval], b: Sequence[Interval]) -> float:
-    """Seconds that lie in an interval of `a` and in one of `b`; each list disjoint and in order."""
+    """Return the seconds that are in an interval of `a` and of `b`; each list is disjoint and ordered."""
     total, i, j = 0.0, 0, 0
     while i < len(a) and j < len(b):
         total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))

@@ -3,13 +3,14 @@
 
     draw ──► in flight ──┬─► trained    an optimizer step has consumed its group
                          ├─► filtered   finished, but its responses teach nothing
-                         ├─► expired    given up, because it held a step up
+                         ├─► expired    given up, because it held up a step
                          └─► failed     its data is bad
 
-Whoever decides a fate tells only the register: `settle` for one prompt, `train` for all groups of an
-optimizer step. The register checks the decision, changes its counts, and then calls its subscribers in the
-order in which they subscribed: the ledger, the message queue, the prompt source, the meters. A prompt without
-a fate is in flight; a checkpoint holds those, and they get their fate in the process that resumes from it.
+A stage that decides a fate reports it to the register only: `settle` for one prompt, `train` for all groups
+of an optimizer step. The register checks the decision, changes its counts, and then calls its subscribers in
+the order in which they subscribed: the ledger, the message queue, the prompt source, the meters. A prompt
+without a fate is in flight; a checkpoint holds those, and they get their fate in the process that resumes
+from it.
 
 Memory does not grow with the run: the register holds the prompts in flight, counts, and the prompts of the
 last step, so that this step may be reported twice.
@@ -76,7 +77,7 @@ class FateRegister:
         return {str(fate): count for fate, count in self._counts.items()}
 
     def subscribe(self, call: Callable[[Settlement], object]) -> None:
-        """Call `call` with each settlement from now on. What it raises reaches the caller of `settle`."""
+        """Call `call` with each later settlement. What it raises reaches the caller of `settle`."""
         self._subscribers.append(call)
 
     # Changes.
@@ -133,7 +134,7 @@ class FateRegister:
             )
 
     def check(self, live: Collection[str]) -> None:
-        """Compare with `live`: the prompts in the message queue and those of steps that are not trained yet.
+        """Compare with `live`: the prompts in the message queue and in steps that are not trained yet.
 
         Raises ConservationError if these are not the prompts in flight, or if the counts do not add up.
         """

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline: wires the roles, runs one task a lane, ends cleanly or with the real error.
+"""The pipeline: wires the stages, runs one task per lane, ends cleanly or with the error that caused the end.
 
         admission (message queue)                      ┌─► logp ─────┐              ┌─► critic
     dataloader ────────► generate ─► rollout ──────────┼─► ref_logp ─┼─► reward ────┴─► train ─► param_update
         ▲                                              └─► values ───┘    (join, advantage)      │
         └───────────────────────── versions: trained ≥ gathered ≥ served ◄───────────────────────┘
 
-What each role waits for, and what unblocks it:
+What each stage waits for, and what unblocks it:
 
-    dataloader    room in the message queue           a publication is served
+    dataloader    room in the message queue           a weight update is served
     generate      prompts, a slot on its pool         dataloader
     rollout       finished groups                     generate, group by group
     logp          a full batch, its policy's weights  rollout; train; param_update's gather
@@ -19,10 +19,10 @@ What each role waits for, and what unblocks it:
     train         the scored batch, gather of step-1  reward; param_update; critic, if on its devices
     param_update  an optimizer step                   train
 
-Without a reference policy there is no ref_logp, without a critic neither values nor critic.
+Without a reference policy there is no ref_logp; without a critic, neither values nor critic.
 
-End of data closes channels from left to right, so everything that was drawn has a fate by then. The first
-error stops every other role and is raised as it is.
+The end of data closes channels from left to right, so every prompt that was drawn has a fate by then. The
+first error stops every other stage and is raised unchanged.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ GRAPH: Mapping[str, tuple[str, ...]] = {
     "train": ("param_update",),
     "param_update": (),
 }
-"""Who hands to whom. A role that a run does not need is left out together with its edges."""
+"""The consumers of each stage. A stage that a run does not need is left out with its edges."""
 
 OPTIONAL = ("ref_logp", "values", "critic")
-"""Roles that a run may do without."""
+"""Stages that a run may leave out."""
 EDGE_CAPACITY = 2
-"""Items that may wait between two batch roles; admission bounds the total, this bounds each edge."""
+"""Items that may wait between two batch stages; admission bounds the total, this bounds each edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowResult:
-    """What a finished run did, with the processes that it was resumed from."""
+    """What a finished run did, including the processes that it was resumed from."""
 
     steps: int
     groups_drawn: int
@@ -79,22 +79,22 @@ class FlowResult:
     groups_expired: int
     groups_failed: int
     groups_in_flight: int
-    """Drawn, and without a fate; none after a run that completed."""
+    """Drawn, and without a fate; 0 after a completed run."""
     regenerated: int
-    """Times that a group was answered again because it held a step up, or was of no use."""
+    """Number of times that responses were generated again, because they held up a step or were flawed."""
     trajectories_trained: int
     lag_max: int
     trainer_version: int
     served_version: int
     publications: tuple[Publication, ...]
-    """Of this process."""
+    """Weight updates of this process."""
 
 
 class AsyncTrainingFlow:
-    """Runs a trainer as a pipeline of role state machines.
+    """Runs a trainer as a pipeline of stages.
 
-    `enable_async_rl=False` admits a batch only when the weights of the step before are served,
-    whatever the strategy says: the same code as an ordinary sequential trainer.
+    `enable_async_rl=False` admits a batch only when the weights of the previous step are served, for
+    every strategy: the same code as an ordinary sequential trainer.
     """
 
     def __init__(
@@ -106,9 +106,8 @@ class AsyncTrainingFlow:
         keep_records: int | None = None,
         startup_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`keep_records` bounds the events kept in memory; subscribers see all of them. `startup_s` says how
-        long
-        the run has been coming up when the flow begins.
+        """`keep_records` bounds the events kept in memory; subscribers see all of them. `startup_s`
+        returns how long the run took to start before the flow begins.
         """
         self.trainer = trainer
         self.enable_async_rl = enable_async_rl
@@ -128,39 +127,38 @@ class AsyncTrainingFlow:
         self.publications: list[Publication] = []
         self.step_down = StepDown(trainer.caution)
         self._depth = self.queue.depth
-        """Batches ahead, unless the run has stepped down."""
+        """Batches generated ahead, unless asynchrony is reduced."""
         self.machines: list[RoleStateMachine] = []
         self.log = EventLog(self.clock, keep=keep_records)
         self.pools: PoolSet | None = None
         self.criticised: dict[int, StepBatch] = {}
         """Batches that the critic has learned from, until their step is finished."""
         self.failures: list[tuple[str, Exception]] = []
-        """In the order in which they happened; the first is the cause."""
+        """Errors in the order of their occurrence; the first is the cause."""
         started_with = self.schedule.first_step - 1
         if started_with:
             self.versions.advance_trained(started_with)
             self.versions.advance_critic(started_with)
             self.versions.advance_saved(started_with)
         self.resumed = trainer.resumed
-        """What a checkpoint says of an earlier process, in whose place this one goes on; None: there was
-        none.
-        """
+        """The checkpoint that this process resumes from; None if the run starts from the beginning."""
         if self.resumed is not None:
             self.queue.restore(self.resumed.queue)
             self.ledger.restore(self.resumed.ledger, {group.uid for group in self.resumed.finished()})
             self.check_books()
 
     def insert(self, role_name: str, *, after: str, before: str) -> None:
-        """Put a registered role of one's own on the edge `after` -> `before`, before the run starts.
+        """Insert a registered custom stage into the edge `after` -> `before`, before the run starts.
 
-        Raises ConfigError: no such role or edge, or the role is in the graph already.
+        Raises ConfigError if the stage or the edge does not exist, or the stage is in the graph
+        already.
         """
         insert_role(self.graph, role_name, after=after, before=before)
 
     async def run(self) -> FlowResult:
-        """Publish the starting weights, then run every role until the data ends.
+        """Publish the starting weights, then run every stage until the data ends.
 
-        Raises the first error of any role, unchanged, after all others have stopped.
+        Raises the first error of any stage, unchanged, after all others have stopped.
         """
         self._wire()
         self.ledger.open()
@@ -202,22 +200,20 @@ class AsyncTrainingFlow:
         )
 
     def check_books(self) -> None:
-        """Raises ConservationError: the prompts without a fate are not those that are somewhere in the
-        pipeline.
-        """
+        """Raise ConservationError if the prompts in flight differ from the prompts in the pipeline."""
         self.fates.check(self.queue.live)
 
     def state(self, step: int) -> FlowState:
-        """What a checkpoint of `step` has to hold; to be called after that step was trained, before the next
-        one is.
+        """Return what a checkpoint of `step` holds; call it after that step was trained, before the
+        next one.
 
-        Raises ConservationError: the books do not balance.
+        Raises ConservationError if the books do not balance.
         """
         self.check_books()
         return FlowState(step=step, queue=self.queue.state(), ledger=self.ledger.state())
 
     def published(self, publication: Publication) -> Change | None:
-        """A publication is over; says whether less, or more, is done asynchronously from now on."""
+        """Record a finished weight update; returns the change of asynchrony, or None."""
         self.publications.append(publication)
         change = (
             self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
@@ -229,13 +225,13 @@ class AsyncTrainingFlow:
         return change
 
     def describe(self, machines: Iterable[RoleStateMachine]) -> Holders:
-        """Who is in which state, in words, for the message of a wait that expired."""
+        """Describe the states of some stages, for the message of an expired wait."""
         machines = tuple(machines)
         states = ", ".join(f"{m.name} is {m.state.name}" for m in machines)
         running = ", ".join(m.name for m in self.machines if m.state is StageState.RUNNING)
         v = self.versions
         text = (
-            f"{states or 'nobody feeds it'}; running: {running or 'nobody'}; "
+            f"{states or 'no stage feeds it'}; running: {running or 'none'}; "
             f"versions trained {v.trained}, gathered {v.gathered}, served {v.served}"
         )
         return Holders(text, (m.name for m in machines if m.state not in TERMINAL))
@@ -280,7 +276,9 @@ class AsyncTrainingFlow:
         }
 
     def _slots(self, pool: str, lanes: Mapping[str, int]) -> int:
-        """A pool is exclusive unless the only role on it has several lanes, which then share it."""
+        """Return the slots of a pool: it is exclusive unless its only stage has several lanes, which
+        share it.
+        """
         tenants = [role for role in self.graph if self.trainer.pool_of(role) == pool]
         return lanes[tenants[0]] if len(tenants) == 1 else 1
 
@@ -301,7 +299,7 @@ class AsyncTrainingFlow:
     async def _watch(self, roles: Iterable[asyncio.Task[None]]) -> None:
         try:
             await self.trainer.watch()
-        except Exception as error:  # noqa: BLE001  it is raised when all roles have stopped
+        except Exception as error:  # noqa: BLE001  it is raised when all stages have stopped
             self.failures.append(("watch", error))
             for role in roles:
                 role.cancel()
@@ -314,8 +312,9 @@ def _role(name: str) -> type[RoleStateMachine]:
 
 
 def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The graph of these roles only. Raises ConfigError: an unknown role, or one that nobody may leave
-    out.
+    """Return the graph of these stages only.
+
+    Raises ConfigError if a stage is unknown or a required one is missing.
     """
     wanted = set(roles)
     unknown = wanted - GRAPH.keys()
@@ -330,9 +329,9 @@ def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str, before: str) -> None:
-    """Put a registered role on the edge `after` -> `before` of a graph.
+    """Insert a registered stage into the edge `after` -> `before` of a graph.
 
-    Raises ConfigError: no such role or edge, or the role is in the graph already.
+    Raises ConfigError if the stage or the edge does not exist, or the stage is in the graph already.
     """
     if role_name not in ROLES:
         raise ConfigError(

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline has to remember to go on after a step in another process: no tensors, no tasks, no clock.
+"""The state that a checkpoint holds of the pipeline: no tensors, no tasks, no clock.
 
 It is taken in one turn of the event loop, after the step was trained and before the weights change again.
-Everything
-that was drawn is in exactly one place then:
+Every prompt that was drawn is in exactly one place then:
 
-    trained, filtered, expired, failed   in the ledger's sums only
-    taken by a later step                `QueueState.taken`: that step will train just these groups
+    trained, filtered, expired, failed   in the counts of the register only
+    taken by a later step                `QueueState.taken`: that step will train these groups
     finished                             an entry with a group: it waits in the queue
-    answered                             an entry with an answer: nobody has judged yet whether it is trained
-    in flight                            an entry with neither: its prompt goes out again
-    not entered                          with the trainer, which deals prompts out in the order in which it
-    drew them
+    answered                             an entry with an answer: not decided yet whether it is trained
+    in flight                            an entry with neither: its prompt is dispatched again
+    not entered                          with the trainer, which hands prompts out in the order of its draws
 
-Leave to draw prompts is not kept: whoever goes on has to ask again, and gets it as soon as weights are
-served.
+Tickets are not kept: the resumed process requests new ones as soon as weights are served.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class EntryState:
     group: Group | None = None
     """Finished, and waiting for a step."""
     answer: Group | None = None
-    """Finished, and not judged."""
+    """Finished, and not decided yet whether it is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class FlowState:
     ledger: LedgerState
 
     def finished(self) -> Iterator[Group]:
-        """Groups whose answers are there."""
+        """Yield the groups whose responses are finished."""
         for groups in self.queue.taken.values():
             yield from groups
         for entry in self.queue.entries:
@@ -68,6 +65,6 @@ class FlowState:
                 yield group
 
     def in_flight(self) -> tuple[str, ...]:
-        """Prompts whose answers are not there, in the order in which they are to go out again."""
+        """Return the prompts without finished responses, in the order in which to dispatch them again."""
         entries = sorted(self.queue.entries, key=lambda entry: entry.number)
         return tuple(entry.uid for entry in entries if entry.group is None and entry.answer is None)

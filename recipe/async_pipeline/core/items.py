@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels on the edges: keys, versions and metrics. Tensors stay in the sample store."""
+"""Items on the edges of the pipeline: keys, versions and metrics. Tensors stay in the sample store."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """Leave to draw prompts."""
+    """Permission to draw prompts."""
 
     step: int
-    """The optimizer step that the first of them is drawn for."""
+    """The optimizer step that the first of these prompts is drawn for."""
     prompts: int
     version: int
-    """The oldest version that any replica served when leave was given."""
+    """The oldest version that any replica served when the ticket was issued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt to be answered `n` times: the seed of a group."""
+    """One prompt, to be answered by `n` responses."""
 
     uid: str
     step: int
@@ -61,10 +61,10 @@ class Trajectory:
     """
     turns: int | None = None
     seconds: float | None = None
-    """From the request for its group to the end of it."""
+    """From the request for its group until the group was finished."""
     reward: float | None = None
     filter_by: float | None = None
-    """What group filtering compares, if the run filters."""
+    """The value that group filtering compares; None if the run does not filter."""
     payload: Any = None
     """Opaque to the core: the tag of its sample in the store."""
 
@@ -76,11 +76,11 @@ class Group:
     uid: str
     step: int
     trajectories: tuple[Trajectory, ...]
-    """One at least, unless there is a flaw."""
+    """At least one, unless there is a flaw."""
     flaw: str = ""
-    """Why it cannot be trained; empty: it can. Its samples are in no store then."""
+    """Why it cannot be trained; empty if it can. The sample store does not hold flawed groups."""
     again: bool = False
-    """It is to be answered again, because of that."""
+    """Generate its responses again because of the flaw."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to find its samples."""
 
@@ -96,7 +96,7 @@ class StepBatch:
     step: int
     groups: tuple[Group, ...]
     payload: Any = None
-    """Opaque handle of the trainer's tensors."""
+    """Opaque to the core: the trainer's handle to its tensors."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     timing_s: Mapping[str, float] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class StepBatch:
         return sum(len(g.trajectories) for g in self.groups)
 
     def merged(self, *others: StepBatch) -> StepBatch:
-        """This batch with the metrics and timings of its siblings from parallel stages."""
+        """Return this batch with the metrics and timings of its siblings from parallel stages."""
         metrics, timing = dict(self.metrics), dict(self.timing_s)
         for other in others:
             metrics.update(other.metrics)
@@ -119,7 +119,7 @@ class StepBatch:
     def with_results(
         self, *, payload: Any = None, metrics: Mapping[str, Any] | None = None, **timing_s: float
     ) -> StepBatch:
-        """A copy that also holds what one stage found out."""
+        """Return a copy with the results of one stage."""
         return replace(
             self,
             payload=self.payload if payload is None else payload,
@@ -136,11 +136,11 @@ class LoadReport:
     """
 
     transfer_s: float = 0.0
-    """Until the version lay in memory of the replica's host, checked."""
+    """Until the verified version was in memory of the replica's host."""
     load_s: float = 0.0
     """From there until it was served."""
     stall_s: float = 0.0
-    """The part of `load_s` in which the replica stood still."""
+    """The part of `load_s` during which the replica was blocked."""
     prove_s: float = 0.0
     """The part of `stall_s` that the verification took."""
     busy_s: float = 0.0

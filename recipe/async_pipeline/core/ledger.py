@@ -3,11 +3,11 @@
 
     dispatched ──► finished ──► trained             in step s, which commits all of its groups at once
         ▲  │           └──────► filtered, failed    not trained, and another prompt is drawn instead
-     again └──────────────────► expired             given up, because it held a step up
+     again └──────────────────► expired             given up, because it held up a step
 
 Each change is one record that goes to the subscribers; records are numbered without a gap. The fates
-themselves are decided elsewhere: the ledger subscribes to the register (`core.fates`) and writes down what it
-is told.
+themselves are decided elsewhere: the ledger subscribes to the register (`core.fates`) and records every
+settlement.
 
 A checkpoint holds the account (`state`) with the number of the last record that it covers. A resumed run
 numbers its first record, `resumed`, next to that one. All records with that number or a higher one that
@@ -25,7 +25,7 @@ from .fates import FateRegister, Settlement
 from .items import Group, Trajectory
 
 Why = Literal["stale", "flawed", "resumed"]
-"""Why responses to a prompt are generated again: it held a step up, its data was bad, or the run was resumed.
+"""Why responses to a prompt are generated again: it held up a step, its data was bad, or the run was resumed.
 """
 
 
@@ -80,7 +80,7 @@ class Ledger:
         fates.subscribe(self._settled)
 
     def subscribe(self, call: Callable[[LedgerRecord], object]) -> None:
-        """Call `call` with each record from now on, in order. What it raises reaches the caller."""
+        """Call `call` with each later record, in order. What it raises reaches the caller."""
         self._subscribers.append(call)
 
     # What happens.

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a ledger holds together: read record by record, as an auditor who was not there would.
+"""Audit a ledger record by record, from nothing but its records.
 
-    conservation     every prompt that was dispatched has exactly one fate, or is in flight; none, if the run
-    completed
+    conservation     every prompt that was dispatched has exactly one fate, or is in flight; none is in
+                     flight if the run completed
     no double use    no trajectory is in two steps
-    order            steps are committed one after the other; versions that are served only grow
+    order            steps are committed one after the other; served versions only grow
     lag              no trajectory was older than `max_lag` when its step began
-    no gap           the numbers of the records have none; what a resumed run made void is left out
-    sums             what the run counted itself, in a step and at its end, is what its records add up to
+    no gap           record numbers have no gap; records that a resumed run made void are left out
+    sums             what the run counted, in a step and at its end, is what its records add up to
 
 See `ledger` for the records.
 """
@@ -22,19 +22,17 @@ from typing import Any, get_args
 from .fates import Fate
 
 SHOWN = 20
-"""Violations that are kept in full; more are counted."""
+"""Violations that are kept in full; further ones are only counted."""
 ENDS = ("completed", "interrupted", "failed")
 Record = Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
 class Audit:
-    """What was found."""
+    """The result of an audit."""
 
     status: str = "running"
-    """What the run said at its end: completed, interrupted or failed; running if it has not said anything
-    yet.
-    """
+    """How the run ended: completed, interrupted or failed; running if it has not ended."""
     steps: int = 0
     dispatched: int = 0
     trained: int = 0
@@ -47,11 +45,11 @@ class Audit:
     lag_max: int = 0
     max_lag: int | None = None
     processes: int = 0
-    """That wrote the ledger: one, and one more for each time that the run was resumed."""
+    """Processes that wrote the ledger: one, and one more for each resumption."""
     void: int = 0
-    """Records that tell of work that was done anew."""
+    """Records of work that was repeated."""
     begun_elsewhere: bool = False
-    """The run goes on from a checkpoint of another ledger: its answers before that are not counted here."""
+    """The run resumed from a checkpoint of another ledger; earlier responses are not counted here."""
     violations: list[str] = field(default_factory=list)
     num_violations: int = 0
 
@@ -64,13 +62,13 @@ class Audit:
 
 
 class _Books:
-    """The account that an auditor keeps."""
+    """The account that the auditor keeps."""
 
     def __init__(self) -> None:
         self.audit = Audit()
         self._number = 0
         self._live: dict[str, Mapping[str, int] | None] = {}
-        """Prompts without a fate; of finished ones, the oldest version of each trajectory."""
+        """Prompts without a fate; for finished ones, the oldest version of each trajectory."""
         self._fates: dict[str, Fate] = {}
         self._keys: set[str] = set()
         """Trajectories that were trained."""
@@ -103,7 +101,7 @@ class _Books:
         first = self._number == 0 and kind == "resumed"
         if number != self._number + 1 and not first:
             wrong = (
-                "those between are missing"
+                "the records between them are missing"
                 if number > self._number
                 else "it comes twice"
                 if number == self._number
@@ -123,7 +121,7 @@ class _Books:
         return self.audit
 
     def _counts(self) -> dict[str, int]:
-        """Prompts of each fate, so far, those of an earlier ledger included."""
+        """Return the prompts of each fate so far, including an earlier ledger's."""
         counts = Counter(self._fates.values())
         return {fate: getattr(self.audit, fate) + counts[fate] for fate in get_args(Fate)}
 
@@ -153,7 +151,7 @@ class _Books:
         self._begin(record)
 
     def _resumed(self, record: Record) -> None:
-        """Also the first record of a run that goes on from a checkpoint of another ledger."""
+        """Read the record of a resumption; also the first record of a run resumed from another ledger."""
         if self.audit.processes == 0:
             self._live = dict.fromkeys(record["in_flight"])
             self.audit.steps, self.audit.dispatched = int(record["step"]), int(record["drawn"])
@@ -175,7 +173,7 @@ class _Books:
             )
 
     _finished_elsewhere: set[str] = set()
-    """Prompts whose answers another ledger may tell of."""
+    """Prompts whose responses may be recorded in another ledger."""
 
     def _dispatched(self, record: Record) -> None:
         uid = str(record["uid"])
@@ -215,7 +213,7 @@ class _Books:
         finished = [answers for uid in uids if (answers := self._live.get(uid)) is not None]
         counted, told = int(record["trajectories"]), sum(map(len, finished))
         if counted != told and len(finished) == len(uids):
-            self._violation(f"step {step} counts {counted} answers, its prompts have {told}")
+            self._violation(f"step {step} counts {counted} trajectories, its prompts have {told}")
         for uid in uids:
             if self._require_live(uid, f"trained in step {step}"):
                 answers = self._live.pop(uid)
@@ -271,7 +269,7 @@ class _Books:
 
 
 def audit(records: Iterable[Record], void: int = 0) -> Audit:
-    """Check the records that count, in order; see `valid`. `void`: how many were left out."""
+    """Check the records that count, in order; see `valid`. `void`: the number of records left out."""
     books = _Books()
     for record in records:
         books.read(record)
@@ -290,9 +288,10 @@ def audit(records: Iterable[Record], void: int = 0) -> Audit:
 
 
 def horizon(resumptions: Sequence[tuple[int, int]]) -> Callable[[int, int], bool]:
-    """Which records count: given `(place, number)` of every `resumed` record, says so of the one at a place.
+    """Return a function of place and number that tells whether a record counts.
 
-    A record counts unless a later process was resumed from before it.
+    `resumptions`: `(place, number)` of every `resumed` record. A record counts unless a later process was
+    resumed from before it.
     """
     limits: list[tuple[int, int]] = []
     least = None
@@ -308,7 +307,7 @@ def horizon(resumptions: Sequence[tuple[int, int]]) -> Callable[[int, int], bool
 
 
 def valid(records: Sequence[Record]) -> Iterator[Record]:
-    """Those that count."""
+    """Yield the records that count."""
     resumptions = [(i, int(r["n"])) for i, r in enumerate(records) if r["kind"] == "resumed"]
     counts = horizon(resumptions)
     yield from (record for i, record in enumerate(records) if counts(i, int(record["n"])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leases on device pools: who may compute where, and who is in the way."""
+"""Leases on device pools: which stage may compute where, and what it waits for."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Lease:
     pool: str
     owner: str
     number: int
-    """Counts the leases of the pool, from 1."""
+    """Number of the lease in its pool, from 1."""
     since: float
-    """When it began, in seconds of the pool's clock."""
+    """Its start, in seconds of the pool's clock."""
 
 
 class DevicePool:
     """Devices that at most `slots` leases share at a time; 1 makes a lease exclusive.
 
-    `devices` is how many accelerators the pool has, for accounting; 0 is a pool of plain CPU work.
+    `devices` is the number of accelerators, for accounting; 0 is a pool of CPU work.
     """
 
     def __init__(self, name: str, devices: int, slots: int = 1, clock: Clock | None = None) -> None:
@@ -65,8 +65,8 @@ class DevicePool:
     async def acquire(self, owner: str) -> Lease:
         """Take a lease; the caller must `release` it.
 
-        Waits for: a free slot, behind every owner that asked before. Unblocked by: release. Cancelled,
-        it holds no lease and passes its turn on.
+        Waits for: a free slot, behind every earlier owner. Unblocked by: release. If cancelled, it
+        holds no lease and passes its turn on.
         """
         await self._queue.turn(owner)
         self._last_number += 1
@@ -75,7 +75,7 @@ class DevicePool:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """Give a lease back. Raises LeaseError: it was given back before, or is of another pool."""
+        """Release a lease. Raises LeaseError if it was released before or is of another pool."""
         if self._leases.get(lease.number) is lease:
             del self._leases[lease.number]
             self._queue.wake()
@@ -88,9 +88,9 @@ class DevicePool:
         )
 
     def describe(self) -> Holders:
-        """Who holds the pool and for how long, and who waits, in words.
+        """Describe which owners hold the pool and for how long, and which ones wait.
 
-        If anybody holds it this asks the clock, which for a LoopClock takes a running loop.
+        If the pool is held this reads the clock, which for a LoopClock requires a running loop.
         """
         leases = self._leases.values()
         held = ", ".join(f"{lease.owner} since {self._clock.now() - lease.since:.1f} s" for lease in leases)
@@ -106,7 +106,9 @@ class PoolSet:
         self._pools = dict(pools)
 
     def get(self, name: str) -> DevicePool:
-        """The pool called `name`. Raises LeaseError: there is none; names those that there are."""
+        """Return the pool called `name`. Raises LeaseError, which names the known pools, if there is
+        no such pool.
+        """
         try:
             return self._pools[name]
         except KeyError:
@@ -114,7 +116,7 @@ class PoolSet:
             raise LeaseError(f"there is no pool {name!r}; known pools: {known}") from None
 
     def __iter__(self) -> Iterator[str]:
-        """Names, in the order in which they were given."""
+        """Iterate over the names in the order of construction."""
         return iter(self._pools)
 
     def __len__(self) -> int:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role: one state machine with its own produce/consume loop.
+"""A stage of the pipeline: one state machine with its own produce and consume loop.
 
     receive (join of all inputs) -> gate -> lease -> process -> emit
        WAITING_INPUT                WAITING_RESOURCE  RUNNING   WAITING_OUTPUT
 
-A role runs on one or more *lanes*; each lane is a machine of its own that reads from the same
-channels, so a role with two lanes works on two items at once. Nothing else is concurrent.
+A stage runs on one or more *lanes*. Each lane is a separate machine that reads from the same channels, so a
+stage with two lanes works on two items at once. Nothing else is concurrent.
 
-To add a role of one's own: subclass `RoleStateMachine`, implement `process`, decorate the class
-with `@register_role("name")` and insert it with `AsyncTrainingFlow.insert("name", after=…, before=…)`.
+To add a custom stage: subclass `RoleStateMachine`, implement `process`, decorate the class with
+`@register_role("name")` and insert it with `AsyncTrainingFlow.insert("name", after=…, before=…)`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROLES: dict[str, type[RoleStateMachine]] = {}
 
 
 class RoleStateMachine(ABC):
-    """One lane of one role. Subclasses say what to do with an item; this class does the rest."""
+    """One lane of one stage. Subclasses implement the work on an item; this class does the rest."""
 
     role: ClassVar[str]
 
@@ -52,7 +52,7 @@ class RoleStateMachine(ABC):
 
     @classmethod
     def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
-        """How many items this role may work on at once in this pipeline."""
+        """Return how many items this stage may work on at once in this pipeline."""
         return 1
 
     @property
@@ -61,7 +61,7 @@ class RoleStateMachine(ABC):
 
     @property
     def item(self) -> Mapping[str, Any]:
-        """What it works on, as the event log shows it; empty between items."""
+        """The current item as the event log shows it; empty between items."""
         return self._item
 
     @property
@@ -72,18 +72,19 @@ class RoleStateMachine(ABC):
 
     @abstractmethod
     async def process(self, item: Any) -> None:
-        """Work on one item; hand results on with `emit`. Holds the lease until it returns or releases.
+        """Work on one item and hand the results on with `emit`. The lease is held until this returns
+        or releases it.
 
-        RUNNING means computing: what is left to do after the last `emit` counts as output.
+        RUNNING means computing: the work after the last `emit` counts as output.
         """
 
     async def gate(self, item: Any) -> None:  # noqa: B027 - optional hook
         """Wait until the item may be worked on; the default waits for nothing."""
 
     async def receive(self) -> Any:
-        """The next item: one from each input, which must belong to the same step.
+        """Return the next item: one from each input, all of the same step.
 
-        Waits for: every producer. Raises ChannelClosed: the inputs have ended and are drained.
+        Waits for: every producer. Raises ChannelClosed if the inputs have ended and are drained.
         """
         items = [
             await self._wait(ch.receive(), f"an item from {ch.name}", self._producers(ch))
@@ -95,7 +96,7 @@ class RoleStateMachine(ABC):
         return items[0] if len(items) == 1 else tuple(items)
 
     def describe_item(self, item: Any) -> dict[str, Any]:
-        """Fields that the event log shows with each event of this item."""
+        """Return the fields that the event log shows with each event of this item."""
         first = item[0] if isinstance(item, tuple) else item
         fields = {"step": getattr(first, "step", None), "key": getattr(first, "uid", None)}
         return {k: v for k, v in fields.items() if v is not None}
@@ -103,9 +104,9 @@ class RoleStateMachine(ABC):
     # What subclasses call.
 
     async def emit(self, item: Any, *, more: bool = False) -> None:
-        """Hand an item to every output. `more=True` goes on computing afterwards (a stream of outputs).
+        """Hand an item to every output. With `more=True` the stage continues to compute afterwards.
 
-        Waits for: room in each output channel. Raises ChannelClosed: the run is being stopped.
+        Waits for: room in each output channel. Raises ChannelClosed if the run is being stopped.
         """
         self.machine.fire(Event.OUTPUT, **self._item)
         for channel in self.outputs:
@@ -114,16 +115,16 @@ class RoleStateMachine(ABC):
             self.machine.fire(Event.RESUME, **self._item)
 
     async def compute_again(self) -> None:
-        """Take the lease once more after the last `emit`.
+        """Take the lease again after the last `emit`.
 
-        Waits for: the pool. Unblocked by: whoever holds it.
+        Waits for: the pool. Unblocked by: the release of the current lease.
         """
         self._lease = await self._acquire()
         self.note("LEASE")
         self.machine.fire(Event.RESUME, **self._item)
 
     def release(self) -> None:
-        """Give the lease back before `process` returns; the rest of the item needs no device."""
+        """Release the lease before `process` returns; the rest of the item needs no device."""
         if self._lease is not None and self.pool is not None:
             lease, self._lease = self._lease, None
             self.pool.release(lease)
@@ -135,10 +136,11 @@ class RoleStateMachine(ABC):
         self.pipeline.log.append(self.role, event, self.state.name, **lane, **{**self._item, **fields})
 
     async def until(self, kind: Kind, version: int) -> None:
-        """Return once a version is trained, gathered or served, or the critic has learned from that step.
-
-        A wait is noted as GATED, `on` the role that makes it. Waits for: that role. Unblocked by: its next
+        """Return once a version is trained, gathered or served, or the critic has learned from that
         step.
+
+        A wait is noted as GATED, `on` the stage that makes the version. Waits for: that stage.
+        Unblocked by: its next step.
         """
         if self.pipeline.versions.reached(kind) >= version:
             return
@@ -158,7 +160,7 @@ class RoleStateMachine(ABC):
     # The loop.
 
     async def run(self) -> None:
-        """Work until the inputs end. On failure or stop the lease is returned and the state says why."""
+        """Work until the inputs end. On failure or stop, release the lease; the state tells which it was."""
         self.machine.fire(Event.START)
         try:
             while True:
@@ -216,7 +218,7 @@ class RoleStateMachine(ABC):
 
 
 def register_role(name: str) -> Callable[[R], R]:
-    """Class decorator: make a machine known under `name`. A name belongs to one class."""
+    """Register a stage class under `name`. A name belongs to one class."""
 
     def decorate(cls: R) -> R:
         known = ROLES.get(name)
@@ -236,10 +238,11 @@ def create_role_state_machine(
     use_async_rl: bool = True,
     lane: int = 0,
 ) -> RoleStateMachine:
-    """A machine of a registered role, not yet wired.
+    """Return a machine of a registered stage, not wired yet.
 
-    `use_async_rl=False` asks for the strictly sequential form and is valid only in a flow that was
-    made so. Raises ConfigError: no such role, or the two disagree.
+    `use_async_rl=False` requests the strictly sequential form and is valid only in a flow that was
+    created with `enable_async_rl=False`. Raises ConfigError if the stage is unknown or the two values
+    differ.
     """
     if use_async_rl != pipeline.enable_async_rl:
         raise ConfigError(
@@ -256,5 +259,5 @@ def create_role_state_machine(
 
 
 def known_roles() -> Sequence[str]:
-    """Names of all registered roles."""
+    """Return the names of all registered stages."""
     return tuple(ROLES)

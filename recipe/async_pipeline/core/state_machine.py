@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of a role and every legal move between them.
+"""The states of a stage and every legal move between them.
 
-Theory of operation. A lane of a role works on one item at a time. It waits for the item, then for the
-resource that the work needs (a lease on a device pool), works, and hands results on; an item may yield
-any number of outputs, also none. Every wait is a state of its own, so the log alone tells what a role
-was waiting for, and for how long.
+Theory of operation. A lane of a stage works on one item at a time. It waits for the item, then for the
+resource that the work needs (a lease on a device pool), works, and hands results on; an item may yield any
+number of outputs, including none. Every wait is a separate state, so the log alone shows what a stage was
+waiting for, and for how long.
 
                   START                  ITEM                     LEASE
             IDLE ───────► WAITING_INPUT ──────► WAITING_RESOURCE ───────► RUNNING
@@ -16,9 +16,9 @@ was waiting for, and for how long.
 
     from every state that is not terminal:    FAIL ──► FAILED    STOP ──► STOPPED
 
-DONE means that the input ended and everything was handed on. FAILED means that this role raised;
-STOPPED that it was well and the supervisor ended it, because another one failed or the user asked. The
-three are terminal. `TRANSITIONS` is the only authority: a pair that it does not list is illegal, raises,
+DONE means that the input ended and everything was handed on. FAILED means that this stage raised. STOPPED
+means that the supervisor ended a healthy stage, because another one failed or the user interrupted the run.
+The three are terminal. `TRANSITIONS` is the only authority: a pair that it does not list is illegal, raises,
 and changes nothing.
 """
 
@@ -32,7 +32,7 @@ from .events import EventLog
 
 
 class StageState(Enum):
-    """What a lane of a role is doing."""
+    """What a lane of a stage is doing."""
 
     IDLE = auto()
     WAITING_INPUT = auto()
@@ -45,7 +45,7 @@ class StageState(Enum):
 
 
 class Event(Enum):
-    """What happens to a lane of a role."""
+    """What happens to a lane of a stage."""
 
     START = auto()
     ITEM = auto()
@@ -78,14 +78,14 @@ TRANSITIONS: dict[tuple[StageState, Event], StageState] = {
     (StageState.WAITING_OUTPUT, Event.FAIL): StageState.FAILED,
     (StageState.WAITING_OUTPUT, Event.STOP): StageState.STOPPED,
 }
-"""State and event to the state after. What is not listed is illegal."""
+"""The next state by state and event. Pairs that are not listed are illegal."""
 
 TERMINAL: frozenset[StageState] = frozenset({StageState.DONE, StageState.FAILED, StageState.STOPPED})
-"""States that nothing leaves."""
+"""States without a transition."""
 
 
 def advance(state: StageState, event: Event) -> StageState:
-    """The state after `event` in `state`. Raises StageProtocolError: the event is illegal there."""
+    """Return the state after `event` in `state`. Raises StageProtocolError if the event is illegal there."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
@@ -94,7 +94,7 @@ def advance(state: StageState, event: Event) -> StageState:
 
 
 class StateMachine:
-    """The state of one lane of one role; every move goes to the log."""
+    """The state of one lane of one stage; every move is logged."""
 
     def __init__(self, role: str, lane: int, log: EventLog) -> None:
         self._role = role
@@ -102,7 +102,7 @@ class StateMachine:
         self._log = log
         self._state = StageState.IDLE
         self.since_t = 0.0
-        """When it came into this state, in seconds of the log's time."""
+        """When it entered this state, in seconds of the log's time."""
 
     @property
     def state(self) -> StageState:
@@ -112,7 +112,8 @@ class StateMachine:
     def fire(self, event: Event, **fields: Any) -> None:
         """Move, then log the event with the state after it, the lane if it is not 0, and `fields`.
 
-        Raises StageProtocolError: the event is illegal here; the state is unchanged, nothing is logged.
+        Raises StageProtocolError if the event is illegal here; the state is unchanged and nothing is
+        logged.
         """
         try:
             self._state = advance(self._state, event)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer as the roles see it: what verl does for us, or what a simulation pretends.
+"""The trainer as the stages see it: verl's computations, or what a simulation pretends.
 
 Each method is awaited by exactly one stage while that stage holds its lease. Decisions about order and age
 (what to admit, when a batch is ready, when to publish) belong to the schedule.
@@ -17,45 +17,47 @@ from .schedule import Schedule
 
 
 class PipelineTrainer(Protocol):
-    """What a trainer must offer to be driven by `AsyncTrainingFlow`."""
+    """What `AsyncTrainingFlow` requires of a trainer."""
 
     schedule: Schedule
     """Which groups each step takes, and what is published, validated and saved."""
     wait_timeout_s: float | None
-    """Deadline of each wait of a role, in seconds."""
+    """Deadline of each wait of a stage, in seconds; None: no deadline."""
     facts: Mapping[str, Any]
-    """What the ledger says of the run."""
+    """What the ledger's first record says of the run."""
     caution: Caution
-    """When weight updates are to be done with less asynchrony."""
+    """When to reduce the asynchrony of weight updates."""
     resumed: FlowState | None
-    """What a checkpoint of the step before the first says; None: the run begins."""
+    """The checkpoint of the step before the first; None if the run starts from the beginning."""
 
     def roles(self) -> Sequence[str]:
-        """The roles of this run; a run without a reference policy has no `ref_logp`."""
+        """Return the stages of this run; a run without a reference policy has no `ref_logp`."""
 
     def pools(self) -> Mapping[str, int]:
-        """Device pools: name to number of devices."""
+        """Return the device pools: name to number of devices."""
 
     def pool_of(self, role: str) -> str | None:
-        """The pool that `role` computes on; None if it needs no device."""
+        """Return the pool that the stage `role` computes on, or None if it needs no device."""
 
     # A decision about data.
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
-        """Why a finished group is not trained, and another prompt drawn instead; None: it is."""
+        """Return why a finished group is not trained and another prompt is drawn instead, or None if
+        it is.
+        """
 
     # Work.
 
     async def draw_prompts(self, ticket: Ticket) -> PromptBatch:
-        """The next prompts of the dataset, as many as the ticket says."""
+        """Return the next prompts of the dataset, as many as the ticket allows."""
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        """Prompts that were in flight in the process that this one goes on for, in this order."""
+        """Return prompts that were in flight in the checkpoint, in this order."""
 
     async def generate_group(self, prompt: Prompt) -> Group:
-        """Answer one prompt n times and score the answers. Raises what the rollout raised.
+        """Generate and score n responses to one prompt. Raises what the rollout raised.
 
-        Cancelled, it has the rollout give the answers up.
+        If cancelled, it has the rollout abort the requests.
         """
 
     async def discard(self, group: Group) -> None:
@@ -73,36 +75,37 @@ class PipelineTrainer(Protocol):
     async def compute_advantages(self, batch: StepBatch) -> StepBatch: ...
 
     async def update(self, batch: StepBatch) -> StepBatch:
-        """One optimizer step over the batch."""
+        """Take one optimizer step over the batch."""
 
     async def update_critic(self, batch: StepBatch) -> StepBatch:
-        """The critic's optimizer step over the batch."""
+        """Take the critic's optimizer step over the batch."""
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         """Log the metrics of a trained batch and free its samples."""
 
     async def save(self, state: FlowState) -> bool:
-        """Make a checkpoint. What the trainer adds of its own that changes beside, it takes before it first
-        waits.
+        """Make a checkpoint; returns False if it could not be written and the run is to continue
+        without it.
 
-        False: it could not be written, and the run is to go on without.
+        Whatever the trainer adds to the state and changes concurrently, it reads before its first
+        await.
         """
 
     async def gather(self, version: int) -> object:
         """Copy the full weights into host memory; the training devices are free afterwards."""
 
     async def publish(self, version: int, snapshot: object) -> Publication:
-        """Hand a snapshot to every replica; returns when all serve it and have proved it."""
+        """Send a snapshot to every replica; returns when all serve it and have verified it."""
 
     def stepped(self, change: Change) -> None:
-        """Less, or more, is done asynchronously from now on; for the user to know."""
+        """Tell the user that weight updates are less, or more, asynchronous in the following steps."""
 
     async def watch(self) -> None:
-        """Look after whatever serves, beside the roles and for as long as they run. Raises what is to end
-        the run.
+        """Monitor replicas in the background for the lifetime of the run. Raises the error that
+        should end it.
         """
 
     async def validate(self, version: int) -> float | None:
-        """Validate a version that was just served, if that is due; it stays served meanwhile. Returns the
-        seconds.
+        """Validate a version that was just served, if it is due; returns the seconds, or None. It
+        stays served meanwhile.
         """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits on an event loop, for what, since when, and who could end that. `clock.within` keeps it.
+"""The waits on an event loop: who waits, for what, since when, and who can end the wait.
 
     [train waits for the gather of version 3]  ─ holders ─►  [param_update waits for ...]  ─►  ...
 
-Followed from one wait to the next this is a wait-for graph. A holder that does not wait itself, or whose wait
-names
-nobody, may still go on, and so may all who wait for it; where nobody of a set may, the set is deadlocked.
+`clock.within` records them. Together they form a wait-for graph. A holder that does not wait itself, or whose
+wait names no holder, can continue, and so can everything that waits for it. A set of owners in which none can
+continue is deadlocked.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from weakref import WeakKeyDictionary
 
 
 class Holders(str):
-    """Who holds what is waited for, in words that also know the names of those who can be followed
-    further.
-    """
+    """A description of what holds up a wait, with the names of the holders in the pipeline."""
 
     names: tuple[str, ...]
 
@@ -42,11 +40,11 @@ class Wait:
     holder: Callable[[], str] | None = None
 
     def in_words(self) -> str:
-        """That it has lasted for too long."""
+        """Describe an expired wait."""
         return f"{self.owner} waited {self.timeout_s:g} s for {self.what}"
 
     def holders(self) -> Holders:
-        """Who could end it, as of now."""
+        """Return who can end the wait at this moment."""
         found = "" if self.holder is None else self.holder()
         return found if isinstance(found, Holders) else Holders(found)
 
@@ -57,18 +55,19 @@ class Waits:
     def __init__(self) -> None:
         self._open: dict[Wait, None] = {}
         self.on_expiry: Callable[[Wait], str] | None = None
-        """Called on the loop when the deadline of a wait has passed, before anybody learns of it; says
-        what it comes down to.
+        """Called on the loop when the deadline of a wait passes, before the waiter learns of it.
+
+        Returns the cause.
         """
 
     @property
     def open(self) -> tuple[Wait, ...]:
-        """The oldest first."""
+        """Open waits, the oldest first."""
         return tuple(self._open)
 
     @contextmanager
     def noted(self, wait: Wait) -> Iterator[None]:
-        """It is under way inside."""
+        """Keep the wait open during the block."""
         self._open[wait] = None
         try:
             yield
@@ -76,7 +75,7 @@ class Waits:
             del self._open[wait]
 
     def expired(self, wait: Wait) -> str:
-        """Its deadline has passed; returns why."""
+        """Report that the deadline of a wait has passed; returns the cause."""
         return wait.in_words() if self.on_expiry is None else self.on_expiry(wait)
 
 
@@ -84,7 +83,7 @@ _of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Waits] = WeakKeyDictiona
 
 
 def waits_of(loop: asyncio.AbstractEventLoop | None = None) -> Waits:
-    """Those of a loop, or of the one that runs. Raises RuntimeError: none runs."""
+    """Return the waits of a loop, by default the running one. Raises RuntimeError if no loop is running."""
     loop = loop or asyncio.get_running_loop()
     found = _of_loops.get(loop)
     if found is None:
@@ -93,10 +92,11 @@ def waits_of(loop: asyncio.AbstractEventLoop | None = None) -> Waits:
 
 
 def deadlocked(graph: Mapping[str, Iterable[str]]) -> set[str]:
-    """Those who can never go on. `graph`: who waits -> those of whom any one could end that; who does not
-    wait is not in it.
+    """Return the owners that can never continue.
 
-    A wait that names nobody may end from elsewhere (an engine, a timer), and so may all that follow from it.
+    `graph` maps each waiting owner to the owners any one of which can end its wait; owners that do not
+    wait are not in it. A wait that names no holder can be ended from outside (by an engine or a timer),
+    and so can every wait that depends on it.
     """
     stuck = {name for name, holders in graph.items() if tuple(holders)}
     while free := {name for name in stuck if not stuck.issuperset(graph[name])}:
@@ -105,8 +105,9 @@ def deadlocked(graph: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def cycle_in(graph: Mapping[str, Iterable[str]]) -> list[str]:
-    """Some deadlocked names, each waiting for the next and the last for the first; none if there is no
-    deadlock.
+    """Return deadlocked owners, each waiting for the next and the last for the first.
+
+    Empty if there is no deadlock.
     """
     stuck = deadlocked(graph)
     path: list[str] = sorted(stuck)[:1]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place where tasks queue: strictly first come, first served, and safe to cancel.
 
-A turn is a permission, not a thing: what is waited for stays with its owner until the task that has the
-turn takes it. So a task that is cancelled after its turn came holds nothing that could be lost, and
-whoever comes later cannot overtake it.
+A turn is a permission, not an object: the awaited resource stays with its owner until the task that has the
+turn takes it. So a task that is cancelled after its turn came holds nothing that could be lost, and no later
+task can overtake it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from itertools import islice
 
 
 class Turnstile:
-    """A queue of waiting tasks, of which the first `may_pass()` may go on now.
+    """A queue of waiting tasks, of which the first `may_pass()` may continue now.
 
-    The owner calls `wake` whenever `may_pass()` has grown. Each turn that is used lessens it by one.
+    The owner calls `wake` whenever `may_pass()` has grown. Each turn that is used decrements it.
     """
 
     def __init__(self, may_pass: Callable[[], int]) -> None:
@@ -26,15 +26,14 @@ class Turnstile:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Who waits, in order, those included whose turn has come but who have not run yet."""
+        """The waiting tasks in order, including tasks whose turn has come but that have not run yet."""
         return tuple(name for name, _ in self._waiters)
 
     async def turn(self, name: str = "") -> None:
-        """Wait for a turn; returns at once if nobody waits and there is one.
+        """Wait for a turn; returns at once if the queue is empty and a turn is free.
 
-        The caller must use the turn before its next await.
-        Waits for: everybody ahead, and `may_pass()`. Unblocked by: `wake`. Cancelled, it passes the
-        turn on.
+        The caller must use the turn before its next await. Waits for: every task ahead, and
+        `may_pass()`. Unblocked by: `wake`. If cancelled, it passes the turn on.
         """
         if not self._waiters and self._may_pass() > 0:
             return
@@ -46,14 +45,14 @@ class Turnstile:
                 # Awaiting a future that is done does not yield, and those ahead have not run yet.
                 await asyncio.sleep(0)
             await waiter[1]
-        except BaseException:  # cancelled, or the coroutine was closed without ever going on
+        except BaseException:  # cancelled, or the coroutine was closed while it waited
             self._waiters.remove(waiter)
             self.wake()
             raise
         self._waiters.remove(waiter)
 
     def wake(self) -> None:
-        """Tell the first `may_pass()` waiters, in order, that their turn has come."""
+        """Wake the first `may_pass()` waiters, in order."""
         for _, future in islice(self._waiters, max(0, self._may_pass())):
             if not future.done():
                 future.set_result(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""critic: the critic's optimizer step, beside the policy's where it has devices of its own."""
+"""critic: the critic's optimizer step, concurrent with the policy's where it has separate devices."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..core.role import RoleStateMachine, register_role
 
 @register_role("critic")
 class CriticStateMachine(RoleStateMachine):
-    """Steps are strictly ordered. What it found out goes to `train`, which finishes the step."""
+    """Steps are strictly ordered. Its results go to `train`, which finishes the step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the checkpoint of the step before, which both models are to be of. Unblocked by:
-        train.
+        """Waits for: the checkpoint of the previous step, which must hold both models of that step.
+        Unblocked by: train.
         """
         if self.pipeline.schedule.saves(item.step - 1):
             await self.until("saved", item.step - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of one's own, named in the config as `module:Class@after->before`."""
+"""Custom stages, named in the config as `module:Class@after->before`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ..errors import ConfigError
 
 
 def insert_custom_roles(graph: dict[str, tuple[str, ...]], specs: Sequence[str]) -> None:
-    """Import each role and put it into the graph, in order. Raises ConfigError: not found, or does not
-    fit.
+    """Import each stage and insert it into the graph, in order.
+
+    Raises ConfigError if a stage is not found or does not fit into the graph.
     """
     for spec in specs:
         target, _, edge = spec.partition("@")
@@ -22,7 +23,9 @@ def insert_custom_roles(graph: dict[str, tuple[str, ...]], specs: Sequence[str])
 
 
 def load_role(target: str) -> type[RoleStateMachine]:
-    """The class at `module:Class`. Raises ConfigError: not importable, or not a registered role."""
+    """Return the class at `module:Class`. Raises ConfigError if it cannot be imported or is not
+    registered.
+    """
     module, _, name = target.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)

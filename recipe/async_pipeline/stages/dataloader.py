@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dataloader: draws prompts as soon as the message queue has room for them; first, those that a crash
-interrupted.
-"""
+"""dataloader: draws prompts as soon as the message queue has room; prompts that a crash interrupted first."""
 
 from __future__ import annotations
 
@@ -18,9 +16,10 @@ class DataloaderStateMachine(RoleStateMachine):
     _resumes = True
 
     async def receive(self) -> Ticket | tuple[str, ...]:
-        """Prompts that go out again, once; then leave to draw.
+        """Return the prompts to dispatch again, once; then tickets.
 
-        Waits for: leave to draw. Unblocked by: a publication being served; a group that is given up.
+        Waits for: a ticket. Unblocked by: a weight update that is served, or a group that is given
+        up.
         """
         resumed, self._resumes = self.pipeline.resumed if self._resumes else None, False
         if resumed is not None and (uids := resumed.in_flight()):
@@ -33,7 +32,7 @@ class DataloaderStateMachine(RoleStateMachine):
         return ticket
 
     async def gate(self, item: Ticket | tuple[str, ...]) -> None:
-        """Waits for: weights to answer interrupted prompts with. Unblocked by: the first publication."""
+        """Waits for: weights to generate with. Unblocked by: the first weight update."""
         if not isinstance(item, Ticket):
             await self.until("served", self.pipeline.schedule.first_step - 1)
 
@@ -49,7 +48,7 @@ class DataloaderStateMachine(RoleStateMachine):
         await self.emit(batch)
 
     async def _send_again(self, uids: Sequence[str]) -> None:
-        """In batches of a usual size, so that no lane holds many prompts for one that takes long."""
+        """Emit batches of the usual size, so that no lane holds many prompts for one slow prompt."""
         version, step = self.pipeline.versions.served, self.pipeline.schedule.first_step
         prompts = await self.trainer.restore_prompts(uids)
         for prompt in prompts:

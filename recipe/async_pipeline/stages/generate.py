@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""generate: answers prompts; each group goes on the moment its last answer is done."""
+"""generate: generates responses; each group is handed on when its last response is finished."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 @register_role("generate")
 class GenerateStateMachine(RoleStateMachine):
-    """A lane holds the prompts of one ticket until the longest answer is finished; lanes overlap.
+    """A lane holds the prompts of one ticket until the longest response is finished; lanes overlap.
 
-    A finished group is handed on at once: completion is pushed by the rollout, never polled for.
+    A finished group is handed on at once: the rollout pushes completions, nothing polls for them.
     """
 
     @classmethod
     def lanes(cls, pipeline: AsyncTrainingFlow) -> int:
-        """A batch may be in flight for each version that the rollout may lag, and one more; and as many
-        tickets
-        again may have been given while stragglers of those are still answered."""
+        """Return the number of tickets that may be in work.
+
+        A batch may be in flight for each version that the rollout may lag, and one more; and as many
+        tickets again may have been issued while stragglers of earlier batches are still generated.
+        """
         return 2 * (pipeline.max_lag + 1)
 
     async def process(self, item: PromptBatch) -> None:
@@ -53,7 +55,7 @@ class GenerateStateMachine(RoleStateMachine):
         self._item = {"step": item.step}
 
     async def _answer(self, prompt: Prompt) -> Group | None:
-        """None: it held a step up and was given up."""
+        """Return the finished group, or None if it was given up because it held up a step."""
         queue, uid = self.pipeline.queue, prompt.uid
         while True:
             task = asyncio.create_task(self.trainer.generate_group(prompt), name=f"answer:{uid}")

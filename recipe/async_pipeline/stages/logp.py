@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""logp: log-probabilities of the batch under the policy that its update starts from, or one a step older."""
+"""logp: log-probabilities under the policy that the update starts from, or one step older."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from ..core.staleness import Kind
 class LogPStateMachine(RoleStateMachine):
     """The proximal policy of PPO. On the training devices it is version s-1, as in a sequential trainer.
 
-    On devices of its own it is a published version, pulled out of the arenas that replicas load from: s-1, or
-    s-2
-    beside step s-1. Nothing is gathered over it meanwhile: there are two arenas, and the gather that needs
-    this one
-    comes after a step that waits for these log-probs.
+    On separate devices it is a published version, read from the arenas that replicas load from: s-1, or
+    s-2 concurrently with step s-1. No gather overwrites it meanwhile: there are two arenas, and the
+    gather that needs this one comes after a step that waits for these log-probs.
     """
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the version of the old policy; on the training devices also for the gather that must
+        """Waits for: the version of the old policy; on the training devices also the gather that must
         come first.
 
         Unblocked by: train; param_update's gather.

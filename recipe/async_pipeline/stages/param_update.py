@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from ..core.flow import AsyncTrainingFlow
 
 ARENAS = 2
-"""A snapshot can be gathered while the one before is still being read."""
+"""A snapshot can be gathered while the previous one is still being read."""
 
 
 @register_role("param_update")
 class ParamUpdateStateMachine(RoleStateMachine):
-    """Version v is the weights after step v. Two lanes: gather v+1 while v is on its way."""
+    """Version v is the weights after step v. Two lanes: gather v+1 while v is being sent."""
 
     _started = False
 
@@ -26,7 +26,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
         return ARENAS
 
     async def receive(self) -> StepBatch:
-        """First the starting weights, then every optimizer step."""
+        """Return the starting weights first, then every optimizer step."""
         if self.lane == 0 and not self._started:
             self._started = True
             return StepBatch(step=self.pipeline.schedule.first_step - 1, groups=())

@@ -9,10 +9,11 @@ from ..core.role import RoleStateMachine, register_role
 
 @register_role("ref_logp")
 class RefLogPStateMachine(RoleStateMachine):
-    """The reference is frozen, or a published version that is replaced now and then, so it needs nothing of
-    the step before.
+    """The reference is frozen, or a published version that is replaced periodically, so it does not
+    depend on the previous step.
 
-    A version that it takes over lies in its arena until the step is over that this batch is for; see `logp`.
+    A version that becomes the reference stays in its arena until the step of this batch is over; see
+    `logp`.
     """
 
     async def gate(self, item: StepBatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""reward: the join. Scores are there since generation; here they become advantages."""
+"""reward: the join. Scores exist since generation; here they become advantages."""
 
 from __future__ import annotations
 

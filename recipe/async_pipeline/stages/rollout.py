@@ -16,10 +16,12 @@ class RolloutStateMachine(RoleStateMachine):
     """Groups may finish in any order and for several steps at once; batches leave in step order."""
 
     _resumed: deque[StepBatch | Group] | None = None
-    """What a checkpoint holds for this role."""
+    """Batches and groups of a checkpoint that this stage has to process."""
 
     async def receive(self) -> StepBatch | Group:
-        """First what a checkpoint holds: the steps that were taken, and groups that nobody had judged."""
+        """Return the contents of a checkpoint first: the steps that were taken, and groups without a
+        decision.
+        """
         if self._resumed is None:
             self._resumed = deque(self._held())
         if self._resumed:
@@ -62,7 +64,7 @@ class RolloutStateMachine(RoleStateMachine):
         await self.emit(batch, more=True)
 
     async def drained(self) -> None:
-        """Raises ConservationError: groups are left that no step took."""
+        """Raise ConservationError if groups are left that no step took."""
         left = self.pipeline.queue.untrained
         if left:
             raise ConservationError(f"data ended with {left} groups that no step took")

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""train: the optimizer step, the last check of how old its data is, and the checkpoint.
+"""train: the optimizer step, the last check of the age of its data, and the checkpoint.
 
-A checkpoint of step s is of the moment after its bookkeeping: its weights are gathered by then, so that the
-replicas
-need not wait for it, and its metrics are logged, so that a run that goes on from it misses none. What the
-pipeline
-remembers is taken in one turn of the event loop; generation goes on meanwhile. The weights stay as they are,
-because the
-next step is taken by this very lane, and the critic waits for it as well.
+A checkpoint of step s is taken after its bookkeeping: its weights are gathered by then, so that the replicas
+need not wait for it, and its metrics are logged, so that a run that resumes from it misses none. The state of
+the pipeline is taken in one turn of the event loop; generation continues meanwhile. The weights do not change
+during it, because this lane also takes the next step, and the critic waits for it as well.
 """
 
 from __future__ import annotations
@@ -24,10 +21,10 @@ from ..core.staleness import check_lag
 
 @register_role("train")
 class TrainStateMachine(RoleStateMachine):
-    """Steps are strictly ordered; the gather of the last step's weights comes before the next step."""
+    """Steps are strictly ordered; the weights of the last step are gathered before the next step."""
 
     async def gate(self, item: StepBatch) -> None:
-        """Waits for: the snapshot of the last version that is published; the critic, which comes first on
+        """Waits for: the snapshot of the last published version; the critic, which comes first on
         these devices.
 
         Unblocked by: param_update's gather; critic.
@@ -38,7 +35,9 @@ class TrainStateMachine(RoleStateMachine):
             await self._critic_of(item)
 
     async def _critic_of(self, item: StepBatch) -> None:
-        """Waits for: the critic to have learned from this step, if there is one. Unblocked by: critic."""
+        """Waits for: the critic to have learned from this step, in a run with a critic. Unblocked by:
+        critic.
+        """
         if "critic" in self.pipeline.graph:
             await self.until("critic", item.step)
 
@@ -67,7 +66,7 @@ class TrainStateMachine(RoleStateMachine):
         self.pipeline.versions.advance_saved(step)
 
     def _check_lags(self, item: StepBatch) -> Mapping[str, float]:
-        """Lag of every trajectory. Raises StalenessViolation: one is older than the bound."""
+        """Return the facts of the step. Raises StalenessViolation if a trajectory is older than the bound."""
         lags = [
             check_lag(item.step, t.first_version, self.pipeline.max_lag, f"trajectory {t.key}")
             for group in item.groups

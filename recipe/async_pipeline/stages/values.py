@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""values: what the critic expects of each token of the batch."""
+"""values: the critic's value of each token of the batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hydra's `instantiate` for one config that is instantiated again and again: resolved once, then only
-called.
-"""
+"""hydra's `instantiate` for a config that is instantiated repeatedly: resolved once, then only called."""
 
 from __future__ import annotations
 
@@ -17,9 +15,10 @@ _SPECIAL = ("_recursive_", "_convert_", "_partial_", "_args_")
 
 
 def hydra_with_factories(module: Any) -> Any:
-    """Stands for the module `hydra` where only `hydra.utils.instantiate(config=..., **arguments)` is called.
+    """Return a replacement for the module `hydra` in which only `hydra.utils.instantiate(config=...)` is
+    called.
 
-    verl makes an agent loop for each answer, and hydra's own resolves and merges the config each time.
+    verl makes an agent loop for each response, and hydra resolves and merges the config each time.
     """
     if isinstance(module, SimpleNamespace):
         return module
@@ -28,7 +27,7 @@ def hydra_with_factories(module: Any) -> Any:
     def instantiate(config: Any, **arguments: Any) -> Any:
         known = factories.get(id(config))
         if known is None:
-            # The config is kept, so that no other one gets its id.
+            # Keep the config, so that no other config gets its id.
             known = factories[id(config)] = (config, factory_of(config))
         return known[1](**arguments)
 
@@ -36,13 +35,13 @@ def hydra_with_factories(module: Any) -> Any:
 
 
 def factory_of(config: Any) -> Callable[..., Any]:
-    """Called with arguments, gives what `hydra.utils.instantiate(config, **arguments)` gives."""
+    """Return a function that gives what `hydra.utils.instantiate(config, **arguments)` gives."""
     plain = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config)
     assert isinstance(plain, Mapping)
     if any(name in plain for name in _SPECIAL) or any(_has_target(value) for value in plain.values()):
-        # Something below is to be made anew each time, too.
+        # A nested object has to be instantiated each time, too.
         return partial(hydra.utils.instantiate, config)
-    # hydra hands mappings and lists over as configs of OmegaConf.
+    # hydra passes mappings and lists as OmegaConf configs.
     own = {str(name): _as_config(value) for name, value in plain.items() if name != "_target_"}
     return partial(hydra.utils.get_object(str(plain["_target_"])), **own)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loop manager: hands groups to workers and gets finished ones pushed back."""
+"""The agent loop manager: sends groups to workers, which push finished groups back."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .worker import GIVE_UP_S, Answered, PushAgentLoopWorker
 
 
 class PushAgentLoopManager(AgentLoopManagerTQ):
-    """verl's manager, plus one call a group. Use it through `agent_loop_manager_class`.
+    """verl's manager, plus one call a group. Select it through `agent_loop_manager_class`.
 
-    A worker whose process ends is started again, and begins the groups anew that it had not finished.
+    A worker whose process ends is started again, and repeats its unfinished groups.
     """
 
     _early: ClassVar[PushAgentLoopManager | None] = None
 
     @classmethod
     def start_early(cls, **kwargs: Any) -> None:
-        """Start the workers now, while servers are still starting; `create` then returns this one."""
+        """Start the workers now, while servers are still starting; `create` then returns this manager."""
         cls._early = super().create(**kwargs)
 
     @classmethod
     def create(cls, *args: Any, **kwargs: Any) -> PushAgentLoopManager:
-        """The manager that was started early in this process, or a new one."""
+        """Return the manager that was started early in this process, or a new one."""
         early, cls._early = cls._early, None
         manager: PushAgentLoopManager = early or super().create(*args, **kwargs)
         return manager
@@ -45,7 +45,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         self._turns = itertools.cycle(self.agent_loop_workers)
 
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
-        """Of all prompts that are being answered, what they have been told so far, answer by answer."""
+        """Return what was generated so far for all prompts in generation, response by response."""
         asked = [worker.transcripts.remote() for worker in self.agent_loop_workers]
         found: dict[str, list[list[RecordedRequest]]] = {}
         for one in await asyncio.gather(*asked):
@@ -55,13 +55,13 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
     async def run_group(self, prompt: TensorDict) -> Answered:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
-        Cancelled, it returns when the group has been given up.
+        If cancelled, it returns when the group has been given up.
         """
         worker = next(self._turns)
         try:
             result: Answered = await worker.run_group.remote(prompt)
         except asyncio.CancelledError:
-            # A worker that is gone, or that does not answer, has no answers to give up.
+            # A worker that is gone, or that does not reply, has no responses to give up.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"][0])), GIVE_UP_S)
             raise

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer that is being written has been told by the engines, so that another process can go on with
-it.
+"""What was generated so far for a response, so that another process can continue it.
 
-An agent loop asks for tokens, calls tools, and asks again. Each of its requests is kept with what was
-answered; of the
-one that is open, what the engine has written so far. Who resumes the answer runs the agent loop anew: a
-request whose
-prompt is one that was answered gets the same tokens again, at once; the one that was open goes on from its
-tokens. Where
-a prompt is another one, because a tool said something else, the answer is written anew from there.
+An agent loop requests tokens, calls tools, and requests tokens again. Each of its requests is recorded with
+its output; for the open request, what the engine has generated so far. To resume the response, the agent loop
+runs from its beginning: a request whose prompt was recorded gets the same tokens at once; the request that
+was open continues from its tokens. If a prompt differs, because a tool returned something else, the response
+is generated from there.
 """
 
 from __future__ import annotations
@@ -26,30 +23,32 @@ from ...core.clock import within
 from ...core.items import Prompt
 
 WRITTEN_S = 5.0
-"""What a server gets to say what it has written. Nothing depends on it but work that is done twice."""
+"""Seconds that a server gets to report what it has generated. A timeout only costs repeated work."""
 
 
 class RecordedRequest(NamedTuple):
-    """A request, with what was answered. None of the fields is a tuple or a tensor, so that it can be
-    written as it is.
+    """A request with its output. No field is a tuple or a tensor, so that it can be written to a file as
+    it is.
     """
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None
     spans: Sequence[Sequence[int]]
-    """`(version, token of this request)`."""
+    """Pairs of version and position of its first token in this request."""
     stop_reason: str | None
-    """None: it was not finished."""
+    """None if it was not finished."""
     replica: str = ""
-    """Which one wrote it."""
+    """The replica that generated it."""
 
     @property
     def finished(self) -> bool:
         return self.stop_reason is not None
 
     def with_more(self, written: Written, stop_reason: str | None) -> RecordedRequest:
-        """With what was written after it. What is not known of a part is not known of the whole."""
+        """Return it with what was generated after it. Whatever is unknown of a part is unknown of the
+        result.
+        """
         said = len(self.token_ids)
         known = self.log_probs is not None and written.log_probs is not None
         return self._replace(
@@ -60,7 +59,7 @@ class RecordedRequest(NamedTuple):
         )
 
     def output(self) -> TokenOutput:
-        """As verl's client gives it."""
+        """Return it as verl's client returns an output."""
         versions = [int(version) for version, _ in self.spans]
         stamps = {
             "min_global_steps": min(versions),
@@ -76,7 +75,7 @@ class RecordedRequest(NamedTuple):
         )
 
     def joined(self, output: TokenOutput) -> TokenOutput:
-        """What was written before, with what was written now behind it."""
+        """Return what was generated before, followed by `output`."""
         now = Written(output.token_ids, output.log_probs, output.extra_fields.get("version_spans") or ())
         whole = self.with_more(now, output.stop_reason).output()
         fields = {**output.extra_fields, **whole.extra_fields, "replica": output.extra_fields.get("replica")}
@@ -86,7 +85,7 @@ class RecordedRequest(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What an engine has of a request that is open."""
+    """What an engine has generated for an open request."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None
@@ -94,16 +93,16 @@ class Written(NamedTuple):
 
 
 class Open(NamedTuple):
-    """A request that is being answered."""
+    """A request that is being processed."""
 
     prompt_ids: Sequence[int]
     before: RecordedRequest | None
-    """What an earlier process had of it."""
+    """What an earlier process had generated for it."""
     where: Callable[[], tuple[Any, str] | None]
-    """The server, and the request's name there."""
+    """Returns the server and the request's name there, or None."""
 
     def with_written(self, written: Written | None) -> RecordedRequest | None:
-        """What there is of it so far; None: nothing, or not how likely its tokens were."""
+        """Return what was generated so far, or None if it is empty or its log-probs are unknown."""
         if written is None or not written.token_ids or not written.spans:
             return self.before
         before = self.before or RecordedRequest(list(self.prompt_ids), [], [], [], None)
@@ -112,17 +111,17 @@ class Open(NamedTuple):
 
 
 class Transcript:
-    """Of one answer."""
+    """The recorded requests of one response."""
 
     def __init__(self, before: Sequence[RecordedRequest] = ()) -> None:
-        """`before`: of an earlier process."""
+        """`before`: requests of an earlier process."""
         self._before = list(before)
         self.said: list[RecordedRequest] = []
         self.open: dict[str, Open] = {}
-        """By the id of the request."""
+        """Open requests by id."""
 
     def keep(self, prompt_ids: Sequence[int], output: TokenOutput) -> None:
-        """A request was answered. One that cannot be repeated from numbers alone is left out."""
+        """Record the output of a request, unless it cannot be repeated from numbers alone."""
         spans, stopped = output.extra_fields.get("version_spans"), output.stop_reason or "completed"
         if spans and output.routed_experts is None and stopped != "aborted":
             replica = str(output.extra_fields.get("replica") or "")
@@ -131,14 +130,16 @@ class Transcript:
             )
 
     def recall(self, prompt_ids: Sequence[int]) -> RecordedRequest | None:
-        """What this prompt was answered before; told once."""
+        """Return the recorded request with this prompt, once; None if there was no such request."""
         for place, said in enumerate(self._before):
             if list(said.prompt_ids) == list(prompt_ids):
                 return self._before.pop(place)
         return None
 
     def with_open(self, found: Mapping[str, Written]) -> list[RecordedRequest]:
-        """All that there is. `found`: what engines have of requests, by the name that they have there."""
+        """Return all requests, with what engines have generated for open ones. `found`: by the
+        engine's name of the request.
+        """
         parts = (
             one.with_written(None if (place := one.where()) is None else found.get(place[1]))
             for one in self.open.values()
@@ -147,7 +148,7 @@ class Transcript:
 
 
 async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
-    """Ask the servers, each once. One that is gone, or does not answer in time, has nothing."""
+    """Request from each server, once, what it has generated. A server that is gone or late has nothing."""
     names: dict[Any, list[str]] = {}
     for one in requests:
         place = one.where()
@@ -158,7 +159,7 @@ async def written_so_far(requests: Sequence[Open]) -> dict[str, Written]:
             server.written.remote(some),
             WRITTEN_S,
             owner="an agent loop",
-            what="a server to say what it has written",
+            what="a server to report what it has written",
         )
         for server, some in names.items()
     ]
@@ -183,7 +184,7 @@ class RecordingClient:
         return output
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the client's, but a copy that is being built has none yet."""
+        """Delegate to the client, except while a copy of this object is being built."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._client, name)
@@ -214,12 +215,12 @@ def resumed_in(row: TensorDict) -> list[list[RecordedRequest]]:
 
 
 def tokens_in(sessions: Sequence[Sequence[RecordedRequest]]) -> int:
-    """Tokens of all answers to a prompt."""
+    """Return the number of tokens of all responses to a prompt."""
     return sum(len(said.token_ids) for session in sessions for said in session)
 
 
 def as_plain(transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]) -> dict[str, Any]:
-    """For a file: lists of numbers. By prompt, answer, request."""
+    """Convert for a file: lists of numbers by prompt, response, request."""
     return {
         uid: [[list(said) for said in session] for session in sessions]
         for uid, sessions in transcripts.items()
@@ -227,7 +228,7 @@ def as_plain(transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]) -> 
 
 
 def from_plain(plain: Mapping[str, Any]) -> dict[str, list[list[RecordedRequest]]]:
-    """The way back."""
+    """Convert back what `as_plain` returned."""
     return {
         uid: [[RecordedRequest(*said) for said in session] for session in sessions]
         for uid, sessions in plain.items()
@@ -237,8 +238,8 @@ def from_plain(plain: Mapping[str, Any]) -> dict[str, list[list[RecordedRequest]
 def continued(
     params: Mapping[str, Any], said: RecordedRequest, prompt_length: int, response_length: int
 ) -> dict[str, Any] | None:
-    """Sampling parameters of what is left of a request, as verl's server would have limited it; None:
-    nothing is.
+    """Return the sampling parameters of the rest of a request, with the limit that verl's server would
+    apply; None if no token is left.
     """
     limit = params.get("max_tokens", params.get("max_new_tokens"))
     if limit is None:

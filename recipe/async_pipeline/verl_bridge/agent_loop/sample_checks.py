@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at answers in the process of verl's agent loops, before they are stored; see `bad_data`."""
+"""Checks responses in the process of verl's agent loops, before they are stored; see `core.bad_data`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ray_calls import cause_of
 from ..reward.manager import UNSCORED
 from .version_spans import Turn, writer_of
 
-_flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the answer that this task writes", default=None)
+_flaws: ContextVar[list[Flaw] | None] = ContextVar("flaws of the response of this task", default=None)
 
 
 class LongPrompt(BadDataError):
@@ -26,7 +26,7 @@ class LongPrompt(BadDataError):
 
 @contextmanager
 def found_flaws(into: list[Flaw]) -> Iterator[None]:
-    """Flaws that are noted inside, by this task and those that it starts, go there. For training, not for
+    """Collect the flaws that are noted inside, by this task and its child tasks. For training, not for
     validation.
     """
     token = _flaws.set(into)
@@ -39,17 +39,17 @@ def found_flaws(into: list[Flaw]) -> Iterator[None]:
 
 
 class Checks:
-    """What is looked at in each answer of a run."""
+    """The checks of each response of a run."""
 
     def __init__(self, policies: Mapping[str, str], prompt_limit: int) -> None:
         """`policies`: by kind; `prompt_limit`: tokens of a prompt."""
         self._policies, self._prompt_limit = policies, prompt_limit
 
     def refuse_long_prompts(self, agent_loop: Any) -> None:
-        """verl cuts off the beginning of a prompt that is too long, where its instructions are. Ours is not
-        answered.
+        """Refuse prompts that are too long, instead of cutting off their beginning as verl does.
 
-        `agent_loop`: verl's base class. Validation goes verl's way.
+        The beginning holds the instructions. `agent_loop`: verl's base class. Validation keeps verl's
+        behaviour.
         """
         cut = agent_loop._cap_text_prompt_length
 
@@ -65,13 +65,13 @@ class Checks:
         agent_loop._cap_text_prompt_length = refuse_or_cut
 
     def usable(self, flaws: Sequence[Flaw]) -> bool:
-        """Is a group with these to be trained?"""
+        """Return whether a group with these flaws is to be trained."""
         return all(self._policies[flaw.kind] == "keep" for flaw in flaws)
 
     def passes(self, key: str, output: Any, turns: Sequence[Turn]) -> bool:
-        """Can verl store this answer and a step train on it? What is wrong is noted. In validation, all pass.
+        """Return whether verl can store this response and a step can train on it; notes its flaws.
 
-        `output`: verl's AgentLoopOutput.
+        In validation every response passes. `output`: verl's AgentLoopOutput.
         """
         flaws = _flaws.get()
         if flaws is None:
@@ -91,8 +91,8 @@ class Checks:
 def flaws_together(
     expected: int, flaws: Sequence[Sequence[Flaw]], sound: Sequence[Mapping[str, Any]]
 ) -> list[Flaw]:
-    """Of a group: those of each answer, and those of all together. `sound`: what verl would store, of the
-    others.
+    """Return the flaws of a group: of each response, and of all together. `sound`: what verl would store
+    for the responses without flaw.
     """
     sessions = {int(fields["session_id"]) for fields in sound} | {i for i, found in enumerate(flaws) if found}
     infos = [(fields.get("extra_fields") or {}).get("reward_extra_info") or {} for fields in sound]
@@ -105,26 +105,27 @@ def flaws_together(
 
 
 class Scores:
-    """What becomes of an answer that the reward function could not score: `reward_failure`,
+    """The handling of a response that the reward function could not score: `reward_failure`,
     `reward_default`.
     """
 
     def __init__(self, on_failure: str, default: float) -> None:
         self._on_failure, self._default = on_failure, default
         self._names: list[str] = []
-        """What the function says of an answer beside its score, as far as is known."""
+        """Names of the values that the function returns besides the score, as far as known."""
 
     def failed(self, error: RayTaskError) -> str:
-        """What a call that failed comes to, in words. Raises the error: it is to end the run."""
+        """Describe a failed call. Raises the error if it should end the run."""
         if self._on_failure == "fail":
             raise error
         cause = cause_of(error)
         return without_secrets(f"raised: {type(cause).__name__}: {cause}".splitlines()[0])[:500]
 
     def settle(self, answer: Any, why: str) -> None:
-        """Give an answer the score that it has, or the default. `why`: the call failed; empty: it did not.
+        """Give a response its score, or the default. `why`: the reason why the call failed; empty if
+        it did not.
 
-        Raises RewardError: it has none, and that is to end the run.
+        Raises RewardError if the response has no score and that should end the run.
         """
         if not why and not is_finite(answer.reward_score):
             why = f"invalid: the score must be a finite number, got {answer.reward_score!r}"[:500]

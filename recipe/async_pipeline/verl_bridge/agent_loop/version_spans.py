@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which version wrote which token of an answer of several turns.
+"""Which version wrote which token of a response of several turns.
 
-Each turn is a request of its own, and says which versions wrote it. verl's agent loops keep what the first
-one said.
+Each turn is a separate request whose output names the versions that wrote it. verl's agent loops keep only
+the first turn's versions.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s", "environment_s", "score_s")
-"""What is known of the cost of an answer: tokens that the model wrote and that tools said, and seconds with
-the engines,
-with tools and whatever else is no engine, and until it had its score."""
+"""The measured cost of a response: tokens that the model wrote and that tools returned, and seconds with the
+engines, with tools and other code, and until the response had its score.
+"""
 Span = tuple[int, int]
-"""A version, and the position of the first token that it wrote; it wrote those until the next span."""
+"""A version and the position of the first token that it wrote; it wrote until the next span."""
 
 
 class Turn(NamedTuple):
-    """One request of an answer."""
+    """One request of a response."""
 
     prompt_tokens: int
-    """Tokens of everything before it: the prompt, earlier turns, and what tools said."""
+    """Tokens of everything before it: the prompt, earlier turns, and tool output."""
     spans: Sequence[Sequence[int]]
-    """`(version, token of this turn)`."""
+    """Pairs of version and position of its first token in this turn."""
     replica: str = ""
-    """Which one answered it, if it says so."""
+    """The replica that generated it, if known."""
     tokens: int = 0
-    """Written in this turn."""
+    """Tokens generated in this turn."""
     seconds: float = 0.0
-    """From the request to its answer."""
+    """Seconds from the request to its output."""
 
 
-_turns: ContextVar[list[Turn] | None] = ContextVar("turns of the answer that this task writes", default=None)
+_turns: ContextVar[list[Turn] | None] = ContextVar("turns of the response of this task", default=None)
 
 
 @contextmanager
 def kept_turns() -> Iterator[list[Turn]]:
-    """Gets the turns that are taken inside, by this task and those that it starts."""
+    """Collect the turns that are taken inside, by this task and its child tasks."""
     turns: list[Turn] = []
     token = _turns.set(turns)
     try:
@@ -50,7 +50,7 @@ def kept_turns() -> Iterator[list[Turn]]:
 
 
 def taken_turns() -> list[Turn]:
-    """Those so far; none outside of `kept_turns`."""
+    """Return the turns so far; empty outside of `kept_turns`."""
     return list(_turns.get() or ())
 
 
@@ -61,14 +61,14 @@ def take_turn(
     tokens: int = 0,
     seconds: float = 0.0,
 ) -> None:
-    """A request was answered. One that does not say by which versions is not kept."""
+    """Record the output of a request. An output without versions is not recorded."""
     turns = _turns.get()
     if turns is not None and spans:
         turns.append(Turn(prompt_tokens, spans, replica, tokens, seconds))
 
 
 def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
-    """Who wrote the token at a position in the response, in words; as far as the turns tell."""
+    """Describe the writer of the token at a position in the response, as far as the turns tell."""
     found = ""
     for turn in turns:
         for version, start in turn.spans:
@@ -78,9 +78,9 @@ def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
 
 
 def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
-    """Spans by the position in the response, of an answer whose prompt has `prompt_tokens`.
+    """Return the spans by position in the response, for a response whose prompt has `prompt_tokens`.
 
-    One for each turn at least, also where the version did not change.
+    At least one span for each turn, even where the version did not change.
     """
     return [
         (int(version), turn.prompt_tokens - prompt_tokens + int(start))
@@ -90,7 +90,9 @@ def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
 
 
 def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
-    """Of an answer that took so long until it was to be scored: all of `COSTS` but `score_s`."""
+    """Return all of `COSTS` but `score_s`. `seconds`: from the start of the response until it was ready
+    to be scored.
+    """
     generate_s = sum(turn.seconds for turn in turns)
     return {
         "turns": len(turns),
@@ -107,5 +109,5 @@ def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
 
 
 def cost_columns(costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The costs of the answers of a group, a list for each figure."""
+    """Return the costs of the responses of a group, a list for each figure."""
     return {name: [round(cost.get(name, 0.0), 6) for cost in costs] for name in COSTS}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loops whose completion is pushed: one awaitable call a group instead of a polled table."""
+"""Agent loops whose completion is pushed: one awaitable call per group instead of a polled table."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from .version_spans import costs_of, kept_turns, merged, taken_turns
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
 _VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
-"""verl scores an answer without being told what it is for."""
-_BEGUN: ContextVar[float] = ContextVar("when the answer that this task writes was begun")
-_COST: ContextVar[dict[str, float]] = ContextVar("what it has cost so far")
+"""Whether this task validates; verl's scoring does not pass that on."""
+_BEGUN: ContextVar[float] = ContextVar("when the response of this task began")
+_COST: ContextVar[dict[str, float]] = ContextVar("what the response has cost so far")
 GIVE_UP_S = 10.0
-"""Seconds that a worker gets to end the answers of a group."""
+"""Seconds that a worker gets to end the responses of a group."""
 
 
 class Sample(NamedTuple):
@@ -73,12 +73,12 @@ class Answered(NamedTuple):
 
 
 class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
-    """verl's worker. `run_group` answers when the whole group is in the sample store, or raises."""
+    """verl's worker, plus `run_group`, which returns when the whole group is in the sample store."""
 
     reward_loop_worker_handles: list[Any] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # verl resolves the class of the agent loop, and merges its config, anew for each answer.
+        # verl resolves the class of the agent loop, and merges its config, for each response.
         agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
         super().__init__(*args, **kwargs)
         if self.reward_loop_worker_handles is not None:
@@ -90,7 +90,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._checks = Checks(policies, self.rollout_config.prompt_length)
         self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
         self._scores = Scores(own.reward_failure, float(own.reward_default))
-        # Asked for each answer, for which a config is too slow.
+        # Read for each response, for which a config is too slow.
         self._scores_at_once, self._saves = (
             bool(own.reward_while_generating),
             self.config.trainer.save_freq > 0,
@@ -100,9 +100,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._finished: dict[str, list[Sample]] = {}
         self._answering: dict[str, asyncio.Task[Any]] = {}
         self._given_up: set[str] = set()
-        """Groups that are here, but were given up before their first answer began."""
+        """Groups that were given up before their first response began."""
         self._transcripts: dict[str, list[Transcript]] = {}
-        """Of prompts that are being answered, answer by answer."""
+        """Transcripts of the prompts in generation, response by response."""
 
     async def run_group(self, prompt: TensorDict) -> Answered:
         """Generate and score n responses to one prompt.
@@ -121,7 +121,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             self._given_up.discard(uid)
 
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
-        """What all prompts that are being answered have been told so far; see `transcripts`."""
+        """Return what was generated so far for all prompts in generation; see `partial_rollouts`."""
         open_ = [
             one
             for written in self._transcripts.values()
@@ -135,13 +135,15 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         }
 
     async def give_up(self, uid: str) -> None:
-        """End a group that is being answered, also on the rollout servers. One that is not is left alone."""
+        """Abort a group, including its requests on the rollout servers. Ignores a group that is not
+        in generation.
+        """
         task = self._answering.get(uid)
         if task is None and uid in self._groups:
             self._given_up.add(uid)
         if task is not None:
             task.cancel()
-            # One that does not end by then is given up all the same; so is who waits for it.
+            # A task that does not end by then is abandoned, and so is its caller.
             await asyncio.wait([task], timeout=GIVE_UP_S)
 
     async def _run_prompt(
@@ -152,7 +154,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         trace: bool = False,
     ) -> None:
         waiting = self._groups.get(prompt["uid"])
-        if waiting is None:  # validation goes verl's way
+        if waiting is None:  # validation runs as in verl
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         uid = prompt["uid"]
@@ -202,7 +204,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             if isinstance(result, Exception):
                 raise result
             if isinstance(result, BaseException):
-                raise RolloutError(f"an answer of group {uid} was cancelled") from result
+                raise RolloutError(f"a response of group {uid} was cancelled") from result
         group = self._finished[uid]
         found = flaws_together(n, flaws, [one.fields for one in group])
         if self._checks.usable(found):
@@ -210,9 +212,10 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         return Answered([one.trajectory for one in group], [_details_of(one) for one in group], found)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
-        """As verl's, unless the batch is to be scored when all of it is generated. An answer without a score
-        gets one,
-        or ends the run, as `reward_failure` says."""
+        """Score as verl does, unless the batch is scored after generation.
+
+        A response without a score gets the default or ends the run, as `reward_failure` says.
+        """
         if not self._scores_at_once and not _VALIDATING.get():
             return
         why = ""
@@ -238,14 +241,14 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         _COST.set({})
         worker = self
         if transcript is not None:
-            # verl hands the worker's client to the agent loop, and this response needs a client of its own.
+            # verl hands the worker's client to the agent loop, and this response needs a separate one.
             worker = copy.copy(self)
             worker.llm_client = RecordingClient(self.llm_client, transcript)
         with kept_turns(), found_flaws(flaws):
             await worker._run_agent_loop(*args, **kwargs)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        """As verl's, with the versions of all turns."""
+        """Process the output as verl does, and record the versions of all turns."""
         turns = taken_turns()
         outputs = output if isinstance(output, list) else [output]
         versions = [int(version) for turn in turns for version, _ in turn.spans]
@@ -253,7 +256,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             one.extra_fields.update(
                 min_global_steps=min(versions),
                 max_global_steps=max(versions),
-                # Which turns are in which of several outputs is not known.
+                # With several outputs it is unknown which turns are in which.
                 version_spans=merged(turns, len(one.prompt_ids)) if len(outputs) == 1 else None,
             )
         names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
@@ -273,7 +276,9 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     async def _store_trajectories(
         self, keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any]], partition_id: str
     ) -> None:
-        """Called at the end of each session. A put a group costs a fraction of a put a session."""
+        """Collect the responses of a session: one put for the group costs a fraction of a put for
+        each session.
+        """
         group = self._finished.get(fields[0]["uid"])
         if group is None:
             await super()._store_trajectories(keys, fields, tags, partition_id)
