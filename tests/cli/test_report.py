@@ -53,6 +53,13 @@ def test_two_runs_are_compared(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert found["changed"] == []
 
 
+def test_the_stages_of_runs_on_one_time_axis(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "made" / "stages.png"
+    assert main(["report", *[str(folder)] * 3, "--timeline", str(picture)]) == EXIT_OK
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_json_has_the_account_and_the_advice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder), "--json"]) == EXIT_OK
     found = json.loads(capsys.readouterr().out)

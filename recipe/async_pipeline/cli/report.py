@@ -17,6 +17,7 @@ from ..observe.report_compare import compare_page
 from ..observe.report_data import RunData, changed_settings, data_of
 from ..observe.report_page import figures_of, run_page
 from ..observe.run_reader import read_run
+from ..observe.schedule_picture import common_seconds, draw, window_of
 from ..observe.step_account import summary_of
 from ..observe.trace import write_trace
 
@@ -40,10 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the figures and the advice as JSON; write a page only with --out",
     )
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="draw the stages of any runs on one time axis instead, as PNG or SVG (needs matplotlib)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the page. Raises RunFilesError if a folder is not a run's, or there are more than two."""
+    if args.timeline is not None:
+        _draw(args.runs, args.timeline)
+        return 0
     if len(args.runs) > 2:
         raise RunFilesError(
             f"a report is about one run, or compares two, got {len(args.runs)}; give one or two folders"
@@ -59,6 +69,13 @@ def run(args: argparse.Namespace) -> int:
         if args.open_it:
             webbrowser.open(path.resolve().as_uri())
     return 0
+
+
+def _draw(folders: list[Path], path: Path) -> None:
+    runs = [read_run(folder) for folder in folders]
+    seconds = common_seconds(runs)
+    draw([window_of(run, seconds) for run in runs], path)
+    echo(f"wrote {path}")
 
 
 def _read(path: Path) -> RunData:
