@@ -133,7 +133,7 @@ def _step_of_prompt(records: Sequence[LogRecord]) -> Mapping[str, int]:
 
 
 def _in_lanes(spans: Iterable[tuple[float, float, int]]) -> list[Slice]:
-    """Each span in the first free lane; of those that begin together, the longest first."""
+    """Put each span into the first free lane; of spans that begin together, the longest comes first."""
     free_at: list[float] = []
     slices: list[Slice] = []
     for start, end, step in sorted(spans, key=lambda span: (round(span[0], 1), -span[1])):
