@@ -167,7 +167,9 @@ def options(subcommand: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the options of a subcommand and of the subcommands below it, and the names of the latter."""
     parser = build_parser(subcommand)
     own = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices[subcommand]
-    found, inner, todo = {"--help"}, set(), [own]
+    found: set[str] = {"--help"}
+    inner: set[str] = set()
+    todo: list[argparse.ArgumentParser] = [own]
     while todo:
         for action in todo.pop()._actions:
             found.update(action.option_strings)
@@ -206,7 +208,7 @@ def test_a_wrong_command_would_be_found() -> None:
     assert wrong_commands("async-pipeline report RUN --json") == []
     assert wrong_commands("async-pipeline bench weight-sync --params 100M --replicas 2") == []
     assert wrong_commands("async-pipeline bench --workload a \\\n    --arms b") == []
-    assert wrong_commands("async-pipeline reprot RUN") == ["async-pipeline reprot RUN"]
+    assert wrong_commands("async-pipeline summary RUN") == ["async-pipeline summary RUN"]
     assert wrong_commands("async-pipeline report RUN --jsno") == ["async-pipeline report RUN --jsno"]
 
 

@@ -52,7 +52,6 @@ PENDING: tuple[str, ...] = (
     "recipe/async_pipeline/config/",
     "recipe/async_pipeline/core/",
     "recipe/async_pipeline/sim/",
-    "recipe/async_pipeline/stages/",
     "recipe/async_pipeline/verl_bridge/",
     "recipe/async_pipeline/verl_bridge/agent_loop/",
     "recipe/async_pipeline/verl_bridge/bench/",
