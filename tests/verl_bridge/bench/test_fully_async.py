@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probe finds what it wraps in verl's own classes, and writes what the others write."""
+"""The probe wraps methods that verl's classes have, and writes the same spans as the other probes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.bench.fully_async")
 
 
@@ -29,12 +29,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_stages_are_timed_and_lags_are_noted(
-    ours: ModuleType, job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stock: Any = ours._Trainer
+def test_stages_have_spans_and_lags(module: ModuleType, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock: Any = module._Trainer
     for name in ("_fit_compute_log_prob", "_fit_compute_advantage", "_fit_update_actor"):
-        assert callable(getattr(stock, name)), "verl has it"
+        assert callable(getattr(stock, name)), "verl has this method"
         monkeypatch.setattr(stock, name, lambda self, batch: batch)
 
     async def update_weights(self: Any) -> str:
@@ -42,7 +40,7 @@ def test_stages_are_timed_and_lags_are_noted(
 
     assert asyncio.iscoroutinefunction(stock._fit_update_weights)
     monkeypatch.setattr(stock, "_fit_update_weights", update_weights)
-    trainer = object.__new__(ours.ProbedFullyAsyncTrainer)
+    trainer = object.__new__(module.ProbedFullyAsyncTrainer)
     trainer.current_param_version, trainer.global_steps = 5, 6
     batch = SimpleNamespace(non_tensor_batch={"min_global_steps": [5, 3]})
     assert (
@@ -55,14 +53,12 @@ def test_stages_are_timed_and_lags_are_noted(
     assert set(found) == {"old_log_prob", "advantage", "update_actor", "sync", "weights", "paused"}
 
 
-def test_the_runner_starts_the_trainer_that_is_timed(
-    ours: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_runner_starts_the_probed_trainer(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(ours.stock, "FullyAsyncTrainer", ours.stock.FullyAsyncTrainer)
+    monkeypatch.setattr(module.stock, "FullyAsyncTrainer", module.stock.FullyAsyncTrainer)
     monkeypatch.setattr(
-        ours._Runner, "run", lambda self, config: started.append(ours.stock.FullyAsyncTrainer)
+        module._Runner, "run", lambda self, config: started.append(module.stock.FullyAsyncTrainer)
     )
-    object.__new__(ours.ProbedFullyAsyncRunner).run({})
+    object.__new__(module.ProbedFullyAsyncRunner).run({})
     (cls,) = started
-    assert issubclass(cls.__ray_metadata__.modified_class, ours.ProbedFullyAsyncTrainer)
+    assert issubclass(cls.__ray_metadata__.modified_class, module.ProbedFullyAsyncTrainer)

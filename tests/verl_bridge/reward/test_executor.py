@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a reward function does, its caller gets a score or one clear error, in time."""
+"""The caller of any reward function gets a score or an error before the deadline."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def guard() -> Iterator[Make]:
         one.close()
 
 
-def answer(text: str) -> dict[str, Any]:
+def response(text: str) -> dict[str, Any]:
     return {"data_source": "toy", "solution_str": text, "ground_truth": "46", "extra_info": {}}
 
 
 def score(guard: RewardGuard, *texts: str) -> list[Any]:
-    """Of all answers, asked for at once; an error in place of a score."""
+    """Score all responses concurrently. Returns a score or an error for each."""
 
-    async def ask() -> list[Any]:
-        asked: list[Coroutine[Any, Any, Any]] = [guard.score(**answer(text)) for text in texts]
-        return list(await asyncio.gather(*asked, return_exceptions=True))
+    async def score_all() -> list[Any]:
+        calls: list[Coroutine[Any, Any, Any]] = [guard.score(**response(text)) for text in texts]
+        return list(await asyncio.gather(*calls, return_exceptions=True))
 
-    return asyncio.run(ask())
+    return asyncio.run(score_all())
 
 
 def test_scores_come_back_from_another_process(guard: Make) -> None:
@@ -83,15 +83,15 @@ def test_scores_come_back_from_another_process(guard: Make) -> None:
         ("text", "invalid: the score must be a finite number, got '1'"),
     ],
 )
-def test_no_score_is_an_error_that_says_why(guard: Make, text: str, reason: str) -> None:
+def test_a_missing_score_is_an_error_with_its_reason(guard: Make, text: str, reason: str) -> None:
     one = guard("one")
     (error,) = score(one, text)
     assert isinstance(error, RewardError)
     assert str(error).startswith(reason)
-    assert score(one, "46") == [1.0], "the next one is none the worse"
+    assert score(one, "46") == [1.0], "the next call is not affected"
 
 
-SAID = {
+ERRORS = {
     "exit": "SystemExit: 3",
     "interrupt": "KeyboardInterrupt: now",
     "cancel": "CancelledError: mine",
@@ -102,64 +102,60 @@ SAID = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", [*SAID, "code"])
-def test_what_a_pool_or_an_event_loop_would_not_survive_is_an_error_as_any_other(
-    guard: Make, word: str
-) -> None:
+@pytest.mark.parametrize("word", [*ERRORS, "code"])
+def test_exceptions_that_break_a_pool_or_an_event_loop_become_errors(guard: Make, word: str) -> None:
     strange = guard("strange", attempts=2)
     (error,) = score(strange, word)
     assert isinstance(error, RewardError)
-    assert str(error).startswith(f"raised: strange: {SAID.get(word, 'AttributeError: ')}")
+    assert str(error).startswith(f"raised: strange: {ERRORS.get(word, 'AttributeError: ')}")
     assert score(strange, "46") == [1.0]
 
 
 @pytest.mark.parametrize("word", ["exit", "interrupt", "two"])
-def test_so_is_that_of_a_service(guard: Make, word: str) -> None:
+def test_exceptions_of_an_async_function_become_errors(guard: Make, word: str) -> None:
     service = guard("unusual", timeout_s=0.2)
     first, second, third = score(service, word, "0", "60")
-    assert str(first) == f"raised: unusual: {SAID[word]}"
+    assert str(first) == f"raised: unusual: {ERRORS[word]}"
     assert second == 1.0
     assert str(third) == "timeout: unusual took more than 0.2 s", (
-        "its own cancellation is not taken for the function's"
+        "the cancellation at the deadline is not an exception of the function"
     )
 
 
-def test_a_caller_that_gives_up_is_told_nothing_else(guard: Make) -> None:
-    async def give_up() -> None:
-        asked = asyncio.ensure_future(guard("unusual").score(solution_str="60"))
+def test_a_cancelled_caller_gets_its_cancellation(guard: Make) -> None:
+    async def cancel() -> None:
+        call = asyncio.ensure_future(guard("unusual").score(solution_str="60"))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        asked.cancel()
-        await asked
+        call.cancel()
+        await call
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(give_up())
+        asyncio.run(cancel())
 
 
-@pytest.mark.parametrize("word", SAID)
-def test_in_the_thread_of_an_event_loop_only_errors_are_raised(word: str) -> None:
+@pytest.mark.parametrize("word", ERRORS)
+def test_only_errors_reach_the_caller_of_a_thread(word: str) -> None:
     raises = only_errors(Function(FILE, "strange", {}).load())
 
-    async def ask() -> Any:
-        return await asyncio.to_thread(raises, **answer(word))
+    async def call() -> Any:
+        return await asyncio.to_thread(raises, **response(word))
 
     ordinary = word == "two"
-    with pytest.raises(Exception, match=SAID[word].partition(" ")[2]) as caught:
-        asyncio.run(asyncio.wait_for(ask(), 30))
-    assert isinstance(caught.value, RewardError) is not ordinary, (
-        "what the function raised is what the run ends with"
-    )
+    with pytest.raises(Exception, match=ERRORS[word].partition(" ")[2]) as caught:
+        asyncio.run(asyncio.wait_for(call(), 30))
+    assert isinstance(caught.value, RewardError) is not ordinary, "ordinary exceptions are not wrapped"
 
 
 @pytest.mark.slow
-def test_what_a_function_has_started_ends_with_it(guard: Make, tmp_path: Path) -> None:
+def test_child_processes_of_a_function_end_with_it(guard: Make, tmp_path: Path) -> None:
     strange = guard("strange", timeout_s=1.5)
     (error,) = score(strange, f"start {tmp_path / 'pid'}")
     assert str(error) == "timeout: strange took more than 1.5 s"
     psutil.Process(int((tmp_path / "pid").read_text())).wait(timeout=10)
 
 
-def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Make) -> None:
+def test_the_memory_of_a_function_is_limited(guard: Make) -> None:
     one = guard("one", memory_mb=1024)
     (error,) = score(one, "eat")
     assert str(error).startswith("raised: one: MemoryError")
@@ -167,19 +163,19 @@ def test_a_function_that_eats_memory_gets_an_error_and_not_the_machine(guard: Ma
 
 
 @pytest.mark.slow
-def test_a_function_that_burns_is_ended_long_before_its_time_is_up(guard: Make) -> None:
+def test_the_cpu_time_of_a_function_is_limited(guard: Make) -> None:
     one = guard("one", cpu_s=0.5)
     (error,) = score(one, "burn")
     assert str(error).startswith("died: one: ProcessExpired")
     assert score(one, "46") == [1.0]
 
 
-def test_it_leaves_no_core_dump(guard: Make) -> None:
+def test_a_process_leaves_no_core_dump(guard: Make) -> None:
     assert score(guard("one"), "limits") == [0.0]
 
 
 @pytest.mark.slow
-def test_a_function_that_hogs_is_killed(guard: Make) -> None:
+def test_an_endless_loop_is_killed_at_the_deadline(guard: Make) -> None:
     one = guard("one", timeout_s=1.5)
     (error,) = score(one, "hog")
     assert str(error) == "timeout: one took more than 1.5 s"
@@ -187,34 +183,32 @@ def test_a_function_that_hogs_is_killed(guard: Make) -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_once_is_tried_again(guard: Make, tmp_path: Path) -> None:
+def test_a_failed_call_is_retried(guard: Make, tmp_path: Path) -> None:
     assert score(guard("one", timeout_s=3.0, attempts=2), f"once {tmp_path / 'seen'}") == [0.0]
     assert (tmp_path / "seen").exists()
 
 
-def test_a_service_that_does_not_answer_is_given_up(guard: Make) -> None:
+def test_an_async_function_is_cancelled_at_the_deadline(guard: Make) -> None:
     service = guard("service", timeout_s=0.2, concurrency=8)
     found = score(service, "0", "60", "0.01")
     assert (found[0], found[2]) == (1.0, 1.0)
     assert str(found[1]) == "timeout: service took more than 0.2 s"
 
 
-def test_an_error_that_quotes_a_secret_does_not_carry_it_on(
-    guard: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def tells(**_: Any) -> float:
-        raise ValueError("HF said hf_secret_0123")
+def test_secrets_are_removed_from_errors(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def leaks(**_: Any) -> float:
+        raise ValueError("HF replied hf_secret_0123")
 
     monkeypatch.setenv("HF_TOKEN", "hf_secret_0123")
     monkeypatch.setattr(
         redaction, "_hider_of_this_process", lambda: redaction.hider_of(os.environ, for_programs=True)
     )
-    monkeypatch.setattr(Function, "load", lambda self: tells)
+    monkeypatch.setattr(Function, "load", lambda self: leaks)
     (error,) = score(guard("any"), "46")
-    assert str(error) == "raised: any: ValueError: HF said ***"
+    assert str(error) == "raised: any: ValueError: HF replied ***"
 
 
-def test_calls_at_once_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_calls_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now, most = 0, 0
 
     async def counted(**_: Any) -> float:
@@ -229,25 +223,23 @@ def test_calls_at_once_are_bounded(guard: Make, monkeypatch: pytest.MonkeyPatch)
     assert most == 3
 
 
-def test_a_function_for_many_gets_micro_batches(guard: Make) -> None:
+def test_a_function_of_lists_gets_micro_batches(guard: Make) -> None:
     assert score(guard("many", batch=3), *["46"] * 7) == [3.0] * 6 + [1.0]
 
 
-def test_one_bad_answer_takes_no_other_down(guard: Make) -> None:
+def test_one_bad_response_does_not_fail_the_others_of_its_batch(guard: Make) -> None:
     found = score(guard("many", batch=3, attempts=2), "46", "raise", "47")
     assert (found[0], found[2]) == (1.0, 0.0)
     assert str(found[1]).startswith("raised: many: ValueError: poisoned")
 
 
-def test_as_many_scores_as_answers(guard: Make) -> None:
+def test_the_number_of_scores_must_match_the_responses(guard: Make) -> None:
     found = score(guard("many", batch=2), "46", "short")
-    assert {str(error) for error in found} == {
-        "invalid: 2 answers must get a list of as many scores, got [1.0]"
-    }
+    assert {str(error) for error in found} == {"invalid: 2 responses require a list of 2 scores, got [1.0]"}
 
 
 @pytest.mark.slow
-def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path) -> None:
+def test_imports_of_a_file_do_not_count_against_the_deadline(guard: Make, tmp_path: Path) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import time, os\nif os.environ.get('SLOW'): time.sleep(2)\ndef one(**_): return 1.0\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -256,26 +248,28 @@ def test_what_a_file_imports_counts_for_nobodys_time(guard: Make, tmp_path: Path
         assert score(one, "46") == [1.0]
 
 
-def test_a_batch_that_was_sent_does_not_cut_the_next(guard: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_of_a_sent_batch_does_not_cut_the_next(
+    guard: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def counted(solution_strs: list[str], **_: Any) -> list[float]:
         return [float(len(solution_strs))] * len(solution_strs)
 
     monkeypatch.setattr(Function, "load", lambda self: counted)
     many = guard("any", batch=4)
 
-    async def ask() -> list[Any]:
+    async def score_in_two_waves() -> list[Any]:
         async def later(waits: float) -> Any:
             await asyncio.sleep(waits * BATCH_WAIT_S)
-            return await many.score(**answer("46"))
+            return await many.score(**response("46"))
 
-        # The first four are full at once; their time would be up while the next four come.
+        # The first batch is full immediately; its timer would fire while the next four responses arrive.
         return list(await asyncio.gather(*(later(waits) for waits in (0, 0, 0, 0, 0.5, 0.9, 1.1, 1.4))))
 
-    assert run_virtual(ask()) == [4.0] * 8
+    assert run_virtual(score_in_two_waves()) == [4.0] * 8
 
 
 @pytest.mark.slow
-def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
+def test_a_process_of_the_pool_ends_with_its_parent(tmp_path: Path) -> None:
     hog = (
         "import asyncio; from recipe.async_pipeline.verl_bridge.reward.executor import *\n"
         f"guard = RewardGuard(Function({FILE!r}, 'told', {{}}), Limits(timeout_s=600.0, concurrency=1))\n"
@@ -301,12 +295,12 @@ def test_a_process_ends_with_the_one_that_made_it(tmp_path: Path) -> None:
     ("path", "name"),
     [(FILE, "nothing"), ("nowhere.py", "one"), ("pkg://no.such.package", "one"), ("file://x.txt", "one")],
 )
-def test_a_function_that_is_not_there(path: str, name: str) -> None:
+def test_a_missing_function_is_an_error(path: str, name: str) -> None:
     with pytest.raises(ConfigError, match="correct path and name"):
         RewardGuard(Function(path, name, {}), Limits(timeout_s=1.0))
 
 
-def test_a_function_of_a_package() -> None:
+def test_a_function_of_a_package_is_loaded() -> None:
     assert (
         Function("pkg://recipe.async_pipeline.toy.reward", "compute_score", {}).load()("toy", "46", "46")
         == 1.0
@@ -314,5 +308,5 @@ def test_a_function_of_a_package() -> None:
 
 
 @pytest.mark.parametrize("good", [0, 1.5, True, {"score": 2}])
-def test_a_score_is_a_finite_number(good: Any) -> None:
+def test_checked_returns_a_finite_score(good: Any) -> None:
     assert checked(good) == good

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own reward manager, calling a function that misbehaves."""
+"""verl's reward manager with a reward function that fails."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def manager(load: Load) -> Iterator[Make]:
         one._guard.close()
 
 
-def answers(load: Load, *texts: str) -> list[Any]:
-    """As verl's agent loop hands them over."""
+def responses(load: Load, *texts: str) -> list[Any]:
+    """Return responses as verl's agent loop passes them."""
     found = []
     for text in texts:
         ids = torch.tensor([[ord(letter) for letter in text]])
@@ -83,29 +83,29 @@ def answers(load: Load, *texts: str) -> list[Any]:
 
 
 def score(make: Make, on_failure: str, data: list[Any]) -> list[Any]:
-    async def ask() -> list[Any]:
-        manager = make(on_failure)  # verl takes the loop that runs where it is made
+    async def run() -> list[Any]:
+        manager = make(on_failure)  # verl uses the loop that runs when the manager is created
         return [await manager.run_single(one) for one in data]
 
-    return asyncio.run(ask())
+    return asyncio.run(run())
 
 
-def test_scores_are_verls(load: Load, manager: Make) -> None:
-    right, wrong = score(manager, "fail", answers(load, "46", "47"))
+def test_scores_have_the_format_of_verl(load: Load, manager: Make) -> None:
+    right, wrong = score(manager, "fail", responses(load, "46", "47"))
     assert right == {"reward_score": 1.5, "reward_extra_info": {"acc": 1.5, "unscored": ""}}
     assert wrong["reward_score"] == 0.5
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "score"])
-def test_an_answer_without_a_score_is_marked_and_looks_like_the_others(
+def test_a_response_without_a_score_is_marked_and_has_the_same_keys(
     load: Load, manager: Make, on_failure: str
 ) -> None:
-    good, bad = score(manager, on_failure, answers(load, "dict", "raise"))
+    good, bad = score(manager, on_failure, responses(load, "dict", "raise"))
     assert bad["reward_score"] == -1.0
     assert bad["reward_extra_info"].keys() == good["reward_extra_info"].keys() == {"score", "acc", "unscored"}
     assert bad["reward_extra_info"]["unscored"].startswith("raised: one: ValueError")
 
 
-def test_an_answer_without_a_score_ends_the_run_if_that_is_wanted(load: Load, manager: Make) -> None:
+def test_a_response_without_a_score_raises_if_failures_end_the_run(load: Load, manager: Make) -> None:
     with pytest.raises(RewardError, match="raised: one: ValueError: no such rule"):
-        score(manager, "fail", answers(load, "raise"))
+        score(manager, "fail", responses(load, "raise"))

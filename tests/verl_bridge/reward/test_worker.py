@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward worker gets what verl's agent loop made for it, whole, and answers as if verl had asked."""
+"""A reward worker receives the whole DataProto of verl's agent loop and returns its result."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.reward.worker")
 
 
-def answers(rows: int) -> Any:
-    """As verl's agent loop makes it, of one answer or of the outputs of one."""
+def responses(rows: int) -> Any:
+    """Return the DataProto that verl's agent loop builds for the outputs of one response."""
     import torch
     from tensordict import TensorDict
     from verl import DataProto
@@ -45,13 +45,13 @@ def answers(rows: int) -> Any:
 
 
 class Worker:
-    """A handle whose process gets what was pickled, as Ray hands it out: not to be written to."""
+    """A handle that pickles its arguments as Ray does, into read-only arrays."""
 
     def __init__(self, worker: Any) -> None:
-        self.compute_plain = SimpleNamespace(remote=self._ask)
+        self.compute_plain = SimpleNamespace(remote=self._call)
         self._worker = worker
 
-    async def _ask(self, plain: Any) -> Any:
+    async def _call(self, plain: Any) -> Any:
         buffers: list[pickle.PickleBuffer] = []
         packed = pickle.dumps(plain, protocol=5, buffer_callback=buffers.append)
         got = pickle.loads(packed, buffers=[bytes(buffer) for buffer in buffers])
@@ -60,8 +60,8 @@ class Worker:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_reward_manager_gets_all_of_it(ours: ModuleType, rows: int) -> None:
-    class Seeing(ours.PlainRewardLoopWorker):  # type: ignore[name-defined, misc]
+def test_the_reward_manager_receives_all_data(module: ModuleType, rows: int) -> None:
+    class RecordingWorker(module.PlainRewardLoopWorker):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
             """Without a tokenizer and a reward manager."""
 
@@ -69,14 +69,14 @@ def test_a_reward_manager_gets_all_of_it(ours: ModuleType, rows: int) -> None:
             self.seen = data
             return {"reward_score": 0.5, "reward_extra_info": {"acc": 1}}
 
-    worker, made = Seeing(), answers(rows)
-    said = asyncio.run(ours.PlainCaller(Worker(worker)).compute_score.remote(made))
-    assert said == {"reward_score": 0.5, "reward_extra_info": {"acc": 1}}
+    worker, made = RecordingWorker(), responses(rows)
+    result = asyncio.run(module.PlainCaller(Worker(worker)).compute_score.remote(made))
+    assert result == {"reward_score": 0.5, "reward_extra_info": {"acc": 1}}
     assert len(worker.seen) == rows
     assert worker.seen.batch.keys() == made.batch.keys()
     for name, tensor in made.batch.items():
         assert worker.seen.batch[name].equal(tensor)
-        worker.seen.batch[name][:] = 0  # a reward manager may
+        worker.seen.batch[name][:] = 0  # a reward manager may write to its tensors
     assert worker.seen.non_tensor_batch.keys() == made.non_tensor_batch.keys()
     for name, array in made.non_tensor_batch.items():
         assert worker.seen.non_tensor_batch[name].dtype == array.dtype
@@ -85,18 +85,18 @@ def test_a_reward_manager_gets_all_of_it(ours: ModuleType, rows: int) -> None:
 
 
 def test_a_reward_function_that_calls_exit_raises_an_error(
-    ours: ModuleType, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it has no process of its own, the worker's event loop would end, and nobody be told."""
+    """In the worker's own process, SystemExit would silently end the event loop."""
 
-    def leaves(**_: Any) -> float:
+    def exits(**_: Any) -> float:
         raise SystemExit(3)
 
-    def verls(worker: Any) -> None:
-        worker.reward_manager = SimpleNamespace(compute_score=leaves)
+    def init_reward_fn(worker: Any) -> None:
+        worker.reward_manager = SimpleNamespace(compute_score=exits)
 
-    monkeypatch.setattr(ours.RewardLoopWorker, "_init_reward_fn", verls)
-    worker = object.__new__(ours.PlainRewardLoopWorker)
+    monkeypatch.setattr(module.RewardLoopWorker, "_init_reward_fn", init_reward_fn)
+    worker = object.__new__(module.PlainRewardLoopWorker)
     worker._init_reward_fn()
-    with pytest.raises(RewardError, match="raised: leaves: SystemExit: 3"):
+    with pytest.raises(RewardError, match="raised: exits: SystemExit: 3"):
         worker.reward_manager.compute_score(solution_str="46")

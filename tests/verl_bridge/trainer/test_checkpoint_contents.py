@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of a flow holds comes back as it was, samples included; one that is not complete says
-so.
-"""
+"""The contents of a checkpoint can be read back, samples included; incomplete ones are rejected."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def contents(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.trainer.checkpoint_contents")
 
 
 class Store:
-    """As much of TransferQueue as is used: columns of samples by key."""
+    """The part of TransferQueue that checkpoints use: columns of samples by key."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
@@ -54,9 +52,9 @@ class Store:
 
 
 @pytest.fixture
-def store(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(contents: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
-    monkeypatch.setattr(ours, "tq", made)
+    monkeypatch.setattr(contents, "tq", made)
     return made
 
 
@@ -73,7 +71,7 @@ def sample(length: int) -> dict[str, Any]:
 
 
 def flow_state(store: Store) -> FlowState:
-    """Of a run that is far ahead, with samples in the store for all groups that are finished."""
+    """Return the state of a run that is far ahead, with samples of all finished groups in the store."""
     trainer = SimTrainer(max_lag=4, steps=6, groups=2, save_every=2, costs={"assemble": 3.0})
     flow = Life(trainer).checkpoints[0].flow
     for number, group in enumerate(flow.finished()):
@@ -95,7 +93,9 @@ def with_columns(group: Group) -> Group:
     )
 
 
-def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] = lambda group: False) -> Any:
+def snapshot(
+    contents: ModuleType, flow: FlowState, reject: Callable[[Group], bool] = lambda group: False
+) -> Any:
     import dataclasses
 
     queue = flow.queue
@@ -113,8 +113,8 @@ def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] 
         ),
     )
     groups = [group for group in flow.finished() if not reject(group)]
-    prompts = ours.PromptSourceState(before=0, drawn=3, places={}, undealt=[], in_flight=flow.in_flight())
-    state = ours.RunState(
+    prompts = contents.PromptSourceState(before=0, drawn=3, places={}, undealt=[], in_flight=flow.in_flight())
+    state = contents.RunState(
         flow=flow,
         prompts=prompts,
         kept=tuple(g.uid for g in groups),
@@ -122,17 +122,17 @@ def snapshot(ours: ModuleType, flow: FlowState, reject: Callable[[Group], bool] 
         kl_coef=0.25,
         meters={"x": [1.5]},
     )
-    said = ours.RecordedRequest([1], [2], [-0.5], [[0, 0]], None, "replica 0")
-    return ours.Snapshot(state, groups, {"yielded": 3}, {"yielded": 4}, {"p9.0": [[said], []]})
+    request = contents.RecordedRequest([1], [2], [-0.5], [[0, 0]], None, "replica 0")
+    return contents.Snapshot(state, groups, {"yielded": 3}, {"yielded": 4}, {"p9.0": [[request], []]})
 
 
-def checkpoints(ours: ModuleType, root: Path, ranks: int = 1, synced: list[str] | None = None) -> Any:
+def checkpoints(contents: ModuleType, root: Path, ranks: int = 1, synced: list[str] | None = None) -> Any:
     def save_models(folder: Path, state: Any) -> None:
         (folder / "actor").mkdir()
         for rank in range(min(ranks, 2)):
             (folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt").write_bytes(b"w")
 
-    return ours.Checkpoints(
+    return contents.Checkpoints(
         root=root,
         run="r",
         identity={"verl": "x"},
@@ -145,20 +145,20 @@ def checkpoints(ours: ModuleType, root: Path, ranks: int = 1, synced: list[str] 
     )
 
 
-def test_all_of_it_comes_back(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_all_contents_can_be_read_back(contents: ModuleType, store: Store, tmp_path: Path) -> None:
     import torch
 
-    written, synced = snapshot(ours, flow_state(store)), list[str]()
-    folder = checkpoints(ours, tmp_path, synced=synced).write(written)
-    assert synced == [".global_step_2.part"], "the ledger has reached the disk before it is published"
+    written, synced = snapshot(contents, flow_state(store)), list[str]()
+    folder = checkpoints(contents, tmp_path, synced=synced).write(written)
+    assert synced == [".global_step_2.part"], "the ledger is on disk before the checkpoint is published"
     verify(folder, {"verl": "x"})
-    found = ours.read(folder)
+    found = contents.read(folder)
     assert found.state.flow.queue.taken.keys() == written.state.flow.queue.taken.keys()
     assert found.state.flow.ledger == written.state.flow.ledger
     assert (found.state.kl_coef, found.state.meters, found.loader) == (0.25, {"x": [1.5]}, {"yielded": 3})
     assert found.transcripts == written.transcripts
     before, store.rows = store.rows, {}
-    ours.put(ours.kept_groups(found.state), found.samples, "train")
+    contents.put(contents.kept_groups(found.state), found.samples, "train")
     keys = {one.key for group in written.groups for one in group.trajectories}
     assert store.rows.keys() == store.tags.keys() == keys
     assert set(map(str, store.tags.values())) == {str({"status": "success", "response_len": 3})}
@@ -168,60 +168,58 @@ def test_all_of_it_comes_back(ours: ModuleType, store: Store, tmp_path: Path) ->
             assert torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value, (key, name)
 
 
-def test_columns_that_stages_have_added_are_left_out(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_columns_of_later_stages_are_not_stored(contents: ModuleType, store: Store, tmp_path: Path) -> None:
     flow = flow_state(store)
     store.rows[next(flow.finished()).trajectories[0].key]["old_log_probs"] = np.zeros(3)
-    found = ours.read(checkpoints(ours, tmp_path).write(snapshot(ours, flow)))
+    found = contents.read(checkpoints(contents, tmp_path).write(snapshot(contents, flow)))
     assert all("old_log_probs" not in row for row in found.samples.values())
 
 
-def test_samples_of_groups_that_are_not_trained_are_left_out(
-    ours: ModuleType, store: Store, tmp_path: Path
+def test_samples_of_groups_that_are_not_kept_are_not_stored(
+    contents: ModuleType, store: Store, tmp_path: Path
 ) -> None:
     flow = flow_state(store)
     rejected = next(flow.finished()).uid
-    found = ours.read(
-        checkpoints(ours, tmp_path).write(snapshot(ours, flow, lambda group: group.uid == rejected))
+    found = contents.read(
+        checkpoints(contents, tmp_path).write(snapshot(contents, flow, lambda group: group.uid == rejected))
     )
-    assert rejected not in {group.uid for group in ours.kept_groups(found.state)}
+    assert rejected not in {group.uid for group in contents.kept_groups(found.state)}
     assert not any(key.startswith(f"{rejected}_") for key in found.samples)
 
 
-def test_only_so_many_are_kept(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(contents: ModuleType, store: Store, tmp_path: Path) -> None:
     import dataclasses
 
     flow = flow_state(store)
     for step in (2, 4, 6):
-        checkpoints(ours, tmp_path).write(snapshot(ours, dataclasses.replace(flow, step=step)))
+        checkpoints(contents, tmp_path).write(snapshot(contents, dataclasses.replace(flow, step=step)))
     assert sorted(path.name for path in tmp_path.glob("global*")) == ["global_step_4", "global_step_6"]
 
 
-def test_ranks_that_wrote_elsewhere_are_missed(ours: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_missing_files_of_ranks_are_an_error(contents: ModuleType, store: Store, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="2 of 4 ranks have written .* all of them share"):
-        checkpoints(ours, tmp_path, ranks=4).write(snapshot(ours, flow_state(store)))
-    assert list(tmp_path.iterdir()) == [], "nothing is left of it"
+        checkpoints(contents, tmp_path, ranks=4).write(snapshot(contents, flow_state(store)))
+    assert list(tmp_path.iterdir()) == [], "no file remains"
 
 
-def test_what_cannot_be_written_says_so_and_leaves_nothing(
-    ours: ModuleType, store: Store, tmp_path: Path
+def test_a_sample_that_cannot_be_written_is_an_error_and_leaves_no_file(
+    contents: ModuleType, store: Store, tmp_path: Path
 ) -> None:
     flow = flow_state(store)
     for row in store.rows.values():
         row["extra_fields"] = {"tool": SimpleNamespace()}
     with pytest.raises(CheckpointError, match="SimpleNamespace cannot be written without pickle"):
-        checkpoints(ours, tmp_path).write(snapshot(ours, flow))
+        checkpoints(contents, tmp_path).write(snapshot(contents, flow))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_do_not_belong_together_are_refused(
-    ours: ModuleType, store: Store, tmp_path: Path
-) -> None:
-    folder = checkpoints(ours, tmp_path).write(snapshot(ours, flow_state(store)))
-    samples = ours.tensor_tree.read(folder / "samples")
+def test_inconsistent_files_are_rejected(contents: ModuleType, store: Store, tmp_path: Path) -> None:
+    folder = checkpoints(contents, tmp_path).write(snapshot(contents, flow_state(store)))
+    samples = contents.tensor_tree.read(folder / "samples")
     lost = sorted(samples)[0]
-    ours.tensor_tree.write(folder / "samples", {key: row for key, row in samples.items() if key != lost})
-    with pytest.raises(CheckpointError, match=f"has no samples of 1 answers that it names, e.g. {lost}"):
-        ours.read(folder)
+    contents.tensor_tree.write(folder / "samples", {key: row for key, row in samples.items() if key != lost})
+    with pytest.raises(CheckpointError, match=f"lacks the samples of 1 responses of its state, e.g. {lost}"):
+        contents.read(folder)
     (folder / "pipeline.json").write_text('{"flow": 3}')
-    with pytest.raises(CheckpointError, match="cannot be understood"):
-        ours.read(folder)
+    with pytest.raises(CheckpointError, match="is invalid"):
+        contents.read(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each state of each lane becomes one span, when the next begins."""
+"""Each state of each lane becomes one span, reported when the next state begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def record(event: str, state: str | None, **fields: Any) -> LogRecord:
     return LogRecord(t=0.0, role="train", event=event, state=state, fields=fields)
 
 
-def test_spans(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_state_of_a_lane_is_one_span(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("recipe.async_pipeline.verl_bridge.trainer.insight_spans")
     spans: list[tuple[str, int, int, dict[str, Any]]] = []
 
@@ -57,4 +57,4 @@ def test_spans(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train: waits for devices", 2, 3, facts),
         ("train: runs", 3, 4, facts),
     ]
-    assert module.chosen()
+    assert module.is_enabled()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts are found again, in whatever batch of whatever epoch they were drawn, and only if they are still
-the same.
-"""
+"""A resumed source has the same prompts, in any batch of any epoch, and rejects changed data."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ BATCH = 4
 
 @pytest.fixture(scope="module")
 def make(load: Load) -> Any:
-    """Makes a source like the trainer's, over a small dataset that is shuffled anew in each epoch."""
+    """Return a factory of sources like the trainer's, over a small dataset that each epoch shuffles."""
     module = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source")
     import torch
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -44,7 +42,7 @@ def make(load: Load) -> Any:
         place: dict[str, Any] = {"iterator": None, "drawn": 0}
 
         def next_batch() -> Any:
-            """As verl's `_fetch_one_gen_batch`."""
+            """Return a batch as verl's `_fetch_one_gen_batch` does."""
             place["iterator"] = place["iterator"] or iter(loader)
             try:
                 batch = next(place["iterator"])
@@ -79,7 +77,7 @@ def written_and_read(state: Any) -> Any:
 
 @pytest.mark.parametrize("dealt", [0, 1, 3, 4, 9, 13, 22])
 @pytest.mark.parametrize("answered", [0, 1, 2])
-def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> None:
+def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int, answered: int) -> None:
     before = make()
     prompts = list(deal(before, dealt)) if dealt else []
     # Every `answered`-th is trained; one is finished.
@@ -105,7 +103,7 @@ def test_goes_on_with_the_same_prompts(make: Any, dealt: int, answered: int) -> 
         assert all(p.payload["uid"][0] == p.uid for p in ours)
 
 
-def test_as_often_as_it_is_resumed(make: Any) -> None:
+def test_a_source_can_be_resumed_repeatedly(make: Any) -> None:
     undisturbed = says(deal(make(), 60))
     source, seen = make(), []
     for _ in range(10):
@@ -116,7 +114,7 @@ def test_as_often_as_it_is_resumed(make: Any) -> None:
     assert seen == undisturbed
 
 
-def test_only_states_that_may_be_wanted_are_kept(make: Any) -> None:
+def test_only_states_that_a_checkpoint_may_need_are_kept(make: Any) -> None:
     source = make(rows=100)
     for _ in range(20):
         for prompt in deal(source, BATCH):
@@ -125,12 +123,12 @@ def test_only_states_that_may_be_wanted_are_kept(make: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"text": "another"}])
-def test_other_data_is_refused(make: Any, change: dict[str, Any]) -> None:
+def test_changed_data_is_rejected(make: Any, change: dict[str, Any]) -> None:
     before = make()
     prompts = deal(before, 3)
     state, loader = before.state([p.uid for p in prompts], [])
     with pytest.raises(
-        CheckpointError, match="row 3 of batch 1 is not the one that was drawn before; data.train_files"
+        CheckpointError, match="row 3 of batch 1 differs from the one in the checkpoint; restore data.train_"
     ):
         make(**change).restore(state, loader, {})
 

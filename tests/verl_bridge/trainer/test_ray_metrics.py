@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics become gauges of Ray; verl's, and what is no number, do not."""
+"""The pipeline's numeric metrics become gauges of Ray; other metrics do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 
-def test_own_numbers_are_shown_and_made_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gauges_of_numbers_are_set_and_created_once(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load("recipe.async_pipeline.verl_bridge.trainer.ray_metrics")
     made: list[str] = []
     seen: list[tuple[str, float, dict[str, str]]] = []
@@ -34,7 +34,7 @@ def test_own_numbers_are_shown_and_made_once(load: Load, monkeypatch: pytest.Mon
     assert seen == [("async_pipeline_lag_mean", v, {"run": "smoke"}) for v in (1.5, 2.0)]
 
 
-def test_names_are_what_prometheus_takes(load: Load) -> None:
+def test_names_are_valid_in_prometheus(load: Load) -> None:
     module = load("recipe.async_pipeline.verl_bridge.trainer.ray_metrics")
     assert (
         module.gauge_name("async_pipeline/idle/my-pool/wait_generate_s")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every finished response counts once more when its prompt has a fate, or when it is discarded."""
+"""Every finished response counts a second time when its prompt has a fate, or when it is discarded."""
 
 from __future__ import annotations
 

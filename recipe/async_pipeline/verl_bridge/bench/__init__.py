@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of the benchmarks that run inside verl."""
+"""Parts of the benchmarks that run inside verl."""

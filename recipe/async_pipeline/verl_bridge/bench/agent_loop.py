@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent loop of every arm of a benchmark: answers with tool calls between them, timed."""
+"""The agent loop of every arm of a benchmark: responses with tool calls in between, with spans."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ...bench.workload import Episode
 
 NAME = "bench_episode"
 _begun: defaultdict[int, count[int]] = defaultdict(count)
-"""How many answers to a prompt were begun here."""
+"""Number of responses to a prompt that this process has begun."""
 OBSERVATION = "\n"
-"""What a tool answers: the next answer begins on a new line."""
+"""Output of a tool: the next response begins on a new line."""
 
 
 class EpisodeLoop(AgentLoopBase):
-    """`turns` answers; after each but the last, a tool whose latency is an await."""
+    """Generates `turns` responses and awaits the latency of a tool after each but the last."""
 
     def __init__(self, *args: Any, episode: DictConfig, seed: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -35,23 +35,26 @@ class EpisodeLoop(AgentLoopBase):
         self._observation = _observation(self.tokenizer)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """One trajectory. What the tool said is masked out of the loss."""
+        """Generate one trajectory; the loss mask excludes the output of the tool."""
         prompt = int(kwargs["index"])
-        # verl's oldest agent loop does not number the answers to a prompt, but begins them in order.
+        # verl's oldest agent loop does not number the responses to a prompt, but begins them in order.
         session = int(kwargs["session_id"]) if "session_id" in kwargs else next(_begun[prompt])
         started = time.monotonic()
+
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         request = uuid4().hex
         tokens: list[int] = []
         mask: list[int] = []
         log_probs: list[float] = []
         versions: list[int] = []
+
         for turn in range(self._episode.turns):
             if turn:
                 await self._call_tool(prompt, session, turn)
                 tokens += self._observation
                 mask += [0] * len(self._observation)
                 log_probs += [0.0] * len(self._observation)
+
             params = sampling_params | self._limit(prompt, session, turn)
             with of_this_job().measure("generate"):
                 output = await self.server_manager.generate(
@@ -61,6 +64,7 @@ class EpisodeLoop(AgentLoopBase):
             mask += [1] * len(output.token_ids)
             log_probs += output.log_probs or [0.0] * len(output.token_ids)
             versions += _versions(output.extra_fields)
+
         of_this_job().add("episode", started, prompt=prompt)
         length = self.rollout_config.response_length
         return AgentLoopOutput(
@@ -73,7 +77,7 @@ class EpisodeLoop(AgentLoopBase):
             extra_fields={
                 "min_global_steps": min(versions),
                 "max_global_steps": max(versions),
-                # verl hands this to the reward function, within `extra_info`.
+                # verl passes this to the reward function, within `extra_info`.
                 "session": session,
                 "turn_scores": [],
                 "tool_rewards": [],
@@ -86,7 +90,7 @@ class EpisodeLoop(AgentLoopBase):
             await asyncio.sleep(self._episode.tool_s.draw(self._seed, "tool", prompt, session, turn))
 
     def _limit(self, prompt: int, session: int, turn: int) -> dict[str, Any]:
-        """How long this answer may be, or must be if the workload says lengths."""
+        """Return the sampling limits of a response: its length if the workload draws one, else a cap."""
         turns = self._episode.turns
         room = (self.rollout_config.response_length - (turns - 1) * len(self._observation)) // turns
         lengths = self._episode.answer_tokens
@@ -103,7 +107,7 @@ def _observation(tokenizer: Any) -> list[int]:
 
 
 def _versions(extra: dict[str, Any]) -> list[int]:
-    """The versions that an answer names; verl's plain client names only the one at its end."""
+    """Return the versions in a response; verl's plain client reports only the version at its end."""
     at_end = extra.get("global_steps")
     found = [extra.get("min_global_steps", at_end), extra.get("max_global_steps", at_end)]
     return [int(version) for version in found if version is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times verl's `experimental/fully_async_policy` from outside, as `bench_probe` times the other trainers."""
+"""Time the stages of verl's `experimental/fully_async_policy`, as `probe` does for the other trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...bench.spans import of_this_job
 
 _Trainer: Any = FullyAsyncTrainer.__ray_metadata__.modified_class
 _Runner: Any = stock.FullyAsyncTaskRunner.__ray_metadata__.modified_class
-"""Ray forbids inheriting from actor classes; these are the plain classes under them."""
+"""The plain classes of verl's actor classes, which Ray forbids to inherit from."""
 
 
 class ProbedFullyAsyncTrainer(_Trainer):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class ProbedFullyAsyncTrainer(_Trainer):  # type: ignore[misc]
 
 
 class ProbedFullyAsyncRunner(_Runner):  # type: ignore[misc]
-    """verl's task runner, with the trainer that is timed."""
+    """verl's task runner with the probed trainer."""
 
     def run(self, config: Any) -> None:
         stock.FullyAsyncTrainer = ray.remote(num_cpus=10)(ProbedFullyAsyncTrainer)

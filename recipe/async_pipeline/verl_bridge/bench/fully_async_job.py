@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point of verl's `experimental/fully_async_policy`, with a trainer that is timed."""
+"""Run the entry point of verl's `experimental/fully_async_policy` with the probed trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .fully_async import ProbedFullyAsyncRunner
 
 
 def main() -> None:
-    """Takes the same command line as `fully_async_main`."""
+    """Run with the command line of `fully_async_main`."""
     stock.FullyAsyncTaskRunner = ray.remote(num_cpus=1)(ProbedFullyAsyncRunner)
     stock.main()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's entry point with a task runner that times the trainer: one arm of a benchmark, once."""
+"""Run one arm of a benchmark once: verl's entry point with a task runner that times the trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .probe import ProbedTaskRunner
 
 
 def main() -> None:
-    """Takes the same command line as `verl.trainer.main_ppo`."""
+    """Run with the command line of `verl.trainer.main_ppo`."""
     main_ppo.TaskRunnerV1 = ray.remote(ProbedTaskRunner)
     main_ppo.main()
 

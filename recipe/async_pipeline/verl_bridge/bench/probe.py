@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times any trainer from outside, and gives verl's own the polling interval of the benchmark."""
+"""Time the stages of any trainer, and set the polling interval of verl's trainers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from ...weight_sync.manifest import Ticket
 from ..trainer.async_trainer import AsyncPipelineTrainer
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
-"""Ray forbids inheriting from the actor class; this is the plain class under it."""
+"""The plain class of verl's actor class, which Ray forbids to inherit from."""
 
 
 def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
-    """A subclass of a trainer that writes a span for each of its stages."""
+    """Return a subclass of a trainer that writes a span for each stage.
+
+    `poll_s` replaces the polling interval of verl's replay buffer unless it is None.
+    """
     described = json.loads(os.environ.get(REFERENCE) or "null")
     waits = None if described is None else (described["seed"], Lognormal(**described["wait"]))
 
@@ -36,11 +39,11 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
                 return super()._compute_old_log_prob(batch, metrics=metrics)
 
         def _compute_ref_log_prob(self, batch: Any, metrics: Any) -> Any:
-            # On devices of its own it is no work of the trainer's.
-            apart = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of(
+            # On separate devices it is not work of the training devices.
+            separate = isinstance(self, AsyncPipelineTrainer) and self.pool_of("ref_logp") != self.pool_of(
                 "train"
             )
-            with spans.measure("ref_log_prob_apart" if apart else "ref_log_prob"):
+            with spans.measure("ref_log_prob_apart" if separate else "ref_log_prob"):
                 if waits is not None:
                     self._references = getattr(self, "_references", 0) + 1
                     time.sleep(waits[1].draw(waits[0], "reference", self._references))
@@ -51,7 +54,7 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
                 return super()._compute_advantage(batch, metrics=metrics)
 
         def _update_actor(self, batch: Any, metrics: Any) -> Any:
-            # Version v is what v optimizer steps made, so step s starts with version s - 1.
+            # Version v is the result of v optimizer steps, so step s starts with version s - 1.
             tags = [tag for tag in batch.tags if not tag.get("is_padding")]
             lags = [self.global_steps - 1 - int(tag["min_global_steps"]) for tag in tags]
             with spans.measure("update_actor", step=self.global_steps, samples=len(tags), lags=lags):
@@ -66,15 +69,18 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
             started = time.monotonic()
             with spans.measure("sync"), spans.measure("weights"):
                 super().on_step_end()
-            # Engines on the training devices give way from the end of sampling; others for the update alone.
-            apart = self.config.trainer.v1.trainer_mode == "separate_async"
-            spans.add("paused", started if apart else self._paused_since)
+            # Engines on the training devices pause from the end of sampling; others only for the update.
+            separate = self.config.trainer.v1.trainer_mode == "separate_async"
+            spans.add("paused", started if separate else self._paused_since)
 
     return Probed
 
 
 def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
-    """As `probed`, for ours: only the gather holds the trainer, only the load holds a replica."""
+    """Return a probed subclass of the pipeline's trainer.
+
+    Only the gather blocks the training devices, and only the load pauses a replica.
+    """
 
     class ProbedPipeline(probed(trainer, spans, None)):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -92,8 +98,7 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
             publication = await super().publish(version, snapshot)
             ended = time.monotonic()
             spans.add("weights", began, ended)
-            # The load comes last. Replicas load in turn, so on average each of them stands still for its
-            # share.
+            # The load is the last part. Replicas load in turn, so each pauses for its share on average.
             spans.add("paused", ended - publication.stall_s / publication.replicas, ended)
             return publication
 
@@ -101,7 +106,7 @@ def probed_pipeline(trainer: Any, spans: SpanFile) -> Any:
 
 
 class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
-    """verl's task runner; the trainer that it finds is probed."""
+    """verl's task runner with a probed trainer."""
 
     def run(self, config: Any) -> None:
         spans = of_this_job()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publishes versions while replicas generate, and trains nothing: one arm of `async-pipeline bench
-weight-sync`.
+"""Update weights while replicas generate, without training: one arm of `async-pipeline bench weight-sync`.
 
-Trainer, workers, engines and managers are those of a real run; only the trainer's loop is another.
+Trainer, workers, engines and managers are the same as in a run; only the trainer's loop differs.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from ...bench.weight_sync import limits
 from ..trainer.async_trainer import AsyncPipelineTrainer
 
 VERSIONS, REQUESTS = "ASYNC_PIPELINE_BENCH_VERSIONS", "ASYNC_PIPELINE_BENCH_REQUESTS"
-"""Environment variables: publications to make; requests that each replica always has."""
+"""Environment variables: the number of weight updates, and of requests in flight on each replica."""
 FIRST = 1
 BETWEEN_S = (0.5, 1.0)
-"""Pause between two publications, drawn from this range."""
-PROMPT_TOKENS, ANSWER_TOKENS = 8, 48
+"""Range of the random pause between two weight updates."""
+PROMPT_TOKENS, RESPONSE_TOKENS = 8, 48
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
-"""Ray forbids inheriting from the actor class; this is the plain class under it."""
+"""The plain class of verl's actor class, which Ray forbids to inherit from."""
 
 
 def publishing(trainer: Any) -> Any:
-    """A subclass of a trainer whose run is nothing but publications."""
+    """Return a subclass of a trainer whose run consists of weight updates."""
 
     class Publishing(trainer):  # type: ignore[misc]
         def fit(self, agent_loop_manager: Any) -> None:
             del agent_loop_manager
-            publish = _publish_ours if issubclass(trainer, AsyncPipelineTrainer) else _publish_stock
+            publish = _publish_pipeline if issubclass(trainer, AsyncPipelineTrainer) else _publish_stock
             replicas = (
                 self.rollout_pool.replicas
                 if issubclass(trainer, AsyncPipelineTrainer)
@@ -52,37 +51,40 @@ def publishing(trainer: Any) -> Any:
 
 
 async def _run(trainer: Any, publish: Any, servers: Sequence[Any]) -> None:
-    chance = random.Random(0)
-    # verl's trainer has published version 0 already.
+    rng = random.Random(0)
+    # verl's trainer has already published version 0.
     await publish(trainer, FIRST)
+
     stop = asyncio.Event()
-    askers = [
-        asyncio.create_task(_ask(server, stop))
+    clients = [
+        asyncio.create_task(_send_requests(server, stop))
         for server in servers
         for _ in range(int(os.environ[REQUESTS]))
     ]
+
     for version in range(FIRST + 1, FIRST + 1 + int(os.environ[VERSIONS])):
-        await asyncio.sleep(chance.uniform(*BETWEEN_S))
+        await asyncio.sleep(rng.uniform(*BETWEEN_S))
         started = time.monotonic()
         facts = await publish(trainer, version)
         of_this_job().add(PUBLICATION, started, **facts)
+
     await asyncio.sleep(BETWEEN_S[1])
     started = time.monotonic()
     of_this_job().add(LIMITS, started, **await asyncio.to_thread(limits))
     stop.set()
-    await asyncio.gather(*askers)
+    await asyncio.gather(*clients)
 
 
-async def _ask(server: Any, stop: asyncio.Event) -> None:
+async def _send_requests(server: Any, stop: asyncio.Event) -> None:
     while not stop.is_set():
         await server.generate.remote(
             prompt_ids=list(range(3, 3 + PROMPT_TOKENS)),
-            sampling_params={"temperature": 1.0, "max_tokens": ANSWER_TOKENS, "ignore_eos": True},
+            sampling_params={"temperature": 1.0, "max_tokens": RESPONSE_TOKENS, "ignore_eos": True},
             request_id=uuid4().hex,
         )
 
 
-async def _publish_ours(trainer: Any, version: int) -> dict[str, float]:
+async def _publish_pipeline(trainer: Any, version: int) -> dict[str, float]:
     started = time.monotonic()
     ticket = await trainer.gather(version)
     gathered = time.monotonic()
@@ -105,7 +107,7 @@ async def _publish_stock(trainer: Any, version: int) -> dict[str, float]:
 
 
 class SyncTaskRunner(_StockRunner):  # type: ignore[misc]
-    """verl's task runner; the trainer that it finds publishes only."""
+    """verl's task runner with a trainer that only updates weights."""
 
     def run(self, config: Any) -> None:
         lookup = verl_v1.get_trainer_cls

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's entry point with a task runner that only publishes: one arm of `async-pipeline bench
-weight-sync`.
-"""
+"""Run one arm of `async-pipeline bench weight-sync`: verl's entry point with a runner that only publishes."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from .weight_sync import SyncTaskRunner
 
 
 def main() -> None:
-    """Takes the same command line as `verl.trainer.main_ppo`."""
+    """Run with the command line of `verl.trainer.main_ppo`."""
     main_ppo.TaskRunnerV1 = ray.remote(SyncTaskRunner)
     main_ppo.main()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside vLLM's worker process: says when the engine makes a step."""
+"""Record the steps of an engine, inside vLLM's worker process."""
 
 from __future__ import annotations
 

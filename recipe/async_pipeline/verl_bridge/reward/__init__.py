@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score responses: reward functions with limits, reward workers that restart."""
+"""Scoring of responses: reward functions with limits, and reward workers that restart."""

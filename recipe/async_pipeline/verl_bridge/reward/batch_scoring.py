@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a batch that is generated already, from the same reward workers that score answers as they are
-finished.
-"""
+"""Score a generated batch with the reward workers that otherwise score each response when it finishes."""
 
 from __future__ import annotations
 
@@ -29,19 +27,20 @@ NOT_FOR_REWARDS = (
     "extra_fields",
     "multi_modal_inputs",
 )
-"""Columns that a reward worker has no use for."""
+"""Columns that a reward worker does not use."""
 
 
-def score_late(
+def score_batch(
     workers: Sequence[Any], batch: KVBatchMeta, knobs: AsyncPipelineConfig
 ) -> list[Mapping[str, Any]]:
-    """Have every answer scored, and its score stored as verl stores it. Returns what the workers said.
-    Blocks.
+    """Score every response and store its score in verl's column. Returns the results of the workers. Blocks.
 
-    Raises WaitTimeout, what the reward function raised, or RewardError: a score is no finite number.
+    Raises WaitTimeout if the workers take too long, RewardError if a score is not a finite number, and the
+    error of the reward function.
     """
     stored = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
     lengths = stored["responses"].offsets().diff().tolist()
+
     names = [
         name
         for name in stored.keys()
@@ -52,21 +51,23 @@ def score_late(
         others["tool_extra_fields"] = [getattr(value, "data", value) for value in stored["extra_fields"]]
     if "num_turns" in stored.keys():
         others["__num_turns__"] = [int(value) for value in stored["num_turns"]]
+
     rows = [
         _row(
             stored["prompts"][i], stored["responses"][i], {name: values[i] for name, values in others.items()}
         )
         for i in range(len(batch.keys))
     ]
-    turns = itertools.cycle(workers)
-    asked = [next(turns).compute_score.remote(row) for row in rows]
+    round_robin = itertools.cycle(workers)
+    calls = [next(round_robin).compute_score.remote(row) for row in rows]
     results: list[Mapping[str, Any]] = got(
-        asked, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} answers"
+        calls, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} responses"
     )
     results = [_finite(result, knobs) for result in results]
+
     scores = torch.nested.as_nested_tensor(
         [
-            _on_the_last(float(result["reward_score"]), length)
+            _at_last_token(float(result["reward_score"]), length)
             for result, length in zip(results, lengths, strict=True)
         ],
         layout=torch.jagged,
@@ -77,6 +78,7 @@ def score_late(
 
 
 def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[str, Any]:
+    """Return the result with a finite score. Raises RewardError if it has none and failures end the run."""
     score = result["reward_score"]
     if is_finite(score):
         return result
@@ -86,7 +88,7 @@ def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[st
 
 
 def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]) -> DataProto:
-    """One answer as verl's agent loop hands it to a reward worker."""
+    """Return one response as verl's agent loop passes it to a reward worker."""
     mask = torch.ones(1, len(prompt) + len(response), dtype=torch.int64)
     tensors = {"prompts": prompt.unsqueeze(0), "responses": response.unsqueeze(0), "attention_mask": mask}
     plain: dict[str, Any] = {}
@@ -96,7 +98,7 @@ def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]
     return DataProto(batch=TensorDict(tensors, batch_size=1), non_tensor_batch=plain)
 
 
-def _on_the_last(score: float, length: int) -> torch.Tensor:
+def _at_last_token(score: float, length: int) -> torch.Tensor:
     scores = torch.zeros(length)
     scores[-1:] = score
     return scores

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions that may hang, hog or fail: called with a deadline, in processes that can be killed.
+"""Call reward functions that may hang, use too much memory or CPU, or fail, with a deadline.
 
-A plain function runs in a process of its own (pebble's pool), which is killed when its time is up, so that
-neither an
-endless loop nor a crash of native code takes the run along, nor does `exit()`. What it has started is killed
-with it. Its
-memory and CPU time can be limited, too; it leaves no core dump. An `async def` function waits in the caller's
-event loop,
-for a service as a rule; its await is cancelled, but a loop in it that never awaits cannot be. A function that
-scores
-many answers at once gets them in micro-batches; if one fails, its answers are tried one by one.
+A plain function runs in a separate process (a pebble pool), which is killed at the deadline together with the
+processes that it started. An endless loop, a crash of native code or `exit()` therefore cannot end the run.
+Memory and CPU time of the process can be limited, and it leaves no core dump. An `async def` function,
+usually a client of a service, runs in the caller's event loop; its await is cancelled at the deadline, but a
+loop without await cannot be. A function that scores many responses gets micro-batches; if a batch fails, its
+responses are scored one by one.
 
-Imports neither verl nor ray: the processes that call the functions import this, and should start fast.
+This module imports neither verl nor ray, because the processes of the pool import it and should start fast.
 """
 
 from __future__ import annotations
@@ -40,49 +37,49 @@ from ...redaction import without_secrets
 
 PACKAGE, FILE = "pkg://", "file://"
 START_S = 60.0
-"""What a process of the pool may take to begin, which is to load the function's file."""
+"""Time limit for the start of a process, which loads the function's file."""
 BATCH_WAIT_S = 0.02
-"""How long the first answer of a micro-batch waits for others."""
+"""Time that the first response of a micro-batch waits for others."""
 LISTS = {
     "data_source": "data_sources",
     "solution_str": "solution_strs",
     "ground_truth": "ground_truths",
     "extra_info": "extra_infos",
 }
-"""What a function for one answer calls its arguments, and one for many."""
+"""Argument names of a function for one response to the names of a function for many."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """Where a reward function is: what verl has under `reward.custom_reward_function`."""
+    """The location of a reward function, as in verl's `reward.custom_reward_function`."""
 
     path: str
     name: str
     kwargs: Mapping[str, Any]
 
     def load(self) -> Callable[..., Any]:
-        """Raises ConfigError: there is no such function."""
+        """Return the function. Raises ConfigError if it cannot be loaded."""
         return _load(self.path, self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a call may cost."""
+    """Limits of a call."""
 
     timeout_s: float
     attempts: int = 2
     concurrency: int = 8
-    """Calls at once; for a plain function as many processes, started as they are needed."""
+    """Concurrent calls; for a plain function also the number of processes, which start on demand."""
     batch: int | None = None
-    """Answers in one call, for a function that takes lists (`LISTS`); None: it takes one."""
+    """Responses per call, for a function that takes lists (`LISTS`); None for a function of one response."""
     memory_mb: int | None = None
-    """Address space of a process; None: as much as the machine has."""
+    """Address space of a process in MiB; None for no limit."""
     cpu_s: float | None = None
-    """CPU time of a call, of all its threads; None: as much as they use until the time is up."""
+    """CPU time of a call, of all its threads; None for no limit."""
 
 
 class RewardGuard:
-    """Scores answers within limits."""
+    """Scores responses within limits."""
 
     def __init__(self, function: Function, limits: Limits) -> None:
         self._function, self._limits = function, limits
@@ -93,33 +90,34 @@ class RewardGuard:
         self._batches: set[asyncio.Task[None]] = set()
         self._pool: Any = None
         self._begun, self._begins = multiprocessing.Pipe(duplex=False)
-        """Each process of the pool says its number as it begins. So few bytes are written whole: no lock
-        that it could die with.
+        """Each process of the pool sends its pid when it starts.
+
+        A write of a few bytes is atomic, so there is no lock that a process could hold when it dies.
         """
         self._groups: set[int] = set()
 
     async def score(self, **answer: Any) -> Any:
-        """What the function returns for an answer: a finite number, or a mapping with one under `score`.
+        """Return the function's result: a finite number, or a mapping with one under `score`.
 
-        Raises RewardError, with what the last attempt came to.
+        Raises RewardError with the error of the last attempt.
         """
         error: RewardError | None = None
         for attempt in range(self._limits.attempts):
             try:
-                # What has failed in a batch is tried alone, so that it takes no other down again.
-                together = self._limits.batch is not None and attempt == 0
-                return checked(await (self._in_batch(answer) if together else self._alone(answer)))
+                # Retry a response of a failed batch alone, so that it cannot fail others again.
+                batched = self._limits.batch is not None and attempt == 0
+                return checked(await (self._in_batch(answer) if batched else self._alone(answer)))
             except RewardError as failed:
                 error = failed
         assert error is not None
         raise error
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes of the pool and all that they started."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
-            self._end_what_they_started()
+            self._kill_orphans()
 
     async def _alone(self, answer: dict[str, Any]) -> Any:
         if self._limits.batch is None:
@@ -147,11 +145,12 @@ class RewardGuard:
         try:
             found = await self._call(_listed([answer for answer, _ in batch]))
             results = [_one_of(found, i, len(batch)) for i in range(len(batch))]
-        except Exception as error:  # noqa: BLE001  each of those who wait gets it
+        except Exception as error:  # noqa: BLE001  every waiting caller receives it
             for _, scored in batch:
                 if not scored.done():
                     scored.set_exception(error)
             return
+
         for (_, scored), result in zip(batch, results, strict=True):
             if not scored.done():
                 scored.set_result(result)
@@ -165,20 +164,20 @@ class RewardGuard:
                         only_errors(self._function.load())(**arguments), self._limits.timeout_s
                     )
                 return await self._in_process(arguments)
-            except (TimeoutError, FutureTimeout, asyncio.TimeoutError):  # three classes before Python 3.11
-                self._end_what_they_started()
+            except (TimeoutError, FutureTimeout, asyncio.TimeoutError):  # distinct classes before Python 3.11
+                self._kill_orphans()
                 raise RewardError(
                     f"timeout: {self._function.name} took more than {self._limits.timeout_s:g} s"
                 ) from None
             except asyncio.CancelledError:
                 raise
             except Exception as error:
-                self._end_what_they_started()
+                self._kill_orphans()
                 kind = "died" if type(error).__name__ == "ProcessExpired" else "raised"
                 text = (
                     str(error)
                     if isinstance(error, RewardError)
-                    else _in_words(kind, self._function.name, error)
+                    else _described(kind, self._function.name, error)
                 )
                 raise RewardError(without_secrets(text)[:500]) from error
 
@@ -187,7 +186,7 @@ class RewardGuard:
         if self._pool is None:
             from pebble import ProcessPool
 
-            # What the function's file imports counts for nobody's time.
+            # The process loads the function at its start, so imports do not count against a call's deadline.
             self._pool = ProcessPool(
                 self._limits.concurrency,
                 initializer=_begin,
@@ -197,11 +196,11 @@ class RewardGuard:
         called = self._pool.schedule(
             _call_here, args=(*where, arguments, self._limits.cpu_s), timeout=self._limits.timeout_s
         )
-        # pebble's clock runs from the moment at which a process has begun.
+        # pebble's timeout counts from the start of the call in a process.
         return asyncio.wait_for(asyncio.wrap_future(called), self._limits.timeout_s + START_S)
 
-    def _end_what_they_started(self) -> None:
-        """Kill the process groups of which a process of the pool was the first, and is gone."""
+    def _kill_orphans(self) -> None:
+        """Kill the process groups whose leader, a process of the pool, has ended."""
         while self._begun.poll():
             self._groups.add(self._begun.recv())
         for group in list(self._groups):
@@ -209,14 +208,14 @@ class RewardGuard:
                 os.kill(group, 0)
             except ProcessLookupError:
                 self._groups.discard(group)
-                with suppress(ProcessLookupError):  # there is nothing left of it
+                with suppress(ProcessLookupError):  # the group is empty
                     os.killpg(group, signal.SIGKILL)
 
 
 def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function. Raises RewardError in place of what a caller in an event loop would not survive.
+    """Wrap a function so that it raises RewardError in place of exceptions that break an event loop.
 
-    `exit()` would end the loop, and who waits for a thread that raised StopIteration does so for ever.
+    SystemExit would end the loop, and a caller that awaits a thread would wait forever after StopIteration.
     """
     name = getattr(function, "__name__", str(function))
     if inspect.iscoroutinefunction(function):
@@ -226,7 +225,7 @@ def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return await function(*args, **kwargs)
             except (SystemExit, KeyboardInterrupt) as error:
-                raise RewardError(_in_words("raised", name, error)) from error
+                raise RewardError(_described("raised", name, error)) from error
 
         return awaited
 
@@ -236,18 +235,18 @@ def only_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                raise  # as it is
-            raise RewardError(_in_words("raised", name, error)) from error
+                raise
+            raise RewardError(_described("raised", name, error)) from error
 
     return called
 
 
-def _in_words(kind: str, name: str, error: BaseException) -> str:
+def _described(kind: str, name: str, error: BaseException) -> str:
     return f"{kind}: {name}: {type(error).__name__}: {error}"
 
 
 def checked(result: Any) -> Any:
-    """The result. Raises RewardError: it has no score, or one that is no finite number."""
+    """Return the result. Raises RewardError if its score is missing or not a finite number."""
     score = result.get("score") if isinstance(result, Mapping) else result
     try:
         number = None if score is None or isinstance(score, str) else float(score)
@@ -259,9 +258,7 @@ def checked(result: Any) -> Any:
 
 
 def _listed(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The arguments of one call for many answers. What is no list (a router's address) is the same for
-    all.
-    """
+    """Return the arguments of one call for many responses; arguments outside of LISTS are equal for all."""
     first = answers[0]
     return {
         LISTS.get(name, name): [a[name] for a in answers] if name in LISTS else value
@@ -271,17 +268,17 @@ def _listed(answers: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _one_of(found: Any, index: int, count: int) -> Any:
     if not hasattr(found, "__len__") or isinstance(found, str | Mapping) or len(found) != count:
-        raise RewardError(f"invalid: {count} answers must get a list of as many scores, got {found!r}"[:500])
+        raise RewardError(f"invalid: {count} responses require a list of {count} scores, got {found!r}"[:500])
     return found[index]
 
 
 def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
-    """In a new process of the pool: end with the one that made it, gain no rights, and load the function."""
+    """Set up a new process of the pool: tie it to its parent, limit its rights and load the function."""
     end_with_parent()
     os.setpgid(0, 0)
     begins.send(os.getpid())
     gain_no_rights()
-    # What it holds in memory is the answers and scores of a run.
+    # A core dump would contain the responses and scores of the run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _load(path, name)
     if memory_mb is not None:
@@ -289,8 +286,9 @@ def _begin(path: str, name: str, memory_mb: int | None, begins: Any) -> None:
 
 
 def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | None) -> Any:
-    """In a process of the pool. Past its CPU time the kernel ends it. Raises RewardError: whatever else
-    went wrong.
+    """Call the function in a process of the pool, which the kernel ends if it exceeds its CPU time.
+
+    Raises RewardError for every exception of the function.
     """
     if cpu_s is not None:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -299,17 +297,18 @@ def _call_here(path: str, name: str, arguments: dict[str, Any], cpu_s: float | N
         resource.setrlimit(
             resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard)
         )
+
     try:
         result = _load(path, name)(**arguments)
-        ForkingPickler.dumps(result)  # the pool would only say that the process has died
-    except BaseException as error:  # noqa: BLE001  `exit()` as well: the pool would hand it on to the one who waits
-        raise RewardError(_in_words("raised", name, error)) from None
+        ForkingPickler.dumps(result)  # the pool would only report that the process died
+    except BaseException as error:  # noqa: BLE001  also SystemExit, which the pool would raise in the caller
+        raise RewardError(_described("raised", name, error)) from None
     return result
 
 
 @cache
 def _load(path: str, name: str) -> Callable[..., Any]:
-    """As verl does, by the package or the file. Raises ConfigError."""
+    """Load a function from a package or a file, as verl does. Raises ConfigError if that fails."""
     try:
         if path.startswith(PACKAGE):
             module = importlib.import_module(path.removeprefix(PACKAGE).replace("/", "."))
@@ -317,11 +316,11 @@ def _load(path: str, name: str) -> Callable[..., Any]:
             file = Path(path.removeprefix(FILE))
             spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is no Python file")
+                raise ImportError(f"{file} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         function: Callable[..., Any] = getattr(module, name)
-    except Exception as error:  # whatever the file does when it is read
+    except Exception as error:  # the file may raise any exception
         raise ConfigError(
             f"reward.custom_reward_function: {name} of {path} cannot be loaded ({error}); correct path and "
             "name"

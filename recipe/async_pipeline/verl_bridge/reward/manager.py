@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's reward managers, with a guard around the function that they call. verl loads the class by this
-module's name.
-"""
+"""Guard the reward function that verl's reward managers call. verl loads the class by this module's name."""
 
 from __future__ import annotations
 
@@ -15,16 +13,15 @@ from ...errors import RewardError
 from .executor import Function, Limits, RewardGuard
 
 UNSCORED = "unscored"
-"""In the extra fields of an answer's reward: why it has none of its own, or nothing."""
+"""Key in the extra fields of a reward: the reason why a response has no score, or an empty string."""
 
 
 class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
-    """The manager that the config names, given a function that keeps to its limits and says when there is
-    no score.
-    """
+    """Runs the configured manager with a guarded reward function, and marks responses without a score."""
 
     def __init__(self, config: DictConfig, tokenizer: Any, compute_score: Any, **more: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
+
         own = config.trainer.v1.async_pipeline
         described = config.reward.custom_reward_function
         kwargs = (
@@ -46,7 +43,7 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
         )
         self._on_failure, self._default = own.reward_failure, float(own.reward_default)
         self._names: list[str] = ["acc"]
-        """What the function says of an answer beside its score, as far as is known."""
+        """Names of the extra values that the function last returned in addition to the score."""
         inner = resolve_reward_manager_cls(
             OmegaConf.create({"reward": {"reward_manager": own.reward_manager}})
         )
@@ -56,8 +53,9 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
         return await self._guard.score(**answer)
 
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """`{reward_score, reward_extra_info}` of one answer. Raises RewardError: there is none, and that
-        is to end the run.
+        """Return `{reward_score, reward_extra_info}` of one response.
+
+        Raises RewardError if there is no score and such a failure should end the run.
         """
         try:
             result: dict[str, Any] = await self._inner.run_single(data)
@@ -65,7 +63,7 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
             if self._on_failure == "fail":
                 raise
             extra = dict.fromkeys(self._names, self._default)
-            # An answer that is dropped needs a number all the same, where it is validated.
+            # Validation needs a number even for a response that training would drop.
             return {"reward_score": self._default, "reward_extra_info": {**extra, UNSCORED: str(error)}}
         self._names = list(result["reward_extra_info"])
         return {**result, "reward_extra_info": {**result["reward_extra_info"], UNSCORED: ""}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's reward workers, outliving their processes."""
+"""Restart verl's reward workers when their processes end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .worker import PlainRewardLoopWorker
 
 
 class PipelineRewardLoopManager(RewardLoopManager):  # type: ignore[misc]
-    """verl's. A worker whose process ends is started again."""
+    """verl's reward manager of workers, which restarts a worker whose process ends."""
 
     def _init_reward_loop_workers(self) -> None:
         self.reward_loop_workers_class = restartable(PlainRewardLoopWorker)
         super()._init_reward_loop_workers()
 
 
-def use_ours() -> None:
-    """verl's trainer makes its manager by this name, and offers nothing else to choose it by."""
+def install() -> None:
+    """Replace the manager that verl's trainer creates; the trainer looks it up by this name only."""
     trainer_base.RewardLoopManager = PipelineRewardLoopManager

@@ -59,15 +59,15 @@ from ..agent_loop.version_spans import cost_columns
 from ..agent_loop.worker import Details
 from ..interrupts import until_cancelled
 from ..ray_calls import result_of
-from ..reward.batch_scoring import score_late
-from ..reward.worker_manager import use_ours as use_our_reward_workers
+from ..reward.batch_scoring import score_batch
+from ..reward.worker_manager import install as install_reward_workers
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import BalancerBesideTrainer, PipelineServerManager, devices_of_a_node
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
 from .checkpointing import PARTITION
 from .insight_spans import InsightStates
-from .insight_spans import chosen as insight_chosen
+from .insight_spans import is_enabled as is_insight_enabled
 from .log_probs import LogProbTrainer, own_copy, verls_name
 from .ray_metrics import RayGauges
 from .sample_metrics import SampleMeters
@@ -103,7 +103,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         if not plugin.is_loaded():
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
-        use_our_reward_workers()
+        install_reward_workers()
         BalancerBesideTrainer.use()
         super().__init__(config)
         own = self.own
@@ -298,7 +298,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)
         flow.log.subscribe(self._accounts)
-        if insight_chosen():
+        if is_insight_enabled():
             flow.log.subscribe(InsightStates(self._threads.submit))
         failure: BaseException | None = None
         watchdog = Watchdog(self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.loop_stall_s, say=_say)
@@ -435,7 +435,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
     async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
         """The groups with the rewards that they get only now."""
         workers = self.reward_loop_manager.reward_loop_workers
-        results = iter(await self._call(score_late, workers, own_copy(meta), self.knobs))
+        results = iter(await self._call(score_batch, workers, own_copy(meta), self.knobs))
         return tuple(
             replace(
                 group,

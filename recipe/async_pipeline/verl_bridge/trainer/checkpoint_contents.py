@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of this pipeline holds, and how it gets there and back.
+"""Write and read the contents of a checkpoint.
 
-    actor/, critic/           model, optimizer, scheduler and random state of every rank: verl's own files
-    pipeline.json             what the pipeline remembers (`core.state`), where prompts come from, meters
-    samples.{safetensors,msgpack}     every column of the answers that are finished and not trained
-    transcripts.{safetensors,msgpack}  of the answers that are being written, what there is (`transcripts`)
-    dataloader.{safetensors,msgpack}  the dataloader's state from before the oldest prompt that is not
-    answered
+    actor/, critic/           model, optimizer, scheduler and random state of every rank, as verl writes them
+    pipeline.json             state of the pipeline (`core.flow_state`), places of prompts, meters
+    samples.{safetensors,msgpack}      columns of finished responses that are not trained
+    transcripts.{safetensors,msgpack}  recorded requests of unfinished responses (`partial_rollouts`)
+    dataloader.{safetensors,msgpack}   the dataloader's state before the oldest prompt without a response
     reference/                the reference policy, if it was replaced and is older than this step
-    data.pt                   the dataloader's present state, for verl's own trainers
+    data.pt                   the dataloader's current state, for verl's trainers
 
-Columns that stages of the pipeline add (log-probs, values, advantages) are left out: those stages run again.
+Columns that later stages add (log-probs, values, advantages) are not stored, because those stages run again.
 """
 
 from __future__ import annotations
@@ -46,25 +45,25 @@ STATE, SAMPLES, TRANSCRIPTS, LOADER, REFERENCE = (
 VERLS_LOADER = "data.pt"
 ACTOR, CRITIC = "actor", str(Role.Critic)
 KEYS_A_CALL = 256
-"""Samples that are fetched from the sample store, or put there, at once."""
+"""Samples per call to the sample store."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but tensors and the dataloader."""
+    """The contents without tensors and the dataloader's state."""
 
     flow: FlowState
     prompts: PromptSourceState
     kept: tuple[str, ...]
-    """Groups whose samples are there; other finished ones are not trained."""
+    """Uids of the groups whose samples are stored; other finished groups are not trained."""
     reference: int | None
-    """The version that is in `reference/`."""
+    """The version in `reference/`, or None if it is not stored."""
     kl_coef: float | None
-    """Of a penalty in the reward that adapts."""
+    """Current coefficient of an adaptive KL penalty in the reward."""
     meters: Mapping[str, Any]
 
 
 class Restored(NamedTuple):
-    """A checkpoint that was read."""
+    """The contents of a checkpoint."""
 
     folder: Path
     state: RunState
@@ -74,18 +73,18 @@ class Restored(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """A checkpoint that is to be written."""
+    """The contents of a checkpoint to write, without models."""
 
     state: RunState
     groups: Sequence[Group]
-    """Those of `state.kept`."""
+    """The groups of `state.kept`."""
     loader: Any
     present_loader: Any
     transcripts: Mapping[str, Sequence[Sequence[RecordedRequest]]]
 
 
 class Checkpoints:
-    """Writes those of one run. Blocks; for use in threads."""
+    """Writes the checkpoints of one run. Methods block; call them in threads."""
 
     def __init__(
         self,
@@ -98,17 +97,15 @@ class Checkpoints:
         save_models: Callable[[Path, RunState], object],
         sync_ledger: Callable[[], object],
     ) -> None:
-        """`save_models` has the workers write into a folder; `sync_ledger` returns once the disk has the
-        ledger so far.
-        """
+        """`save_models` makes the workers write into a folder; `sync_ledger` waits until it is on disk."""
         self._root, self._run, self._identity, self._keep = root, run, identity, keep
         self._partition, self._save_models, self._sync_ledger = partition, save_models, sync_ledger
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Returns the folder. Raises OSError and what torch makes of it: the disk does not take it; nothing
-        is left of it.
+        """Write a checkpoint. Returns its folder. A failure removes all of its files.
 
-        CheckpointError: something in a sample can only be pickled, or the files of some ranks are not here.
+        Raises OSError, or torch's error in its place, if the disk fails, and CheckpointError if a sample
+        requires pickle or the files of some ranks are missing.
         """
         step = snapshot.state.flow.step
         part = store.begin(self._root, step)
@@ -120,7 +117,7 @@ class Checkpoints:
             torch.save(snapshot.present_loader, part / VERLS_LOADER)
             tensor_tree.write(part / TRANSCRIPTS, as_plain(snapshot.transcripts))
             tensor_tree.write(part / SAMPLES, fetch(snapshot.groups, self._partition))
-            # The manifest promises that the ledger reaches to where the state says.
+            # A published checkpoint guarantees that the ledger covers its state.
             self._sync_ledger()
             folder = store.publish(
                 part, step=step, run=self._run, identity=self._identity, saved_unix=time.time()
@@ -133,31 +130,38 @@ class Checkpoints:
 
 
 def read(folder: Path) -> Restored:
-    """Raises CheckpointError: what is in its files does not belong together."""
+    """Read a checkpoint. Raises CheckpointError if its files are invalid or inconsistent."""
     try:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
     except msgspec.MsgspecError as error:
-        raise CheckpointError(f"{folder / STATE} cannot be understood: {error}") from None
-    loader, samples, told = (tensor_tree.read(folder / name) for name in (LOADER, SAMPLES, TRANSCRIPTS))
-    restored = Restored(folder, state, loader, samples, from_plain(told))
-    lost = [key for group in kept_groups(state) for key in _keys(group) if key not in restored.samples]
-    if lost:
-        raise CheckpointError(f"{folder} has no samples of {len(lost)} answers that it names, e.g. {lost[0]}")
+        raise CheckpointError(f"{folder / STATE} is invalid: {error}") from None
+
+    loader, samples, transcripts = (
+        tensor_tree.read(folder / name) for name in (LOADER, SAMPLES, TRANSCRIPTS)
+    )
+    restored = Restored(folder, state, loader, samples, from_plain(transcripts))
+
+    missing = [key for group in kept_groups(state) for key in _keys(group) if key not in restored.samples]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks the samples of {len(missing)} responses of its state, e.g. {missing[0]}"
+        )
     return restored
 
 
 def kept_groups(state: RunState) -> list[Group]:
-    """The finished groups whose samples are there."""
+    """Return the finished groups whose samples are stored."""
     kept = set(state.kept)
     return [group for group in state.flow.finished() if group.uid in kept]
 
 
 def encode(state: RunState) -> bytes:
+    """Return the state as JSON. Raises CheckpointError if a value cannot be written."""
     return msgspec.json.encode(state, enc_hook=_plain_number)
 
 
 def _plain_number(value: Any) -> Any:
-    """numpy's numbers, which verl's tags may hold."""
+    """Return the Python number of a numpy number, as verl's tags may contain."""
     if hasattr(value, "item"):
         return value.item()
     raise CheckpointError(f"a {type(value).__name__} in the tag of a sample cannot be written as JSON")
@@ -168,14 +172,13 @@ def _keys(group: Group) -> list[str]:
 
 
 def _require_all_ranks(folder: Path) -> None:
-    """Raises CheckpointError: other hosts wrote to disks of their own."""
+    """Raise CheckpointError if files of some ranks are missing, as if hosts write to local disks."""
     found = sorted(folder.glob("model_world_size_*_rank_*.pt"))
     ranks = int(found[0].name.split("_")[3]) if found else 0
     if len(found) != ranks or not ranks:
         raise CheckpointError(
             f"{len(found)} of {ranks or 'all'} ranks have written to {folder.parent.parent}; with several "
-            "hosts, "
-            "trainer.default_local_dir must be on a file system that all of them share"
+            "hosts, set trainer.default_local_dir to a file system that all of them share"
         )
 
 
@@ -183,16 +186,18 @@ def _require_all_ranks(folder: Path) -> None:
 
 
 def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
-    """Of each answer the columns that the rollout wrote, by its key. `Group.payload` names them, of each
-    answer or of all.
+    """Return key to the columns that the rollout wrote, for each response of the groups.
+
+    `Group.payload` has the names of the columns, for each response or one entry for all.
     """
-    alike: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    keys_by_names: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for group in groups:
         columns = list(group.payload) * (len(group.trajectories) if len(group.payload) == 1 else 1)
         for one, names in zip(group.trajectories, columns, strict=True):
-            alike[tuple(names)].append(one.key)
+            keys_by_names[tuple(names)].append(one.key)
+
     found: dict[str, dict[str, Any]] = {}
-    for names, keys in alike.items():
+    for names, keys in keys_by_names.items():
         for first in range(0, len(keys), KEYS_A_CALL):
             some = keys[first : first + KEYS_A_CALL]
             data = tq.kv_batch_get(keys=some, partition_id=partition, select_fields=list(names))
@@ -201,10 +206,10 @@ def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
 
 
 def put(groups: Iterable[Group], samples: Mapping[str, Mapping[str, Any]], partition: str) -> None:
-    """The way back."""
-    answers = [one for group in groups for one in group.trajectories]
-    for first in range(0, len(answers), KEYS_A_CALL):
-        some = answers[first : first + KEYS_A_CALL]
+    """Put samples that `fetch` returned back into the sample store, with the tags of their responses."""
+    responses = [one for group in groups for one in group.trajectories]
+    for first in range(0, len(responses), KEYS_A_CALL):
+        some = responses[first : first + KEYS_A_CALL]
         rows = [dict(samples[one.key]) for one in some]
         for indices in joinable(rows):
             tq.kv_batch_put(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each role did, as spans of RL-Insight, when verl was told to use that tracker."""
+"""Report the activity of each stage as spans of RL-Insight, if verl uses that tracker."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ _SHOWN = {
     "WAITING_INPUT": "waits for input",
     "WAITING_RESOURCE": "waits for devices",
     "RUNNING": "runs",
-    "WAITING_OUTPUT": "hands on",
+    "WAITING_OUTPUT": "hands over",
 }
 
 
 class InsightStates:
-    """A subscriber of the event log. Spans are reported from elsewhere, so that the event loop never
-    waits.
-    """
+    """A subscriber of the event log that reports spans in another thread, so the event loop never waits."""
 
     def __init__(self, submit: Callable[..., Any], now_ns: Callable[[], int] = time.time_ns) -> None:
-        """`submit`: has a function called with arguments, in another thread."""
+        """`submit` calls a function with its arguments in another thread."""
         self._submit, self._now_ns = submit, now_ns
         self._since: dict[tuple[str, int], tuple[str, int]] = {}
 
@@ -36,6 +34,7 @@ class InsightStates:
         state, since = self._since.get(lane, (record.state, 0))
         if state == record.state and since:
             return
+
         now = self._now_ns()
         self._since[lane] = (record.state, now)
         if since and state in _SHOWN:
@@ -52,6 +51,6 @@ def _report(name: str, since_ns: int, now_ns: int, attributes: dict[str, Any]) -
     RLInsightLogger.trace_span(name, start_time_ns=since_ns, end_time_ns=now_ns, attributes=attributes)
 
 
-def chosen() -> bool:
-    """Did the user choose this tracker?"""
+def is_enabled() -> bool:
+    """Return whether the user has chosen this tracker."""
     return bool(RLInsightLogger.enabled())

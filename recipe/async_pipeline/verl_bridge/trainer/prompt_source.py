@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deals prompts out in the order of the dataset, and finds those again that an earlier process had drawn.
+"""Provide prompts in the order of the dataset, and recover the prompts that an earlier process had drawn.
 
-Prompts are drawn in whole batches, as verl does, and wait here until they are admitted. A prompt is known by
-its place:
-the number of its batch and its row there. A checkpoint holds places instead of prompts, which may be
-pictures, and the
-dataloader's state from before the oldest batch that one of them is in. Who goes on draws from there anew, and
-gets the
-same rows; a fingerprint of each says whether the data is still the same.
+Prompts are drawn in whole batches, as verl does, and wait here until they are admitted. A prompt is
+identified by its place: the number of its batch and its row. A checkpoint contains places instead of prompts,
+which may be images, and the dataloader's state before the oldest of their batches. A resumed run draws the
+same rows again from there; a fingerprint of each row detects changed data.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ from ..agent_loop.partial_rollouts import RecordedRequest, resumed_in, with_resu
 
 
 class Place(NamedTuple):
-    """Where a prompt comes from."""
+    """The place of a prompt in the dataset."""
 
     batch: int
-    """Counts the batches that were drawn, from 1."""
+    """Number of the drawn batch, counted from 1."""
     row: int
     fingerprint: str
 
@@ -43,48 +40,46 @@ class Drawn(NamedTuple):
     """verl's TensorDict."""
     fingerprints: Sequence[str]
     loader: Any
-    """The dataloader's state after it."""
+    """The dataloader's state after the batch."""
 
 
 class PromptSourceState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds of it, beside the dataloader's state after batch `before`."""
+    """The state in a checkpoint, in addition to the dataloader's state after batch `before`."""
 
     before: int
     drawn: int
-    """Batches."""
+    """Number of drawn batches."""
     places: Mapping[str, Place]
-    """Of the prompts that are not trained yet, by uid."""
+    """Uid to the place of each prompt that is not trained."""
     undealt: Sequence[str]
     in_flight: Sequence[str]
 
 
 class PromptSource:
-    """Belongs to the event loop, but for `draw`."""
+    """The source of prompts. Call all methods but `draw` and `restore` on the event loop."""
 
     def __init__(self, next_batch: Callable[[], Any], loader: Any) -> None:
-        """`loader`: a dataloader with a state; `next_batch` draws from it."""
+        """`loader` is a stateful dataloader; `next_batch` draws a batch from it."""
         self._next_batch, self._loader = next_batch, loader
         self._drawn = 0
         self._undealt: deque[Prompt] = deque()
         self._places: dict[str, Place] = {}
         self._states: dict[int, Any] = {0: None}
-        """The dataloader's states after each batch that is still about, and after the one before the
-        oldest of those.
-        """
+        """Dataloader states after each batch with a remaining prompt, and after the one before the oldest."""
         self._found: dict[str, Prompt] = {}
         """Prompts that were in flight in an earlier process, until their generation begins here."""
 
     @property
     def loader_state(self) -> Any:
-        """The dataloader's, after what was drawn."""
+        """The dataloader's state after the last added batch."""
         return self._states[self._drawn]
 
     def lacks(self, prompts: int) -> bool:
-        """Has a batch to be drawn before so many can be dealt out?"""
+        """Return whether a batch must be drawn before this many prompts are available."""
         return len(self._undealt) < prompts
 
     def draw(self) -> Drawn:
-        """The next batch; blocks. Nothing changes here but the dataloader, until it is added."""
+        """Draw the next batch; blocks. Only the dataloader changes until the batch is added."""
         number = self._drawn + 1
         rows = self._next_batch()
         tu.assign_non_tensor_data(rows, "global_steps", number)
@@ -92,20 +87,22 @@ class PromptSource:
         return Drawn(number, rows, prints, self._loader.state_dict())
 
     def add(self, drawn: Drawn) -> None:
-        """A batch was drawn."""
+        """Add a drawn batch, and forget dataloader states that no checkpoint can need."""
         self._drawn = drawn.number
         for row, uid in enumerate(map(str, drawn.rows["uid"])):
             self._places[uid] = Place(drawn.number, row, drawn.fingerprints[row])
             self._undealt.append(Prompt(uid=uid, step=drawn.number, payload=drawn.rows[row : row + 1]))
+
         self._states[drawn.number] = drawn.loader
         oldest = min(place.batch for place in self._places.values())
         self._states = {number: state for number, state in self._states.items() if number >= oldest - 1}
 
     def deal(self, prompts: int) -> tuple[Prompt, ...]:
+        """Return the next prompts in the order of the dataset."""
         return tuple(self._undealt.popleft() for _ in range(prompts))
 
     def place(self, uid: str) -> Place:
-        """Where a prompt that is not forgotten comes from; in the order of the dataset."""
+        """Return the place of a prompt without a fate; places sort in the order of the dataset."""
         return self._places[uid]
 
     def settled(self, settled: Settlement) -> None:
@@ -117,7 +114,10 @@ class PromptSource:
     # Checkpoints.
 
     def state(self, in_flight: Sequence[str], finished: Iterable[str]) -> tuple[PromptSourceState, Any]:
-        """With the dataloader's state. Both are prompts that were dealt out and are not trained."""
+        """Return the state for a checkpoint, and the dataloader's state after batch `before`.
+
+        `in_flight` and `finished` are the uids of dealt prompts that are not trained.
+        """
         undealt = [prompt.uid for prompt in self._undealt]
         before = min((self._places[uid].batch for uid in (*in_flight, *undealt)), default=self._drawn + 1) - 1
         places = {uid: self._places[uid] for uid in (*in_flight, *undealt, *finished)}
@@ -132,27 +132,27 @@ class PromptSource:
         loader: Any,
         responses: Mapping[str, Sequence[Sequence[RecordedRequest]]],
     ) -> None:
-        """Draw anew what was drawn and is not answered; blocks. Raises CheckpointError: the data is not
-        the same.
-        """
+        """Draw the prompts of a checkpoint again; blocks. Raises CheckpointError if the data has changed."""
         if loader is not None:
             self._loader.load_state_dict(loader)
         self._drawn, self._states = state.before, {state.before: loader}
+
         uids = {(place.batch, place.row): uid for uid, place in state.places.items()}
         for number in range(state.before + 1, state.drawn + 1):
             drawn = self.draw()
             names = [uids.get((number, row), uid) for row, uid in enumerate(map(str, drawn.rows["uid"]))]
             tu.assign_non_tensor_stack(drawn.rows, "uid", names)
             self.add(drawn)
-        drawn_anew, self._places = self._places, dict(state.places)
+
+        redrawn, self._places = self._places, dict(state.places)
         for uid in (*state.undealt, *state.in_flight):
             place = state.places[uid]
-            if drawn_anew.get(uid) != place:
+            if redrawn.get(uid) != place:
                 raise CheckpointError(
-                    f"the prompt in row {place.row} of batch {place.batch} is not the one that was drawn "
-                    "before; "
-                    "data.train_files, data.seed or data.shuffle have changed since the checkpoint"
+                    f"the prompt in row {place.row} of batch {place.batch} differs from the one in the "
+                    "checkpoint; restore data.train_files, data.seed and data.shuffle"
                 )
+
         prompts = {prompt.uid: prompt for prompt in self._undealt}
         self._undealt = deque(prompts[uid] for uid in state.undealt)
         self._found = {uid: with_resumed(prompts[uid], responses.get(uid, ())) for uid in state.in_flight}
@@ -176,12 +176,12 @@ class PromptSource:
 
 
 def fingerprint(row: Any) -> str:
-    """Of what a prompt says; of what is neither text nor number, such as a picture, only that it is there."""
-    said = {
+    """Return a hash of a prompt's text and numbers; of other values, such as images, only of their type."""
+    content = {
         name: list(row[name])
         for name in ("raw_prompt", "index", "data_source", "reward_model")
         if name in row.keys()
     }
     return xxhash.xxh3_64_hexdigest(
-        msgspec.json.encode(said, enc_hook=lambda value: type(value).__name__, order="sorted")
+        msgspec.json.encode(content, enc_hook=lambda value: type(value).__name__, order="sorted")
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our metrics in Ray's own metrics, which its dashboard, Prometheus and Grafana read."""
+"""Export the pipeline's metrics to Ray's metrics, which its dashboard, Prometheus and Grafana read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def gauge_name(metric: str) -> str:
-    """Ray puts `ray_` before it."""
+    """Return the name of a metric's gauge, to which Ray adds the prefix `ray_`."""
     return _NOT_IN_A_NAME.sub("_", metric)
 
 
 class RayGauges:
-    """One gauge a metric, made when it is first seen; all have the tag `run`."""
+    """One gauge per metric, created on first use; all have the tag `run`."""
 
     def __init__(self, run: str) -> None:
         self._tags = {"run": run}
         self._gauges: dict[str, Gauge] = {}
 
     def show(self, metrics: Mapping[str, object]) -> None:
-        """Set the gauges of our own numbers; those of verl are left to its trackers."""
+        """Set the gauges of the pipeline's numeric metrics; verl's trackers report the other metrics."""
         for metric, value in metrics.items():
             if not metric.startswith(PREFIX) or not isinstance(value, int | float):
                 continue

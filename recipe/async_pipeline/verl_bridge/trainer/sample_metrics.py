@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of the samples of each step: how old, how far off-policy, and whether they are like all
-that were made.
-"""
+"""Measure the samples of each step: their lag, their distance to the policy, and their selection bias."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ SELECTION: Mapping[Fate, selection_bias.Fate] = {
 
 
 class SampleMeters:
-    """The meters of a run. All but `distances` belong to the event loop."""
+    """The meters of a run. Call all methods but `distances` on the event loop."""
 
     def __init__(self, config: DictConfig, max_lag: int) -> None:
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
         self._max_lag = max_lag
         self._clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
         self._clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
-        self._answers = int(rollout.n)
+        self._responses = int(rollout.n)
         self._sampled = ["rollout_log_probs"] if rollout.calculate_log_probs else []
         self._bypassed = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
         self._selection = selection_bias.SelectionMeter()
@@ -60,7 +58,7 @@ class SampleMeters:
 
         Nothing else is known of them.
         """
-        for _ in range(self._answers):
+        for _ in range(self._responses):
             self._selection.record("dropped", seconds=seconds)
 
     def selection(self) -> tuple[dict[str, float], str | None]:
@@ -74,11 +72,9 @@ class SampleMeters:
             )
 
     def distances(self, batch: StepBatch) -> dict[str, float]:
-        """How far the policies that wrote the batch are from the one that it trains. Blocks on the sample
-        store.
-        """
+        """Return metrics of the lag and the off-policy distance of a batch. Blocks on the sample store."""
         trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
-        # verl adds rows so that a batch divides over its ranks.
+        # verl pads a batch with rows so that it divides over the ranks.
         keys = [key for key in batch.payload.keys if key in trajectories]
         names = ["loss_mask", "old_log_probs", *self._sampled]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.payload.partition_id, select_fields=names)
@@ -89,7 +85,7 @@ class SampleMeters:
             max_lag=self._max_lag,
             mask=rows["loss_mask"],
             rollout_log_probs=rows.get("rollout_log_probs"),
-            # Then both columns are one, and every ratio is 1.
+            # In bypass mode both columns are equal, and every ratio is 1.
             old_log_probs=None if self._bypassed else rows["old_log_probs"],
             clip_low=self._clip_low,
             clip_high=self._clip_high,
