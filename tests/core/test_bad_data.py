@@ -109,7 +109,7 @@ def test_defaults_are_the_first_policy_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fail_ends_the_run_and_says_who_wrote_it_and_what_would_go_on(kind: str) -> None:
+def test_fail_ends_the_run_and_says_who_wrote_it_and_what_would_continue(kind: str) -> None:
     data = BadData({**DROP, kind: "fail"}, attempts=2)
     knob = "reward_failure" if kind == NO_SCORE else f"bad_data.{kind}"
     with pytest.raises(BadDataError) as raised:
@@ -136,7 +136,7 @@ def test_drop_tries_again_unless_that_is_hopeless_and_then_quarantines(kind: str
     assert said[0].endswith(f": group u0: {kind}: why")
 
 
-def test_a_sound_answer_in_between_begins_the_count_anew() -> None:
+def test_a_sound_answer_in_between_restarts_the_count() -> None:
     data = BadData(DROP, 2)
     flaw = Flaw("empty_answer", "why")
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_what_is_kept_is_counted_only() -> None:
     )
 
 
-def test_a_flaw_that_ends_the_run_does_so_beside_one_that_does_not() -> None:
+def test_a_flaw_that_ends_the_run_does_so_next_to_one_that_does_not() -> None:
     data = BadData({**DROP, NO_SCORE: "fail"}, 1)
     with pytest.raises(BadDataError, match="no_score"):
         data.judge("u", "p", [Flaw("empty_answer", "why"), Flaw(NO_SCORE, "late")])
@@ -315,7 +315,7 @@ def test_a_poisoned_prompt_is_not_answered_again_in_the_next_epoch() -> None:
 @pytest.mark.parametrize("stale", ["wait", "resume", "drop"])
 @given(seed=st.integers(0, 2**32), max_lag=st.integers(0, 3), attempts=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_whatever_is_bad_every_prompt_has_one_fate(
+def test_with_any_flaw_every_prompt_has_one_fate(
     order: str, stale: str, seed: int, max_lag: int, attempts: int
 ) -> None:
     rng = random.Random(seed)
@@ -343,7 +343,7 @@ def test_whatever_is_bad_every_prompt_has_one_fate(
     assert flow.queue.untrained == 0
 
 
-def test_a_process_that_goes_on_knows_what_the_one_before_had_met() -> None:
+def test_a_resumed_process_knows_what_the_previous_one_had_met() -> None:
     before = BadData({kind: "drop" for kind in KINDS}, 2)
     flaw = [Flaw("empty_answer", "why")]
     for prompt in ("p", "p", "q"):

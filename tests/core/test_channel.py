@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounded, closeable, lossless, first in first out: whatever the schedule, whoever is cancelled."""
+"""Bounded, closeable, lossless, first in first out: for every schedule and every cancellation."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ class AnyScheduleOfAChannel(RuleBasedStateMachine):
         assert len(self.channel) == len(self.sent) - len(self.received)
 
     @invariant()
-    def nobody_is_overtaken(self) -> None:
+    def no_waiter_is_overtaken(self) -> None:
         assert self.sent == sorted(self.sent)
         assert self.received_by == sorted(self.received_by)
 

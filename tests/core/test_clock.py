@@ -52,14 +52,14 @@ def test_timers_fire_in_order_of_time_then_of_creation() -> None:
     assert run_virtual(main()) == [("early", 2), ("late", 7), ("late too", 7)]
 
 
-def test_what_is_attached_goes_on_before_each_jump_and_sets_timers_where_a_task_is_concerned() -> None:
+def test_an_attached_model_advances_before_each_jump_and_sets_timers_where_a_task_is_concerned() -> None:
     async def main() -> list[tuple[str, float]]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
         seen: list[tuple[str, float]] = []
         events = [(1.0, None), (2.0, loop.create_future()), (3.0, None), (9.0, None)]
 
-        def go_on(until: float) -> None:
+        def advance(until: float) -> None:
             while events and events[0][0] <= until:
                 at, concerned = events.pop(0)
                 seen.append(("event", at))
@@ -69,7 +69,7 @@ def test_what_is_attached_goes_on_before_each_jump_and_sets_timers_where_a_task_
 
         waited = events[1][1]
         assert waited is not None
-        loop.attach(go_on)
+        loop.attach(advance)
         await waited
         seen.append(("task", now()))
         await asyncio.sleep(4.0)
@@ -92,12 +92,12 @@ def test_what_is_attached_may_end_a_wait_without_a_timer() -> None:
         future: asyncio.Future[None] = loop.create_future()
         untils: list[float] = []
 
-        def go_on(until: float) -> None:
+        def advance(until: float) -> None:
             untils.append(until)
             if not future.done():
                 loop.call_at(5.0, future.set_result, None)
 
-        loop.attach(go_on)
+        loop.attach(advance)
         await future
         return untils[0]
 
@@ -352,7 +352,7 @@ def test_an_error_of_the_awaitable_comes_through_unchanged(error: Exception) -> 
 
 
 def test_what_the_awaitable_does_when_cancelled_decides() -> None:
-    async def finishes_all_the_same() -> str:
+    async def finishes_nevertheless() -> str:
         try:
             await forever()
         except asyncio.CancelledError:
@@ -368,7 +368,7 @@ def test_what_the_awaitable_does_when_cancelled_decides() -> None:
     async def main() -> str:
         with pytest.raises(TimeoutError, match="^own$"):
             await within(fails(), 1, owner="train", what="x")
-        return await within(finishes_all_the_same(), 1, owner="train", what="x")
+        return await within(finishes_nevertheless(), 1, owner="train", what="x")
 
     assert run_virtual(main()) == "finished"
 
@@ -412,7 +412,7 @@ def test_of_nested_waits_that_expire_together_the_outer_one_raises() -> None:
         run_virtual(within(within(forever(), 1, owner="inner", what="x"), 1, owner="outer", what="x"))
 
 
-def test_after_a_wait_the_task_goes_on_undisturbed() -> None:
+def test_after_a_wait_the_task_continues_undisturbed() -> None:
     async def main() -> tuple[float, int]:
         await within(asyncio.sleep(1), 2, owner="train", what="x")
         with pytest.raises(WaitTimeout):
@@ -436,7 +436,7 @@ def test_a_holder_that_fails_does_not_prolong_the_wait(caplog: pytest.LogCapture
     assert "cannot tell" in caplog.text
 
 
-def test_an_answer_that_comes_is_returned_though_nobody_is_broken() -> None:
+def test_an_answer_that_comes_is_returned_while_its_producer_works() -> None:
     async def answer() -> int:
         await asyncio.sleep(3.0)
         return 7
@@ -444,7 +444,7 @@ def test_an_answer_that_comes_is_returned_though_nobody_is_broken() -> None:
     assert run_virtual(unless_broken(answer(), lambda: None)) == 7
 
 
-def test_nobody_waits_for_an_answer_of_somebody_who_is_broken() -> None:
+def test_a_broken_producer_ends_the_wait() -> None:
     async def story() -> float:
         loop = asyncio.get_running_loop()
         never: asyncio.Future[None] = loop.create_future()

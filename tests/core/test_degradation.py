@@ -28,7 +28,7 @@ def test_down_two_levels_and_up_again() -> None:
     assert policy.succeeded() is None
 
 
-def test_a_good_publication_between_two_failures_starts_the_count_anew() -> None:
+def test_a_good_publication_between_two_failures_restarts_the_count() -> None:
     policy = StepDown(Caution(after=2, clean=2))
     for _ in range(4):
         assert policy.failed("x") is None

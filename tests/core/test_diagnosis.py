@@ -65,7 +65,7 @@ def test_a_replica_that_never_answers() -> None:
         in first.text
     )
     assert "3 of 3 groups are being answered or scored" in first.text
-    assert "train waits since" in first.text, "and everybody behind it"
+    assert "train waits since" in first.text, "and every stage behind it"
 
 
 def test_a_publication_that_is_lost() -> None:
@@ -100,7 +100,7 @@ def test_a_device_that_is_held_for_ever() -> None:
     assert "  train is RUNNING since 996.2 s: step 3" in first.text
 
 
-def test_a_pool_that_nobody_gives_back() -> None:
+def test_a_pool_that_is_never_given_back() -> None:
     class Thief(SimTrainer):
         """Takes the lease of the training devices as step 2 begins to be trained, and keeps it."""
 
@@ -109,16 +109,16 @@ def test_a_pool_that_nobody_gives_back() -> None:
         async def compute_advantages(self, batch: StepBatch) -> StepBatch:
             if batch.step == 2:
                 assert self.flow.pools is not None
-                await self.flow.pools.get("train").acquire("a role of one's own")
+                await self.flow.pools.get("train").acquire("a custom stage")
             return await super().compute_advantages(batch)
 
     trainer = Thief(max_lag=0)
     first = expired(trainer, lambda flow: setattr(trainer, "flow", flow))[0]
-    assert first.cause.startswith("a role of one's own holds up train, waiting for a lease on pool train; ")
-    assert "for a lease on pool train -> a role of one's own" in first.text
+    assert first.cause.startswith("a custom stage holds up train, waiting for a lease on pool train; ")
+    assert "for a lease on pool train -> a custom stage" in first.text
 
 
-def test_a_channel_that_nobody_empties() -> None:
+def test_a_channel_that_is_never_emptied() -> None:
     class Blocked(SimTrainer):
         async def assemble(self, step: int, groups: Any) -> StepBatch:
             if step == 2:

@@ -22,7 +22,7 @@ from recipe.async_pipeline.core.events import (
 
 
 class ManualClock:
-    """Shows what it is told."""
+    """Shows the time that the test sets."""
 
     def __init__(self) -> None:
         self.time_s = 0.0

@@ -113,7 +113,7 @@ def test_failing_publications_step_the_run_down_and_good_ones_up_again() -> None
     assert begun[20] < served[19]
 
 
-def test_a_step_that_waits_for_a_group_that_is_overdue_goes_on_when_it_comes() -> None:
+def test_a_step_that_waits_for_a_group_that_is_overdue_continues_when_it_comes() -> None:
     """A third of a step may have the full lag, every other group is filtered, and one answer in four takes
     longer.
     """
@@ -139,7 +139,7 @@ def test_a_run_that_never_steps_down_says_nothing() -> None:
     assert trainer.changes == []
 
 
-def test_a_flow_that_is_not_asynchronous_is_on_policy_whatever_the_strategy_says() -> None:
+def test_a_flow_that_is_not_asynchronous_is_on_policy_for_every_strategy() -> None:
     trainer = SimTrainer(max_lag=3)
     flow, result = run_flow(trainer, enable_async_rl=False)
     assert result.lag_max == 0
@@ -165,7 +165,7 @@ def test_the_next_update_comes_after_the_gather_of_the_last(max_lag: int) -> Non
         )
 
 
-def test_training_goes_on_while_a_version_is_published() -> None:
+def test_training_continues_while_a_version_is_published() -> None:
     flow, _ = run_flow(
         SimTrainer(max_lag=3, answer_s=lambda s, i: 0.1, costs={"publish": 0.9, "update": 1.0})
     )
@@ -208,10 +208,10 @@ def test_a_run_without_reference_policy_has_no_such_role() -> None:
     assert not any(c.startswith("ref_logp") for c in trainer.calls)
 
 
-# Roles on devices of their own.
+# Stages on separate devices.
 
 
-def test_on_pools_of_their_own_all_compute_at_once() -> None:
+def test_on_separate_pools_all_compute_at_once() -> None:
     apart = SimTrainer(
         max_lag=1, steps=12, places=LAYOUTS[3], old="logp_pool", costs={"logp": 1.0, "ref_logp": 1.0}
     )
@@ -244,7 +244,7 @@ def test_a_reference_that_is_refreshed_is_one_of_the_published_versions() -> Non
 # With a critic.
 
 
-def test_the_critic_learns_beside_the_policy_where_it_has_devices_of_its_own() -> None:
+def test_the_critic_learns_concurrently_with_the_policy_on_separate_devices() -> None:
     flow, _ = run_flow(SimTrainer(max_lag=1, steps=12, roles=WITH_CRITIC, places={"critic": "critic"}))
     assert overlap(flow, "critic", "train") > 8
 
@@ -443,7 +443,7 @@ def test_the_first_error_of_any_role_ends_the_run_as_it_is(where: str) -> None:
 
 @pytest.mark.parametrize("order", ["drawn", "finished"])
 def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: Order) -> None:
-    """What is drawn and has no fate is bounded, for however long a run goes on: prompts, answers, batches."""
+    """What is drawn and has no fate is bounded, however long a run continues: prompts, answers, batches."""
     trainer = SimTrainer(
         max_lag=3, steps=60, groups=4, answer_s=lambda step, index: 0.1, costs={"update": 4.0}, order=order
     )
@@ -455,13 +455,13 @@ def test_generation_that_is_ten_times_faster_than_training_is_held_back(order: O
     assert trainer.in_flight_max <= (3 + 1) * 4
 
 
-def test_nobody_left_to_serve_ends_the_run_as_it_is() -> None:
+def test_no_replica_left_to_serve_ends_the_run_as_it_is() -> None:
     trainer = SimTrainer(max_lag=2, falls_at=5.5)
     flow = AsyncTrainingFlow(trainer)
-    with pytest.raises(ConnectionError, match="nobody serves any more"):
+    with pytest.raises(ConnectionError, match="no replica serves any more"):
         run_virtual(flow.run())
     assert {m.state for m in flow.machines} == {StageState.STOPPED}
-    assert flow.log.records[-1].fields["why"] == "watch: ConnectionError: nobody serves any more"
+    assert flow.log.records[-1].fields["why"] == "watch: ConnectionError: no replica serves any more"
 
 
 def test_a_run_that_is_cancelled_stops_every_role() -> None:
@@ -478,12 +478,12 @@ def test_a_run_that_is_cancelled_stops_every_role() -> None:
     assert {m.state for m in flow.machines} == {StageState.STOPPED}
 
 
-def test_a_wait_that_expires_says_who_waited_for_whom() -> None:
+def test_a_wait_that_expires_names_the_waiter_and_the_holder() -> None:
     trainer = SimTrainer(answer_s=lambda step, index: 1e6 if step == 2 else 1.0)
     with pytest.raises(WaitTimeout) as caught:
         run_virtual(AsyncTrainingFlow(trainer).run())
     assert "waited 1000 s" in str(caught.value)
-    assert "running: generate" in str(caught.value), "the culprit, whoever noticed first"
+    assert "running: generate" in str(caught.value), "the culprit, whichever stage noticed first"
 
 
 def test_a_trajectory_older_than_the_bound_never_reaches_the_optimizer() -> None:
@@ -501,7 +501,7 @@ def test_a_trajectory_older_than_the_bound_never_reaches_the_optimizer() -> None
     assert all(b.step - 1 - b.first_version <= 1 for b in trainer.trained)
 
 
-# Roles of one's own.
+# Custom stages.
 
 
 @pytest.fixture
@@ -531,8 +531,8 @@ def test_insert_says_what_is_wrong(audit: list[int]) -> None:
     flow = AsyncTrainingFlow(SimTrainer())
     with pytest.raises(ConfigError, match="no edge train->logp"):
         flow.insert("audit", after="train", before="logp")
-    with pytest.raises(ConfigError, match="no role is called 'nobody'"):
-        flow.insert("nobody", after="reward", before="train")
+    with pytest.raises(ConfigError, match="no role is called 'unknown'"):
+        flow.insert("unknown", after="reward", before="train")
     flow.insert("audit", after="reward", before="train")
     with pytest.raises(ConfigError, match="in the pipeline already"):
         flow.insert("audit", after="rollout", before="logp")

@@ -129,7 +129,7 @@ def test_what_is_kept_in_memory_does_not_grow_with_the_run() -> None:
     assert size_after(500) <= 1.1 * size_after(10)
 
 
-def test_an_account_goes_on_from_its_state() -> None:
+def test_an_account_continues_from_its_state() -> None:
     fates, before = drawn(*"abcd")
     before.finish(group("b"))
     fates.train(1, [group("a")])

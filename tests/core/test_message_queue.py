@@ -84,7 +84,7 @@ def test_admits_a_batch_for_each_version_of_the_bound_and_one_more(max_lag: int)
         assert bench.queue.untrained == 2 * (served + max_lag + 1)
 
 
-def test_what_is_in_the_queue_is_bounded_whatever_is_served() -> None:
+def test_what_is_in_the_queue_is_bounded_for_every_served_version() -> None:
     bench = Bench(max_lag=1)
     bench.serve(0)
     assert bench.admit() == ["a", "b", "c", "d"]
@@ -133,7 +133,7 @@ def test_ends_when_the_last_step_was_taken() -> None:
         waiting = asyncio.create_task(bench.queue.next_ticket())
         await asyncio.sleep(1)
         assert not waiting.done(), "a group may yet be given up"
-        with pytest.raises(StageProtocolError, match="somebody waits"):
+        with pytest.raises(StageProtocolError, match="another task waits"):
             await bench.queue.next_ticket()
         assert bench.take(1) == "ab"
         with pytest.raises(ChannelClosed, match="step 1 was the last"):
@@ -245,7 +245,9 @@ def test_a_group_that_is_not_awaited_is_caught(again: bool) -> None:
     bench.admit()
     if again:
         bench.finish("a")
-    with pytest.raises(ConservationError, match="group . came to the message queue, where it is not awaited"):
+    with pytest.raises(
+        ConservationError, match="group . arrived at the message queue, which does not expect it"
+    ):
         bench.queue.put(group("a" if again else "z", 0))
 
 
@@ -289,7 +291,7 @@ def test_dropped_it_gives_its_place_to_another(order: str, step: int, taken: str
     assert bench.queue.verdict("a") is None, "said once"
     bench.serve(step)
     assert bench.queue.room() > room
-    with pytest.raises(ConservationError, match="not awaited"):
+    with pytest.raises(ConservationError, match="does not expect it"):
         bench.queue.put(group("a", 0))
 
 
@@ -483,8 +485,8 @@ def test_admission_one_step_too_early_would_be_caught(max_lag: int) -> None:
 # Checkpoints.
 
 
-def test_a_queue_goes_on_from_its_state() -> None:
-    """Taken, finished, answered, in flight; leave that was not used is asked for again."""
+def test_a_queue_continues_from_its_state() -> None:
+    """Taken, finished, answered, in flight; unused tickets are requested again."""
     before = Bench(max_lag=2, last_step=9, order="finished")
     before.serve(0)
     before.admit()
@@ -528,7 +530,7 @@ def test_a_queue_of_a_shorter_run_does_not_take_what_it_cannot_train() -> None:
 
 
 class Forgetful(MessageQueue):
-    """Looks at all groups whenever a step is asked for."""
+    """Looks at all groups whenever a step is requested."""
 
     def take(self, step: int) -> Sequence[Group] | None:
         self._held_up = None

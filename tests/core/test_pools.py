@@ -155,7 +155,7 @@ JOB = st.tuples(st.integers(0, 5), st.integers(0, 4), st.one_of(st.none(), st.in
 
 
 @given(slots=st.integers(1, 3), jobs=st.lists(JOB, max_size=12))
-def test_a_pool_is_never_idle_while_somebody_waits_nor_shared_by_too_many(
+def test_a_pool_is_never_idle_while_a_task_waits_nor_shared_by_too_many(
     slots: int, jobs: list[tuple[int, int, int | None]]
 ) -> None:
     async def main() -> None:
@@ -241,7 +241,7 @@ class AnyScheduleOfAPool(RuleBasedStateMachine):
         assert self.pool.holders == tuple(lease.owner for lease in self.out)
 
     @invariant()
-    def nobody_is_overtaken(self) -> None:
+    def no_waiter_is_overtaken(self) -> None:
         assert self.granted == sorted(self.granted)
 
     def teardown(self) -> None:

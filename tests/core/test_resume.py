@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed at any moment, and goes on from its last checkpoint, as often as that happens.
+"""A run that is killed at any moment, and resumes from its last checkpoint, as often as that happens.
 
 Killed means what SIGKILL means: from one record to the next nothing is written any more. What the process did
 beyond its last checkpoint is lost, and of its ledger the end may be.
@@ -165,7 +165,7 @@ def test_killed_after_each_of_its_records(settings: dict[str, Any]) -> None:
 
 
 def test_what_was_finished_is_not_answered_again() -> None:
-    """Groups that wait for a step, those that steps have taken, and those that nobody had judged."""
+    """Groups that wait for a step, groups that steps have taken, and groups without a decision."""
 
     def make(resume: SimCheckpoint | None = None) -> SimTrainer:
         return SimTrainer(
@@ -188,7 +188,7 @@ def test_what_was_finished_is_not_answered_again() -> None:
     assert again == set(checkpoint.flow.in_flight())
 
 
-def test_versions_go_on_where_they_were() -> None:
+def test_versions_continue_where_they_were() -> None:
     def make(resume: SimCheckpoint | None = None) -> SimTrainer:
         return SimTrainer(max_lag=2, steps=7, save_every=4, sync_every=3, resume=resume)
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_holds_more_than_is_left_to_train() -> None:
     assert longer.flow.result().steps == 12
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_only_as_far_as_weights_allow() -> None:
+def test_training_continues_while_a_checkpoint_is_written_only_as_far_as_weights_allow() -> None:
     trainer = SimTrainer(
         max_lag=2,
         save_every=2,

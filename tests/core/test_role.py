@@ -253,11 +253,11 @@ def test_a_wait_for_a_lease_names_its_holder() -> None:
 
     async def main() -> None:
         assert machine.pool is not None
-        await machine.pool.acquire("somebody")
+        await machine.pool.acquire("another")
         await feed(machine, 1)
         await machine.run()
 
-    with pytest.raises(WaitTimeout, match=r"a lease on pool train; train: held by somebody since 1000\.0 s"):
+    with pytest.raises(WaitTimeout, match=r"a lease on pool train; train: held by another since 1000\.0 s"):
         run_virtual(main())
 
 

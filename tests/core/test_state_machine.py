@@ -61,7 +61,7 @@ def test_the_table_holds_nothing_else() -> None:
     assert {(s.name, e.name): after.name for (s, e), after in TRANSITIONS.items()} == LEGAL
 
 
-def test_terminal_states_are_those_that_nothing_leaves() -> None:
+def test_terminal_states_have_no_transition() -> None:
     left = {s for s, _ in TRANSITIONS}
     assert TERMINAL == {s for s in StageState if s not in left}
 
@@ -103,7 +103,7 @@ def test_only_lanes_after_the_first_are_named() -> None:
         StateMachine("generate", 0, log).fire(Event.LEASE)
 
 
-def test_the_state_has_moved_before_anybody_is_told() -> None:
+def test_the_state_has_moved_before_the_log_is_written() -> None:
     log = EventLog(Frozen())
     machine = StateMachine("train", 0, log)
     seen: list[StageState] = []

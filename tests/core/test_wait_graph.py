@@ -20,12 +20,12 @@ def test_a_wait_is_known_while_it_lasts() -> None:
     async def main() -> None:
         waits = waits_of()
         task = asyncio.create_task(
-            within(asyncio.sleep(2), 5, owner="train", what="the gather", holder=lambda: "nobody")
+            within(asyncio.sleep(2), 5, owner="train", what="the gather", holder=lambda: "no holder")
         )
         await asyncio.sleep(1)
         (wait,) = waits.open
         assert (wait.owner, wait.what, wait.since, wait.timeout_s) == ("train", "the gather", 0.0, 5)
-        assert wait.holders() == "nobody"
+        assert wait.holders() == "no holder"
         assert wait.holders().names == ()
         await task
         assert waits.open == ()
@@ -51,7 +51,7 @@ def test_however_it_ends_it_is_forgotten(ending: str) -> None:
     run_virtual(main())
 
 
-def test_an_expiry_is_told_while_the_wait_is_still_there() -> None:
+def test_an_expiry_is_reported_while_the_wait_is_still_there() -> None:
     seen: list[tuple[str, int]] = []
 
     async def main() -> None:
@@ -71,7 +71,7 @@ def test_an_expiry_is_told_while_the_wait_is_still_there() -> None:
     assert seen == [("train", 2)]
 
 
-def test_each_loop_has_waits_of_its_own() -> None:
+def test_each_loop_has_separate_waits() -> None:
     async def main() -> object:
         return waits_of()
 
@@ -90,16 +90,16 @@ def test_a_ring_is_a_deadlock_and_who_waits_for_it_is_stuck_too() -> None:
     assert cycle_in(graph) == ["a", "b", "c"]
 
 
-def test_one_holder_that_may_go_on_is_enough() -> None:
+def test_one_holder_that_may_continue_is_enough() -> None:
     assert deadlocked({"a": ["b", "train"], "b": ["a"]}) == set()
     assert deadlocked({"a": ["b"], "b": []}) == set(), "b waits for something outside"
 
 
 @given(GRAPHS)
-def test_nobody_who_is_stuck_has_a_way_out(graph: dict[str, list[str]]) -> None:
+def test_no_stuck_owner_has_a_way_out(graph: dict[str, list[str]]) -> None:
     stuck = deadlocked(graph)
     assert all(graph[name] and stuck.issuperset(graph[name]) for name in stuck)
-    # And everybody else has: along some path to one that does not wait, or whose wait names nobody.
+    # And every other owner has: along some path to one that does not wait, or whose wait names no holder.
     for name in graph.keys() - stuck:
         reached, queue = {name}, [name]
         while queue:

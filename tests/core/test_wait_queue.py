@@ -76,7 +76,7 @@ def test_a_newcomer_does_not_overtake_one_whose_turn_has_come() -> None:
     assert run_virtual(main()) == ["early", "late"]
 
 
-def test_a_newcomer_overtakes_nobody_even_without_suspension() -> None:
+def test_a_newcomer_overtakes_no_waiter_even_without_suspension() -> None:
     async def main() -> list[str]:
         permits = Permits(0)
         early = asyncio.create_task(permits.take("early"))
@@ -121,7 +121,9 @@ OPERATION = st.one_of(
 
 
 @given(st.lists(OPERATION, max_size=60))
-def test_whoever_is_not_cancelled_passes_in_order_and_no_permit_is_lost(ops: list[tuple[str, int]]) -> None:
+def test_waiters_that_are_not_cancelled_pass_in_order_and_no_permit_is_lost(
+    ops: list[tuple[str, int]],
+) -> None:
     async def main() -> None:
         permits = Permits(0)
         given_out = 0

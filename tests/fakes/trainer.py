@@ -277,7 +277,7 @@ class SimTrainer:
     async def watch(self) -> None:
         if self.falls_at is not None:
             await asyncio.sleep(self.falls_at)
-            raise ConnectionError("nobody serves any more")
+            raise ConnectionError("no replica serves any more")
 
     async def validate(self, version: int) -> float | None:
         await self._cost("validate", version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""critic: one update a step, told to whoever waits for it."""
+"""critic: one update a step, which unblocks its waiters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of one's own, by name out of a config."""
+"""Custom stages, by name from a config."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ class Passes(RoleStateMachine):
 
 
 @pytest.fixture(autouse=True)
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A module `theirs` with two roles, and things that are none."""
-    module = ModuleType("theirs")
+def custom_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module `custom_stages` with two roles, and things that are none."""
+    module = ModuleType("custom_stages")
     for name in ("first", "second"):
         setattr(
-            module, name.title(), register_role(name)(type(name.title(), (Passes,), {"__module__": "theirs"}))
+            module,
+            name.title(),
+            register_role(name)(type(name.title(), (Passes,), {"__module__": "custom_stages"})),
         )
     module.Nameless, module.number = Passes, 3  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "theirs", module)
+    monkeypatch.setitem(sys.modules, "custom_stages", module)
     SEEN.clear()
     yield
     for name in ("first", "second"):
@@ -46,7 +48,9 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_roles_are_inserted_in_order_and_run() -> None:
     flow = AsyncTrainingFlow(SimTrainer(steps=2))
-    insert_custom_roles(flow.graph, ["theirs:First@reward->train", "theirs:Second@first -> train"])
+    insert_custom_roles(
+        flow.graph, ["custom_stages:First@reward->train", "custom_stages:Second@first -> train"]
+    )
     assert flow.graph["reward"] == ("first",)
     assert flow.graph["first"] == ("second",)
     assert flow.graph["second"] == ("train",)
@@ -65,9 +69,9 @@ def test_none_at_all() -> None:
     ("target", "reason"),
     [
         ("no_such_module:First", r"cannot be imported \(No module named 'no_such_module'\)"),
-        ("theirs:Third", "cannot be imported"),
-        ("theirs:number", "must be a RoleStateMachine decorated with @register_role"),
-        ("theirs:Nameless", "must be a RoleStateMachine decorated with @register_role"),
+        ("custom_stages:Third", "cannot be imported"),
+        ("custom_stages:number", "must be a RoleStateMachine decorated with @register_role"),
+        ("custom_stages:Nameless", "must be a RoleStateMachine decorated with @register_role"),
         ("builtins:dict", "must be a RoleStateMachine"),
     ],
 )
@@ -78,4 +82,4 @@ def test_what_is_no_role_is_named(target: str, reason: str) -> None:
 
 def test_an_edge_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="no edge train->reward"):
-        insert_custom_roles(AsyncTrainingFlow(SimTrainer()).graph, ["theirs:First@train->reward"])
+        insert_custom_roles(AsyncTrainingFlow(SimTrainer()).graph, ["custom_stages:First@train->reward"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""generate: each group leaves the moment it is finished; a failure leaves nobody behind."""
+"""generate: each group leaves the moment it is finished; a failure leaves no task behind."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_failure_cancels_the_siblings_and_waits_for_them(alone: MakeRole) -> N
             await machine.run()
         return asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
 
-    assert run_virtual(main()) == set(), "nobody is left behind"
+    assert run_virtual(main()) == set(), "no task is left behind"
     assert trainer.cancelled == ["p2", "p3"]
     assert machine.outputs[0].depth_max == 1, "p1 had been handed on"
     assert machine.pool is not None and machine.pool.holders == ()
@@ -160,7 +160,7 @@ def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) 
         async def generate_group(self, prompt: Prompt) -> Group:
             group, other = [await super(AtTheSameMoment, self).generate_group(p) for p in prompts(2).prompts]
             queue.put(other)
-            # Runs when this task is done, but before anybody hears of it.
+            # Runs when this task is done, but before its waiter resumes.
             asyncio.get_running_loop().call_soon(queue.take, 1)
             return group
 

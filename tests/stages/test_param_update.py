@@ -67,7 +67,7 @@ def test_a_version_is_gathered_at_once_but_published_after_the_one_before(alone:
         assert list(machine.pool.holders) == ["param_update[1]"]
         await asyncio.sleep(10)
         assert trainer.calls == ["gather:1"]
-        assert list(machine.pool.holders) == [], "training goes on while the version waits for its turn"
+        assert list(machine.pool.holders) == [], "training continues while the version waits for its turn"
         assert versions.gathered == 1, "which is what training waits for"
         versions.advance_served(0)
         await task
@@ -76,7 +76,7 @@ def test_a_version_is_gathered_at_once_but_published_after_the_one_before(alone:
     assert trainer.calls == ["gather:1", "publish:1", "validate:1"]
 
 
-def test_served_is_said_after_the_publication_and_before_the_validation(alone: MakeRole) -> None:
+def test_served_is_logged_after_the_publication_and_before_the_validation(alone: MakeRole) -> None:
     trainer = SimTrainer(costs={"validate": 5.0})
     machine = alone("param_update", trainer)
 

@@ -39,7 +39,7 @@ def test_a_later_step_that_is_complete_waits_for_the_earlier(alone: MakeRole) ->
     assert uids(run_virtual(feed(machine, *groups))) == [(1, ["a", "b"]), (2, ["c", "d"])]
 
 
-def test_a_run_that_goes_on_starts_at_its_own_first_step(alone: MakeRole) -> None:
+def test_a_resumed_run_starts_at_its_first_step(alone: MakeRole) -> None:
     trainer = SimTrainer(groups=1, first_step=5)
     one = group("a", 5, version=4)
     assert uids(run_virtual(feed(alone("rollout", trainer), one))) == [(5, ["a"])]

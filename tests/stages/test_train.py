@@ -126,7 +126,7 @@ def test_a_trajectory_that_is_too_old_or_not_yet_possible_is_not_trained(
     assert trainer.calls == []
 
 
-def test_a_prompt_that_nobody_drew_is_caught(alone: MakeRole) -> None:
+def test_a_prompt_that_was_never_drawn_is_caught(alone: MakeRole) -> None:
     machine = alone("train", SimTrainer())
     machine.pipeline.versions.advance_gathered(0)
     with pytest.raises(ConservationError, match="never drawn"):

@@ -122,7 +122,7 @@ class Channel(Generic[T]):
             self.abort()
 
     def abort(self) -> None:
-        """Close at once, whatever the producers do; items inside can still be received. Idempotent."""
+        """Close at once for all producers; items inside can still be received. Idempotent."""
         self._closed = True
         self._senders.wake()
         self._receivers.wake()

@@ -174,7 +174,7 @@ async def unless_broken(
     """Await a result, unless its producer breaks.
 
     `broken` returns the error to raise, or None while the producer works. It is called every `poll_s`
-    seconds. Whatever the awaitable raises is passed on. If this function ends early, the awaitable is
+    seconds. Errors of the awaitable are passed on. If this function ends early, the awaitable is
     cancelled and has ended by then.
     """
     bringing = asyncio.ensure_future(awaitable)

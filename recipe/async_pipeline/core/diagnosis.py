@@ -45,7 +45,7 @@ def diagnose(flow: AsyncTrainingFlow, expired: Wait | None = None) -> Diagnosis:
     cause = _cause(flow, owners, graph, expired, now)
     paragraphs = (
         ("cause", [cause]),
-        ("who waits for whom", _waits(owners, now)),
+        ("waits", _waits(owners, now)),
         ("roles", [f"{_state(m, flow)}{_item(m)}" for m in flow.machines]),
         ("pools", [] if flow.pools is None else [flow.pools.get(name).describe() for name in flow.pools]),
         (

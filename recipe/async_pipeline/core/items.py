@@ -57,7 +57,7 @@ class Trajectory:
     num_tokens: int
     spans: tuple[tuple[int, int], ...] | None = None
     """`(version, start)` of each span: the version generated the response from position `start` on, up to the
-    next span. Positions count all tokens of the response, those of tools included. None: unknown.
+    next span. Positions count all tokens of the response, tokens of tools included. None: unknown.
     """
     turns: int | None = None
     seconds: float | None = None

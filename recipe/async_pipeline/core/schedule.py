@@ -25,8 +25,9 @@ from .message_queue import MessageQueue, Order, Stale
 from .staleness import Versions
 
 OldLogp = Literal["trainer", "logp_pool", "rollout"]
-"""Whose log-probs a step takes as old ones: those of the trainer before the step, those of a copy that holds
-the last version published before that, or those that the rollout recorded."""
+"""The source of a step's old log-probs: the trainer before the step, a copy that holds the last version
+published before that, or the rollout.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class Schedule:
     implied_lag: ClassVar[int | None] = None
     """The `max_lag` that the strategy stands for, or None if the user chooses it."""
     order: ClassVar[Order] = "drawn"
-    """Which groups a step takes: the next ones as they were drawn, or those that finished first."""
+    """Which groups a step takes: the next ones in the order of their draws, or the first that finished."""
 
     batch: int
     """Groups of a step."""
@@ -83,7 +84,7 @@ class Schedule:
         return queue
 
     def publishes(self, version: int) -> bool:
-        """Return whether replicas load `version`. Those that the run starts with always are."""
+        """Return whether replicas load `version`. The starting weights are always published."""
         if version < self.first_step or version == self.last_step or self.validates(version):
             return True
         return any(every and version % every == 0 for every in (self.sync_every, self.ref_refresh_every))
@@ -93,9 +94,11 @@ class Schedule:
         return next(v for v in range(version - 1, -1, -1) if self.publishes(v))
 
     def old_policy(self, step: int) -> int | None:
-        """Return the version whose log-probs `step` takes as old ones, or None for those of the rollout.
+        """Return the version whose log-probs `step` takes as old ones, or None for the rollout's
+        log-probs.
 
-        `step - 1` is the trainer itself. An older one is a copy elsewhere, which holds published versions.
+        `step - 1` is the trainer itself. An older one is a copy elsewhere, which holds published
+        versions.
         """
         if self.old_logp == "rollout":
             return None

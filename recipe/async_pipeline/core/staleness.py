@@ -22,18 +22,19 @@ MADE_BY: Mapping[Kind, str] = {
     "served": "param_update",
     "critic": "critic",
 }
-"""The role whose work each of them is."""
+"""The stage that makes each of them."""
 
 
 def lag(trainer_version: int, first_version: int) -> int:
-    """How many versions older a sample's first span is than the trainer when it starts to use the sample."""
+    """Return how many versions older a sample's first span is than the trainer when the step starts."""
     return trainer_version - first_version
 
 
 def check_lag(step: int, first_version: int, max_lag: int, what: str) -> int:
-    """The lag of `what` in the optimizer step `step`, which starts at version step-1.
+    """Return the lag of `what` in the optimizer step `step`, which starts at version step-1.
 
-    Raises StalenessViolation: it is older than `max_lag`, or claims a version not trained by then.
+    Raises StalenessViolation if it is older than `max_lag`, or claims a version that is not trained by
+    then.
     """
     trainer_version = step - 1
     found = lag(trainer_version, first_version)
@@ -52,9 +53,8 @@ def check_lag(step: int, first_version: int, max_lag: int, what: str) -> int:
 class Versions:
     """The newest version that was trained, gathered and served: served <= gathered <= trained, always.
 
-    Beside them, the step that the critic has learned from; it has versions of its own, and nobody publishes
-    those. And
-    the step whose checkpoint, if it gets one, is complete.
+    In addition, the step that the critic has learned from, whose versions are never published, and the step
+    whose checkpoint, if it gets one, is complete.
 
     Nothing is gathered or served (-1) until version 0 was published. Each counter only grows; it may
     skip versions, and advancing it to where it stands does nothing.
@@ -79,34 +79,36 @@ class Versions:
         return self._reached["served"]
 
     def advance_trained(self, version: int) -> None:
-        """The step that made `version` ended. Raises StalenessViolation: a newer one was trained before."""
+        """Note that the step that made `version` ended. Raises StalenessViolation if a newer one was
+        trained before.
+        """
         self._advance("trained", version)
 
     def advance_critic(self, version: int) -> None:
-        """The critic has learned from step `version`. Raises StalenessViolation: it had from a later one
-        before.
+        """Note that the critic has learned from step `version`. Raises StalenessViolation if it has
+        from a later one.
         """
         self._advance("critic", version)
 
     def advance_saved(self, step: int) -> None:
-        """Nothing of step `step` is to be saved any more. Raises StalenessViolation: a later one was saved
-        before.
+        """Note that no checkpoint of step `step` is pending. Raises StalenessViolation if a later one
+        was saved before.
         """
         self._advance("saved", step)
 
     def advance_gathered(self, version: int) -> None:
-        """The full weights of `version` are in host memory.
+        """Note that the full weights of `version` are in host memory.
 
-        Raises StalenessViolation: a newer one was gathered before, or `version` is not trained yet.
+        Raises StalenessViolation if a newer one was gathered before, or `version` is not trained yet.
         """
         if version > self.trained:
             raise StalenessViolation(f"version {version} cannot be gathered: only {self.trained} is trained")
         self._advance("gathered", version)
 
     def advance_served(self, version: int) -> None:
-        """Every replica serves `version`.
+        """Note that every replica serves `version`.
 
-        Raises StalenessViolation: a newer one was served before, or `version` is not gathered yet.
+        Raises StalenessViolation if a newer one was served before, or `version` is not gathered yet.
         """
         if version > self.gathered:
             raise StalenessViolation(f"version {version} cannot be served: only {self.gathered} is gathered")
@@ -115,11 +117,11 @@ class Versions:
             call()
 
     def subscribe(self, call: Callable[[], object]) -> None:
-        """Have `call` called whenever every replica serves a version."""
+        """Call `call` whenever every replica serves a new version."""
         self._served_more.append(call)
 
     def reached(self, kind: Kind) -> int:
-        """How far `kind` is."""
+        """Return the newest version of `kind`."""
         return self._reached[kind]
 
     async def wait_for(self, kind: Kind, version: int) -> None:

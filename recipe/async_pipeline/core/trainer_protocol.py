@@ -87,7 +87,7 @@ class PipelineTrainer(Protocol):
         """Make a checkpoint; returns False if it could not be written and the run is to continue
         without it.
 
-        Whatever the trainer adds to the state and changes concurrently, it reads before its first
+        State that the trainer adds and that changes concurrently must be read before its first
         await.
         """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer has been told is kept with what engines have written so far, and comes back from a file."""
+"""Recorded requests are kept with what engines have generated so far, and survive a file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def rollouts(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
 
 
 class Server:
-    """Has written one token of each request; `asked` is how often it was asked."""
+    """Has written one token of each request; `asked` counts the calls."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.asked = 0
@@ -35,23 +35,23 @@ class Server:
         return {name: ([len(name)], [-0.25], [[2, 0]]) for name in names}
 
 
-def open_at(ours: ModuleType, server: Any, name: str, before: Any = None) -> Any:
-    return ours.Open([1, 2], before, lambda: (server, name))
+def open_at(rollouts: ModuleType, server: Any, name: str, before: Any = None) -> Any:
+    return rollouts.Open([1, 2], before, lambda: (server, name))
 
 
-def test_what_engines_have_written_belongs_to_it(ours: ModuleType) -> None:
+def test_what_engines_have_written_belongs_to_it(rollouts: ModuleType) -> None:
     one, other, gone = Server(), Server(), Server(RuntimeError("dead"))
-    transcript = ours.Transcript([ours.RecordedRequest([9], [4], [-1.0], [[0, 0]], "completed")])
-    begun = ours.RecordedRequest([1, 2], [7, 7], [-0.5, -0.5], [[1, 0]], None)
+    transcript = rollouts.Transcript([rollouts.RecordedRequest([9], [4], [-1.0], [[0, 0]], "completed")])
+    begun = rollouts.RecordedRequest([1, 2], [7, 7], [-0.5, -0.5], [[1, 0]], None)
     transcript.open = {
-        "a": open_at(ours, one, "x"),
-        "b": open_at(ours, one, "yy", begun),
-        "c": open_at(ours, other, "zzz"),
-        "d": open_at(ours, gone, "lost"),
-        "e": open_at(ours, gone, "kept", begun),
-        "f": ours.Open([1, 2], None, lambda: None),
+        "a": open_at(rollouts, one, "x"),
+        "b": open_at(rollouts, one, "yy", begun),
+        "c": open_at(rollouts, other, "zzz"),
+        "d": open_at(rollouts, gone, "lost"),
+        "e": open_at(rollouts, gone, "kept", begun),
+        "f": rollouts.Open([1, 2], None, lambda: None),
     }
-    found = asyncio.run(ours.written_so_far(list(transcript.open.values())))
+    found = asyncio.run(rollouts.written_so_far(list(transcript.open.values())))
     assert (one.asked, other.asked) == (1, 1), "each server once"
     assert [
         (list(s.token_ids), list(s.log_probs), [list(x) for x in s.spans])
@@ -62,17 +62,17 @@ def test_what_engines_have_written_belongs_to_it(ours: ModuleType) -> None:
         ([3], [-0.25], [[2, 0]]),
         ([7, 7], [-0.5, -0.5], [[1, 0]]),
         ([4], [-1.0], [[0, 0]]),
-    ], "and what nobody has asked for again stays"
+    ], "and what was not requested again stays"
 
 
-def test_tokens_of_unknown_likelihood_are_written_anew(ours: ModuleType) -> None:
-    assert open_at(ours, None, "x").with_written(ours.Written([5], None, [[2, 0]])) is None
-    assert open_at(ours, None, "x").with_written(ours.Written([], [], [])) is None
+def test_tokens_of_unknown_likelihood_are_generated_again(rollouts: ModuleType) -> None:
+    assert open_at(rollouts, None, "x").with_written(rollouts.Written([5], None, [[2, 0]])) is None
+    assert open_at(rollouts, None, "x").with_written(rollouts.Written([], [], [])) is None
 
 
-def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(ours: ModuleType) -> None:
-    transcript = ours.Transcript(
-        [ours.RecordedRequest([1], [n], [-1.0], [[0, 0]], "completed") for n in (5, 6)]
+def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(rollouts: ModuleType) -> None:
+    transcript = rollouts.Transcript(
+        [rollouts.RecordedRequest([1], [n], [-1.0], [[0, 0]], "completed") for n in (5, 6)]
     )
     assert transcript.recall([1, 1]) is None
     assert [transcript.recall([1]).token_ids for _ in range(2)] == [[5], [6]]
@@ -89,28 +89,28 @@ def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(ours: ModuleType) 
     ],
 )
 def test_what_is_left_is_as_much_as_verls_server_would_have_allowed(
-    ours: ModuleType, params: Any, left: Any
+    rollouts: ModuleType, params: Any, left: Any
 ) -> None:
-    two = ours.RecordedRequest([1, 1, 1], [5, 6], [-1.0, -1.0], [[0, 0]], None)
-    assert ours.continued(params, two, prompt_length=4, response_length=10) == left
+    two = rollouts.RecordedRequest([1, 1, 1], [5, 6], [-1.0, -1.0], [[0, 0]], None)
+    assert rollouts.continued(params, two, prompt_length=4, response_length=10) == left
     later_turn = two._replace(prompt_ids=[1] * 9)
-    assert ours.continued({}, later_turn, prompt_length=4, response_length=10) == {"max_tokens": 3}, (
+    assert rollouts.continued({}, later_turn, prompt_length=4, response_length=10) == {"max_tokens": 3}, (
         "of the room for all turns"
     )
 
 
-def test_in_a_file_and_back(ours: ModuleType) -> None:
+def test_in_a_file_and_back(rollouts: ModuleType) -> None:
     told = {
-        "u": [[ours.RecordedRequest([1], [2, 3], [-0.5, -0.25], [[0, 0], [1, 1]], None, "replica 1")], []]
+        "u": [[rollouts.RecordedRequest([1], [2, 3], [-0.5, -0.25], [[0, 0], [1, 1]], None, "replica 1")], []]
     }
-    assert ours.from_plain(json.loads(json.dumps(ours.as_plain(told)))) == told
-    assert ours.tokens_in(told["u"]) == 2
+    assert rollouts.from_plain(json.loads(json.dumps(rollouts.as_plain(told)))) == told
+    assert rollouts.tokens_in(told["u"]) == 2
 
 
-def test_what_cannot_be_repeated_from_numbers_is_not_kept(ours: ModuleType) -> None:
+def test_what_cannot_be_repeated_from_numbers_is_not_kept(rollouts: ModuleType) -> None:
     from verl.workers.rollout.replica import TokenOutput
 
-    transcript = ours.Transcript()
+    transcript = rollouts.Transcript()
     spans = {"version_spans": [[0, 0]]}
     for strange in (
         {"routed_experts": object(), "extra_fields": spans},
@@ -120,4 +120,4 @@ def test_what_cannot_be_repeated_from_numbers_is_not_kept(ours: ModuleType) -> N
         transcript.keep([1], TokenOutput(token_ids=[2], log_probs=[-1.0], **strange))
     assert transcript.said == []
     transcript.keep([1], TokenOutput(token_ids=[2], log_probs=[-1.0], extra_fields=spans))
-    assert transcript.said == [ours.RecordedRequest([1], [2], [-1.0], [[0, 0]], "completed", "")]
+    assert transcript.said == [rollouts.RecordedRequest([1], [2], [-1.0], [[0, 0]], "completed", "")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as verl's agent loops hand them over: what is noted, what goes on, and what a score comes to."""
+"""Responses from verl's agent loops: which flaws are noted, which responses pass, and their scores."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TURNS = [Turn(4, [(3, 0), (4, 2)], "replica 0"), Turn(9, [(4, 0)], "replica 1")]
 
 
 @pytest.fixture
-def ours(load: Load) -> ModuleType:
+def checks_module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.agent_loop.sample_checks")
 
 
-def checks(ours: ModuleType, **policies: str) -> Any:
-    return ours.Checks(Policies(**policies).by_kind("fail"), 8)
+def checks(checks_module: ModuleType, **policies: str) -> Any:
+    return checks_module.Checks(Policies(**policies).by_kind("fail"), 8)
 
 
 def output(load: Load, *, prompt: int = 4, answer: int = 3, logprobs: list[float] | None = None) -> Any:
@@ -40,14 +40,17 @@ def output(load: Load, *, prompt: int = 4, answer: int = 3, logprobs: list[float
     )
 
 
-def noted(ours: ModuleType, checks: Any, one: Any) -> tuple[bool, list[Flaw]]:
+def noted(checks_module: ModuleType, checks: Any, one: Any) -> tuple[bool, list[Flaw]]:
     flaws: list[Flaw] = []
-    with ours.found_flaws(flaws):
+    with checks_module.found_flaws(flaws):
         return checks.passes("u_0_0", one, TURNS), flaws
 
 
-def test_a_sound_answer_passes(ours: ModuleType, load: Load) -> None:
-    assert noted(ours, checks(ours), output(load, logprobs=[-1.0, -2.0, -3.0])) == (True, [])
+def test_a_sound_answer_passes(checks_module: ModuleType, load: Load) -> None:
+    assert noted(checks_module, checks(checks_module), output(load, logprobs=[-1.0, -2.0, -3.0])) == (
+        True,
+        [],
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,55 +58,57 @@ def test_a_sound_answer_passes(ours: ModuleType, load: Load) -> None:
     [(0, "replica 0 with version 3"), (2, "replica 0 with version 4"), (5, "replica 1 with version 4")],
 )
 def test_a_log_prob_that_is_none_is_put_down_to_who_wrote_the_token(
-    ours: ModuleType, load: Load, token: int, writer: str
+    checks_module: ModuleType, load: Load, token: int, writer: str
 ) -> None:
     logprobs = [-1.0] * 6
     logprobs[token] = float("nan")
-    passes, (flaw,) = noted(ours, checks(ours), output(load, answer=6, logprobs=logprobs))
+    passes, (flaw,) = noted(checks_module, checks(checks_module), output(load, answer=6, logprobs=logprobs))
     assert not passes
     assert (flaw.kind, flaw.writer) == ("nonfinite_logprobs", writer)
 
 
-def test_a_turn_that_does_not_say_who_it_was(ours: ModuleType, load: Load) -> None:
+def test_a_turn_that_does_not_say_who_it_was(checks_module: ModuleType, load: Load) -> None:
     flaws: list[Flaw] = []
-    with ours.found_flaws(flaws):
-        assert not checks(ours).passes("u_0_0", output(load, answer=0, logprobs=[]), [])
+    with checks_module.found_flaws(flaws):
+        assert not checks(checks_module).passes("u_0_0", output(load, answer=0, logprobs=[]), [])
     assert flaws == [Flaw("empty_answer", "answer u_0_0 has no token")]
 
 
-def test_in_validation_all_pass(ours: ModuleType, load: Load) -> None:
-    assert checks(ours).passes("u_0_0", output(load, answer=0), TURNS)
+def test_in_validation_all_pass(checks_module: ModuleType, load: Load) -> None:
+    assert checks(checks_module).passes("u_0_0", output(load, answer=0), TURNS)
 
 
 @pytest.mark.parametrize(("policy", "left"), [("drop", None), ("keep", list(range(2, 10)))])
 def test_a_prompt_that_is_too_long_is_refused_or_cut_where_training_asks_for_it(
-    ours: ModuleType, load: Load, policy: str, left: list[int] | None
+    checks_module: ModuleType, load: Load, policy: str, left: list[int] | None
 ) -> None:
     base = load("verl.experimental.agent_loop.agent_loop").AgentLoopBase
     stock = type("Base", (), {"_cap_text_prompt_length": base._cap_text_prompt_length})
-    checks(ours, long_prompt=policy).refuse_long_prompts(stock)
+    checks(checks_module, long_prompt=policy).refuse_long_prompts(stock)
     loop: Any = stock()
     loop.rollout_config = SimpleNamespace(prompt_length=8)
     assert loop._cap_text_prompt_length(list(range(10))) == list(range(2, 10)), "validation goes verl's way"
     flaws: list[Flaw] = []
     got = None
-    with ours.found_flaws(flaws):
+    with checks_module.found_flaws(flaws):
         assert loop._cap_text_prompt_length([1, 2]) == [1, 2]
         got = loop._cap_text_prompt_length(list(range(10)))
     assert got == left
     assert [flaw.kind for flaw in flaws] == ["long_prompt"]
 
 
-def test_other_errors_of_an_agent_loop_are_its_own(ours: ModuleType) -> None:
-    with pytest.raises(ValueError, match="mine"), ours.found_flaws([]):
+def test_other_errors_of_an_agent_loop_pass_through(checks_module: ModuleType) -> None:
+    with pytest.raises(ValueError, match="mine"), checks_module.found_flaws([]):
         raise ValueError("mine")
 
 
-def test_answers_that_are_written_at_once_keep_their_flaws_apart(ours: ModuleType, load: Load) -> None:
+def test_answers_that_are_written_at_once_keep_their_flaws_apart(
+    checks_module: ModuleType, load: Load
+) -> None:
     async def write(flaws: list[Flaw], answer: int) -> None:
-        with ours.found_flaws(flaws):
+        with checks_module.found_flaws(flaws):
             await asyncio.sleep(0)
-            checks(ours).passes(f"u_{answer}_0", output(load, answer=answer), TURNS)
+            checks(checks_module).passes(f"u_{answer}_0", output(load, answer=answer), TURNS)
 
     async def main() -> list[list[Flaw]]:
         flaws: list[list[Flaw]] = [[], []]
@@ -123,21 +128,23 @@ def stored(session: int, mask: list[int], why: str = "") -> dict[str, Any]:
     }
 
 
-def test_a_group_is_looked_at_as_a_whole(ours: ModuleType) -> None:
+def test_a_group_is_looked_at_as_a_whole(checks_module: ModuleType) -> None:
     flaw = Flaw("empty_answer", "x")
-    assert ours.flaws_together(2, [[], []], [stored(0, [1]), stored(1, [0])]) == []
-    assert ours.flaws_together(2, [[], [flaw]], [stored(0, [1])]) == [flaw], "it is not missing besides"
-    assert [f.kind for f in ours.flaws_together(3, [[], [flaw], []], [stored(0, [1])])] == [
+    assert checks_module.flaws_together(2, [[], []], [stored(0, [1]), stored(1, [0])]) == []
+    assert checks_module.flaws_together(2, [[], [flaw]], [stored(0, [1])]) == [flaw], (
+        "it is not missing besides"
+    )
+    assert [f.kind for f in checks_module.flaws_together(3, [[], [flaw], []], [stored(0, [1])])] == [
         "empty_answer",
         "missing_answers",
     ]
-    assert [f.kind for f in ours.flaws_together(2, [[], []], [stored(0, [0]), stored(1, [0])])] == [
+    assert [f.kind for f in checks_module.flaws_together(2, [[], []], [stored(0, [0]), stored(1, [0])])] == [
         "all_masked"
     ]
-    assert ours.flaws_together(1, [[]], [stored(0, [1]), stored(0, [1])]) == [], (
+    assert checks_module.flaws_together(1, [[]], [stored(0, [1]), stored(0, [1])]) == [], (
         "several outputs of one answer"
     )
-    assert ours.flaws_together(1, [[]], [stored(0, [1], "died")]) == [Flaw("no_score", "died")]
+    assert checks_module.flaws_together(1, [[]], [stored(0, [1], "died")]) == [Flaw("no_score", "died")]
 
 
 # Scores.
@@ -150,22 +157,22 @@ def scored(score: Any, info: dict[str, Any] | None = None) -> Any:
 
 
 @pytest.mark.parametrize("score", [None, float("nan"), float("-inf"), "1"])
-def test_a_score_that_is_none_ends_the_run(ours: ModuleType, score: Any) -> None:
+def test_a_score_that_is_none_ends_the_run(checks_module: ModuleType, score: Any) -> None:
     with pytest.raises(RewardError, match="the score must be a finite number, got"):
-        ours.Scores("fail", 0.0).settle(scored(score), "")
+        checks_module.Scores("fail", 0.0).settle(scored(score), "")
 
 
-def test_a_score_that_is_one_is_left_alone(ours: ModuleType) -> None:
+def test_a_score_that_is_one_is_left_alone(checks_module: ModuleType) -> None:
     one = scored(1.0)
-    ours.Scores("fail", 0.0).settle(one, "")
+    checks_module.Scores("fail", 0.0).settle(one, "")
     assert one.extra_fields == {}
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "score"])
 def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(
-    ours: ModuleType, on_failure: str
+    checks_module: ModuleType, on_failure: str
 ) -> None:
-    scores = ours.Scores(on_failure, -1.0)
+    scores = checks_module.Scores(on_failure, -1.0)
     good, bad, died = scored(1.0, {"acc": 1.0}), scored(float("nan"), {}), scored(None)
     scores.settle(good, "")
     scores.settle(bad, "")
@@ -179,14 +186,14 @@ def test_an_answer_without_a_score_gets_the_default_and_looks_like_the_others(
     )
 
 
-def test_what_a_guard_said_before_stays(ours: ModuleType) -> None:
+def test_the_reason_of_a_guard_stays(checks_module: ModuleType) -> None:
     one = scored(-1.0, {"acc": -1.0, "unscored": "timeout: x"})
-    ours.Scores("drop", -1.0).settle(one, "")
+    checks_module.Scores("drop", -1.0).settle(one, "")
     assert one.extra_fields["reward_extra_info"]["unscored"] == "timeout: x"
 
 
-def test_a_call_that_failed_ends_the_run_or_is_put_in_words(ours: ModuleType) -> None:
+def test_a_call_that_failed_ends_the_run_or_is_put_in_words(checks_module: ModuleType) -> None:
     error = RayTaskError("compute_score", "traceback", ValueError("no such rule\nand more"))
     with pytest.raises(RayTaskError):
-        ours.Scores("fail", 0.0).failed(error)
-    assert ours.Scores("drop", 0.0).failed(error) == "raised: ValueError: no such rule"
+        checks_module.Scores("fail", 0.0).failed(error)
+    assert checks_module.Scores("drop", 0.0).failed(error) == "raised: ValueError: no such rule"

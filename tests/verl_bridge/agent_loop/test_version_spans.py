@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of several turns become those of one answer."""
+"""Spans of several turns become the spans of one response."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_group_that_is_given_up_ends_with_nothing(agent_loop: ModuleType, begu
         await worker.give_up("a")
         before.set()
         assert await asyncio.wait_for(group, 5) == agent_loop.Answered([], [], [])
-        assert worker.begun == begun, "no engine was asked for it afterwards"
+        assert worker.begun == begun, "no engine got a request for it afterwards"
         assert not (worker._groups or worker._answering or worker._given_up)
 
     asyncio.run(story())

@@ -46,7 +46,7 @@ class RecordedRequest(NamedTuple):
         return self.stop_reason is not None
 
     def with_more(self, written: Written, stop_reason: str | None) -> RecordedRequest:
-        """Return it with what was generated after it. Whatever is unknown of a part is unknown of the
+        """Return it with what was generated after it. What is unknown of a part is unknown of the
         result.
         """
         said = len(self.token_ids)
