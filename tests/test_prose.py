@@ -47,7 +47,6 @@ THIS = "tests/test_prose.py"
 PENDING: tuple[str, ...] = (
     "configs/async_pipeline.yaml",
     "patches/0002-pipeline-reexports.patch",
-    "patches/README.md",
     "pyproject.toml",
     "recipe/async_pipeline/config/",
     "recipe/async_pipeline/sim/",

@@ -112,7 +112,7 @@ def test_options_of_another_benchmark_are_rejected(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *option, "weight-sync"]) == 2
-    assert f"{option[0]} is of `bench` itself" in capsys.readouterr().err
+    assert f"{option[0]} is an option of `bench` itself" in capsys.readouterr().err
 
 
 def test_ratios_are_this_package_over_verl() -> None:
