@@ -73,7 +73,7 @@ def test_a_training_bound_profile_gets_the_verdict_sync(
 def test_without_lag_the_reason_is_the_lag(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--max-lag", "0")) == 0
     assert (
-        "with max_lag 0 a batch is generated only when the one before it is trained"
+        "with max_lag 0 a batch is generated only after the previous one is trained"
         in capsys.readouterr().out
     )
 

@@ -10,13 +10,13 @@ import pytest
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.console import EXIT_USERS
 from recipe.async_pipeline.sim.profile import load
-from tests.sim.runs import leave_behind
+from tests.sim.runs import write_run
 from tests.sim.workloads import profile, setting
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    leave_behind(setting(profile(), "one_step_off"), tmp_path / "run")
+    write_run(setting(profile(), "one_step_off"), tmp_path / "run")
     return tmp_path / "run"
 
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same pipeline written a second time, with simpy and without any of our scheduling: to check the
-simulator against.
+"""The same pipeline, written a second time with simpy and without our scheduling, as a reference.
 
-Engines go step by step, a token for each answer in each, instead of in virtual time; batches are trained in
-the order of
-their prompts, on one pool for training and log-probs. Only the draws of the answers are shared.
+Engines advance step by step, one token per response, instead of in virtual time; batches are trained in
+prompt order, on one pool for training and log-probs. Only the draws of the responses are shared.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ class Engine:
     def __init__(self, env: simpy.Environment, setting: Setting) -> None:
         self.env, self.decode = env, setting.profile.decode
         self.running: list[list[Any]] = []
-        """[tokens left, done]."""
+        """[tokens left, event]."""
         self.queue: list[tuple[float, list[Any]]] = []
         self.open = 0
         self.owed_s = 0.0
-        """Reading and loads, before the next step."""
+        """Seconds of reading and loading before the next step."""
         self.wake = env.event()
         env.process(self.loop())
 
@@ -85,7 +83,7 @@ class Pipeline:
         self.ends_s: list[float] = []
 
     def run(self) -> list[float]:
-        """When each step ended."""
+        """Return when each step ended."""
         for step in range(1, self.setting.steps + 1):
             self.env.process(self.batch(step))
         last = self.env.process(self.trainer())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories as real runs leave them behind, made of a simulation of known costs."""
+"""Run directories in the format of real runs, made by simulating known costs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from recipe.async_pipeline.sim.draws import GroupCost
 from recipe.async_pipeline.sim.trainer import Setting, SimulatedTrainer
 
 
-class TellingTrainer(SimulatedTrainer):
-    """Also says what the trainer of a real run says of each group. For engines that are as fast however
-    much they do.
+class LoggingTrainer(SimulatedTrainer):
+    """Also logs each group as the trainer of a real run does.
+
+    For engines with a speed that does not depend on their load.
     """
 
     log: EventLog
@@ -42,9 +43,9 @@ class TellingTrainer(SimulatedTrainer):
         return group
 
 
-def leave_behind(setting: Setting, directory: Path) -> None:
+def write_run(setting: Setting, directory: Path) -> None:
     """Simulate, and write `events.jsonl` and `settings.json`."""
-    trainer = TellingTrainer(setting)
+    trainer = LoggingTrainer(setting)
     flow = AsyncTrainingFlow(trainer)
     trainer.log = flow.log
     run_virtual(flow.run())

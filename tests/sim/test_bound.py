@@ -62,14 +62,14 @@ def test_terms_by_hand() -> None:
     assert terms["generate"] == pytest.approx(0.5, rel=1e-6)
 
 
-def test_engines_that_stand_still_have_less_time() -> None:
+def test_stalls_reduce_the_time_for_decoding() -> None:
     one = setting(profile(decode=Decode(token_s=(0.1,), slots=4)), generate=1)
     work = work_of(one.profile, 4, 4, 1)
     assert generate_s(one, work, 1, 0.0) == pytest.approx(2.0, rel=1e-6)
     assert generate_s(one, work, 1, 0.7) == pytest.approx(2.7, rel=1e-6)
 
 
-def test_pools_of_their_own_have_bounds_of_their_own() -> None:
+def test_separate_pools_have_separate_bounds() -> None:
     from recipe.async_pipeline.config.placement import Placement, Pool
 
     of = profile(
@@ -94,7 +94,7 @@ def test_shared_devices_do_both_in_turn() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_an_estimate_is_above_the_bound_and_near_what_is_simulated(seed: int) -> None:
+def test_an_estimate_is_above_the_bound_and_close_to_the_simulation(seed: int) -> None:
     of = profile(
         batch=Batch(groups=16, answers=4),
         answers=Answers(tokens=Lognormal(median=100, sigma=1.0, cap=1600)),

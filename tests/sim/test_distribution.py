@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws have the distribution that they are said to have."""
+"""Draws follow their distribution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recipe.async_pipeline.sim.distribution import (
 Z = np.random.default_rng(0).standard_normal(100_000)
 
 
-def test_a_number_is_always_that_number() -> None:
+def test_a_number_is_a_constant() -> None:
     assert set(from_normal(3.0, Z[:5])) == {3.0}
     assert is_constant(3.0)
 
@@ -46,12 +46,12 @@ def test_larger_draws_of_the_normal_are_larger_values() -> None:
         assert smallest(of) <= values[0] <= values[-1] <= largest(of)
 
 
-def test_what_was_seen_becomes_a_histogram() -> None:
+def test_observed_values_become_a_histogram() -> None:
     assert histogram_of(np.array([4.0, 4.0])) == 4.0
     assert histogram_of(np.array([1.0, 2.0, 2.0])) == Histogram(values=(1.0, 2.0), weights=(1.0, 2.0))
 
 
-def test_many_values_are_summed_up_and_the_largest_is_kept() -> None:
+def test_many_values_are_condensed_and_the_largest_is_kept() -> None:
     seen = np.exp(Z[:5000])
     found = histogram_of(seen, most=32)
     assert isinstance(found, Histogram)
@@ -64,7 +64,7 @@ def test_many_values_are_summed_up_and_the_largest_is_kept() -> None:
 
 @pytest.mark.parametrize(("median", "sigma", "cap"), [(0, 1, 2), (3, 1, 2), (1, -1, 2)])
 def test_impossible_lognormals_are_refused(median: float, sigma: float, cap: float) -> None:
-    with pytest.raises(ConfigError, match="needs 0 < median <= cap and sigma >= 0"):
+    with pytest.raises(ConfigError, match="requires 0 < median <= cap and sigma >= 0"):
         Lognormal(median=median, sigma=sigma, cap=cap)
 
 
@@ -72,5 +72,5 @@ def test_impossible_lognormals_are_refused(median: float, sigma: float, cap: flo
     ("values", "weights"), [((), ()), ((2, 1), (1, 1)), ((1, 2), (1,)), ((1, 2), (0, 0)), ((1, 2), (-1, 2))]
 )
 def test_impossible_histograms_are_refused(values: tuple[float, ...], weights: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="a histogram needs"):
+    with pytest.raises(ConfigError, match="a histogram requires"):
         Histogram(values=values, weights=weights)

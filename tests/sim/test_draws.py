@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same seed and number give the same answers, whoever asks in whatever order."""
+"""The same seed and number give the same responses, in any order of calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_group_depends_on_its_number_alone() -> None:
     assert Draws(of, 2).group(0) != forwards.group(0)
 
 
-def test_turns_share_the_tokens_and_tools_come_between() -> None:
+def test_turns_share_the_tokens_and_tools_run_between_them() -> None:
     of = profile(
         answers=Answers(
             tokens=11.0,
@@ -39,7 +39,7 @@ def test_turns_share_the_tokens_and_tools_come_between() -> None:
     assert answer.tokens == 7 + 11 + 2 * 4
 
 
-def test_answers_to_one_prompt_are_alike_as_far_as_the_profile_says() -> None:
+def test_responses_to_one_prompt_correlate_as_the_profile_says() -> None:
     def correlation(share: float) -> float:
         of = profile(
             batch=Batch(groups=1, answers=2),
@@ -52,12 +52,12 @@ def test_answers_to_one_prompt_are_alike_as_far_as_the_profile_says() -> None:
         assert correlation(share) == pytest.approx(share, abs=0.05)
 
 
-def test_so_many_groups_fail() -> None:
+def test_groups_fail_with_the_profiles_probability() -> None:
     draws = Draws(profile(failures=Failures(group=0.25)), 1)
     assert np.mean([draws.group(n).fails for n in range(4 * CHUNK)]) == pytest.approx(0.25, abs=0.05)
 
 
-def test_alone_an_answer_takes_the_sum_of_its_parts() -> None:
+def test_a_response_alone_takes_the_sum_of_its_parts() -> None:
     of = profile(
         answers=Answers(
             tokens=10.0,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile that is extracted from a run of known costs has these costs."""
+"""A profile extracted from a run with known costs has these costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from recipe.async_pipeline.sim.profile import (
     Validation,
 )
 from recipe.async_pipeline.sim.run_log import read_run
-from tests.sim.runs import leave_behind
+from tests.sim.runs import write_run
 from tests.sim.workloads import profile, setting
 
 KNOWN = profile(
@@ -52,17 +52,17 @@ KNOWN = profile(
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     directory: Path = tmp_path_factory.mktemp("run")
-    leave_behind(setting(KNOWN, "one_step_off", train=2, generate=4, steps=40), directory)
+    write_run(setting(KNOWN, "one_step_off", train=2, generate=4, steps=40), directory)
     return extract(read_run(directory))
 
 
-def test_it_says_that_it_was_measured(found: Profile) -> None:
+def test_the_origin_is_measured(found: Profile) -> None:
     assert found.origin == "measured"
     assert found.note == "measured: one_step_off, 40 steps on 6 devices"
     assert (found.batch, found.devices_per_replica) == (KNOWN.batch, 1)
 
 
-def test_answers_are_as_long_and_as_alike(found: Profile) -> None:
+def test_lengths_and_their_correlation_are_recovered(found: Profile) -> None:
     z = np.random.default_rng(0).standard_normal(20_000)
     known, seen = (from_normal(of.answers.tokens, z) for of in (KNOWN, found))
     assert np.percentile(seen, [25, 50, 90]) == pytest.approx(np.percentile(known, [25, 50, 90]), rel=0.15)
@@ -74,22 +74,22 @@ def test_answers_are_as_long_and_as_alike(found: Profile) -> None:
     )
 
 
-def test_waits_are_told_from_work(found: Profile) -> None:
+def test_waits_and_work_are_separated(found: Profile) -> None:
     z = np.random.default_rng(0).standard_normal(20_000)
     assert found.answers.request_s == pytest.approx(0.05, rel=0.05)
-    # Of an answer the mean of its two calls is seen.
+    # The run's log has the mean of a response's two tool calls.
     assert from_normal(found.answers.tool_s, z).mean() == pytest.approx(
         from_normal(KNOWN.answers.tool_s, z).mean(), rel=0.1
     )
     assert from_normal(found.answers.reward_s, z).mean() == pytest.approx(0.4, rel=0.1)
 
 
-def test_the_engine_is_found(found: Profile) -> None:
+def test_the_engines_speed_is_recovered(found: Profile) -> None:
     assert found.decode.step_s(1) == pytest.approx(0.02, rel=0.05)
     assert found.decode.step_s(64) == pytest.approx(0.02, rel=0.1)
 
 
-def test_stages_are_carried_over_by_the_share_that_was_named(found: Profile) -> None:
+def test_stages_scale_by_the_given_share(found: Profile) -> None:
     tokens = (
         8
         * 4
@@ -103,7 +103,7 @@ def test_stages_are_carried_over_by_the_share_that_was_named(found: Profile) -> 
     assert found.stages.ref_logp is None
 
 
-def test_publications_are_taken_apart(found: Profile) -> None:
+def test_the_parts_of_a_weight_update_are_recovered(found: Profile) -> None:
     assert (found.sync.transfer_s, found.sync.load_s, found.sync.stall_s) == pytest.approx(
         (0.1, 0.2, 0.0), abs=1e-3
     )
@@ -111,14 +111,14 @@ def test_publications_are_taken_apart(found: Profile) -> None:
 
 def test_failures_and_validations_are_counted(tmp_path: Path) -> None:
     of = profile(failures=Failures(group=0.3), validation=Validation(every=4, seconds=1.5))
-    leave_behind(setting(of, "one_step_off", steps=40), tmp_path)
+    write_run(setting(of, "one_step_off", steps=40), tmp_path)
     seen = extract(read_run(tmp_path))
     assert seen.failures.group == pytest.approx(0.3, abs=0.1)
     assert seen.validation == Validation(every=4, seconds=1.5)
 
 
-def test_an_engine_that_gets_slower_with_more_answers_is_fitted(tmp_path: Path) -> None:
-    """With columns of two kinds of concurrency: alone 0.02 s a token, with three beside 0.05 s."""
+def test_an_engine_that_slows_down_under_load_is_fitted(tmp_path: Path) -> None:
+    """Groups of two sizes: alone 0.02 s per token, with three others 0.05 s."""
     from recipe.async_pipeline.core.events import LogRecord
     from recipe.async_pipeline.sim.run_log import RunLog
 
@@ -150,11 +150,9 @@ def test_an_engine_that_gets_slower_with_more_answers_is_fitted(tmp_path: Path) 
     assert (request_s, first_s, more_s) == pytest.approx((0.0, 0.02, 0.01), abs=1e-3)
 
 
-def test_what_was_asked_before_the_first_step_was_trained_is_left_out(tmp_path: Path) -> None:
-    """Its engines were a hundred times slower then; only the end of the warm-up is moved, the run is the
-    same.
-    """
-    leave_behind(setting(KNOWN, "n_step_ahead", train=2, generate=4, steps=40), tmp_path)
+def test_groups_dispatched_before_the_first_step_are_left_out(tmp_path: Path) -> None:
+    """Scores of these groups are made a hundred times slower; the rest of the run is unchanged."""
+    write_run(setting(KNOWN, "n_step_ahead", train=2, generate=4, steps=40), tmp_path)
     events = tmp_path / "events.jsonl"
     records = [json.loads(line) for line in events.read_text().splitlines()]
     first = next(r["t"] for r in records if r["event"] == "TRAINED")
@@ -168,5 +166,5 @@ def test_what_was_asked_before_the_first_step_was_trained_is_left_out(tmp_path: 
     short = [r for r in records if r["t"] <= first + 1e-6]
     events.write_text("".join(json.dumps(record) + "\n" for record in short))
     assert extract(read_run(tmp_path)).note.endswith(
-        "too few to leave the warm-up out (only 0 prompts went out after the first of them)"
+        "too few to leave the warm-up out (only 0 prompts were dispatched after the first step)"
     )

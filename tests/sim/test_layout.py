@@ -39,24 +39,24 @@ def test_pools_are_placed_as_for_a_real_run() -> None:
         ({"a": {"roles": ["train"], "devices": 2}}, "must have a pool for generate"),
     ],
 )
-def test_pools_that_cannot_be_are_refused(pools: object, message: str) -> None:
+def test_impossible_pools_are_refused(pools: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         placement_of(profile(), pools, 8)
 
 
 def test_replicas_are_whole() -> None:
     of = msgspec.structs.replace(profile(), devices_per_replica=4)
-    with pytest.raises(ConfigError, match="whole replicas of 4 devices, got 6; nearest are 4 and 8"):
+    with pytest.raises(ConfigError, match="whole replicas of 4 devices, got 6; the nearest sizes"):
         placement_of(of, pools_of({TOGETHER: 2}, 6), 8)
 
 
-def test_a_batch_that_grows_is_rounded_so_that_it_can_be_dealt_out() -> None:
+def test_a_growing_batch_is_rounded_to_divide_evenly() -> None:
     of = profile(batch=Batch(groups_per_device=1.0, answers=4))
     placement = placement_of(of, pools_of({TOGETHER: 24}, 40), 64)
     assert groups_of(of, placement) == 66, "a multiple of 6, near 64"
 
 
-def test_a_batch_that_cannot_be_dealt_out_is_refused() -> None:
+def test_a_batch_that_does_not_divide_evenly_is_refused() -> None:
     of = profile(batch=Batch(groups=16, answers=2))
     with pytest.raises(
         ConfigError,
@@ -79,7 +79,7 @@ def test_strategies_imply_their_lag() -> None:
         knobs_of("one_step_off", 3)
 
 
-def test_all_devices_do_both_in_the_synchronous_layout() -> None:
+def test_all_devices_have_all_roles_in_the_synchronous_layout() -> None:
     (pool,) = shared_placement(WITH_ALL, 8).pools
     assert (set(pool.roles), pool.devices) == ({"train", "logp", "ref_logp", "critic", "generate"}, 8)
 
@@ -94,6 +94,6 @@ def test_the_same_layout_on_a_quarter_of_the_devices() -> None:
     assert smaller(setting(profile(), train=1, generate=3)) is None
 
 
-def test_shapes_are_those_that_the_roles_allow() -> None:
+def test_shapes_depend_on_the_roles() -> None:
     assert shapes(profile()) == {"together": (("train", "logp"),), "log-probs apart": (("train",), ("logp",))}
     assert set(shapes(WITH_ALL)) >= {"together", "reference apart", "four pools", "critic apart"}

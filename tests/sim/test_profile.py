@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles are read strictly, carried over by simple laws, and survive being written."""
+"""Profiles are validated strictly, scale by simple formulas, and round-trip."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def read(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_profile_is_read_and_says_where_it_is_from(name: str) -> None:
+def test_every_shipped_profile_loads_and_names_its_origin(name: str) -> None:
     found = load(name)
     assert found.origin in found.note
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_what_is_written_reads_as_the_same(name: str, tmp_path: Path) -> None:
+def test_profiles_round_trip(name: str, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text(dump(load(name)))
     assert load(str(path)) == load(name)
 
 
-def test_the_smallest_profile_is_read(tmp_path: Path) -> None:
+def test_the_smallest_profile_loads(tmp_path: Path) -> None:
     read(tmp_path, SMALLEST)
 
 
@@ -60,7 +60,11 @@ def test_the_smallest_profile_is_read(tmp_path: Path) -> None:
             "fixed_s: -1.0",
             r"fixed_s of a stage must be >= 0, got -1.0.* at `\$.stages.update`",
         ),
-        ("stages: {", "stages: {critic: {fixed_s: 1}, ", r"values and stages.critic belong together"),
+        (
+            "stages: {",
+            "stages: {critic: {fixed_s: 1}, ",
+            r"stages.values and stages.critic require each other",
+        ),
         (
             "note: for a test",
             "note: x\nsync: {load_s: 1, stall_s: 2}",
@@ -70,14 +74,14 @@ def test_the_smallest_profile_is_read(tmp_path: Path) -> None:
         ("origin: assumed", "origin: guessed", r"Invalid enum value 'guessed'"),
     ],
 )
-def test_a_wrong_profile_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_an_invalid_profile_is_a_one_line_error(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         read(tmp_path, SMALLEST.replace(old, new))
     assert "\n" not in str(raised.value)
     assert "p.yaml" in str(raised.value)
 
 
-def test_a_profile_that_is_not_there_names_those_that_are() -> None:
+def test_a_missing_profile_error_lists_the_shipped_profiles() -> None:
     with pytest.raises(ConfigError, match="no profile 'nowhere'; give a .yaml file, or one of .*gpu_cluster"):
         load("nowhere")
 
@@ -88,21 +92,21 @@ def test_a_batch_may_grow_with_the_cluster() -> None:
     assert Batch(groups_per_device=0.1).on(2) == 1
 
 
-def test_an_engine_is_interpolated_between_its_points_and_goes_on_beyond() -> None:
+def test_an_engine_is_interpolated_and_extrapolated() -> None:
     decode = Decode(concurrency=(2, 4, 8), token_s=(1.0, 2.0, 3.0))
     assert [decode.step_s(c) for c in (1, 2, 3, 4, 6, 8, 12)] == pytest.approx(
         [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
     )
 
 
-def test_a_stage_scales_as_it_says() -> None:
+def test_a_stage_scales_with_devices_and_tokens() -> None:
     stage = Stage(fixed_s=1.0, device_s=8.0, token_s=0.5, serial_share=0.25)
     assert stage.seconds(16, 1) == pytest.approx(17.0)
     assert stage.seconds(16, 4) == pytest.approx(1 + 16 * (0.25 + 0.75 / 4))
     assert stage.seconds(0, 0) == pytest.approx(9.0), "the host counts as one device"
 
 
-def test_roles_are_those_that_cost_something() -> None:
+def test_roles_are_the_stages_with_a_cost() -> None:
     assert profile().roles() == ("train", "logp", "generate")
     critic = Stages(update=Stage(), ref_logp=Stage(), values=Stage(), critic=Stage())
     assert msgspec.structs.replace(random_profile(1), stages=critic).roles() == (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's directory says."""
+"""What is read from a run's directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim.profile import Stage, Stages
 from recipe.async_pipeline.sim.run_log import read_run
 from recipe.async_pipeline.sim.simulation import simulate
-from tests.sim.runs import leave_behind
+from tests.sim.runs import write_run
 from tests.sim.workloads import profile, setting
 
 COSTS = {
@@ -28,9 +28,9 @@ COSTS = {
 }
 
 
-def test_each_stage_took_what_it_cost(tmp_path: Path) -> None:
+def test_each_stage_took_its_cost(tmp_path: Path) -> None:
     of = profile(stages=Stages(**{name: Stage(fixed_s=seconds) for name, seconds in COSTS.items()}))
-    leave_behind(setting(of, "one_step_off", steps=8), tmp_path)
+    write_run(setting(of, "one_step_off", steps=8), tmp_path)
     run = read_run(tmp_path)
     for name, seconds in COSTS.items():
         by_step = run.stage(name)
@@ -38,9 +38,9 @@ def test_each_stage_took_what_it_cost(tmp_path: Path) -> None:
         assert len(by_step) >= 8, name
 
 
-def test_steps_knobs_and_tokens_are_those_of_the_run(tmp_path: Path) -> None:
+def test_steps_settings_and_tokens_are_read(tmp_path: Path) -> None:
     there = setting(profile(), "n_step_ahead", max_lag=2, steps=16)
-    leave_behind(there, tmp_path)
+    write_run(there, tmp_path)
     run = read_run(tmp_path)
     assert run.step_ends_s == pytest.approx(simulate(there).step_ends_s, abs=2e-6)
     assert (run.knobs, run.placement) == (there.knobs, there.placement)
@@ -48,12 +48,12 @@ def test_steps_knobs_and_tokens_are_those_of_the_run(tmp_path: Path) -> None:
     assert run.lag_mean > 1
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no events.jsonl; give the directory of a run"):
         read_run(tmp_path)
     (tmp_path / "events.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"has no settings.json"):
         read_run(tmp_path)
     (tmp_path / "settings.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tells of no finished group and step"):
+    with pytest.raises(ConfigError, match=r"has no finished group or no step"):
         read_run(tmp_path)

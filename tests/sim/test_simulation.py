@@ -32,7 +32,7 @@ from recipe.async_pipeline.sim.simulation import LEAST_STEPS, simulate, window
 from tests.sim.independent import Pipeline
 from tests.sim.workloads import profile, random_profile, setting
 
-WRITTEN_S = 1.0  # of each answer of `profile()`
+WRITTEN_S = 1.0  # of each response of `profile()`
 SYNC = Sync(transfer_s=0.05, load_s=0.1, stall_s=0.0)
 SERVING_S = 2 * (0.05 + 0.1)  # two replicas, one after the other
 
@@ -63,7 +63,7 @@ def test_deep_pipelines_are_limited_by_the_training_devices() -> None:
     assert simulate(setting(of, "n_step_ahead", max_lag=3, steps=24)).step_s == pytest.approx(0.8, rel=1e-9)
 
 
-def test_a_pool_of_its_own_overlaps() -> None:
+def test_a_separate_pool_overlaps() -> None:
     of = profile(
         stages=Stages(update=Stage(fixed_s=0.6), logp=Stage(fixed_s=0.1), ref_logp=Stage(fixed_s=0.5))
     )
@@ -86,14 +86,14 @@ def test_engines_are_the_limit_if_they_are_slowest() -> None:
     )
 
 
-def test_more_answers_at_once_are_slower() -> None:
+def test_more_concurrent_responses_are_slower() -> None:
     of = profile(decode=Decode(concurrency=(1, 8), token_s=(0.1, 0.45), slots=64))
     # Alone on policy: 8 answers on one engine, 0.45 s a token; on two, 4 each, 0.25 s.
     assert simulate(setting(of, generate=1)).step_s == pytest.approx(4.5 + 0.5, rel=1e-9)
     assert simulate(setting(of, generate=2)).step_s == pytest.approx(2.5 + 0.5, rel=1e-9)
 
 
-def test_reading_prompts_and_loading_weights_hold_engines_up() -> None:
+def test_reading_prompts_and_loading_weights_stop_engines() -> None:
     of = profile(
         answers=Answers(tokens=10.0, prompt_tokens=5.0),
         decode=Decode(token_s=(0.1,), prefill_token_s=0.01, slots=64),
@@ -120,7 +120,7 @@ def test_the_synchronous_layout_has_all_devices_for_both_phases() -> None:
     assert sync.lag_max == 0
 
 
-def test_a_critic_learns_beside_the_policy_where_it_has_devices() -> None:
+def test_a_critic_on_separate_devices_overlaps_with_the_policy() -> None:
     of = profile(
         stages=Stages(update=Stage(fixed_s=0.5), values=Stage(fixed_s=0.1), critic=Stage(fixed_s=0.6))
     )
@@ -164,7 +164,7 @@ def test_a_long_tail_is_hidden_by_enough_lag() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "lag"), [("on_policy", 0), ("one_step_off", 1), ("n_step_ahead", 3)])
-def test_agrees_with_a_model_that_steps_engines_token_by_token(strategy: str, lag: int) -> None:
+def test_the_simulator_agrees_with_a_token_by_token_model(strategy: str, lag: int) -> None:
     errors = []
     for seed in range(12):
         run = setting(random_profile(seed), strategy, max_lag=lag, generate=1 + seed % 4, steps=24, seed=seed)
@@ -185,7 +185,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert simulate(run).step_ends_s == simulate(run).step_ends_s
 
 
-def test_groups_that_fail_are_drawn_again() -> None:
+def test_failed_groups_are_replaced() -> None:
     of = profile(failures=Failures(group=0.3), sync=SYNC)
     assert (
         simulate(setting(of, "n_step_ahead", steps=24)).step_s
@@ -193,14 +193,14 @@ def test_groups_that_fail_are_drawn_again() -> None:
     )
 
 
-def test_replicas_that_die_cost_time_and_no_answer() -> None:
+def test_dying_replicas_cost_time_and_no_response() -> None:
     of = profile(answers=Answers(tokens=100.0), decode=Decode(token_s=(0.1,), slots=2))
     dying = msgspec.structs.replace(of, failures=Failures(replica_mtbf_s=60.0, restart_s=20.0))
     well, ill = (simulate(setting(p, "n_step_ahead", generate=3, steps=30)) for p in (of, dying))
     assert ill.step_s > 1.1 * well.step_s
 
 
-def test_what_is_validated_holds_the_next_version_up() -> None:
+def test_validation_delays_the_next_version() -> None:
     of = msgspec.structs.replace(profile(sync=SYNC), validation=Validation(every=1, seconds=3.0))
     assert (
         simulate(setting(of, "one_step_off")).step_s
@@ -208,7 +208,7 @@ def test_what_is_validated_holds_the_next_version_up() -> None:
     )
 
 
-def test_stale_groups_may_be_given_up() -> None:
+def test_stale_groups_can_be_dropped() -> None:
     of = profile(answers=Answers(tokens=Lognormal(median=20, sigma=1.5, cap=600)))
     waiting, dropping = (
         simulate(setting(of, "fully_async", max_lag=1, generate=4, steps=40, stale=stale))
@@ -218,7 +218,7 @@ def test_stale_groups_may_be_given_up() -> None:
     assert dropping.lag_max <= 1
 
 
-def test_device_seconds_add_up_and_idle_is_no_work() -> None:
+def test_device_seconds_add_up_and_idle_excludes_work() -> None:
     outcome = simulate(setting(random_profile(2), "one_step_off", steps=24))
     for name, pool in outcome.accounting.pools.items():
         assert sum(pool.shares().values()) == pytest.approx(1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the simulated trainer decides is what the real one decides from the same knobs."""
+"""The simulated trainer makes the same decisions as the real one from the same settings."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def trainer(of: Setting | None = None) -> SimulatedTrainer:
     return SimulatedTrainer(of or setting(profile(), "n_step_ahead", max_lag=2))
 
 
-def test_roles_are_those_that_the_profile_has() -> None:
+def test_roles_depend_on_the_profile() -> None:
     assert "ref_logp" not in trainer().roles()
     critic = profile(stages=Stages(update=Stage(), values=Stage(), critic=Stage(), ref_logp=Stage()))
     assert {"ref_logp", "values", "critic"} <= set(trainer(setting(critic)).roles())
 
 
-def test_the_gather_is_on_the_training_devices_and_rollout_has_its_own() -> None:
+def test_the_gather_is_on_the_training_devices_and_rollout_is_separate() -> None:
     one = trainer()
     assert one.pool_of("param_update") == one.pool_of("logp") == "train"
     assert one.pool_of("generate") == "generate"
@@ -54,7 +54,7 @@ def test_the_queue_is_set_as_the_strategy_says(strategy: str, order: str) -> Non
     assert queue._order == order
 
 
-def test_publications_are_as_often_as_the_knob_says_and_when_validated() -> None:
+def test_weight_updates_follow_sync_every_and_validation() -> None:
     of = msgspec.structs.replace(profile(), validation=Validation(every=5, seconds=1.0))
     one = trainer(setting(of, "n_step_ahead", max_lag=3, sync_every=2, steps=16))
     assert [v for v in range(1, 17) if one.schedule.publishes(v)] == [2, 4, 5, 6, 8, 10, 12, 14, 15, 16]
@@ -79,7 +79,7 @@ def test_a_reference_that_is_refreshed_is_published_and_pulled() -> None:
     assert done[7] - done[6] > 4.0 > done[6] - done[5], "step 7 has another reference than step 6"
 
 
-def test_a_strategy_of_ones_own_is_simulated_as_it_runs() -> None:
+def test_a_custom_strategy_is_simulated_as_it_runs() -> None:
     of = setting(profile(), "tests.sim.test_trainer:EveryThird", max_lag=5)
     one = trainer(of).schedule
     assert isinstance(one, EveryThird)
@@ -108,7 +108,7 @@ def test_a_copy_of_the_policy_is_pulled_once_a_version() -> None:
     assert computed[10] - computed[9] == pytest.approx(4.5)
 
 
-def test_a_publication_adds_up_what_its_replicas_took() -> None:
+def test_a_publication_adds_up_its_replicas_times() -> None:
     of = profile(sync=Sync(transfer_s=0.5, load_s=0.25, stall_s=0.125))
     flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, steps=3)))
     first, *later = run_virtual(flow.run()).publications
@@ -127,7 +127,7 @@ def test_several_replicas_may_load_at_once() -> None:
     assert [served(n) for n in (1, 2, 9)] == pytest.approx([5.0, 3.0, 1.0])
 
 
-def test_stages_spread_as_the_profile_says() -> None:
+def test_stage_times_vary_as_the_profile_says() -> None:
     of = profile(stages=Stages(update=Stage(fixed_s=1.0, cv=0.2)))
     flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, steps=200)))
     took: list[Any] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles and settings for tests: simple enough to be worked out by hand, or random."""
+"""Profiles and settings for tests: simple enough to compute by hand, or random."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from recipe.async_pipeline.sim.trainer import Setting
 
 
 def profile(**changes: Any) -> Profile:
-    """Four prompts x 2 answers of 10 tokens; a token takes 0.1 s however many answers there are, training
-    0.5 s.
-    """
+    """Four prompts x 2 responses of 10 tokens; a token takes 0.1 s at any load, training 0.5 s."""
     facts: dict[str, Any] = {
         "origin": "assumed",
         "note": "for tests",
@@ -58,9 +56,7 @@ def setting(
 
 
 def random_profile(seed: int) -> Profile:
-    """No reference policy, whose place in the queue for the training devices would be one more thing to
-    model twice.
-    """
+    """Without a reference policy, whose place in the queue for training devices the reference model lacks."""
     chance = random.Random(seed)
     median = chance.uniform(20, 200)
     load_s = chance.uniform(0.0, 1.0)

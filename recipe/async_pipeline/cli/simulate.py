@@ -16,9 +16,10 @@ from ..config.schema import AsyncPipelineConfig
 from ..console import echo
 from ..errors import ConfigError
 from ..sim.bound import bound_terms, estimate_s
+from ..sim.candidates import MEASURED_STEPS, WORK_BATCHES
 from ..sim.layout import groups_of, knobs_of, placement_of, pools_of, smaller
 from ..sim.profile import Profile, load
-from ..sim.search import MEASURED_STEPS, WORK_BATCHES, synchronous
+from ..sim.search import synchronous
 from ..sim.simulation import LEAST_STEPS, Outcome, simulate
 from ..sim.trainer import Setting
 

@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would be like: the real flow in virtual time, with executors that cost what a profile says.
+"""Simulation: the real flow in virtual time, with work that takes as long as a profile says.
 
-profile       what a workload costs: answers, decoding, stages, weights, failures
-draws         the answers of each prompt, from a seed; the same whatever the layout
-replicas      engines that decode many answers at once, and their loads
-trainer       a `PipelineTrainer` made of these
-simulation    a run of `AsyncTrainingFlow` with it
-bound         what no schedule could beat
-search        which layout, strategy and lag to choose
+profile        the costs of a workload: responses, decoding, stages, weight updates, failures
+distribution   constants, lognormals and histograms of a profile
+draws          the responses to each prompt, drawn from a seed, independent of the layout
+replica        one engine that decodes many responses at the same time
+least_busy     replicas ordered by open requests
+replica_pool   all engines of a run
+trainer        a `PipelineTrainer` made of these
+simulation     one run of `AsyncTrainingFlow` with it
+bound          the best step time that any schedule could reach
+layout         placements, batches and settings to simulate
+candidates     the layouts, strategies and lags to consider, with estimates and bounds
+search         which of them to choose
+run_log        the log of a real run
+extraction     a profile extracted from it
+against        a real run compared with its prediction
 """

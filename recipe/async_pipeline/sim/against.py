@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real run's step time beside the one that is predicted for it."""
+"""Compare a real run's step time with its prediction."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from .simulation import LEAST_STEPS, simulate
 from .trainer import Setting
 
 SEEDS = 5
+"""Simulations per prediction."""
 
 
 def compare(args: argparse.Namespace) -> int:
-    """`simulate --against RUN`: with the profile of the run itself, or of another one (`--profile`)."""
+    """Run `simulate --against RUN`, with the profile of the run itself or of `--profile`.
+
+    Raises ConfigError if an option contradicts the run.
+    """
     for option in ("devices", "strategy", "max_lag", "depth", "pools"):
         if getattr(args, option) is not None:
             raise ConfigError(
-                f"--{option.replace('_', '-')} is what the run of --against says, got "
+                f"--{option.replace('_', '-')} is read from the run with --against, got "
                 f"{getattr(args, option)!r}; leave it out"
             )
+
     run = read_run(args.against)
     facts = side_by_side(run, extract(run) if args.profile is None else load(args.profile), seed=args.seed)
     if args.as_json:
@@ -35,18 +40,18 @@ def compare(args: argparse.Namespace) -> int:
         echo(facts["profile"])
         echo(
             f"{facts['strategy']}, max_lag {facts['max_lag']}: predicted {facts['predicted_step_s']:.3f} s "
-            "a step, "
-            f"measured {facts['measured_step_s']:.3f} s, error {facts['error']:+.1%} "
+            f"per step, measured {facts['measured_step_s']:.3f} s, error {facts['error']:+.1%} "
             f"(lag {facts['predicted_lag']:.2f} and {facts['measured_lag']:.2f})"
         )
     return 0
 
 
 def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, Any]:
-    """Both step times, over the same window of steps. Raises ConfigError: the run has too few steps."""
+    """Return both step times over the same window of steps. Raises ConfigError if the run is too short."""
     knobs, ends = run.knobs, run.step_ends_s
     first, last = over = _window(run)
     measured = (ends[last - 1] - ends[first - 1]) / (last - first)
+
     outcomes = [
         simulate(
             Setting(
@@ -76,15 +81,16 @@ def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, A
 
 
 def _window(run: RunLog) -> tuple[int, int]:
-    """As a simulation's, but in a short run the later half will do: what is predicted for it is over the
-    same steps.
+    """Return the window of steps that a simulation averages; in a short run, the second half.
+
+    The second half may include steps of the warm-up; the prediction covers the same steps.
     """
     steps, lag = len(run.step_ends_s), run.knobs.max_lag
     first = min(2 * (lag + 1), steps // 2)
     last = max(first + LEAST_STEPS, steps - (lag + 1))
     if last > steps:
         raise ConfigError(
-            f"{run.directory} has {steps} steps, of which too few are without a warm-up; give a run of "
-            f"{2 * LEAST_STEPS} or more"
+            f"{run.directory} has {steps} steps, too few after the warm-up; give a run of at least "
+            f"{2 * LEAST_STEPS}"
         )
     return first, last

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best step time that any schedule of the same work on the same pools could reach.
+"""A lower bound of the step time, over all schedules of the same work on the same pools.
 
     pool       the devices of a pool do their own work of a step, one stage after another
-    generate   engines write the tokens of a step, at the rate of the most answers that can be in flight
-    loop       a batch that is admitted when version v is served is trained by step v + max_lag + 1; until
-    then its
-               slowest answer comes back, and its tokens are written; then come the optimizer step and the way
-               of the weights
+    generate   engines write the tokens of a step, at the rate of the most responses that can be in flight
+    loop       a batch admitted when version v is served is trained by step v + max_lag + 1; until then its
+               slowest response and all its tokens are written, and the optimizer step and the weight update
+               follow
     littles    batches in flight = rate x time in flight, on average (Little's law)
 
-The rate of an engine with c answers, c / step_s(c), is replaced by the smallest concave function above it, so
-that no
-way to spread answers over replicas and time does better than spreading them evenly (Jensen). Work is that of
-the very
-answers that a simulation with the same seed draws, so that luck is on both sides.
+The rate of an engine with c responses, c / step_s(c), is replaced by the smallest concave function above
+it, so that an even spread of responses over replicas and time is optimal (Jensen). The work is taken from the
+responses that a simulation with the same seed draws, so that both have the same luck.
 """
 
 from __future__ import annotations
@@ -38,24 +35,25 @@ _HALVINGS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWork:
-    """What the answers of a step ask for, on average over the steps."""
+    """The work of a step's responses, averaged over the steps."""
 
     written_tokens: float
-    """By engines."""
+    """Tokens that engines write."""
     read_s: float
-    """Seconds of an engine, for prompts and observations."""
+    """Seconds of one engine for reading prompts and observations."""
     trained_tokens: float
+    """Tokens that are trained on."""
     tail_s: float
-    """From the first request to the last score of a batch, if no engine had anything else to do."""
+    """Seconds from a batch's first request to its last score on otherwise idle engines."""
     tail_tokens: float
-    """That the model writes in the answer that is the last."""
+    """Tokens that the model writes in the last response."""
     group_s: float
-    """As `tail_s`, for a group on average."""
+    """Like `tail_s`, for an average group."""
 
 
 @lru_cache(maxsize=64)
 def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork:
-    """Of the first `batches` x `groups` prompts."""
+    """Return the work of the first `batches` x `groups` prompts."""
     import numpy as np
 
     number = groups * batches
@@ -63,6 +61,7 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
     group_s, last, tokens, prompt_tokens, observed = (
         np.concatenate(column)[:number] for column in zip(*chunks, strict=True)
     )
+
     of_batch = group_s.reshape(batches, groups)
     written, read = tokens.sum() / batches, (prompt_tokens.sum() + observed.sum()) / batches
     return BatchWork(
@@ -77,8 +76,9 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
 
 @lru_cache(maxsize=1024)
 def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
-    """Of each group: seconds alone, tokens of the answer that is last, and of all; of prompts; of
-    observations.
+    """Return columns over a chunk's groups, for a group on otherwise idle engines.
+
+    The columns: seconds; tokens of the last response; tokens of all; prompt tokens; observation tokens.
     """
     import numpy as np
 
@@ -95,8 +95,9 @@ def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats
 
 @lru_cache(maxsize=16)
 def concave_rate(decode: Decode) -> tuple[Floats, Floats]:
-    """Corners of the smallest concave function above the tokens a second of an engine, by the number of
-    its answers.
+    """Return the corners of the smallest concave function above an engine's token rate.
+
+    Returns numbers of responses and tokens per second, both [corners].
     """
     import numpy as np
 
@@ -114,28 +115,30 @@ def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, fl
 
 
 def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stall_s: float) -> float:
-    """Seconds in which the replicas can write the tokens of a step, each standing still for `stall_s` of
-    them.
+    """Return the seconds in which the replicas can write the tokens of a step.
+
+    Each replica is stopped for `stall_s` of them.
     """
     import numpy as np
 
     corners, rates = concave_rate(setting.profile.decode)
     replicas, n = setting.replicas, setting.profile.batch.answers
     open_answers = batches_in_flight * setting.groups * n / replicas
-    still_s = work.read_s / replicas + stall_s
+    stopped_s = work.read_s / replicas + stall_s
 
     def written(seconds: float) -> float:
-        """Answers are open also while their replica stands still, so they may be the more while it does
-        not.
+        """Return the tokens written in `seconds`.
+
+        Responses stay open while their replica is stopped, so more of them can be open while it runs.
         """
-        decoding = seconds - still_s
+        decoding = seconds - stopped_s
         return (
             float(replicas * decoding * np.interp(open_answers * seconds / decoding, corners, rates))
             if decoding > 0
             else 0.0
         )
 
-    low, high = still_s, still_s + work.written_tokens / replicas / float(rates[1] / corners[1]) + 1e-9
+    low, high = stopped_s, stopped_s + work.written_tokens / replicas / float(rates[1] / corners[1]) + 1e-9
     while written(high) < work.written_tokens:
         high *= 2
     for _ in range(_HALVINGS):
@@ -145,9 +148,9 @@ def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stal
 
 
 def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str, float]:
-    """Seconds a step that each constraint takes; no schedule is faster than the largest.
+    """Return the seconds per step that each constraint takes; no schedule is faster than the largest.
 
-    Groups that fail are not counted: their work comes on top.
+    Groups that fail are not counted: they cost extra.
     """
     profile, knobs = setting.profile, setting.knobs
     work = work or work_of(profile, setting.groups, setting.steps, setting.seed)
@@ -163,6 +166,7 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
         generating = alone
     else:
         terms["generate"] = generating
+
     after_s = stages.update.seconds(work.trained_tokens, setting.devices_of("train")) + weights_s(setting)
     terms["loop"] = (max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + after_s) / (
         knobs.max_lag + 1
@@ -172,7 +176,7 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
 
 
 def weights_s(setting: Setting) -> float:
-    """From the end of a step until all replicas serve its weights."""
+    """Return the seconds from the end of a step until all replicas serve its weights."""
     sync, lanes = setting.profile.sync, -(-setting.replicas // setting.loads_at_once)
     return setting.profile.stages.gather.seconds(0, setting.devices_of("train")) + lanes * (
         sync.transfer_s + sync.load_s
@@ -180,7 +184,7 @@ def weights_s(setting: Setting) -> float:
 
 
 def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:
-    """Seconds a step of each role that computes, but generation; the gather and the critic's values aside."""
+    """Return the seconds per step of each stage that computes, except generation and the gather."""
     stages = setting.profile.stages
     of_role = {
         "train": stages.update,
@@ -196,13 +200,14 @@ def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:
 
 
 def _pools(setting: Setting, work: BatchWork) -> dict[str, float]:
-    """Seconds of each pool's stages, but generation."""
+    """Return the seconds per step that each pool computes, except generation."""
     placement, every = setting.placement, setting.knobs.sync_every
     seconds = dict.fromkeys((pool.name for pool in placement.pools), 0.0)
     for role, taken in _stage_seconds(setting, work).items():
         pool = placement.pool_of("critic" if role == "values" else role)
         if pool is not None:
             seconds[pool.name] += taken
+
     train, own = placement.pool_of("train"), placement.own_pool_of("logp")
     assert train is not None, "every placement has one"
     seconds[train.name] += setting.profile.stages.gather.seconds(0, train.devices) / every
@@ -212,16 +217,16 @@ def _pools(setting: Setting, work: BatchWork) -> dict[str, float]:
 
 
 def bound_s(setting: Setting) -> float:
+    """Return the largest of the bounds."""
     return max(bound_terms(setting).values())
 
 
 def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
-    """A guess at the step time, above the bound: the slowest answer is written beside others, and stages
-    follow one another.
+    """Estimate the step time, above the bound: the slowest response shares its engine, stages are sequential.
 
-    By Little's law as many answers are open as it takes to write the tokens of a step in a step; the more,
-    the slower
-    each. So a longer step has faster answers, and the guess is the step time at which both agree.
+    By Little's law, as many responses are open as it takes to write a step's tokens in one step; the more
+    are open, the slower each is. A longer step thus has faster responses; the estimate is the step time at
+    which both agree.
     """
     work = work or work_of(setting.profile, setting.groups, setting.steps, setting.seed)
     knobs, stages = setting.knobs, setting.profile.stages
@@ -242,7 +247,7 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
     def needed(step_s: float) -> float:
         slower_s = _step_at(setting, work.written_tokens / setting.replicas / step_s) - alone
         tail_s = work.tail_s + slower_s * work.tail_tokens
-        # A group that is finished waits for its step, half a step on average.
+        # A finished group waits for its step, half a step on average.
         group_s = work.group_s + slower_s * work.tail_tokens * work.group_s / work.tail_s + step_s / 2
         return max((tail_s + after_s) / (knobs.max_lag + 1), (group_s + after_s) / (depth + 1))
 
@@ -254,9 +259,7 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
 
 
 def _step_at(setting: Setting, rate: float) -> float:
-    """Seconds of an engine's step when it writes so many tokens a second, with as few answers as that
-    takes.
-    """
+    """Return an engine's step time at a rate of tokens per second, with as few responses as that takes."""
     decode = setting.profile.decode
     low, high = 1, decode.slots
     while low < high:

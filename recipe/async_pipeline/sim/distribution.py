@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a quantity is spread: a constant, a lognormal with a cap, or a histogram out of a run.
+"""Distributions of a quantity: a constant, a capped lognormal, or a histogram from a run.
 
-All are monotone functions of a standard normal variable, so that two quantities are correlated by correlating
-those.
+All are monotone functions of a standard normal variable; two quantities are correlated by correlating their
+normal variables.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 _REACH, _POINTS = 8.0, 4097
-"""The normal distribution's table: from -reach to reach, in so many points."""
+"""Table of the normal distribution: from -reach to reach, and its number of points."""
 
 
 class Lognormal(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="lognormal"
 ):
-    """exp(N(ln median, sigma)), cut off at `cap`."""
+    """exp(N(ln median, sigma)), capped at `cap`."""
 
     median: float
     sigma: float
@@ -37,16 +37,15 @@ class Lognormal(
     def __post_init__(self) -> None:
         if not (0 < self.median <= self.cap and self.sigma >= 0):
             raise ConfigError(
-                f"a lognormal needs 0 < median <= cap and sigma >= 0, got median={self.median:g} "
-                f"sigma={self.sigma:g} "
-                f"cap={self.cap:g}; mend it in the profile"
+                f"a lognormal requires 0 < median <= cap and sigma >= 0, got median={self.median:g} "
+                f"sigma={self.sigma:g} cap={self.cap:g}; correct the profile"
             )
 
 
 class Histogram(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind", tag="histogram"
 ):
-    """Values and how often each was seen."""
+    """Values and their weights."""
 
     values: tuple[float, ...]
     weights: tuple[float, ...]
@@ -55,20 +54,19 @@ class Histogram(
         rising = all(a < b for a, b in zip(self.values, self.values[1:], strict=False))
         if not self.values or len(self.values) != len(self.weights) or not rising or self.values[0] < 0:
             raise ConfigError(
-                f"a histogram needs rising values >= 0 and a weight for each, got {len(self.values)} "
-                "values and "
-                f"{len(self.weights)} weights; mend it in the profile"
+                f"a histogram requires rising values >= 0 and one weight per value, got {len(self.values)} "
+                f"values and {len(self.weights)} weights; correct the profile"
             )
         if min(self.weights) < 0 or sum(self.weights) <= 0:
-            raise ConfigError("a histogram needs weights >= 0 that are not all 0; mend it in the profile")
+            raise ConfigError("a histogram requires weights >= 0, not all of them 0; correct the profile")
 
 
 Distribution = float | Lognormal | Histogram
-"""A plain number is always that number."""
+"""A plain number is a constant."""
 
 
 def from_normal(of: Distribution, z: Floats) -> Floats:
-    """The values that belong to draws of a standard normal variable, of the same shape."""
+    """Map draws of a standard normal variable to values of the distribution, of the same shape."""
     import numpy as np
 
     if isinstance(of, Lognormal):
@@ -84,22 +82,24 @@ def from_normal(of: Distribution, z: Floats) -> Floats:
 
 
 def smallest(of: Distribution) -> float:
-    """No value is below this one."""
+    """Return a lower bound of the values."""
     return 0.0 if isinstance(of, Lognormal) else of.values[0] if isinstance(of, Histogram) else float(of)
 
 
 def largest(of: Distribution) -> float:
-    """No value is above this one."""
+    """Return the largest possible value."""
     return of.cap if isinstance(of, Lognormal) else of.values[-1] if isinstance(of, Histogram) else float(of)
 
 
 def is_constant(of: Distribution) -> bool:
+    """Return whether all values are equal."""
     return not isinstance(of, Lognormal | Histogram)
 
 
 def histogram_of(values: Floats, most: int = 64) -> Distribution:
-    """What was seen, in at most `most` values, each the mean of those that it stands for; the largest
-    stays as it is.
+    """Return the distribution of `values` with at most `most` distinct values.
+
+    If there are more, each is the mean of the values that it replaces; the largest is exact.
     """
     import numpy as np
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers to each prompt, drawn from a seed and the prompt's number alone.
+"""The responses to each prompt, drawn from a seed and the prompt's number alone.
 
-Whatever layout or strategy is simulated, prompt k has the same answers, so that two simulations differ by
-their
-schedules and not by their luck.
+Prompt k has the same responses in any layout and strategy, so two simulations differ by their schedules and
+not by luck.
 """
 
 from __future__ import annotations
@@ -23,35 +22,33 @@ if TYPE_CHECKING:
     Bools = NDArray[np.bool_]
 
 CHUNK = 256
-"""Prompts that are drawn together; a part of what the seed means."""
+"""Prompts that are drawn together; changing it changes the draws of a seed."""
 
 
 class AnswerCost(NamedTuple):
-    """What one answer asks of an engine and of the world."""
+    """The work and the waits of one response."""
 
     prompt_tokens: float
     turn_tokens: tuple[int, ...]
-    """That the model writes in each turn."""
+    """Tokens that the model writes in each turn."""
     tool_s: tuple[float, ...]
-    """After each turn but the last, the way of the request included."""
+    """Seconds of waiting after each turn but the last, including the request."""
     reward_s: float
-    """After the last, likewise."""
+    """Seconds from the last turn to the score, including the request."""
     tokens: int
-    """To be trained on: prompt, turns and observations."""
+    """Tokens to train on: prompt, turns and observations."""
 
 
 class GroupCost(NamedTuple):
-    """All answers to one prompt."""
+    """All responses to one prompt."""
 
     answers: tuple[AnswerCost, ...]
     fails: bool
-    """Cannot be scored."""
+    """Whether the group cannot be scored."""
 
 
 class Chunk(NamedTuple):
-    """Arrays of groups x answers, but `tool_s`, which has a third axis of turns, and `fails`, which has
-    groups only.
-    """
+    """Arrays of [groups, responses], except `tool_s` [groups, responses, turns - 1] and `fails` [groups]."""
 
     tokens: Floats
     prompt_tokens: Floats
@@ -62,7 +59,7 @@ class Chunk(NamedTuple):
 
 
 class Draws:
-    """The groups of a profile, by number from 0."""
+    """The groups of a profile, numbered from 0."""
 
     def __init__(self, profile: Profile, seed: int) -> None:
         self.profile, self._seed = profile, seed
@@ -70,14 +67,14 @@ class Draws:
         self._ready: dict[int, list[GroupCost]] = {}
 
     def group(self, number: int) -> GroupCost:
-        """The costs of one prompt's answers. Cheapest when asked for in order."""
+        """Return the costs of one prompt's responses. Cheapest when called in order."""
         at, index = divmod(number, CHUNK)
         if at not in self._ready:
             self._ready = {at: list(self._as_costs(self.chunk(at)))}
         return self._ready[at][index]
 
     def chunk(self, at: int) -> Chunk:
-        """The groups from `at` x CHUNK on, as arrays."""
+        """Return the CHUNK groups from number `at` x CHUNK on, as arrays."""
         return self._chunk(at)
 
     def _draw(self, at: int) -> Chunk:
@@ -90,6 +87,7 @@ class Draws:
         z = np.sqrt(share) * random.standard_normal((CHUNK, 1)) + np.sqrt(1 - share) * random.standard_normal(
             shape
         )
+
         turns = np.maximum(1, np.rint(from_normal(answers.turns, random.standard_normal(shape))))
         waits = max(0, round(largest(answers.turns)) - 1)
         return Chunk(
@@ -121,7 +119,7 @@ def _waits(of: Distribution, random: np.random.Generator, shape: tuple[int, ...]
 def _answer(
     observed: float, tokens: float, prompt: float, turns: float, tools: list[float], reward: float
 ) -> AnswerCost:
-    """Tokens are dealt out evenly to the turns, what is left over to the last."""
+    """Return one response's cost: tokens are spread evenly over the turns, the remainder to the last one."""
     written, count = int(tokens), int(turns)
     each = written // count
     return AnswerCost(
@@ -134,7 +132,7 @@ def _answer(
 
 
 def alone_s(profile: Profile, chunk: Chunk) -> Floats:
-    """Seconds from the request for each answer to its score, were nothing else asked of its replica."""
+    """Return the seconds from each request to its score on an idle replica, [groups, responses]."""
     import numpy as np
 
     decode = profile.decode

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile out of a run's log.
+"""Extract a profile from a run's log.
 
-What is read off directly: lengths, turns, waits and scores of answers, the stages' seconds, the parts of a
-publication.
-What is fitted: the engine. An answer of k tokens in m turns that was written beside c others (c averaged over
-its time) took
+Read directly: lengths, turns, waits and scoring times of responses, stage times, the parts of a weight
+update. Fitted: the engine. A response of k tokens in m turns, written next to c other responses (c averaged
+over its time), took
 
     m x request_s + k x (a + b x c)
 
-by least squares with no negative coefficient. What one run cannot tell, how stages scale with devices, is an
-assumption
-that the caller names: `fixed_share` of a stage stays, the rest is divided by the devices.
+by least squares without negative coefficients. One run cannot show how a stage scales with devices; that is
+an assumption of the caller: the share `fixed_share` stays, the rest is divided by the devices.
 """
 
 from __future__ import annotations
@@ -30,26 +28,28 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 WARM_UP_STEPS = 2
-"""Of a run, in which caches fill and code is compiled."""
+"""First steps of a run, in which caches fill and code is compiled."""
 FIXED_SHARE = 0.2
+"""Assumed share of a stage's time that more devices do not reduce."""
 NEGLIGIBLE_S = 1e-4
+"""Shortest time per token, in seconds."""
 ENOUGH_GROUPS = 8
-"""Whose prompts went out after the first step, to leave those out that went out before: they waited while
-things warmed up.
+"""Groups dispatched after the first step that suffice to leave out the groups before it.
+
+Groups that were dispatched earlier waited for the warm-up.
 """
 
 
 def extract(run: RunLog, *, fixed_share: float = FIXED_SHARE, note: str = "") -> Profile:
-    """The profile of a run, without what went on before its first step was trained, if enough went on
-    afterwards.
-    """
+    """Return the profile of a run; groups of the warm-up are left out if enough others remain."""
     settings = run.settings
     answers, decode = _answers_and_engine(run)
+
     return Profile(
         origin="measured",
         note=note
         or f"measured: {run.knobs.strategy}, {len(run.step_ends_s)} steps on {run.placement.devices} "
-        f"devices{_doubt(run)}",
+        f"devices{_caveat(run)}",
         batch=Batch(groups=int(settings["groups"]), answers=int(settings["answers"])),
         answers=answers,
         decode=decode,
@@ -62,18 +62,18 @@ def extract(run: RunLog, *, fixed_share: float = FIXED_SHARE, note: str = "") ->
     )
 
 
-def _doubt(run: RunLog) -> str:
-    """That belongs beside what such a run says; empty: none."""
+def _caveat(run: RunLog) -> str:
+    """Return a caveat for the profile's note, or an empty string."""
     if len(run.warm_groups) >= ENOUGH_GROUPS:
         return ""
     return (
-        f", too few to leave the warm-up out (only {len(run.warm_groups)} prompts went out after the "
-        "first of them)"
+        f", too few to leave the warm-up out (only {len(run.warm_groups)} prompts were dispatched after the "
+        "first step)"
     )
 
 
 class _Table:
-    """Columns over all answers of the groups that count."""
+    """Columns over all responses of the groups that count."""
 
     def __init__(self, run: RunLog) -> None:
         import numpy as np
@@ -91,6 +91,7 @@ class _Table:
             setattr(
                 self, name, np.array([value for g in groups for value in g.fields[name]], dtype=np.float64)
             )
+
         sizes = [len(g.fields["tokens"]) for g in groups]
         self.sizes = sizes
         self.begun = np.repeat([begun_s(g) for g in groups], sizes)
@@ -106,31 +107,37 @@ class _Table:
 
     @property
     def answer_s(self) -> Floats:
+        """Seconds from the first request to the score, without waits inside the worker."""
         return self.generate_s + self.environment_s + self.score_s
 
 
 def _answers_and_engine(run: RunLog) -> tuple[Answers, Decode]:
+    """Return the responses and the engine of a run's profile."""
     import numpy as np
 
     table = _Table(run)
     replicas = run.placement.own_pool_of("generate")
-    assert replicas is not None, "engines have devices of their own"
+    assert replicas is not None, "engines have a separate pool"
     request_s, first_s, more_s = _fit_engine(
         table, replicas.devices // int(run.settings["devices_per_replica"])
     )
+
     slots = int(run.settings["slots"])
     concurrency, token_s = (
         ((1, slots), (first_s, first_s + more_s * (slots - 1))) if slots > 1 else ((1,), (first_s,))
     )
+
+    # Time of a group in addition to its slowest response: the overhead around it.
     slowest = np.array([part.max() for part in np.split(table.answer_s, np.cumsum(table.sizes)[:-1])])
-    beside_s = float(max(0.0, np.mean(table.group_s - slowest)))
+    overhead_s = float(max(0.0, np.mean(table.group_s - slowest)))
     several = bool((table.turns > 1).any())
     tool: Distribution = 0.0
-    reward = table.score_s + beside_s
+    reward = table.score_s + overhead_s
     if several:
         tool = histogram_of((table.environment_s / np.maximum(1, table.turns - 1))[table.turns > 1])
     else:
         reward = reward + table.environment_s
+
     answers = Answers(
         tokens=histogram_of(np.maximum(1, table.tokens)),
         prompt_share=_prompt_share(np.log(np.maximum(1, table.tokens)), table.sizes),
@@ -145,37 +152,45 @@ def _answers_and_engine(run: RunLog) -> tuple[Answers, Decode]:
 
 
 def _fit_engine(table: _Table, replicas: int) -> tuple[float, float, float]:
-    """Seconds of a request, of an engine's step with one answer, and more of it for each further answer."""
+    """Fit the engine's speed.
+
+    Returns the seconds of a request, of an engine step with one response, and more per further response.
+    """
     import numpy as np
 
-    beside = np.maximum(0.0, _concurrency(table) / replicas - 1)
-    columns = np.stack([table.turns, table.tokens, table.tokens * beside], axis=1)
+    neighbours = np.maximum(0.0, _concurrency(table) / replicas - 1)
+    columns = np.stack([table.turns, table.tokens, table.tokens * neighbours], axis=1)
+
+    # Drop the column with the most negative coefficient until none is negative.
     kept = [0, 1, 2]
     while True:
         found = np.linalg.lstsq(columns[:, kept], table.generate_s, rcond=None)[0]
         if (found >= 0).all() or len(kept) == 1:
             break
         kept.remove(kept[int(np.argmin(found))])
+
     by_column = dict(zip(kept, (float(max(0.0, f)) for f in found), strict=True))
     token_s = by_column.get(1, 0.0)
-    if token_s < NEGLIGIBLE_S:  # short answers do not tell a token's time from a request's
+    if token_s < NEGLIGIBLE_S:  # short responses do not distinguish tokens from requests
         token_s = max(NEGLIGIBLE_S, token_s)
     return by_column.get(0, 0.0), token_s, by_column.get(2, 0.0)
 
 
 def _concurrency(table: _Table) -> Floats:
-    """Answers that are with the engines, itself included, on average over the time of each answer.
+    """Return the responses in the engines, averaged over the time of each response, itself included.
 
-    An answer of several turns counts for the share of its time that it is with an engine.
+    A response of several turns counts with the share of its time that it spends in an engine.
     """
     import numpy as np
 
     spent = np.maximum(1e-9, table.generate_s + table.environment_s)
     weight = table.generate_s / spent
+
     begun, ended = table.begun, table.begun + spent
     times = np.concatenate([begun, ended])
     order = np.argsort(times, kind="stable")
     open_after = np.cumsum(np.concatenate([weight, -weight])[order])
+
     at = times[order]
     area = np.concatenate([[0.0], np.cumsum(open_after[:-1] * np.diff(at))])
     mean: Floats = (np.interp(ended, at, area) - np.interp(begun, at, area)) / spent
@@ -183,7 +198,7 @@ def _concurrency(table: _Table) -> Floats:
 
 
 def _prompt_share(logs: Floats, sizes: Sequence[int]) -> float:
-    """Share of the variance between groups, by the analysis of variance with one random factor."""
+    """Return the share of the variance between groups, by a one-way random-effects analysis of variance."""
     import numpy as np
 
     n = sizes[0]
@@ -196,6 +211,7 @@ def _prompt_share(logs: Floats, sizes: Sequence[int]) -> float:
 
 
 def _stages(run: RunLog, fixed_share: float) -> Stages:
+    """Return the costs of all stages that the run had."""
     found = {
         name: _stage(run, name, fixed_share)
         for name in ("logp", "ref_logp", "values", "critic", "update", "gather")
@@ -206,15 +222,17 @@ def _stages(run: RunLog, fixed_share: float) -> Stages:
 
 
 def _stage(run: RunLog, name: str, fixed_share: float) -> Stage | None:
-    """None: the run had no such stage."""
+    """Return the cost of a stage, or None if the run had no such stage."""
     by_step = run.stage(name)
     if not by_step:
         return None
     steady = [seconds for step, seconds in by_step.items() if step > WARM_UP_STEPS] or list(by_step.values())
+
     mean = fmean(steady)
     role = {"update": "train", "gather": "train", "values": "critic"}.get(name, name)
     pool = run.placement.pool_of(role)
     devices = 1 if pool is None else pool.devices
+
     scaling = mean * (1 - fixed_share) * devices
     tokens = fmean(run.tokens.values())
     by_tokens = name != "gather"
@@ -227,35 +245,39 @@ def _stage(run: RunLog, name: str, fixed_share: float) -> Stage | None:
 
 
 def _sync(run: RunLog) -> Sync:
-    """Means of the publications after the first, by replica."""
+    """Return the mean cost of the weight updates after the first one, per replica."""
     served = [r for r in run.records if r.event == "SERVED"]
     served = served[1:] or served
     gathered = {r.fields["version"]: r.t for r in run.records if r.event == "GATHERED"}
+
     before = 0.0
-    beside = []
+    overheads = []
     for r in served:
         replicas = max(1, int(r.fields["replicas"]))
         took = r.t - max(before, gathered[r.fields["version"]])
-        beside.append(max(0.0, took - r.fields["transfer_s"] - r.fields["load_s"]) / replicas)
+        overheads.append(max(0.0, took - r.fields["transfer_s"] - r.fields["load_s"]) / replicas)
         before = r.t
+
     each = {
         name: fmean(r.fields[name] / max(1, r.fields["replicas"]) for r in served)
         for name in ("transfer_s", "load_s", "stall_s")
     }
     return Sync(
-        transfer_s=round(each["transfer_s"] + fmean(beside), 6),
+        transfer_s=round(each["transfer_s"] + fmean(overheads), 6),
         load_s=round(each["load_s"], 6),
         stall_s=round(min(each["stall_s"], each["load_s"]), 6),
     )
 
 
 def _failed_share(run: RunLog) -> float:
+    """Return the share of groups that failed."""
     train = [r for r in run.records if r.event == "TRAINED"]
     failed = float(train[-1].fields.get("samples/failed", 0.0))
     return failed / (failed + len(run.groups))
 
 
 def _validation(run: RunLog) -> Validation | None:
+    """Return the validation's period and duration, or None if the run did not validate."""
     done = [r for r in run.records if r.event == "VALIDATED" and r.fields["version"] > 0]
     if not done:
         return None

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices and batches of a simulation, by the rules of real runs (`placement`): whole nodes, batches that
-divide.
-"""
+"""Devices and batches of a simulation, by the rules of real runs: whole nodes, batches that divide evenly."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from .profile import Profile
 from .trainer import Setting
 
 BATCH_SLACK = 0.05
-"""A batch that grows with the cluster may be so much larger or smaller, to be dealt out evenly."""
-ALIKE = 0.25
-"""A smaller cluster's split is alike if the smaller of its two halves is off by no more than this share."""
+"""A batch that grows with the cluster may differ by this share, so that it divides evenly."""
+SIMILAR = 0.25
+"""A smaller cluster's split is comparable if its smaller half is off by no more than this share."""
 SHAPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "together": (("train", "logp", "ref_logp", "critic"),),
     "reference apart": (("train", "logp", "critic"), ("ref_logp",)),
@@ -29,19 +27,20 @@ SHAPES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "critic apart": (("train", "logp", "ref_logp"), ("critic",)),
     "critic and reference apart": (("train", "logp"), ("critic",), ("ref_logp",)),
 }
-"""Who shares devices, generation aside. What a run does not have is left out; shapes that are then alike
-are one.
+"""Which stages share devices, generation aside.
+
+Stages that a run does not have are left out; shapes that are equal then count once.
 """
 
 
 def pools_of(sizes: Mapping[tuple[str, ...], int], generate: int) -> dict[str, dict[str, Any]]:
-    """The knob `pools`: roles of each pool and its devices."""
+    """Return the value of `pools` for these roles and sizes."""
     pools = {roles[0]: {"roles": list(roles), "devices": devices} for roles, devices in sizes.items()}
     return pools | {"generate": {"roles": ["generate"], "devices": generate}}
 
 
 def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pools") -> Placement:
-    """As for a real run. Raises ConfigError: these pools cannot be."""
+    """Return the placement of `pools`, checked as in a real run. Raises ConfigError if it is impossible."""
     placement = place(
         wishes_of(pools, path),
         roles=profile.roles(),
@@ -49,30 +48,31 @@ def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pool
         node=profile.devices_per_node,
         path=path,
     )
+
     generate = placement.pool_of("generate")
-    assert generate is not None, "wishes_of wants one"
+    assert generate is not None, "wishes_of requires one"
     if generate.devices % profile.devices_per_replica:
         below = generate.devices // profile.devices_per_replica * profile.devices_per_replica
         raise ConfigError(
-            f"{path}: generate must be whole replicas of {profile.devices_per_replica} devices, got "
-            f"{generate.devices}; "
-            f"nearest are {below} and {below + profile.devices_per_replica}"
+            f"{path}: generate must have whole replicas of {profile.devices_per_replica} devices, got "
+            f"{generate.devices}; the nearest sizes are {below} and {below + profile.devices_per_replica}"
         )
     return placement
 
 
 def shared_placement(profile: Profile, devices: int) -> Placement:
-    """All devices train and generate, in turn: the synchronous layout. What is left of the last replica
-    trains only.
+    """Return the synchronous layout: all devices train and generate in turn.
+
+    Devices that do not fill a replica only train.
     """
     return Placement((Pool("all", profile.roles(), (devices,)),))
 
 
 def groups_of(profile: Profile, placement: Placement) -> int:
-    """Groups of a step, such that samples can be dealt out to every pool that computes on them.
+    """Return the groups per step, such that samples divide evenly over every pool that computes on them.
 
-    Raises ConfigError: the profile's number, or one within `BATCH_SLACK` of it if it grows with the cluster,
-    cannot.
+    Raises ConfigError if the profile's number does not, nor any within BATCH_SLACK of it if the batch grows
+    with the cluster.
     """
     wanted, n = profile.batch.on(placement.devices), profile.batch.answers
     others = [pool for pool in placement.pools if "generate" not in pool.roles]
@@ -81,6 +81,7 @@ def groups_of(profile: Profile, placement: Placement) -> int:
         fitting = max(1, round(wanted / unit)) * unit
         if abs(fitting - wanted) <= max(BATCH_SLACK * wanted, 0.5):
             return fitting
+
     for pool in others:
         check_divides(pool, wanted * n, "batch.groups x batch.answers of the profile")
     return wanted
@@ -94,23 +95,22 @@ def knobs_of(
     stale: str = "wait",
     sync_every: int = 1,
 ) -> AsyncPipelineConfig:
-    """Return the knobs of a simulated run.
-
-    Raises ConfigError if there is no such strategy, or if it contradicts the rest.
-    """
+    """Return the settings of a strategy. Raises ConfigError if it is unknown or contradicts an option."""
     name = canonical_strategy(strategy, "--strategy")
     implied = schedule_class(name).implied_lag
     if max_lag is None:
         max_lag = DEFAULT_AHEAD if implied is None else implied
+
     return AsyncPipelineConfig(
         strategy=name, max_lag=max_lag, depth=depth, stale=stale, sync_every=sync_every
     )
 
 
 def smaller(setting: Setting) -> Setting | None:
-    """The same shape on a quarter of the devices (or a third, or a half), split as nearly alike as whole
-    nodes, whole
-    replicas and batches that divide allow; None: there is none."""
+    """Return the same shape on a quarter of the devices (or a third, or a half), or None if none is possible.
+
+    The split is as similar as whole nodes, whole replicas and evenly divided batches allow.
+    """
     profile, pools = setting.profile, setting.placement.pools
     for factor in (4, 3, 2):
         devices = setting.placement.devices // factor
@@ -118,11 +118,13 @@ def smaller(setting: Setting) -> Setting | None:
             profile.devices_per_replica,
             1 if devices <= profile.devices_per_node else profile.devices_per_node,
         )
+
         wanted = setting.devices_of("generate") / factor
-        off = ALIKE * min(wanted, devices - wanted)
+        off = SIMILAR * min(wanted, devices - wanted)
         sizes = sorted(
             (abs(size - wanted), size) for size in range(unit, devices, unit) if abs(size - wanted) <= off
         )
+
         for _, generate in sizes:
             found = _split_alike([pool for pool in pools if "generate" not in pool.roles], devices - generate)
             if found is None:
@@ -136,8 +138,9 @@ def smaller(setting: Setting) -> Setting | None:
 
 
 def _split_alike(pools: Sequence[Pool], devices: int) -> dict[tuple[str, ...], int] | None:
-    """So many devices in the proportions of these pools, the first one with what is left; None: one would
-    get none.
+    """Return this many devices in the proportions of `pools`; the first pool gets the remainder.
+
+    Returns None if a pool would get no device.
     """
     first, *others = pools
     total = sum(pool.devices for pool in pools)
@@ -147,7 +150,7 @@ def _split_alike(pools: Sequence[Pool], devices: int) -> dict[tuple[str, ...], i
 
 
 def shapes(profile: Profile) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-    """Those of `SHAPES` that differ for the roles of this profile."""
+    """Return the entries of SHAPES that differ for the roles of this profile."""
     there = set(profile.roles())
     found: dict[str, tuple[tuple[str, ...], ...]] = {}
     for name, groups in SHAPES.items():

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workload costs, as a file: how long answers are, what decoding, each stage and a weight update take.
+"""The costs of a workload as a file: response lengths, and times of decoding, stages and weight updates.
 
-Times are seconds; `device_s` and `token_s` of a stage are device-seconds. A profile knows nothing of a
-layout: what
-it says is carried over to any number of devices by the laws below.
+Times are in seconds; `device_s` and `token_s` of a stage are device-seconds. A profile does not depend on a
+layout: the formulas below scale it to any number of devices.
 """
 
 from __future__ import annotations
@@ -32,51 +31,53 @@ STAGES = (
 
 
 def _require(ok: bool, path: str, rule: str, value: Any) -> None:
+    """Raise ConfigError unless `ok`."""
     if not ok:
-        raise ConfigError(f"{path} {rule}, got {value!r}; mend it in the profile")
+        raise ConfigError(f"{path} {rule}, got {value!r}; correct the profile")
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one optimizer step trains on: `groups` prompts, or so many for each device of the cluster."""
+    """What one optimizer step trains on: a fixed number of prompts, or a number per device of the cluster."""
 
     groups: int | None = None
     groups_per_device: float | None = None
-    """The batch grows with the cluster (weak scaling)."""
+    """Prompts per device: the batch grows with the cluster (weak scaling)."""
     answers: int = 8
-    """To each prompt."""
+    """Responses to each prompt."""
 
     def __post_init__(self) -> None:
         if (self.groups is None) == (self.groups_per_device is None):
             raise ConfigError("batch must have groups or groups_per_device; give one of them")
+
         _require(self.groups is None or self.groups >= 1, "batch.groups", "must be >= 1", self.groups)
         rate = self.groups_per_device
         _require(rate is None or rate > 0, "batch.groups_per_device", "must be > 0", rate)
         _require(self.answers >= 1, "batch.answers", "must be >= 1", self.answers)
 
     def on(self, devices: int) -> int:
-        """Groups of a step on a cluster of this size."""
+        """Return the groups per step on a cluster of this size."""
         return (
             self.groups if self.groups is not None else max(1, round((self.groups_per_device or 0) * devices))
         )
 
 
 class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What comes back to a prompt."""
+    """The responses to a prompt."""
 
     tokens: Distribution
-    """That the model writes in one answer, over all its turns, which share them evenly."""
+    """Tokens that the model writes in one response, spread evenly over its turns."""
     prompt_share: float = 0.0
-    """Share of the variance of log(tokens) that belongs to the prompt: answers to a hard one are all long."""
+    """Share of the variance of log(tokens) between prompts: responses to a hard prompt are all long."""
     prompt_tokens: Distribution = 0.0
     turns: Distribution = 1.0
     observation_tokens: float = 0.0
-    """That a tool's result adds, between two turns."""
+    """Tokens that a tool's result adds between two turns."""
     tool_s: Distribution = 0.0
-    """From the end of a turn to the request for the next one."""
+    """Seconds from the end of a turn to the request for the next one."""
     request_s: float = 0.0
-    """Of each turn beside the engine's work: the way there and back."""
+    """Seconds that each turn's request takes in addition to the engine's work."""
     reward_s: Distribution = 0.0
-    """From an answer's end to its score; scores do not wait for each other."""
+    """Seconds from the end of a response to its score; scores do not wait for each other."""
 
     def __post_init__(self) -> None:
         _require(largest(self.tokens) >= 1, "answers.tokens", "must reach 1", largest(self.tokens))
@@ -89,6 +90,7 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             "must be >= 1",
             smallest(self.turns),
         )
+
         for name in ("prompt_tokens", "observation_tokens", "request_s", "tool_s", "reward_s"):
             _require(
                 smallest(getattr(self, name)) >= 0,
@@ -99,19 +101,17 @@ class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A replica's engine: each step gives one token to each answer that it works on, and takes longer the
-    more they are.
+    """A replica's engine: a step gives one token to each response, and takes longer the more there are.
 
-    `token_s` are the seconds of a step at the `concurrency` beside it, with straight lines between; beyond
-    the last
-    the last line goes on. Reading a prompt holds all answers of the replica up.
+    `token_s` has the seconds of a step at each value of `concurrency`, interpolated linearly and
+    extrapolated beyond the last. Reading a prompt delays all responses of the replica.
     """
 
     concurrency: tuple[int, ...] = (1,)
     token_s: tuple[float, ...]
     prefill_token_s: float = 0.0
     slots: int = 256
-    """Answers that a replica works on at once; others wait in its queue."""
+    """Responses that a replica works on at the same time; further ones wait in its queue."""
 
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.concurrency, self.concurrency[1:], strict=False))
@@ -127,6 +127,7 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "must have one value for each concurrency",
             len(self.token_s),
         )
+
         never_faster = all(a <= b for a, b in zip(self.token_s, self.token_s[1:], strict=False))
         _require(
             self.token_s[0] > 0 and never_faster,
@@ -138,7 +139,7 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         _require(self.slots >= 1, "decode.slots", "must be >= 1", self.slots)
 
     def step_s(self, concurrency: int) -> float:
-        """Seconds of one step of the engine with so many answers."""
+        """Return the seconds of one engine step with this number of responses."""
         xs, ys = self.concurrency, self.token_s
         if len(xs) == 1 or concurrency <= xs[0]:
             return ys[0]
@@ -148,21 +149,21 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a stage takes for one batch.
+    """The time of a stage for one batch.
 
     fixed_s + (device_s + token_s x tokens) x (serial_share + (1 - serial_share) / devices)
     """
 
     fixed_s: float = 0.0
-    """However many devices: launching, balancing, waiting for the slowest rank."""
+    """Seconds for any number of devices: launching, balancing, waiting for the slowest rank."""
     device_s: float = 0.0
-    """Work of a batch."""
+    """Device-seconds per batch."""
     token_s: float = 0.0
-    """Work of a token, prompts and observations included."""
+    """Device-seconds per token, including prompts and observations."""
     serial_share: float = 0.0
-    """Of the work that more devices do not make shorter (Amdahl)."""
+    """Share of the work that more devices do not speed up (Amdahl)."""
     cv: float = 0.0
-    """Spread from step to step, standard deviation over mean; lognormal."""
+    """Standard deviation over mean of the time from step to step; lognormal."""
 
     def __post_init__(self) -> None:
         for name in ("fixed_s", "device_s", "token_s", "serial_share", "cv"):
@@ -170,7 +171,7 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         _require(self.serial_share <= 1, "serial_share", "of a stage must be at most 1", self.serial_share)
 
     def seconds(self, tokens: float, devices: int) -> float:
-        """On average. `devices`: of its pool; 0 is a host, which counts as one."""
+        """Return the mean time. `devices`: of the stage's pool; 0 is a host and counts as one."""
         work = self.device_s + self.token_s * tokens
         return self.fixed_s + work * (self.serial_share + (1 - self.serial_share) / max(1, devices))
 
@@ -179,51 +180,45 @@ NOTHING = Stage()
 
 
 class Stages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All on the training devices, or on pools of their own; draw, assemble, advantage and finish on the
-    host.
-    """
+    """The stages, on training devices or separate pools; draw, assemble, advantage, finish on the host."""
 
     update: Stage
     logp: Stage = NOTHING
     ref_logp: Stage | None = None
-    """None: there is no reference policy."""
+    """None without a reference policy."""
     values: Stage | None = None
     critic: Stage | None = None
-    """Both None: there is no critic."""
+    """`values` and `critic` are both None without a critic."""
     advantage: Stage = NOTHING
     gather: Stage = NOTHING
-    """Of weights into host memory, on the training devices."""
+    """Copying the weights to host memory, on the training devices."""
     draw: Stage = NOTHING
-    """Of prompts."""
+    """Drawing prompts."""
     assemble: Stage = NOTHING
-    """Of a batch, when its groups are there."""
+    """Assembling a batch once its groups are complete."""
     finish: Stage = NOTHING
-    """Bookkeeping after a step; the devices are free, the trainer is not."""
+    """Bookkeeping after a step; the trainer is busy, its devices are free."""
 
     def __post_init__(self) -> None:
         if (self.values is None) != (self.critic is None):
-            raise ConfigError("stages.values and stages.critic belong together; name both or neither")
+            raise ConfigError("stages.values and stages.critic require each other; give both or neither")
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a version reaches one replica, after its gather."""
+    """How a version reaches one replica after the gather."""
 
     transfer_s: float = 0.0
-    """Until it lies beside the replica, which goes on meanwhile."""
+    """Seconds until the version is on the replica's host; the replica keeps generating."""
     load_s: float = 0.0
-    """From there until it is served."""
+    """Seconds from there until it is served."""
     stall_s: float = 0.0
-    """The part of `load_s` in which the replica stands still."""
+    """Part of `load_s` during which the replica does not generate."""
     loads_at_once: int | None = None
-    """Replicas that are brought a version at the same time; None: as the pipeline does by default, see
-    `knobs.loads_at_once`.
-    """
+    """Replicas that are updated at the same time; None for the pipeline's default, `schema.loads_at_once`."""
     pull_s: float = 0.0
-    """The same for a pool of forward-only models (log-probs), once a version."""
+    """Transfer and load for a pool of forward-only models (log-probs), per version."""
     switch_s: float = 0.0
-    """Where training and generation share devices: seconds a step to make room for one another. For the
-    synchronous layout.
-    """
+    """Seconds per step to switch between training and generation on shared devices (synchronous layout)."""
 
     def __post_init__(self) -> None:
         for name in ("transfer_s", "load_s", "stall_s", "pull_s", "switch_s"):
@@ -243,14 +238,14 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What goes wrong."""
+    """Failures of groups and replicas."""
 
     group: float = 0.0
-    """Probability that a finished group cannot be scored; another prompt is drawn for it."""
+    """Probability that a finished group cannot be scored and is replaced by another prompt."""
     replica_mtbf_s: float | None = None
-    """Mean time between failures of one replica, exponential. What it was answering starts anew elsewhere."""
+    """Mean time between failures of one replica, exponential; its responses restart on another one."""
     restart_s: float = 60.0
-    """Until it serves again."""
+    """Seconds until a failed replica serves again."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.group < 1, "failures.group", "must be from 0 to below 1", self.group)
@@ -260,10 +255,10 @@ class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The replicas keep the version that is validated; its own requests are not simulated."""
+    """Validation, during which the replicas keep their version; its requests are not simulated."""
 
     every: int
-    """Optimizer steps."""
+    """Optimizer steps between validations."""
     seconds: float
 
     def __post_init__(self) -> None:
@@ -272,11 +267,11 @@ class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All that a simulation needs to know of a workload and the machines under it."""
+    """Everything that a simulation needs to know about a workload and its machines."""
 
     origin: Literal["measured", "assumed"]
     note: str
-    """Where the numbers come from; shown with every result."""
+    """Origin of the numbers; shown with every result."""
     batch: Batch
     answers: Answers
     decode: Decode
@@ -294,7 +289,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         _require(self.devices_per_node >= 1, "devices_per_node", "must be >= 1", self.devices_per_node)
 
     def roles(self) -> tuple[str, ...]:
-        """Those that compute on devices, in the words of `placement.PLACED`."""
+        """Return the stages that compute on devices, named as in `placement.PLACED`."""
         there = {"ref_logp": self.stages.ref_logp, "critic": self.stages.critic}
         return tuple(
             role
@@ -304,7 +299,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def load(name: str) -> Profile:
-    """Read a profile by path, or a shipped one by name. Raises ConfigError: there is none, or it is wrong."""
+    """Read a profile by path, or a shipped one by name. Raises ConfigError if it is missing or invalid."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else PROFILES / f"{name}.yaml"
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Profile)
@@ -316,7 +311,7 @@ def load(name: str) -> Profile:
 
 
 def dump(profile: Profile) -> str:
-    """As YAML; what has its default is left out."""
+    """Return the profile as YAML, without values that equal their defaults."""
     import yaml
 
     text: str = yaml.safe_dump(_sparse(profile), sort_keys=False, default_flow_style=None, width=120)
@@ -324,7 +319,7 @@ def dump(profile: Profile) -> str:
 
 
 def _sparse(value: Any) -> Any:
-    """Plain values; fields that have their defaults are left out."""
+    """Return plain values, without fields that equal their defaults."""
     if not isinstance(value, msgspec.Struct):
         return [_sparse(v) for v in value] if isinstance(value, tuple) else value
     config = value.__struct_config__

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real run left behind, as far as its speed is told by it: `events.jsonl` and `settings.json`."""
+"""The files of a real run that show its speed: `events.jsonl` and `settings.json`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDS = {
     "update": ("train", "TRAINED"),
     "gather": ("param_update", "GATHERED"),
 }
-"""Stage to the role that does it, and the event at which it is over; it begins with the role's lease."""
+"""For each stage, the role that runs it and the event that ends it; it begins with the role's lease."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunLog:
 
     @cached_property
     def step_ends_s(self) -> list[float]:
-        """When each optimizer step ended."""
+        """Time of the end of each optimizer step."""
         return [record.t for record in self.records if record.event == "TRAINED"]
 
     @cached_property
@@ -63,25 +63,23 @@ class RunLog:
 
     @cached_property
     def groups(self) -> Sequence[LogRecord]:
-        """ANSWERED, a record for each group: columns of its answers' costs."""
+        """The ANSWERED records, one per group, with columns of its responses' costs."""
         return [record for record in self.records if record.event == "ANSWERED"]
 
     @cached_property
     def warm_groups(self) -> Sequence[LogRecord]:
-        """Those whose prompts went out after the first step was trained: code is compiled and caches are
-        full by then.
-        """
+        """Groups dispatched after the first step was trained, when code is compiled and caches are full."""
         return [group for group in self.groups if begun_s(group) >= self.step_ends_s[0]]
 
     @cached_property
     def tokens(self) -> Mapping[int, float]:
-        """That each step trained on, prompts and observations included."""
+        """Tokens that each step trained on, including prompts and observations."""
         of_group = {r.fields["key"]: _total(r.fields) for r in self.groups}
         batches = {r.fields["step"]: r.fields["keys"] for r in self.records if r.event == "ASSEMBLED"}
         return {step: sum(of_group[key] for key in keys) for step, keys in batches.items()}
 
     def stage(self, name: str) -> Mapping[int, float]:
-        """Seconds that a stage of `ENDS`, `assemble` or `finish` took, by step. Empty: there was none."""
+        """Return the seconds of a stage of ENDS, `assemble` or `finish`, by step; empty if it did not run."""
         return dict(self._stages.get(name, {}))
 
     @cached_property
@@ -92,14 +90,17 @@ class RunLog:
         return found
 
     def _durations(self) -> Iterator[tuple[str, int, float]]:
+        """Yield stage, step and seconds."""
         begun: dict[tuple[str, int], float] = {}
         ends = {end: name for name, end in ENDS.items()}
         for record in self.records:
             lane, step = (record.role, int(record.fields.get("lane", 0))), record.fields.get("step")
+
             if record.event in ("LEASE", "RESUME"):
                 begun[lane] = record.t
             if lane not in begun or step is None:
                 continue
+
             if (record.role, record.event) in ends:
                 yield ends[record.role, record.event], int(step), record.t - begun[lane]
             elif record.event == "ASSEMBLED":
@@ -111,7 +112,7 @@ class RunLog:
 
 
 def read_run(directory: Path) -> RunLog:
-    """Raises ConfigError: this is no run's directory, or one of an older version."""
+    """Read a run's directory. Raises ConfigError if it is not one, or the run trained nothing."""
     settings, events = directory / SETTINGS, directory / "events.jsonl"
     for path in (events, settings):
         if not path.is_file():
@@ -121,17 +122,17 @@ def read_run(directory: Path) -> RunLog:
     try:
         run = RunLog(directory, json.loads(settings.read_text(encoding="utf-8")), read_events(events))
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{directory}: its files are not those of a run: {error}") from None
+        raise ConfigError(f"{directory} has files of another format: {error}; give a run's") from None
     if not run.groups or not run.step_ends_s:
-        raise ConfigError(f"{events} tells of no finished group and step; give a run that trained")
+        raise ConfigError(f"{events} has no finished group or no step; give a run that trained")
     return run
 
 
 def begun_s(group: LogRecord) -> float:
-    """When the prompt of an ANSWERED record went out."""
+    """Return when the prompt of an ANSWERED record was dispatched."""
     return group.t - float(group.fields["seconds"])
 
 
 def _total(columns: Mapping[str, Any]) -> float:
-    """Tokens of a group."""
+    """Return the tokens of a group."""
     return float(sum(sum(columns[name]) for name in ("prompt_tokens", "tokens", "observation_tokens")))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One simulated run: `AsyncTrainingFlow` as it is, on a loop of virtual time, and what came of it."""
+"""One simulated run: `AsyncTrainingFlow` unchanged, on a loop of virtual time, and its figures."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ..observe.accounting import Accounting
 from .trainer import Setting, SimulatedTrainer
 
 LEAST_STEPS = 4
-"""Steps that are averaged, at least."""
+"""Smallest number of steps to average over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a simulated run comes down to; times are virtual, but `wall_s`."""
+    """The figures of a simulated run; times are virtual, except `wall_s`."""
 
     setting: Setting
     step_s: float
     """Mean over the steps of the window."""
     step_ends_s: tuple[float, ...]
-    """Of all steps."""
+    """End of every step."""
     lag_mean: float
-    """Of the trajectories of the window."""
+    """Mean lag of the window's trajectories."""
     lag_max: int
-    """Of the whole run."""
+    """Largest lag of the whole run."""
     accounting: Accounting
-    """Of the whole run."""
+    """Device-seconds of the whole run."""
     events: int
-    """Records of the log, and what happened to the engines."""
+    """Log records and events of the engines."""
     wall_s: float
 
     @property
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def idle(self) -> Mapping[str, Mapping[str, float]]:
-        """By pool, the share of its device-seconds of each reason that is no work."""
+        """For each pool, the share of its device-seconds by reason for not working."""
         working = ("compute_", "sync", "validation")
         return {
             name: {reason: share for reason, share in pool.shares().items() if not reason.startswith(working)}
@@ -60,10 +60,9 @@ class Outcome:
 
 
 def window(steps: int, max_lag: int) -> tuple[int, int]:
-    """Steps are averaged after the first of these and until the second: neither while the pipeline fills nor
-    while it drains.
+    """Return the steps after and until which to average, without filling and draining the pipeline.
 
-    Raises ConfigError: too few are left.
+    Raises ConfigError if too few steps remain.
     """
     first, last = 2 * (max_lag + 1), steps - (max_lag + 1)
     if last - first < LEAST_STEPS:
@@ -75,9 +74,9 @@ def window(steps: int, max_lag: int) -> tuple[int, int]:
 
 
 def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
-    """Run it; average steps `over` first to last instead of over the window.
+    """Run a simulation; average over `over` (first, last) instead of the window.
 
-    Raises ConfigError: too few steps for the lag. What the flow raises comes through.
+    Raises ConfigError if there are too few steps for the lag; errors of the flow propagate.
     """
     first, last = over or window(setting.steps, setting.knobs.max_lag)
     trainer = SimulatedTrainer(setting)
@@ -85,9 +84,11 @@ def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
     accountant, steps = Accountant(), _Steps()
     flow.log.subscribe(accountant)
     flow.log.subscribe(steps)
+
     started = time.perf_counter()
     with _collecting_seldom():
         run_virtual(flow.run())
+
     return Outcome(
         setting=setting,
         step_s=(steps.ends_s[last - 1] - steps.ends_s[first - 1]) / (last - first),
@@ -101,7 +102,7 @@ def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
 
 
 class _Steps:
-    """A subscriber of the event log: when each step ended, and the lag of its trajectories."""
+    """Subscriber of the event log: the end of each step, and the lag of its trajectories."""
 
     def __init__(self) -> None:
         self.ends_s: list[float] = []
@@ -117,9 +118,7 @@ class _Steps:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Python looks for cycles each time some hundred objects are made; here millions are, and none in
-    cycles.
-    """
+    """Collect garbage less often: a simulation makes millions of objects, none in cycles."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, 50, 50)
     try:

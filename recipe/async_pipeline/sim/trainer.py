@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer whose work costs virtual time: what `AsyncTrainingFlow` drives instead of verl.
+"""A trainer whose work costs virtual time, driven by `AsyncTrainingFlow` in place of verl's.
 
-It follows the schedule that a real run with the same knobs follows.
+It follows the same schedule as a real run with the same settings.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Tic
 from ..core.schedule import Schedule
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
-from .replicas import Replica, ReplicaPool
+from .replica import Replica
+from .replica_pool import ReplicaPool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is simulated."""
+    """The run to simulate."""
 
     profile: Profile
     placement: Placement
-    """Of the roles of `profile.roles()`. If `generate` is on the training devices they take turns, as in a
-    synchronous trainer.
+    """Placement of `profile.roles()`.
+
+    If `generate` is on the training devices, both take turns as in a synchronous trainer.
     """
     knobs: AsyncPipelineConfig
     groups: int
-    """Of a step."""
+    """Groups per step."""
     steps: int
     seed: int = 1
 
     @property
     def shared(self) -> bool:
-        """Do training and generation share their devices?"""
+        """Whether training and generation share devices."""
         return self.placement.own_pool_of("generate") is None
 
     @property
@@ -53,18 +55,19 @@ class Setting:
 
     @property
     def loads_at_once(self) -> int:
-        """All, where no replica has anything to answer meanwhile."""
+        """Replicas that load at the same time; all of them if training and generation take turns."""
         return self.replicas if self.shared else loads_at_once(self.profile.sync.loads_at_once, self.replicas)
 
     @property
     def old_logp(self) -> str:
-        """One of `knobs.OLD_LOGP`."""
+        """One of `schema.OLD_LOGP`."""
         return proximal_policy(self.knobs, self.placement, bypass=False)
 
     @property
     def schedule(self) -> Schedule:
         """The schedule that a real run with these knobs follows."""
         validation = self.profile.validation
+
         return schedule_of(
             self.knobs,
             batch=self.groups,
@@ -74,13 +77,13 @@ class Setting:
         )
 
     def devices_of(self, role: str) -> int:
-        """0: it needs none."""
+        """Return the devices of a role, or 0 if it needs none."""
         pool = self.placement.pool_of({"param_update": "train", "values": "critic"}.get(role, role))
         return 0 if pool is None else pool.devices
 
 
 class SimulatedTrainer:
-    """A `core.ports.PipelineTrainer`."""
+    """A `core.trainer_protocol.PipelineTrainer` that spends virtual time."""
 
     resumed: FlowState | None = None
     caution = Caution()
@@ -98,21 +101,22 @@ class SimulatedTrainer:
         self._weights = asyncio.Lock()
         self._newest = -1
         self._held: dict[str, int] = {}
-        """Versions that forward-only models on other devices hold, by role."""
+        """Versions held by forward-only models on other devices, by role."""
         self._failures: set[asyncio.Task[None]] = set()
 
     @property
     def pool(self) -> ReplicaPool:
-        """The engines, which are there from the first publication on."""
+        """The engines, created at the first use."""
         if self._pool is None:
             profile = self.profile
             self._pool = ReplicaPool(
                 self.setting.replicas, profile.decode, profile.answers.observation_tokens
             )
+
             mtbf = profile.failures.replica_mtbf_s
             for replica in self._pool.replicas if mtbf else ():
                 task = asyncio.create_task(
-                    self._fail_now_and_then(replica, mtbf or 0.0), name=f"failures:{replica.index}"
+                    self._fail_at_random(replica, mtbf or 0.0), name=f"failures:{replica.index}"
                 )
                 self._failures.add(task)
         return self._pool
@@ -152,15 +156,15 @@ class SimulatedTrainer:
         return PromptBatch(step=ticket.step, prompts=tuple(prompts), admitted_version=ticket.version)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        """A simulation begins at the beginning."""
+        """Not implemented: a simulation always starts at step 1."""
         raise NotImplementedError
 
     async def save(self, state: FlowState) -> bool:
-        """What a checkpoint costs is not simulated."""
+        """Not implemented: the cost of checkpoints is not simulated."""
         raise NotImplementedError
 
     def stepped(self, change: Change) -> None:
-        """No update of weights fails here, so that nothing is done with less asynchrony."""
+        """Do nothing: weight updates do not fail here, so asynchrony is never reduced."""
 
     async def generate_group(self, prompt: Prompt) -> Group:
         costs: GroupCost = prompt.payload
@@ -174,11 +178,12 @@ class SimulatedTrainer:
             )
             for i, (cost, versions) in enumerate(zip(costs.answers, served, strict=True))
         )
-        flaw = "it fails, as the profile says of some" if costs.fails else ""
+
+        flaw = "fails with the profile's probability" if costs.fails else ""
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw)
 
     async def discard(self, group: Group) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
         await self._stage(self.profile.stages.assemble)
@@ -221,7 +226,7 @@ class SimulatedTrainer:
         return version
 
     async def publish(self, version: int, snapshot: object) -> Publication:
-        """Replica after replica, `loads_at_once` at a time; those that are down get it when they are back."""
+        """Update the replicas, `loads_at_once` at a time; a failed one is updated when it is back."""
         async with self._weights:
             self._newest = version
             waiting = iter([replica for replica in self.pool.replicas if replica.is_up])
@@ -233,7 +238,7 @@ class SimulatedTrainer:
         return self._publication(version, open_s)
 
     async def watch(self) -> None:
-        """Replicas that fail are back by themselves, see `_fail_now_and_then`."""
+        """Do nothing: failed replicas come back in `_fail_at_random`."""
 
     async def validate(self, version: int) -> float | None:
         validation = self.profile.validation
@@ -244,13 +249,13 @@ class SimulatedTrainer:
         return validation.seconds
 
     async def _pull(self, role: str, version: int) -> None:
-        """Have the copy of a role load a version, unless it holds it."""
+        """Have a role's copy of the weights load a version, unless it holds it."""
         if self._held.get(role) != version:
             await asyncio.sleep(self.profile.sync.pull_s)
             self._held[role] = version
 
     async def _load(self, replica: Replica, version: int) -> float:
-        """Seconds in which the replica had requests open since its last load."""
+        """Load a version; return the seconds with open requests since the last load."""
         sync = self.profile.sync
         await asyncio.sleep(sync.transfer_s + sync.load_s - sync.stall_s)
         if sync.stall_s:
@@ -269,15 +274,18 @@ class SimulatedTrainer:
             "busy_s": open_s,
             "replicas": replicas,
         }
+
         gather_s = self.profile.stages.gather.seconds(0.0, self.setting.devices_of("train"))
         return Publication(version=version, num_bytes=0, gather_s=gather_s, tensors_proved=0, **facts)
 
     async def _on(self, batch: StepBatch, role: str, stage: Stage | None) -> StepBatch:
-        assert stage is not None, f"the run has no {role}"
+        """Run a stage on a batch; record its time."""
+        assert stage is not None, f"the run has no stage {role}"
         seconds = await self._stage(stage, float(batch.payload), self.setting.devices_of(role))
         return replace(batch, timing_s={**batch.timing_s, role: seconds})
 
     async def _stage(self, stage: Stage, tokens: float = 0.0, devices: int = 0) -> float:
+        """Wait for the duration of a stage; return it."""
         seconds = stage.seconds(tokens, devices)
         if stage.cv and seconds:
             sigma = math.sqrt(math.log1p(stage.cv**2))
@@ -286,7 +294,8 @@ class SimulatedTrainer:
             await asyncio.sleep(seconds)
         return seconds
 
-    async def _fail_now_and_then(self, replica: Replica, mtbf_s: float) -> None:
+    async def _fail_at_random(self, replica: Replica, mtbf_s: float) -> None:
+        """Fail and restart a replica again and again."""
         while True:
             await asyncio.sleep(self._random.expovariate(1 / mtbf_s))
             self.pool.fail(replica)

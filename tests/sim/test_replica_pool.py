@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines: answers progress alike, more of them more slowly; nothing is lost when they are given up or a
-replica dies.
-"""
+"""Engines: responses share them, and nothing is lost when responses are given up or a replica dies."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.sim.draws import AnswerCost
 from recipe.async_pipeline.sim.profile import Decode
-from recipe.async_pipeline.sim.replicas import LeastBusy, Replica, ReplicaPool
+from recipe.async_pipeline.sim.replica_pool import ReplicaPool
 
 SLOWER = Decode(concurrency=(1, 2, 4), token_s=(1.0, 1.5, 2.0), slots=4)
 
@@ -30,9 +28,9 @@ def cost(
 def timed(
     pool: Callable[[], ReplicaPool],
     *asks: tuple[float, list[AnswerCost]],
-    beside: Callable[[ReplicaPool], Awaitable[Any]] | None = None,
+    meanwhile: Callable[[ReplicaPool], Awaitable[Any]] | None = None,
 ) -> list[float]:
-    """When each group was done, that was asked for at its time."""
+    """Return when each group was done; each is requested at its time."""
 
     async def run() -> list[float]:
         engines = pool()
@@ -43,19 +41,19 @@ def timed(
             await engines.answer(costs)
             return loop.time()
 
-        other = asyncio.ensure_future(beside(engines)) if beside else None
+        other = asyncio.ensure_future(meanwhile(engines)) if meanwhile else None
         done = await asyncio.gather(*(ask(at, costs) for at, costs in asks))
         if other is not None:
             await other
-        assert all(r.running == 0 and r.open == 0 for r in engines.replicas), "nothing is left behind"
+        assert all(r.running == 0 and r.open == 0 for r in engines.replicas), "no request is left open"
         return done
 
     return run_virtual(run())
 
 
-def test_two_answers_share_an_engine() -> None:
-    # Alone until 2 (2 tokens), then together at 1.5 s a token: the first needs 2 more, until 5; the other 3 -
-    # 2 alone.
+def test_two_responses_share_an_engine() -> None:
+    # Alone until 2 (2 tokens), then together at 1.5 s per token: the first needs 2 more tokens, until 5; the
+    # second has 2 of its 3 by then.
     assert timed(lambda: ReplicaPool(1, SLOWER), (0, [cost(4)]), (2, [cost(3)])) == pytest.approx([5.0, 6.0])
 
 
@@ -71,21 +69,21 @@ def test_requests_go_to_the_least_busy_replica() -> None:
     )
 
 
-def test_what_finds_no_slot_waits_in_order() -> None:
+def test_requests_without_a_slot_wait_in_order() -> None:
     one_slot = Decode(token_s=(1.0,), slots=1)
     assert timed(
         lambda: ReplicaPool(1, one_slot), (0, [cost(3)]), (1, [cost(2)]), (2, [cost(1)])
     ) == pytest.approx([3.0, 5.0, 6.0])
 
 
-def test_reading_a_prompt_holds_the_others_up() -> None:
+def test_reading_a_prompt_delays_other_responses() -> None:
     reading = Decode(token_s=(1.0,), prefill_token_s=0.5, slots=4)
     assert timed(
         lambda: ReplicaPool(1, reading), (0, [cost(3)]), (1, [cost(1, prompt=4.0)])
     ) == pytest.approx([5.0, 4.0])
 
 
-def test_tools_come_between_turns_and_later_turns_stay_where_they_were() -> None:
+def test_tools_run_between_turns_and_later_turns_stay_on_the_replica() -> None:
     assert timed(lambda: ReplicaPool(1, SLOWER, 0.0), (0, [cost(2, turns=2, tool_s=3.0)])) == pytest.approx(
         [7.0]
     )
@@ -96,19 +94,19 @@ def test_a_stalled_replica_makes_no_step() -> None:
         await asyncio.sleep(1.0)
         pool.stall(pool.replicas[0], 2.5)
 
-    assert timed(lambda: ReplicaPool(1, SLOWER), (0, [cost(4)]), beside=stall) == pytest.approx([6.5])
+    assert timed(lambda: ReplicaPool(1, SLOWER), (0, [cost(4)]), meanwhile=stall) == pytest.approx([6.5])
 
 
-def test_what_a_dead_replica_was_writing_is_written_again_elsewhere() -> None:
+def test_responses_of_a_dead_replica_restart_on_another() -> None:
     async def fail(pool: ReplicaPool) -> None:
         await asyncio.sleep(3.0)
         pool.fail(pool.replicas[0])
-        pool.fail(pool.replicas[0])  # it is gone already
+        pool.fail(pool.replicas[0])  # no effect: it has failed already
         await asyncio.sleep(10.0)
         pool.revive(pool.replicas[0], 7)
 
     assert timed(
-        lambda: ReplicaPool(2, SLOWER), (0, [cost(4)]), (0.5, [cost(8)]), beside=fail
+        lambda: ReplicaPool(2, SLOWER), (0, [cost(4)]), (0.5, [cost(8)]), meanwhile=fail
     ) == pytest.approx([9.0, 10.75], abs=3)
 
 
@@ -120,11 +118,11 @@ def test_without_a_replica_requests_wait_for_one() -> None:
         pool.revive(pool.replicas[0], 1)
 
     assert timed(
-        lambda: ReplicaPool(1, SLOWER), (0, [cost(3)]), (2, [cost(3)]), beside=fail
+        lambda: ReplicaPool(1, SLOWER), (0, [cost(3)]), (2, [cost(3)]), meanwhile=fail
     ) == pytest.approx([9.5, 9.5])
 
 
-def test_a_group_that_is_given_up_leaves_its_engine_to_the_others() -> None:
+def test_a_cancelled_group_frees_its_engine() -> None:
     async def run() -> float:
         pool = ReplicaPool(1, Decode(concurrency=(1, 2), token_s=(1.0, 2.0), slots=2))
         given_up = asyncio.create_task(pool.answer([cost(100), cost(100, reward_s=5.0)]))
@@ -139,7 +137,7 @@ def test_a_group_that_is_given_up_leaves_its_engine_to_the_others() -> None:
     assert run_virtual(run()) == pytest.approx(6.0)
 
 
-def test_versions_are_those_at_the_first_and_last_token() -> None:
+def test_versions_are_recorded_at_the_first_and_last_token() -> None:
     async def run() -> Any:
         pool = ReplicaPool(1, SLOWER)
         pool.replicas[0].version = 3
@@ -151,7 +149,7 @@ def test_versions_are_those_at_the_first_and_last_token() -> None:
     assert run_virtual(run()) == [(3, 5)]
 
 
-def test_open_seconds_are_those_with_a_request() -> None:
+def test_open_seconds_count_the_time_with_a_request() -> None:
     async def run() -> list[float]:
         pool = ReplicaPool(1, SLOWER)
         await asyncio.sleep(2.0)
@@ -168,8 +166,8 @@ def test_open_seconds_are_those_with_a_request() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 30)), min_size=1, max_size=12))
-def test_virtual_time_is_what_stepping_through_time_gives(requests: list[tuple[float, int]]) -> None:
-    """Against small steps of real time: each answer makes dt / step_s(c) tokens of progress."""
+def test_virtual_time_equals_stepping_through_time(requests: list[tuple[float, int]]) -> None:
+    """Compare with small steps of time: each response makes dt / step_s(c) tokens of progress."""
     ends = timed(
         lambda: ReplicaPool(1, Decode(concurrency=(1, 12), token_s=(0.1, 0.4), slots=12)),
         *((at, [cost(n)]) for at, n in requests),
@@ -183,21 +181,3 @@ def test_virtual_time_is_what_stepping_through_time_gives(requests: list[tuple[f
             found[i] = now + dt
         now += dt
     assert ends == pytest.approx(found, abs=0.3)
-
-
-@given(st.lists(st.integers(0, 3), max_size=60))
-def test_the_least_busy_is_found(choices: list[int]) -> None:
-    replicas = [Replica(i, (0.0, 1.0)) for i in range(4)]
-    least_busy = LeastBusy(replicas)
-    for choice in choices:
-        replica = replicas[choice]
-        if replica.open and choice % 2:
-            least_busy.one_less(replica)
-        else:
-            least_busy.one_more(replica)
-        picked = least_busy.pick()
-        assert picked is not None
-        assert picked.open == min(r.open for r in replicas)
-    for replica in replicas:
-        least_busy.remove(replica)
-    assert least_busy.pick() is None

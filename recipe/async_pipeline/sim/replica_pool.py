@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All engines of a run, and the requests to them.
+
+Requests go to the replica with the fewest open ones; later turns of a response stay on its replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from ..core.clock import VirtualTimeLoop
+from .draws import AnswerCost
+from .least_busy import LeastBusy
+from .profile import Decode
+from .replica import TICK_S, Answer, Group, Replica, Served
+
+
+class ReplicaPool:
+    """The engines. Their events are not timers of the loop; only the end of a group is."""
+
+    def __init__(self, replicas: int, decode: Decode, observation_tokens: float = 0.0) -> None:
+        """Create the engines. Requires a running VirtualTimeLoop."""
+        step_s = [0.0, *(decode.step_s(c) for c in range(1, decode.slots + 1))]
+        self.replicas = [Replica(i, step_s) for i in range(replicas)]
+        self.events = 0
+        """Number of turns, waits and wake-ups so far."""
+
+        self._read_s = decode.prefill_token_s
+        self._observation_s = observation_tokens * decode.prefill_token_s
+        self._least_busy = LeastBusy(self.replicas)
+        self._waiting: deque[Answer] = deque()
+        """Requests while no replica is up."""
+        self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._order = count()
+        self._touched: dict[Replica, None] = {}
+        self._handed_over = False
+
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop), "engines are modelled in virtual time only"
+        self._loop = loop
+        loop.attach(self._advance)
+
+    async def answer(self, costs: Sequence[AnswerCost]) -> list[Served]:
+        """Generate and score the responses to one prompt. Gives them up when cancelled."""
+        group = Group(costs)
+        now = self._loop.time()
+        for answer in group.answers:
+            self._request(now, answer)
+        self._plan(now)
+        try:
+            await group.done
+        except asyncio.CancelledError:
+            self._give_up(group)
+            raise
+        return [Served(answer.first, answer.last) for answer in group.answers]
+
+    def stall(self, replica: Replica, seconds: float) -> None:
+        """Stop a replica for `seconds`."""
+        now = self._loop.time()
+        replica.freeze(now, seconds)
+
+    def take_open_s(self, replica: Replica) -> float:
+        """Return the seconds in which a replica had open requests since the last call."""
+        now = self._loop.time()
+        open_s = replica.open_s + (now - replica.open_since if replica.open else 0.0)
+        replica.open_s, replica.open_since = 0.0, now
+        return open_s
+
+    def fail(self, replica: Replica) -> None:
+        """Fail a replica until `revive`; its responses restart their turn on another one."""
+        now = self._loop.time()
+        if not replica.is_up:
+            return
+        self._least_busy.remove(replica)
+        lost = replica.fail(now)
+        if replica.open:
+            replica.open_s += now - replica.open_since
+        replica.open = 0
+        replica.wake_at = math.inf
+
+        for answer in lost:
+            answer.replica = None
+            answer.started = answer.turn > 0  # nothing of a first turn remains, so no version wrote it
+            self._request(now, answer)
+        self._plan(now)
+
+    def revive(self, replica: Replica, version: int) -> None:
+        """Let a failed replica serve again, with `version`."""
+        now = self._loop.time()
+        replica.pass_to(now)
+        replica.is_up, replica.version = True, version
+        self._least_busy.add(replica)
+        while self._waiting:
+            self._request(now, self._waiting.popleft())
+        self._plan(now)
+
+    def _request(self, now: float, answer: Answer) -> None:
+        """Send the next turn of a response to a replica."""
+        if answer.dead:
+            return
+        replica = answer.replica
+        if replica is None or not replica.is_up:
+            replica = self._least_busy.pick()
+            if replica is None:
+                self._waiting.append(answer)
+                return
+            moved, answer.replica = answer.turn > 0, replica
+            read_s = answer.cost.prompt_tokens * self._read_s + answer.turn * self._observation_s
+            if moved:  # the new replica also has to read the turns so far
+                read_s += sum(answer.cost.turn_tokens[: answer.turn]) * self._read_s
+        else:
+            read_s = self._observation_s
+
+        if not replica.open:
+            replica.open_since = now
+        self._least_busy.one_more(replica)
+        replica.begin(now, answer, read_s)
+        self._touched[replica] = None
+
+    def _close(self, now: float, replica: Replica) -> None:
+        """Count a finished request."""
+        if replica.open == 1:
+            replica.open_s += now - replica.open_since
+        self._least_busy.one_less(replica)
+
+    def _check(self, now: float, replica: Replica) -> None:
+        """Process the turns that a replica has finished."""
+        if now < replica.wake_at - TICK_S:
+            return  # an outdated wake-up: the replica has been checked since
+
+        replica.wake_at = math.inf
+        for answer in replica.finished(now):
+            self._close(now, replica)
+            answer.turn += 1
+            if answer.turn < len(answer.cost.turn_tokens):
+                self._later(now + answer.cost.tool_s[answer.turn - 1], self._request, answer)
+            else:
+                answer.last = replica.version
+                self._score(now, answer)
+        self._touched[replica] = None
+
+    def _score(self, now: float, answer: Answer) -> None:
+        """Score a finished response; finish its group after the last one."""
+        group = answer.group
+        scored_at = now + answer.cost.reward_s
+        if scored_at > group.scored_at:
+            group.scored_at = scored_at
+        group.left -= 1
+        if not group.left:
+            self._later(group.scored_at, self._finish, group)
+
+    def _finish(self, now: float, group: Group) -> None:
+        """Wake the caller of a group; the engines continue after it, since it may send more requests."""
+        self._loop.call_at(now, _settle, group.done)
+        self._handed_over = True
+
+    def _give_up(self, group: Group) -> None:
+        """Remove a group's responses from their replicas."""
+        now = self._loop.time()
+        for answer in group.answers:
+            runs = answer.replica is not None and answer.last < 0 and self._is_open(answer)
+            answer.dead = True
+            if runs:
+                assert answer.replica is not None
+                answer.replica.forget(now, answer)
+                self._close(now, answer.replica)
+                self._touched[answer.replica] = None
+        self._plan(now)
+
+    def _is_open(self, answer: Answer) -> bool:
+        """Return whether a response is with its replica, and not with a tool."""
+        replica = answer.replica
+        assert replica is not None
+        return any(one is answer for _, _, one in replica.heap) or any(
+            one is answer for _, one in replica.queue
+        )
+
+    # Time.
+
+    def _later(self, at: float, what: Callable[[float, Any], None], subject: Any) -> None:
+        heappush(self._heap, (at, next(self._order), what, subject))
+
+    def _plan(self, now: float) -> None:
+        """Plan the next check of each replica that changed."""
+        for replica in self._touched:
+            at = replica.next_at(now) if replica.is_up else math.inf
+            # A new response slows the others down: the planned check is then early, which costs one check.
+            if at < replica.wake_at:
+                replica.wake_at = at
+                self._later(at, self._check, replica)
+        self._touched.clear()
+
+    def _advance(self, until: float) -> None:
+        """Process events in order, up to `until` or the end of a group."""
+        self._handed_over = False
+        while self._heap and self._heap[0][0] <= until and not self._handed_over:
+            now, _, what, subject = heappop(self._heap)
+            self.events += 1
+            what(now, subject)
+            self._plan(now)
+
+
+def _settle(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
