@@ -30,6 +30,7 @@ FILE = re.compile(
 )
 """A path with at least one folder, and after a colon perhaps a name in that file."""
 DOTTED = re.compile(r"\brecipe\.async_pipeline(?:\.\w+)+")
+KNOB = re.compile(r"\btrainer\.v1\.async_pipeline\.(\w+(?:\.\w+)*)")
 COMMAND = re.compile(r"\basync-pipeline ((?:[^`|&;()\n]|\\\n)+)")
 
 MADE_BY_A_RUN = ("outputs/", "my_project/")
@@ -157,6 +158,36 @@ def test_a_missing_file_or_name_would_be_found() -> None:
         missing_modules("recipe.async_pipeline.core.flow.GRAPH recipe.async_pipeline.PipelineTrainer") == []
     )
     assert missing_modules("recipe.async_pipeline.core.nothing") == ["recipe.async_pipeline.core.nothing"]
+
+
+# Knobs.
+
+
+@cache
+def knobs() -> frozenset[str]:
+    """Return the paths of all knobs and of their sections, as `configs/async_pipeline.yaml` has them."""
+    data = yaml.safe_load((REPOSITORY / "configs" / "async_pipeline.yaml").read_text(encoding="utf-8"))
+    return frozenset(_paths(data["trainer"]["v1"]["async_pipeline"], ""))
+
+
+def _paths(section: object, above: str) -> Iterator[str]:
+    for name, value in section.items() if isinstance(section, dict) else ():
+        yield f"{above}{name}"
+        yield from _paths(value, f"{above}{name}.")
+
+
+def missing_knobs(text: str) -> list[str]:
+    return [name for name in KNOB.findall(text) if name not in knobs()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_knob_exists(page: str) -> None:
+    assert missing_knobs(text_of(page)) == []
+
+
+def test_a_missing_knob_would_be_found() -> None:
+    assert missing_knobs("`trainer.v1.async_pipeline.run_dir`, by default") == []
+    assert missing_knobs("+trainer.v1.async_pipeline.run_dri=x") == ["run_dri"]
 
 
 # Commands.
