@@ -38,6 +38,7 @@ def test_every_size_is_measured(
         )
         == 0
     )
+
     data = json.loads(out.read_text())
     assert set(data["limits"]) == {"to_host_gb_s", "to_device_gb_s", "within_device_gb_s"}
     assert list(data["sizes"]) == ["0.001", "0.002"]

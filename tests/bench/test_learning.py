@@ -97,6 +97,7 @@ def test_only_missing_curves_are_run_again(
 
     monkeypatch.setattr(learning, "run_variant", fake_run)
     monkeypatch.setattr(learning, "ensure_toy", lambda *args, **kwargs: type("Toy", (), {"dir": tmp_path}))
+
     out = tmp_path / "l.json"
     command = ["bench", "learning", "--steps", "6", "--json", str(out)]
     assert main([*command, "--variants", "on_policy,one_step_off", "--seeds", "1"]) == 0
@@ -109,6 +110,7 @@ def test_only_missing_curves_are_run_again(
         "one_step_off": [1],
         "n_step_ahead": [1, 2],
     }
+
     capsys.readouterr()
     for wrong, message in (
         (["--steps", "7"], "--steps must be 6, as in "),

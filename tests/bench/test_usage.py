@@ -54,6 +54,7 @@ def test_cpu_time_of_ended_processes_is_kept() -> None:
     code = (
         f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {burn!r}, 'WorkerDict']))"
     )
+
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -63,6 +64,7 @@ def test_cpu_time_of_ended_processes_is_kept() -> None:
         alive = meter.sample()
         process.communicate(b"\n")
         gone = meter.sample()
+
     assert alive.cpu_s["train"] >= 0.29
     assert gone.cpu_s["train"] >= alive.cpu_s["train"]
     assert alive.private_bytes > 2**20

@@ -67,6 +67,7 @@ def test_figures_are_written_and_shown(
     out = tmp_path / "w.json"
     # Options may also precede the name of the measurement.
     assert main(["bench", "--json", str(out), "weight-sync", "--logs", str(tmp_path / "logs")]) == 0
+
     data = json.loads(out.read_text())
     assert (data["params"], data["replicas"], data["versions"]) == (10**8, 2, 10)
     assert data["ratios"] == pytest.approx(
@@ -78,6 +79,7 @@ def test_figures_are_written_and_shown(
         }
     )
     assert set(data["limits"]) == {"memcpy_gb_s", "shm_gb_s"}
+
     shown = capsys.readouterr().out
     assert "| `dual_buffer` | 200 [200 .. 200] |" in shown
     assert "generator stall 0.10, trainer stall 0.10" in shown

@@ -43,6 +43,7 @@ def run_of(
         role: share * 100.0 / max(1, steps)
         for role, share in (trainer or {"train": 0.6, "generate": 0.4}).items()
     }
+
     found = Accounting(
         wall_s=100.0 + start_up_s,
         pools=accounts,

@@ -57,9 +57,11 @@ def check(html: str) -> Page:
             str(value) for name, value in attrs.items() if name in ("x", "y", "width", "height", "d", "style")
         ]
         assert not any(re.search(r"nan|inf|None", value) for value in numbers), (tag, numbers)
+
     assert not re.search(r"https?://|url\(|@import", html), "the page fetches nothing"
     assert [attrs.get("lang") for attrs in page.all("html")] == ["en"]
     assert len(page.all("h1")) == 1
+
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids)), "ids are unique"
     for attrs in page.all("section"):

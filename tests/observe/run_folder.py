@@ -88,8 +88,10 @@ class RecordedTrainer(SimTrainer):
         lags = [batch.step - 1 - t.first_version for t in answers]
         now = self.now()
         step_s, self._last_t = now - self._last_t, now
+
         lengths = [t.num_tokens for t in answers]
         rewards = [t.reward or 0.0 for t in answers]
+
         own = {
             **facts,
             **self.accounts.take(),
@@ -102,6 +104,7 @@ class RecordedTrainer(SimTrainer):
         if self._last is not None:
             names = ("version", "num_bytes", "gather_s", "transfer_s", "load_s", "stall_s")
             own |= {f"param_update/{name}": float(getattr(self._last, name)) for name in names}
+
         data = {
             **{f"async_pipeline/{name}": value for name, value in own.items()},
             "critic/score/mean": sum(rewards) / len(rewards),

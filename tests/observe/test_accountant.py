@@ -97,6 +97,7 @@ def test_measurements_of_the_servers_replace_what_the_stages_saw() -> None:
         ),
         LogRecord(t=13.0, role="param_update", event="VALIDATED", state="RUNNING", fields={"seconds": 1.5}),
     ]
+
     for record in log:
         accountant(record)
     assert accountant.settled() == {
@@ -178,6 +179,7 @@ def test_device_seconds_add_up_for_every_schedule(
         answer_s=lambda s, i: answers[(s + i) % 5],
         **kinds,
     )
+
     log = run_log(trainer, startup_s=2.5)
     found = account(log)  # raises AccountingError if the sums do not add up
     assert found.wall_s == pytest.approx(log[-1].t + 2.5)

@@ -93,6 +93,7 @@ def test_max_lag_falls_if_devices_stay_the_limit() -> None:
         "to 2 instead of 3"
         in advice_of(advice.lower_max_lag, work(0.5, 1.0, devices=(1, 1)), loop_s=60.0, max_lag=3).change
     )
+
     assert advice.lower_max_lag(facts_for(work(0.5, 1.0, devices=(1, 1)), loop_s=0.0, max_lag=3)) is None, (
         "the longest responses are unknown"
     )

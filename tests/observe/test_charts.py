@@ -59,6 +59,7 @@ def test_a_line_passes_through_its_points_and_embeds_its_values() -> None:
         [Line(label="mean", series=Series(x=[1, 2, 3], y=[0.0, 1.0, 0.5]), colour="c-train")],
         x_label="step",
     )
+
     page = Page(html)
     drawn = next(attrs["d"] for attrs in page.all("path") if "line" in str(attrs["class"]))
     assert drawn == "M0.0 100.00L500.0 0.00L1000.0 50.00"
@@ -175,6 +176,7 @@ def test_a_stack_draws_work_below_waiting_and_fills_its_row() -> None:
         "c-generate idle": pytest.approx(500, abs=1),
         "c-sync": pytest.approx(250, abs=1),
     }
+
     both = Page(
         stack(
             [(0.0, 0.001, "compute_train"), (0.001, 0.002, "wait_generate"), (0.002, 1.0, "none")],

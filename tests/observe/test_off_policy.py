@@ -69,6 +69,7 @@ def responses(draw: st.DrawFn) -> Response:
     versions: list[int | None] = []
     spans: list[list[int]] = []
     of_first = 0
+
     for turn in range(draw(st.integers(1, 3))):
         if turn:
             versions += [None] * draw(st.integers(1, 3))
@@ -77,6 +78,7 @@ def responses(draw: st.DrawFn) -> Response:
             spans.append([version, len(versions)])
             versions += [version] * draw(st.integers(1, 4))
         of_first = of_first or len(spans)
+
     kept = draw(st.sampled_from(["all", "first turn", "none"]))
     log_probs = st.lists(LOG_PROBS, min_size=len(versions), max_size=len(versions))
     return Response(
@@ -105,6 +107,7 @@ def measured(*batch: Response, padding: int | None = None) -> dict[str, float]:
     """Return the metrics of a batch as ragged rows, or padded with values that must not count."""
     width = max((len(r.versions) for r in batch), default=0) + (padding or 0)
     missing = [width - len(r.versions) if padding is not None else 0 for r in batch]
+
     return off_policy_metrics(
         [r.trajectory() for r in batch],
         trainer_version=TRAINER,
@@ -137,6 +140,7 @@ def test_lags_match_a_loop_over_tokens(batch: list[Response], padding: int | Non
     metrics = measured(*batch, padding=padding)
     by_token = [lag for r in batch for lag in r.lags()]
     by_trajectory = [TRAINER - min(r.written) for r in batch]
+
     for prefix, share, lags in (("token_", "token", by_token), ("", "trajectory", by_trajectory)):
         assert metrics[f"lag/{prefix}mean"] == pytest.approx(sum(lags) / len(lags))
         assert metrics[f"lag/{prefix}max"] == max(lags)
@@ -144,10 +148,12 @@ def test_lags_match_a_loop_over_tokens(batch: list[Response], padding: int | Non
         counts = Counter(lags)
         shares = {str(k): pytest.approx(counts[k] / len(lags)) for k in range(MAX_LAG + 1)}
         assert only(metrics, f"lag/{share}_share/") == shares
+
     assert metrics["lag/trajectories_without_spans"] == sum(not r.known for r in batch)
     assert metrics["lag/mixed_version_share"] == pytest.approx(
         sum(len(set(r.written)) > 1 for r in batch) / len(batch)
     )
+
     spans = [
         1 + sum(a != b for a, b in zip(r.written, r.written[1:], strict=False)) for r in batch if r.known
     ]
@@ -162,6 +168,7 @@ def test_ratios_match_a_loop_over_tokens(batch: list[Response], padding: int | N
     buckets: dict[str, list[float]] = {}
     weights: dict[str, list[float]] = {}
     lost = total = 0
+
     for response in batch:
         summed: list[float] = []
         for lag, (rollout, old) in zip(response.lags(), response.pairs(), strict=True):
@@ -175,6 +182,7 @@ def test_ratios_match_a_loop_over_tokens(batch: list[Response], padding: int | N
         if summed:
             for bucket in ("all", f"lag_{TRAINER - min(response.written)}"):
                 weights.setdefault(bucket, []).append(math.exp(math.fsum(summed)))
+
     expected = {
         f"{name}/{bucket}": pytest.approx(value, rel=1e-9, abs=1e-12)
         for bucket, logs in buckets.items()

@@ -77,6 +77,7 @@ def test_validations_are_indexed_by_version(folder: Path, tmp_path: Path) -> Non
             )
             + "\n"
         )
+
     (tmp_path / "metrics.jsonl").write_text(rows)
     found = data_of(read_run(tmp_path))
     assert {name: (list(s.x), list(s.y)) for name, s in found.validation.items()} == {
@@ -126,6 +127,7 @@ def test_a_cold_start_does_not_change_the_typical_account(folder: Path, run: Run
     assert run.warm is not None and run.accounting is not None
     assert run.warm.steady_s < run.accounting.steady_s
     assert len(run.warm.steps) == STEPS - 1
+
     events = (folder / "events.jsonl").read_text().splitlines()
     cold, begun = [], False
     for line in events:
@@ -139,6 +141,7 @@ def test_a_cold_start_does_not_change_the_typical_account(folder: Path, run: Run
     (tmp_path / "events.jsonl").write_text("\n".join(cold) + "\n")
     for name in ("summary.json", "metrics.jsonl", "config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
+
     found = data_of(read_run(tmp_path))
     assert found.accounting is not None and found.typical is not None and run.typical is not None
     assert found.accounting.steady_s == pytest.approx(run.accounting.steady_s + 1000.0)

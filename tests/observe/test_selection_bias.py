@@ -105,6 +105,7 @@ def test_metrics_have_the_mean_of_each_fate() -> None:
     meter.record("trained", tokens=10, turns=1, reward=1.0)
     meter.record("trained", tokens=20, turns=3, reward=0.0)
     meter.record("dropped", tokens=90, turns=5, reward=0.5)
+
     metrics = meter.metrics()
     assert metrics["bias/tokens/finished_mean"] == pytest.approx(40)
     assert metrics["bias/tokens/trained_mean"] == pytest.approx(15)

@@ -36,6 +36,7 @@ def test_steps_add_up_to_the_run() -> None:
     flow = AsyncTrainingFlow(trainer)
     flow.log.subscribe(accounts)
     run_virtual(flow.run())
+
     rest = accounts.take()
     whole = account(flow.log.records)
     for kind, reason in (("busy", "compute_train"), ("idle", "wait_generate"), ("busy", "sync")):
@@ -46,6 +47,7 @@ def test_steps_add_up_to_the_run() -> None:
         0 <= step["bubble_ratio"] <= 1 and 0 <= step["overlap_efficiency"] <= 1 for step in trainer.taken
     )
     assert not any("start_up" in name for step in trainer.taken for name in step)
+
     assert set(trainer.critical) <= {"train", "logp", "ref_logp", "generate", "param_update"}
     assert accounts.summary() == summary_of(whole)
     shown = accounts.summary()["device_seconds"]["train"]

@@ -122,6 +122,7 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary() -> None:
     summary = recorder([]).summarize(result(), 0.0, 1007.0, ValueError("no data"))
     assert summary["status"] == "failed"
     assert summary["error"] == "ValueError: no data"
+
     empty = (
         "reward_first",
         "reward_last",

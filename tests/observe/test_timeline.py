@@ -48,6 +48,7 @@ def test_the_close_up_shows_middle_steps_and_zooms(run: RunData) -> None:
     data = json.loads(
         next(str(attrs["data-timeline"]) for attrs in page.all("div") if "data-timeline" in attrs)
     )
+
     ends = list(run.step_ends.values())
     assert (data["from"], data["to"]) == (pytest.approx(ends[3], abs=1e-3), pytest.approx(ends[7], abs=1e-3))
     assert [row["pool"] for row in data["rows"]] == [
@@ -63,6 +64,7 @@ def test_the_close_up_shows_middle_steps_and_zooms(run: RunData) -> None:
         False,
         False,
     ]
+
     for row in data["rows"]:
         assert all(0 <= span[0] < span[1] <= data["end"] for span in row["spans"])
     kinds = [kind["name"] for kind in data["kinds"]]

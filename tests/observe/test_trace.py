@@ -137,6 +137,7 @@ def test_counters_and_marks_match_the_run(events: list[TraceEvent]) -> None:
     for event in events:
         if event["ph"] == "C":
             counters[event["name"]].append(event["args"])
+
     versions = counters["version"]
     for kind in ("trained", "gathered", "served"):
         seen = [v[kind] for v in versions]
@@ -146,6 +147,7 @@ def test_counters_and_marks_match_the_run(events: list[TraceEvent]) -> None:
     assert len(counters["lag"]) == STEPS
     assert all(lag["mean"] <= lag["max"] <= 2 for lag in counters["lag"])
     assert sum(counters["groups"][-1].values()) == 0
+
     marks = [e["name"] for e in events if e["ph"] == "i"]
     assert marks.count("version 3 gathered") == marks.count("version 3 served") == 1
     assert len(slices(events, cat="validated")) == STEPS + 1
@@ -197,6 +199,7 @@ def test_perfetto_reads_the_trace_correctly(folder: Path, events: list[TraceEven
         pytest.skip(
             "needs node and Perfetto's trace processor; `bash run_scripts/trace_processor.sh` fetches it"
         )
+
     command = [
         node,
         str(REPOSITORY / "tests" / "perfetto" / "query.mjs"),
@@ -205,15 +208,18 @@ def test_perfetto_reads_the_trace_correctly(folder: Path, events: list[TraceEven
     ]
     done = subprocess.run(command, input=json.dumps(QUERIES), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
     read = json.loads(done.stdout)
     assert read["problems"] == []
     assert read["slices"] == [{"n": len(slices(events)) + sum(e["ph"] == "i" for e in events), "depth": 0}]
+
     edges = {(row["out_of"], row["into_"]): row["n"] for row in read["flows"]}
     trained = STEPS * GROUPS
     assert (
         edges["dataloader", "generate"] == edges["generate", "rollout"] == edges["reward", "train"] == trained
     )
     assert sum(edges.values()) == trained * 6, "no arrow is lost"
+
     counters = {row["name"]: row for row in read["counters"]}
     assert counters["version served"]["most"] == STEPS
     assert counters["lag max"]["n"] == STEPS

@@ -169,7 +169,9 @@ def table(data: dict[str, Any]) -> str:
         + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in limit.items()),
         "",
     ]
+
     lines += ["| GiB | gather, GB/s | of limit | stage, GB/s | of limit | commit, ms |", "|---" * 6 + "|"]
+
     for size, row in data["sizes"].items():
         gather, stage = row["gather_gb_s"]["median"], row["stage_gb_s"]["median"]
         lines.append(

@@ -61,6 +61,7 @@ class Curve(NamedTuple):
 
     @property
     def last_fifth(self) -> float:
+        """Mean reward over the last fifth of the steps."""
         return fmean(self.reward[-max(1, len(self.reward) // 5) :])
 
 
@@ -118,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
     check_outputs(args.json, picture, args.logs)
     before = runs_of(args.json, args.steps) if args.go_on else {}
+
     toy = ensure_toy(
         ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
     )
@@ -189,6 +191,7 @@ def run_variant(name: str, seed: int, steps: int, directory: Path, task: Path) -
         "ray_kwargs.ray_init.address": "local",
         f"{_OWN}.run_dir": str(directory / "run"),
     }
+
     command = command_of("verl.trainer.main_ppo", hydra_overrides(values))
     run_watched(
         directory,

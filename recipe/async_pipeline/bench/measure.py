@@ -82,12 +82,15 @@ def measure(
     sync = clip(spans, (SYNC,), window)
     requests = union(clip(spans, ("generate",), window))
     paused = union(clip(spans, (PAUSED,), window))
+
     cpu = {part: spent / steps for part, spent in cpu_between(usage, *window).items()}
     stalled = overlap_seconds(requests, paused)
+
     updates_s = covered(clip(spans, ("update_actor",), window)) / steps
     durations = [
         span.seconds for span in spans if span.name == WEIGHTS and window[0] <= span.end <= window[1]
     ]
+
     tail_s, group_s = latencies(spans, window, workload.prompts_per_step)
 
     return Measured(

@@ -26,14 +26,17 @@ def check_outputs(json_file: Path | None, picture: Path | None, logs: Path | Non
             raise ConfigError(f"{option} {path}: the directory {path.parent} does not exist; create it")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             raise ConfigError(f"{option} {path} cannot be written; name a file in a writable directory")
+
     if picture is not None and picture.suffix not in PICTURES:
         raise ConfigError(f"--picture {picture} must end in one of {', '.join(PICTURES)}")
     if picture is not None and json_file is not None and picture.resolve() == json_file.resolve():
         raise ConfigError(f"--json and the picture are both {picture}; name another file for one of them")
+
     if picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "the picture needs matplotlib; `pip install matplotlib`, or omit --json and --picture"
         )
+
     if logs is not None and logs.exists() and any(logs.iterdir()):
         raise ConfigError(f"--logs {logs} is not empty; name another directory")
 

@@ -83,6 +83,7 @@ def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
             if ARMS[other].shared_devices == arm.shared_devices
             for m in turns
         ]
+
         work = StageWork(
             tail_s=min(work.tail_s for work in everywhere),
             group_s=min(work.group_s for work in everywhere),
@@ -92,6 +93,7 @@ def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:
             generate_cpu_s=min(work.generate_cpu_s for work in same_kind),
             cpu_s=min(work.cpu_s for work in same_kind),
         )
+
         found[name] = bound_terms(
             work,
             batches_in_flight=arm.batches_in_flight,
@@ -174,6 +176,7 @@ def table(data: Mapping[str, Any]) -> str:
                 f"{stock:.1f}" if stock else "",
             ]
         )
+
         time_.append(
             [
                 f"`{name}`",
@@ -185,6 +188,7 @@ def table(data: Mapping[str, Any]) -> str:
                 f"{arm['overlap_efficiency']['median']:.0%}",
             ]
         )
+
         cost.append(
             [
                 f"`{name}`",

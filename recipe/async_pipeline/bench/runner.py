@@ -196,6 +196,7 @@ def _wait(
     name, expected, unit = counting
     limit_s = START_LIMIT_S + EACH_LIMIT_S * expected
     started = reported = time.monotonic()
+
     while process.poll() is None:
         try:
             process.wait(WATCH_S)

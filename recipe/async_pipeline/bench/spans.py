@@ -33,6 +33,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Duration of the span."""
         return self.end - self.start
 
 

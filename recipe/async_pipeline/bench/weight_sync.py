@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     parse_count(args.params)
 
     failed: dict[str, str] = {}
+
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),

@@ -61,10 +61,12 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def prompts_per_step(self) -> int:
+        """Prompts of one optimizer step."""
         return int(self.overrides.get("data.train_batch_size", DEFAULT_PROMPTS))
 
     @property
     def total_steps(self) -> int:
+        """Optimizer steps of a job: warm-up, measured steps and cool-down."""
         return self.warmup + self.steps + self.cooldown
 
 

@@ -27,11 +27,13 @@ class Accountant:
         """Stage to pool."""
         self._upstream: dict[str, tuple[str, ...]] = {}
         self._downstream: dict[str, tuple[str, ...]] = {}
+
         self._lanes: dict[tuple[str, int], str] = {}
         self._gated: dict[tuple[str, int], str] = {}
         self._holders: dict[str, dict[tuple[str, int], None]] = {}
         self._pending: dict[str, Seconds] = {}
         """Seconds of the rollout's pool since its servers last reported."""
+
         self._steps: list[StepAccount] = []
         self._step: Seconds = defaultdict(float)
         self._batches_in_flight = 1
@@ -39,6 +41,7 @@ class Accountant:
         """Loop bound of all steps."""
         self._weights_s = 0.0
         """Duration of the last weight update."""
+
         self._startup_s = self._steady_from = self._now = 0.0
         self._serving = False
         self._warm: Accounting | None = None
@@ -66,6 +69,7 @@ class Accountant:
             )
             for name, p in self._pools.items()
         }
+
         result = Accounting(
             wall_s=self._startup_s + self._now,
             pools=pools,

@@ -46,6 +46,7 @@ class PoolAccount:
 
     @property
     def total(self) -> float:
+        """Device-seconds of all reasons."""
         return sum(self.seconds.values())
 
     @property

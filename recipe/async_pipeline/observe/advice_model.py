@@ -36,6 +36,7 @@ class Advice:
 
     @property
     def predicted(self) -> str:
+        """The predicted gain as text, or an empty string if it is unknown."""
         if self.gain is None:
             return ""
         return f"predicted {'at most ' if self.at_most else ''}{self.gain:+.0%} samples/s"

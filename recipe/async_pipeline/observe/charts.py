@@ -119,6 +119,7 @@ def line_chart(
         f'aria-hidden="true">{grid}{"".join(paths)}</svg>'
     )
     across = [x for x in ticks(left, right, 4) if left <= x <= right]
+
     body = _plot(
         svg,
         marks,
@@ -174,12 +175,14 @@ def _plot(
     downs = "".join(
         f'<span style="left:{(x - left) / reach:.2%}">{escape(f"{x:,.6g}")}</span>' for x in across
     )
+
     live = (
         f' tabindex="0" role="group" aria-label="{escape(title)}: arrow keys read the values" '
         f'data-line="{escape(json.dumps(data), quote=True)}"'
         if data
         else ""
     )
+
     return (
         f'<div class="plot"><div class="ups" aria-hidden="true">{ups}</div><div '
         f'class="area"{live}>{svg}</div><div class="downs" aria-hidden="true">{downs}</div><div '
@@ -216,12 +219,14 @@ def column_chart(
     for place, (parts, found) in enumerate(stacks):
         base = HEIGHT
         name = f"{found[0][0]:.6g}" + (f" to {found[-1][0]:.6g} (mean)" if len(found) > 1 else "")
+
         tip = "\n".join(
             [
                 f"{x_label} {name}: {text(sum(parts.values()))}",
                 *(f"{labels[p]}: {text(v)}" for p, v in parts.items() if v > 0),
             ]
         )
+
         rects = ""
         for part, value in parts.items():
             height = value / marks[-1] * HEIGHT
@@ -231,6 +236,7 @@ def column_chart(
                     f'<rect class="{colours[part]}" x="{place * width + width * 0.06:.2f}" '
                     f'y="{base:.2f}" width="{width * 0.88:.2f}" height="{height:.2f}"/>'
                 )
+
         shapes.append(
             f'<g data-tip="{escape(tip, quote=True)}"><rect class="hit" x="{place * width:.2f}" y="0" '
             f'width="{width:.2f}" height="{HEIGHT:.0f}"/>{rects}</g>'
@@ -244,10 +250,12 @@ def column_chart(
     left, right = columns[0][0], columns[-1][0]
     half = (right - left) / max(1, len(stacks) - 1) / 2 if len(stacks) > 1 else 0.5
     across = sorted({round(x) for x in ticks(left, right, 5) if left <= x <= right})
+
     used = [part for part in colours if any(parts[part] > 0 for parts, _ in stacks)]
     totals = {part: sum(c[1].get(part, 0.0) for c in columns) / len(columns) for part in used}
     body = _plot(svg, marks, across, left - half, right - left + 2 * half, text, x_label, None, title)
     says = "Mean: " + "; ".join(f"{labels[part]} {text(value)}" for part, value in totals.items())
+
     return figure(
         title, body + legend([(colours[part], labels[part]) for part in used]), says=says, note=note
     )

@@ -46,6 +46,7 @@ def _header(runs: Sequence[RunData]) -> str:
         f"{escape(run.strategy)}, {run.steps} steps, {escape(run.status)}</li>"
         for n, run in enumerate(runs)
     )
+
     missing = [f"{'AB'[n]}: {text}" for n, run in enumerate(runs) for text in run.missing]
     listed = "".join(f"<li>{escape(text)}</li>" for text in missing)
     partial = (
@@ -53,6 +54,7 @@ def _header(runs: Sequence[RunData]) -> str:
         if missing
         else ""
     )
+
     return (
         '<header><p class="kicker">async_pipeline</p><h1>A against B</h1><ul '
         f'class="facts">{rows}</ul>{partial}</header>'
@@ -147,10 +149,12 @@ def _figures(a: RunData, b: RunData) -> str:
             f'<tr><th scope="row">{one.name}</th><td>{one.text(one.a)}</td><td>{one.text(one.b)}</td>'
             f"<td{kind}>{one.change} {one.verdict}</td></tr>"
         )
+
     head = (
         '<thead><tr><th scope="col">figure</th><th scope="col">A</th><th scope="col">B</th><th '
         'scope="col">B against A</th></tr></thead>'
     )
+
     return (
         figure(
             "Figures",
@@ -216,6 +220,7 @@ def _devices(runs: Sequence[RunData]) -> str:
             steady = {reason: s for reason, s in account.seconds.items() if reason != "start_up"}
             parts = ordered(steady, sum(steady.values()))
             used.update({reason: colour_of(reason) for reason, _, _ in parts})
+
             cells = [
                 (
                     colour_of(r),

@@ -38,6 +38,7 @@ def device_seconds(run: RunData) -> str:
             ],
             f"pool {name}",
         )
+
         rows = "".join(
             '<tr><th scope="row"><i class="swatch '
             f'{colour_of(r)}"></i>{escape(reason_in_words(r))}</th><td>{percent(share)}</td><td>{s:,.1f}</td></tr>'
@@ -47,6 +48,7 @@ def device_seconds(run: RunData) -> str:
             '<table><thead><tr><th scope="col">activity</th><th scope="col">share</th><th '
             f'scope="col">device-seconds</th></tr></thead><tbody>{rows}</tbody></table>'
         )
+
         devices = (
             f"{pool.devices} device{'s' if pool.devices != 1 else ''} for "
             f"{seconds(run.accounting.wall_s)}, of which {percent(_worked(pool.seconds, pool.total))} is "
@@ -147,6 +149,7 @@ def learning(runs: Sequence[RunData]) -> str:
         if single
         else []
     )
+
     reward = line_chart("Reward", [*_lines(runs, "reward", "trained responses, mean"), *dots], x_label="step")
 
     lengths = _lines(runs, "length_mean", "mean") + (
@@ -236,6 +239,7 @@ def publications(run: RunData) -> str:
     }
     colours = {"gather": "c-train", "transfer": "c-logp", "load": "c-generate"}
     stall, size = median(p.stall_s for p in done), median(p.num_bytes for p in done)
+
     chart = column_chart(
         "Seconds of each weight update",
         [
@@ -279,10 +283,12 @@ def fates(run: RunData, name: str = "") -> str:
         for f in FATES
         if run.fates.get(f)
     ]
+
     again = f" {run.regenerated} were generated again." if run.regenerated else ""
     keys = [
         (FATE_COLOURS[f], f"{f.replace('_', ' ')}: {run.fates.get(f, 0)}") for f in FATES if run.fates.get(f)
     ]
+
     return figure(
         f"{name}{drawn} groups drawn",
         share_bar(parts, "fates of groups") + legend(keys),

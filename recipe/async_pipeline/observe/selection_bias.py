@@ -70,6 +70,7 @@ class Moments:
     squares: float = 0.0
 
     def add(self, value: float) -> None:
+        """Add one value to the stream."""
         self.count += 1
         delta = value - self.mean
         self.mean += delta / self.count
@@ -93,6 +94,7 @@ class Moments:
 
     @property
     def sd(self) -> float:
+        """Standard deviation of the population; 0 with fewer than two values."""
         return math.sqrt(self.variance)
 
 
@@ -116,6 +118,7 @@ class Comparison(NamedTuple):
 
     @property
     def matters(self) -> bool:
+        """Whether the shift is large and significant, from enough samples on both sides."""
         return (
             min(self.trained.count, self.lost.count) >= MIN_SAMPLES
             and abs(self.shift_sd) >= MIN_SHIFT_SD

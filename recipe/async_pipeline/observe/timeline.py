@@ -29,6 +29,7 @@ def timeline(run: RunData) -> str:
         return ""
 
     end = max(b for spans in run.pools.values() for _, b, _ in spans)
+
     rows = _rows(run, end)
     first, last = _close_up(run, end)
 
@@ -105,12 +106,14 @@ def _drawn(rows: Sequence[Row], start: float, end: float) -> str:
             if kind == "pool"
             else strip([(a, b) for a, b, _ in spans], role_colour(label), start, end)
         )
+
         if label == without_devices:
             html += '<div class="lane pool"><span class="lane-name">no device</span></div>'
         html += (
             f'<div class="lane {"pool" if kind == "pool" else "role"}"><span '
             f'class="lane-name">{escape(label)}</span><div class="lane-area">{picture}</div></div>'
         )
+
     across = [t for t in ticks(start, end, 5) if start <= t <= end]
     marks = "".join(
         f'<span style="left:{(t - start) / ((end - start) or 1):.2%}">{t:,.6g}</span>' for t in across
@@ -130,6 +133,7 @@ def _data(rows: Sequence[Row], end: float, first: float, last: float) -> str:
         {what for kind, _, spans in rows if kind == "pool" for _, _, what in spans},
         key=lambda what: (not is_work(what), what),
     )
+
     kinds = [{"name": reason_in_words(what), "colour": colour_of(what)} for what in names]
 
     drawn = []

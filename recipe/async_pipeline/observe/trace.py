@@ -117,11 +117,13 @@ class TraceBuilder:
         self._home: dict[str, str] = {}
         self._upstream: dict[str, tuple[str, ...]] = {}
         self._downstream: Mapping[str, Sequence[str]] = {}
+
         self._tracks: dict[tuple[str, int], _Track] = {}
         self._leases: dict[str, _Track] = {}
         self._held: dict[str, dict[tuple[str, int], None]] = {}
         self._gated: dict[tuple[str, int], str] = {}
         self._batches: dict[int, Sequence[str]] = {}
+
         self._counts = GroupCounts()
         self._versions = {"TRAINED": 0, "GATHERED": 0, "SERVED": 0}
         self._passages: dict[str, list[tuple[float, dict[str, int]]]] = defaultdict(list)
@@ -281,6 +283,7 @@ class TraceBuilder:
                 "ts": self._t_us,
             }
             self._events.append({**shown, "pid": RUN_PID, "tid": MARKS_TID, "args": dict(fields)})
+
         elif event == "VALIDATED":
             took_us = float(fields["seconds"]) * 1e6
             began = {

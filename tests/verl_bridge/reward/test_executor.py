@@ -277,6 +277,7 @@ def test_a_process_of_the_pool_ends_with_its_parent(tmp_path: Path) -> None:
     )
     script = tmp_path / "hog.py"
     script.write_text(hog)
+
     with subprocess.Popen(
         [sys.executable, str(script)],
         cwd=Path(FILE).parents[1],
@@ -286,6 +287,7 @@ def test_a_process_of_the_pool_ends_with_its_parent(tmp_path: Path) -> None:
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
         child = psutil.Process(int((tmp_path / "pid").read_text()))
         parent.kill()
     child.wait(timeout=10)

@@ -44,5 +44,6 @@ class ProbedFullyAsyncRunner(_Runner):  # type: ignore[misc]
     """verl's task runner with the probed trainer."""
 
     def run(self, config: Any) -> None:
+        """Run verl's task with the probed trainer."""
         stock.FullyAsyncTrainer = ray.remote(num_cpus=10)(ProbedFullyAsyncTrainer)
         super().run(config)

@@ -61,11 +61,13 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
                 return super()._update_actor(batch, metrics=metrics)
 
         def on_sample_end(self) -> None:
+            """Note the start of a pause of engines that share devices with training."""
             self._paused_since = time.monotonic()
             with spans.measure("sync"):
                 super().on_sample_end()
 
         def on_step_end(self) -> None:
+            """Record spans of verl's weight update."""
             started = time.monotonic()
             with spans.measure("sync"), spans.measure("weights"):
                 super().on_step_end()
@@ -109,6 +111,7 @@ class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
     """verl's task runner with a probed trainer."""
 
     def run(self, config: Any) -> None:
+        """Run verl's task with the probed trainer. Raises KeyError outside of a benchmark."""
         spans = of_this_job()
         poll_s = float(os.environ[POLL_S])
         stock_lookup = verl_v1.get_trainer_cls

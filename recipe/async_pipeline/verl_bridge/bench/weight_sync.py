@@ -38,6 +38,7 @@ def publishing(trainer: Any) -> Any:
 
     class Publishing(trainer):  # type: ignore[misc]
         def fit(self, agent_loop_manager: Any) -> None:
+            """Update weights in place of training."""
             del agent_loop_manager
             publish = _publish_pipeline if issubclass(trainer, AsyncPipelineTrainer) else _publish_stock
             replicas = (
@@ -110,6 +111,7 @@ class SyncTaskRunner(_StockRunner):  # type: ignore[misc]
     """verl's task runner with a trainer that only updates weights."""
 
     def run(self, config: Any) -> None:
+        """Run verl's task with a trainer that only updates weights."""
         lookup = verl_v1.get_trainer_cls
         verl_v1.get_trainer_cls = lambda mode: publishing(lookup(mode))
         super().run(config)

@@ -319,6 +319,7 @@ def _load(path: str, name: str) -> Callable[..., Any]:
                 raise ImportError(f"{file} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+
         function: Callable[..., Any] = getattr(module, name)
     except Exception as error:  # the file may raise any exception
         raise ConfigError(

@@ -29,6 +29,7 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
             if described.get("reward_kwargs")
             else {}
         )
+
         assert isinstance(kwargs, dict)
         self._guard = RewardGuard(
             Function(str(described.path), str(described.name), {str(k): v for k, v in kwargs.items()}),
@@ -41,6 +42,7 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
                 cpu_s=own.reward_cpu_s,
             ),
         )
+
         self._on_failure, self._default = own.reward_failure, float(own.reward_default)
         self._names: list[str] = ["acc"]
         """Names of the extra values that the function last returned in addition to the score."""

@@ -28,6 +28,7 @@ class Plain(NamedTuple):
 
     @classmethod
     def of(cls, data: DataProto) -> Plain:
+        """Return the arrays of a DataProto, which share its memory."""
         return cls({name: tensor.numpy() for name, tensor in data.batch.items()}, data.non_tensor_batch)
 
     def data(self) -> DataProto:
