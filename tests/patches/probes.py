@@ -10,6 +10,7 @@ error. vLLM is a stand-in here: what is probed is verl's own code, and importing
 from __future__ import annotations
 
 import asyncio
+import builtins
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -98,28 +99,101 @@ class Reached(Exception):
     """Raised by a stand-in at the point where a probe has seen enough."""
 
 
-def main_ppo_hands_its_config_over() -> None:
-    from omegaconf import OmegaConf
+HOOKS = "recipe.async_pipeline.verl_bridge.hooks"
+
+
+@contextmanager
+def hooks_replaced(**functions: Any) -> Iterator[None]:
+    """Within, this package's front door has these functions only."""
+    import recipe.async_pipeline.verl_bridge as package
+
+    stand_in = types.ModuleType(HOOKS)
+    stand_in.__dict__.update(functions)
+    # The attribute too: `from package import hooks` looks there first.
+    with (
+        mock.patch.dict(sys.modules, {HOOKS: stand_in}),
+        mock.patch.object(package, "hooks", stand_in, create=True),
+    ):
+        yield
+
+
+@contextmanager
+def hooks_broken(error: Exception) -> Iterator[None]:
+    """Within, importing the front door raises `error`."""
+    import recipe.async_pipeline.verl_bridge as package
+
+    real = builtins.__import__
+
+    def importing(name: str, *args: Any) -> Any:
+        if name == package.__name__:
+            raise error
+        return real(name, *args)
+
+    with mock.patch.object(builtins, "__import__", importing):
+        yield
+
+
+def run_main(config: Any) -> mock.Mock:
+    """Call verl's entry point up to the start of the run; return the stand-in for that."""
     from verl.trainer import main_ppo
 
-    config = OmegaConf.create(
-        {"async_pipeline": True, "trainer": {"use_v1": True}, "actor_rollout_ref": {"actor": {}}}
-    )
-    seen: list[Any] = []
-    launch = types.ModuleType("recipe.async_pipeline.verl_bridge.launch")
-    launch.prepare = seen.append  # type: ignore[attr-defined]
     names = ("auto_set_device", "validate_config", "need_reference_policy", "need_critic", "run_ppo")
-    with mock.patch.multiple(main_ppo, **{name: mock.DEFAULT for name in names}):
-        with mock.patch.dict(sys.modules, {launch.__name__: launch}):
-            main_ppo.main.__wrapped__(config)
-        assert seen == [config], f"prepare was called with {seen}"
-        with mock.patch.object(importlib.util, "find_spec", return_value=None):
-            try:
-                main_ppo.main.__wrapped__(config)
-            except ImportError as error:
-                assert "async_pipeline=True" in str(error)
-            else:
-                raise AssertionError("without the package the key was ignored")
+    with mock.patch.multiple(main_ppo, **{name: mock.DEFAULT for name in names}) as stand_ins:
+        main_ppo.main.__wrapped__(config)
+    started: mock.Mock = stand_ins["run_ppo"]
+    return started
+
+
+def _config(**more: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create({"trainer": {"use_v1": True}, "actor_rollout_ref": {"actor": {}}, **more})
+
+
+def main_ppo_hands_its_config_over() -> None:
+    config = _config(async_pipeline=True)
+    seen: list[Any] = []
+    with hooks_replaced(prepare=seen.append):
+        run_main(config)
+    assert seen == [config], f"prepare was called with {seen}"
+
+
+def main_ppo_names_a_broken_installation_where_it_is_asked_for() -> None:
+    switches = (
+        {"async_pipeline": True},
+        {"actor_rollout_ref": {"actor": {}, "async_pipeline": True}},
+    )
+    for error in (ModuleNotFoundError("No module named 'recipe'"), AttributeError("half an upgrade")):
+        for switch in switches:
+            with hooks_broken(error):
+                try:
+                    run_main(_config(**switch))
+                except SystemExit as ended:
+                    line = str(ended)
+                else:
+                    raise AssertionError(f"{switch} was ignored without the package")
+            assert "async_pipeline=True" in line and str(error) in line and "\n" not in line, line
+
+
+def main_ppo_runs_without_the_package() -> None:
+    for error in (ModuleNotFoundError("No module named 'recipe'"), AttributeError("half an upgrade")):
+        with hooks_broken(error):
+            assert run_main(_config()).called
+            assert run_main(_config(async_pipeline=False)).called
+
+
+def main_ppo_imports_no_launch_code_without_the_switch() -> None:
+    import recipe
+
+    launch_code = {"launch", "interrupts", "config_checks"}
+    # The attribute too: a new import of the package replaces it.
+    with mock.patch.dict(sys.modules), mock.patch.object(recipe, "async_pipeline"):
+        for name in [name for name in sys.modules if name.startswith("recipe.async_pipeline")]:
+            del sys.modules[name]
+        assert run_main(_config()).called
+        found = {name.rpartition(".")[2] for name in sys.modules if "async_pipeline.verl_bridge." in name}
+    assert "hooks" in found, "the keys of a run without the switch are not checked"
+    assert not found & launch_code, found & launch_code
 
 
 def main_ppo_registers_the_trainers() -> None:
@@ -129,10 +203,8 @@ def main_ppo_registers_the_trainers() -> None:
 
     config = OmegaConf.create({"trainer": {"v1": {"trainer_mode": "one_step_off", "async_pipeline": {}}}})
     runner = main_ppo.TaskRunnerV1.__ray_metadata__.modified_class()
-    strategies = types.ModuleType("recipe.async_pipeline.strategies")
     begun: list[Any] = []
-    strategies.begin = begun.append  # type: ignore[attr-defined]
-    with mock.patch.dict(sys.modules, {strategies.__name__: strategies}):
+    with hooks_replaced(begin=begun.append):
         with mock.patch.object(verl.trainer.ppo.v1, "get_trainer_cls", side_effect=Reached):
             try:
                 runner.run(config)
@@ -141,16 +213,12 @@ def main_ppo_registers_the_trainers() -> None:
     assert begun == [config], "the trainer was looked up before the strategies were registered"
 
 
-def main_ppo_starts_the_sample_store_beside_the_runner() -> None:
+def main_ppo_lets_the_hooks_wait_for_the_run() -> None:
     import ray
     from omegaconf import OmegaConf
     from verl.trainer import main_ppo
 
     happened: list[str] = []
-    launch = types.ModuleType("recipe.async_pipeline.verl_bridge.launch")
-    launch.start_sample_store = lambda config: happened.append("store")  # type: ignore[attr-defined]
-    interrupts = types.ModuleType("recipe.async_pipeline.verl_bridge.interrupts")
-    interrupts.wait_for = lambda running: happened.append("wait for Ctrl-C")  # type: ignore[attr-defined]
     runner = mock.Mock()
     runner.remote.return_value.run.remote.side_effect = lambda config: happened.append("run")
     rollout = {"full_determinism": False}
@@ -161,18 +229,16 @@ def main_ppo_starts_the_sample_store_beside_the_runner() -> None:
         "ray_kwargs": {},
         "global_profiler": {"tool": None},
     }
-    waits = mock.patch.object(ray, "get", side_effect=lambda running: happened.append("wait"))
-    started = mock.patch.object(ray, "is_initialized", return_value=True)
     with (
-        waits,
-        started,
-        mock.patch.dict(sys.modules, {launch.__name__: launch, interrupts.__name__: interrupts}),
+        mock.patch.object(ray, "get", side_effect=lambda running: happened.append("wait")),
+        mock.patch.object(ray, "is_initialized", return_value=True),
+        hooks_replaced(wait_for=lambda running, config: happened.append("hook")),
     ):
         main_ppo.run_ppo(OmegaConf.create(base), runner)
         assert happened == ["run", "wait"], f"a run without the pipeline did {happened}"
         happened.clear()
         main_ppo.run_ppo(OmegaConf.merge(base, {"trainer": {"v1": {"async_pipeline": {}}}}), runner)
-    assert happened == ["run", "store", "wait for Ctrl-C", "wait"], f"with the pipeline it did {happened}"
+    assert happened == ["run", "hook", "wait"], f"with the pipeline it did {happened}"
 
 
 def verl_reexports_the_public_names() -> None:
@@ -489,8 +555,11 @@ def subclass_stores_trajectories_its_own_way() -> None:
 PROBES = (
     subclass_stores_trajectories_its_own_way,
     main_ppo_hands_its_config_over,
+    main_ppo_names_a_broken_installation_where_it_is_asked_for,
+    main_ppo_runs_without_the_package,
+    main_ppo_imports_no_launch_code_without_the_switch,
     main_ppo_registers_the_trainers,
-    main_ppo_starts_the_sample_store_beside_the_runner,
+    main_ppo_lets_the_hooks_wait_for_the_run,
     verl_reexports_the_public_names,
     cpu_process_group_is_plain_gloo,
     separate_async_starts_without_hybrid_replicas,

@@ -83,8 +83,24 @@ def test_main_ppo_hands_its_config_to_the_pipeline(results: dict[str, Results]) 
     assert_mended(results, "main_ppo_registers_the_trainers", "before the strategies were registered")
 
 
-def test_main_ppo_starts_the_sample_store_while_the_runner_imports(results: dict[str, Results]) -> None:
-    assert_mended(results, "main_ppo_starts_the_sample_store_beside_the_runner", r"it did \['run', 'wait'\]")
+def test_main_ppo_lets_the_hooks_wait_for_the_run(results: dict[str, Results]) -> None:
+    assert_mended(results, "main_ppo_lets_the_hooks_wait_for_the_run", r"it did \['run', 'wait'\]")
+
+
+def test_a_broken_installation_is_named_where_it_is_asked_for(results: dict[str, Results]) -> None:
+    assert_mended(
+        results,
+        "main_ppo_names_a_broken_installation_where_it_is_asked_for",
+        "was ignored without the package",
+    )
+
+
+def test_other_runs_need_nothing_of_this_package(results: dict[str, Results]) -> None:
+    assert results["patched"]["main_ppo_runs_without_the_package"] is None
+    assert results["pristine"]["main_ppo_runs_without_the_package"] is None
+    assert_mended(
+        results, "main_ppo_imports_no_launch_code_without_the_switch", "without the switch are not checked"
+    )
 
 
 def test_verl_reexports_the_public_names(results: dict[str, Results]) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch says what it is for, is in the series, and names a test that exists."""
+"""Every patch has a complete header, is in the series, names a test, and uses the front door only."""
 
 from __future__ import annotations
 
 import ast
 import datetime
+import re
 
 import pytest
 
+import recipe.async_pipeline
 from recipe.async_pipeline.patching import series
 from tests import REPOSITORY
 
@@ -36,3 +38,19 @@ def test_named_test_exists(patch: series.Patch) -> None:
     file, _, name = patch.header["Test"].partition("::")
     tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+FRONT_DOOR = {"recipe.async_pipeline.verl_bridge": {"hooks"}}
+"""All that a patch may import of this package, beside its public names."""
+
+
+@pytest.mark.parametrize("patch", SERIES.patches, ids=lambda patch: patch.name)
+def test_patches_import_only_the_front_door(patch: series.Patch) -> None:
+    text = (FOLDER / patch.name).read_text(encoding="utf-8")
+    added = "\n".join(line[1:] for line in text.splitlines() if line.startswith("+"))
+    for module, names in re.findall(r"from (recipe[\w.]*) import (\([^)]*\)|.*)", added):
+        allowed = FRONT_DOOR.get(module, set())
+        if module == "recipe.async_pipeline":
+            allowed = set(recipe.async_pipeline.__all__)
+        assert set(re.findall(r"\w+", names)) <= allowed, f"{patch.name} imports {names} from {module}"
+    assert not re.search(r"^\s*import recipe", added, re.MULTILINE)

@@ -27,6 +27,7 @@ from .schema import (
     AsyncPipelineConfig,
     canonical_strategy,
     own_fields,
+    plain_defaults,
 )
 
 ASYNC_TRAINING = "async_training"
@@ -65,6 +66,25 @@ def is_enabled(raw: Mapping[str, Any]) -> bool:
     if len(set(found.values())) > 1:
         raise ConfigError(f"{' and '.join(found)} disagree; keep one of them")
     return any(found.values())
+
+
+def require_no_stray_keys(raw: Mapping[str, Any]) -> None:
+    """Check a config without the switch: defaults of ours may be composed in, but a choice is an error.
+
+    Raises ConfigError: the run would ignore a key that the user has set.
+    """
+    reject_near_misses(raw)
+    # The shipped defaults leave these two to the strategy.
+    defaults = plain_defaults() | {"strategy": None, "max_lag": None}
+    own = select(raw, OWN)
+    knobs = [
+        (f"{OWN}.{name}", value, defaults.get(str(name)))
+        for name, value in (own.items() if isinstance(own, Mapping) else ())
+    ]
+    ours = [(path, select(raw, path), None) for key in FOREIGN for path in key.paths] + knobs
+    stray = [path for path, value, default in ours if value is not None and value != default and value != []]
+    if stray:
+        raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
 
 
 def resolve(raw: Mapping[str, Any]) -> Translation:

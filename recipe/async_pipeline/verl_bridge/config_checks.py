@@ -20,13 +20,13 @@ from verl.trainer.ppo.rollout_corr_helper import (
 from verl.trainer.ppo.utils import need_reference_policy
 
 from ..checkpoint.resume import check_keys
-from ..config.aliases import BYPASS, FOREIGN
+from ..config.aliases import BYPASS
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
 from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss
-from ..config.schema import OWN, AsyncPipelineConfig, plain_defaults
-from ..config.translation import Translation, is_enabled, reject_near_misses, resolve
+from ..config.schema import OWN, AsyncPipelineConfig
+from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
@@ -56,7 +56,7 @@ def checked(config: DictConfig) -> Checked | None:
     """
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
-        _require_no_stray_keys(raw)
+        require_no_stray_keys(raw)
         return None
     if not plugin.is_loaded():
         raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
@@ -153,22 +153,6 @@ def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
         | (set() if need_reference_policy(config) else {"ref_logp"})
     )
     return [role for role in PLACED if role not in absent]
-
-
-def _require_no_stray_keys(raw: Mapping[str, Any]) -> None:
-    """Our defaults may be composed into a stock run; a choice of ours may not be ignored."""
-    reject_near_misses(raw)
-    # Our file leaves it to the strategy what these two are.
-    defaults = plain_defaults() | {"strategy": None, "max_lag": None}
-    own = select(raw, OWN)
-    knobs = [
-        (f"{OWN}.{name}", value, defaults.get(str(name)))
-        for name, value in (own.items() if isinstance(own, Mapping) else ())
-    ]
-    ours = [(path, select(raw, path), None) for key in FOREIGN for path in key.paths] + knobs
-    stray = [path for path, value, default in ours if value is not None and value != default and value != []]
-    if stray:
-        raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
 
 
 def _require_resolvable(config: DictConfig) -> None:

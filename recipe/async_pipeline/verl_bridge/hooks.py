@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The front door for the patches on verl: the only module of this package that they import.
+
+verl's entry point (patched) calls these three, in this order:
+
+    main         driver         `prepare`      before verl validates the config
+    run_ppo      driver         `wait_for`     once the trainer's process was asked for
+    TaskRunner   trainer's      `begin`        before verl looks its trainer up
+
+A run without the switch gets one check of its keys and nothing else. Importing this module loads neither
+torch, verl nor Ray, so a fault in the rest of the package cannot stop such a run.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..config.schema import is_strategy
+from ..config.translation import is_enabled, require_no_stray_keys
+from ..console import EXIT_USERS, echo
+from ..errors import AsyncPipelineError
+from ..observe.table import MARK
+
+
+def prepare(config: DictConfig) -> None:
+    """Turn a config that asks for the pipeline into one that verl runs with it; leave others unchanged.
+
+    Exits with status 2 and one line on standard error if the config cannot run, if it sets a key of ours
+    without the switch, or if it has the switch and this package cannot be imported.
+    """
+    try:
+        raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
+        if not is_enabled(raw):
+            require_no_stray_keys(raw)
+            return
+    except AsyncPipelineError as error:
+        _refuse(str(error))
+
+    try:
+        from . import launch
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything
+        _refuse(
+            f"async_pipeline=True, but recipe.async_pipeline cannot be imported "
+            f"({type(error).__name__}: {error}); reinstall it in this environment, then retry"
+        )
+    launch.prepare(config)
+
+
+def wait_for(running: Any, config: DictConfig) -> None:
+    """Start the sample store while the trainer's process imports, then wait for the run to end.
+
+    `running` is Ray's reference of the run; its result is left to the caller. Returns at once if the run has
+    a trainer of verl's. Raises KeyboardInterrupt after Ctrl-C, once the run has ended or its time is up.
+    """
+    if not _is_ours(config):
+        return
+    from . import interrupts, launch
+
+    launch.start_sample_store(config)
+    interrupts.wait_for(running)
+
+
+def begin(config: DictConfig) -> None:
+    """Register our trainers with verl and start the rollout servers early.
+
+    Returns at once if the run has a trainer of verl's.
+    """
+    if not _is_ours(config):
+        return
+    from .. import strategies
+
+    strategies.begin(config)
+
+
+def _is_ours(config: DictConfig) -> bool:
+    """Whether `prepare` chose the trainer. Our section alone proves nothing: it may be composed in."""
+    return is_strategy(str(OmegaConf.select(config, "trainer.v1.trainer_mode")))
+
+
+def _refuse(reason: str) -> NoReturn:
+    echo(f"{MARK} {reason}", file=sys.stderr)
+    raise SystemExit(EXIT_USERS) from None

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the front door does for a run of ours, for a run of verl's, and with a broken installation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+import recipe.async_pipeline
+import recipe.async_pipeline.verl_bridge as bridge
+from recipe.async_pipeline.config.schema import OWN
+from recipe.async_pipeline.observe.table import MARK
+from recipe.async_pipeline.verl_bridge import hooks
+from tests import REPOSITORY
+
+
+def config(**values: Any) -> DictConfig:
+    """A config with values at dotted paths, which are written with two underscores."""
+    made = OmegaConf.create({"actor_rollout_ref": {}, "trainer": {"v1": {"trainer_mode": "colocate_sync"}}})
+    for path, value in values.items():
+        OmegaConf.update(made, path.replace("__", "."), value, force_add=True)
+    return made
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Calls of the modules behind the door, which are replaced."""
+    made: list[tuple[Any, ...]] = []
+
+    def replace(package: ModuleType, name: str, *functions: str) -> None:
+        module = ModuleType(f"{package.__name__}.{name}")
+        for function in functions:
+            setattr(module, function, lambda *args, called=f"{name}.{function}": made.append((called, *args)))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(package, name, module, raising=False)
+
+    replace(bridge, "launch", "prepare", "start_sample_store")
+    replace(bridge, "interrupts", "wait_for")
+    replace(recipe.async_pipeline, "strategies", "begin")
+    return made
+
+
+@pytest.mark.parametrize("switch", ["async_pipeline", "actor_rollout_ref__async_pipeline"])
+def test_with_either_switch_the_config_is_prepared(calls: list[tuple[Any, ...]], switch: str) -> None:
+    asked = config(**{switch: True})
+    hooks.prepare(asked)
+    assert calls == [("launch.prepare", asked)]
+
+
+@pytest.mark.parametrize("values", [{}, {"async_pipeline": False}, {"async_pipeline": None}])
+def test_without_the_switch_nothing_happens(calls: list[tuple[Any, ...]], values: dict[str, Any]) -> None:
+    stock = config(**values)
+    before = OmegaConf.to_container(stock)
+    hooks.prepare(stock)
+    assert calls == []
+    assert OmegaConf.to_container(stock) == before
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({f"{OWN}.max_lag".replace(".", "__"): 1}, "max_lag is set but the pipeline is not asked for"),
+        ({"pg_variant": "topr"}, "add +async_pipeline=True"),
+        ({"async_pipeline": 1}, "async_pipeline must be True or False, got 1"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    calls: list[tuple[Any, ...]], capsys: pytest.CaptureFixture[str], values: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        hooks.prepare(config(**values))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith(f"{MARK} ") and error.count("\n") == 1 and part in error
+    assert calls == []
+
+
+@pytest.mark.parametrize("broken", [ImportError("no msgspec"), AttributeError("half an upgrade")])
+def test_a_broken_installation_is_one_line_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: Exception
+) -> None:
+    class Broken:
+        """Stands where `launch` is looked for."""
+
+        def find_spec(self, name: str, *args: Any) -> None:
+            if name.endswith("verl_bridge.launch"):
+                raise broken
+
+    monkeypatch.delitem(sys.modules, f"{bridge.__name__}.launch", raising=False)
+    monkeypatch.delattr(bridge, "launch", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    hooks.prepare(config())
+    with pytest.raises(SystemExit) as ended:
+        hooks.prepare(config(async_pipeline=True))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.count("\n") == 1 and str(broken) in error and "cannot be imported" in error
+
+
+def test_a_run_of_ours_is_begun_and_waited_for(calls: list[tuple[Any, ...]]) -> None:
+    ours = config(trainer__v1__trainer_mode="one_step_off")
+    hooks.wait_for("running", ours)
+    hooks.begin(ours)
+    assert calls == [
+        ("launch.start_sample_store", ours),
+        ("interrupts.wait_for", "running"),
+        ("strategies.begin", ours),
+    ]
+
+
+def test_a_trainer_of_verls_is_left_alone(calls: list[tuple[Any, ...]]) -> None:
+    stock = config(**{OWN.replace(".", "__"): {"max_lag": None}})
+    hooks.wait_for("running", stock)
+    hooks.begin(stock)
+    assert calls == []
+
+
+def test_the_front_door_loads_nothing_heavy() -> None:
+    heavy = {"torch", "verl", "ray", "vllm", "transformers", f"{bridge.__name__}.launch"}
+    code = f"import sys, {hooks.__name__}; print(*sorted({heavy!r} & set(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
