@@ -65,7 +65,7 @@ def test_lora_adapters_are_served_as_published_and_a_wrong_one_is_caught(tied_ta
     assert report["before"] not in report["engine"]
     assert len({tuple(said) for said in report["engine"]}) == 3
     assert report["disorder"]["error"] == "ProofError"
-    assert "is served with other values than were published" in report["disorder"]["message"]
+    assert "is served with values other than the published ones" in report["disorder"]["message"]
 
 
 @pytest.mark.nightly

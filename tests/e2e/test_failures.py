@@ -189,7 +189,7 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
         events=[
             Event("starting training workers", lambda process: release()),
             Event(" 4/1000", lose),
-            Event(" is fenced and starts anew; 1 go on"),
+            Event(" is fenced and restarts; 1 still serve"),
             *[Event("/1000 ") for _ in range(6)],
             Event("/1000 ", replace),
             Event("serves again, version "),

@@ -344,7 +344,8 @@ def test_a_failure_after_the_gather_reaches_receivers_and_then_the_trainer(
         broken.setattr(Arena, "describe", lambda *_: 1 / 0)
         ticket = writer.gather(0, weights(0).items())
         with pytest.raises(
-            WeightSyncError, match="v0 was gathered, but then: ZeroDivisionError: division by zero"
+            WeightSyncError,
+            match="v0 was gathered, but its announcement failed: ZeroDivisionError: division by zero",
         ):
             await_manifest(ticket, 30)
     assert_same(received(gathered(writer, 1, weights(1).items())), weights(1))
@@ -356,7 +357,7 @@ def test_a_ticket_of_an_arena_that_is_used_again_says_so(writer: ArenaWriter) ->
     first = writer.gather(0, weights(0).items())
     for version in (1, 2):
         gathered(writer, version, weights(version).items())
-    with pytest.raises(WeightSyncError, match="v0 is in memory no more; v2 took its place"):
+    with pytest.raises(WeightSyncError, match="v0 is no longer in memory; v2 took its place"):
         await_manifest(first, 30)
 
 

@@ -65,7 +65,7 @@ def test_a_reader_never_sees_a_part(board: Board) -> None:
 
 @pytest.mark.parametrize("name", ["psm_foreign", "../etc/passwd", "/etc/passwd"])
 def test_a_name_that_is_not_ours_is_not_opened(name: str) -> None:
-    with pytest.raises(WeightSyncError, match="is not a segment of this pipeline"):
+    with pytest.raises(WeightSyncError, match="is not the name of a segment of this package"):
         Board(name)
 
 
@@ -78,8 +78,8 @@ def test_a_version_is_awaited(board: Board) -> None:
 @pytest.mark.parametrize(
     ("posted", "reason"),
     [
-        (encode(manifest(5)), "v3 is in memory no more; v5 took its place"),
-        (encode(Failure("OSError: gone")), "v3 was gathered, but then: OSError: gone"),
+        (encode(manifest(5)), "v3 is no longer in memory; v5 took its place"),
+        (encode(Failure("OSError: gone")), "v3 was gathered, but its announcement failed: OSError: gone"),
         (b"nonsense", "not a weight manifest"),
         (None, "v3 was gathered, but process .* did not finish its checksums within 0.01 s"),
     ],

@@ -56,7 +56,7 @@ def test_what_is_encoded_is_decoded() -> None:
     ],
 )
 def test_a_tensor_outside_its_bucket_is_refused(wrong: TensorEntry) -> None:
-    with pytest.raises(WeightSyncError, match="manifest of v3: x lies outside its bucket"):
+    with pytest.raises(WeightSyncError, match="manifest of v3: x is outside its bucket"):
         decode(encode(manifest(tensor("a"), wrong)))
 
 
@@ -80,16 +80,16 @@ def with_entry(**changes: Any) -> Manifest:
         (with_entry(dtype="load"), "x cannot have 8 bytes as load"),
         (with_entry(dtype="float32"), "x cannot have 8 bytes as float32"),
         (with_entry(shape=(-2, -4)), "not a weight manifest"),
-        (with_entry(name="a"), "two of its tensors have one name"),
+        (with_entry(name="a"), "two of its tensors have the same name"),
         (manifest(tensor("a"), sizes=(-1,)), "not a weight manifest"),
         (msgspec.structs.replace(manifest(tensor("a")), version=-1), "not a weight manifest"),
         (
             msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("b", b""),)),
-            "the sample of b is not of such a tensor",
+            "the sample of b does not fit its tensor",
         ),
         (
             msgspec.structs.replace(manifest(tensor("a")), samples=(Sample("a", b"123"),)),
-            "the sample of a is not of such a tensor",
+            "the sample of a does not fit its tensor",
         ),
         (msgspec.structs.replace(manifest(), adapter="nonsense"), "not described by a JSON object"),
         (msgspec.structs.replace(manifest(), adapter="[" * 100_000), "not described by a JSON object"),
@@ -126,7 +126,7 @@ def test_a_message_that_is_too_large_is_not_even_parsed(
     parse: Callable[[bytes], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("recipe.async_pipeline.weight_sync.manifest.MAX_BYTES", 16)
-    with pytest.raises(WeightSyncError, match="17 bytes, and no message has more than 16"):
+    with pytest.raises(WeightSyncError, match="17 bytes, the limit is 16"):
         parse(bytes(17))
 
 
@@ -197,7 +197,7 @@ def test_pieces_keep_the_order_and_the_bound(sizes: list[int], piece_bytes: int)
 def test_a_board_says_a_manifest_or_a_failure() -> None:
     for said in (manifest(tensor("a")), Failure("the device is gone")):
         assert decode_announcement(encode(said)) == said
-    with pytest.raises(WeightSyncError, match="x lies outside its bucket"):
+    with pytest.raises(WeightSyncError, match="x is outside its bucket"):
         decode_announcement(encode(manifest(tensor("x", bucket=9))))
     with pytest.raises(WeightSyncError, match="not a weight manifest"):
         decode(encode(Failure("the device is gone")))

@@ -170,7 +170,7 @@ def test_experts_that_changed_places(pair: tuple[str, str]) -> None:
     weights, wrong = experts(), experts()
     a, b = (f"{LAYER}.mlp.experts.{name}.weight" for name in pair)
     wrong[a], wrong[b] = weights[b], weights[a]
-    with pytest.raises(ProofError, match="is served with other values than were published"):
+    with pytest.raises(ProofError, match="is served with values other than the published ones"):
         prove(manifest(weights), ServedModel(served_experts(wrong, 0, 1), PACKED))
 
 

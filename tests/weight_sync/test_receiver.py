@@ -231,7 +231,7 @@ def test_a_bucket_that_always_comes_broken_ends_the_load_and_leaves_the_old_vers
     local = asyncio.run(inbox.receive(manifest(4), fetching(4, lambda s, a, data: data)))
     broken = fetching(5, lambda s, a, data: bytes(len(data)))
     with pytest.raises(
-        WeightSyncError, match=f"bucket 0 of v5 was asked for {ATTEMPTS} times and came corrupt"
+        WeightSyncError, match=f"bucket 0 of v5 was requested {ATTEMPTS} times; the last copy was corrupt"
     ):
         asyncio.run(inbox.receive(manifest(5), broken))
     assert (inbox.version, read(local)) == (4, whole(4))

@@ -25,7 +25,7 @@ def segment() -> Iterator[Segment]:
 )
 @pytest.mark.parametrize("create", [True, False])
 def test_a_name_that_is_not_ours_is_not_opened(name: str, create: bool) -> None:
-    with pytest.raises(WeightSyncError, match="is not a segment of this pipeline"):
+    with pytest.raises(WeightSyncError, match="is not the name of a segment of this package"):
         Segment(name, 8, create=create)
 
 

@@ -78,7 +78,7 @@ def test_one_wrong_block_is_found(published: Published) -> None:
         values = parts[number].values
         assert values is not None
         values.add_(1)
-        with pytest.raises(ProofError, match=f"v7: {name} is not what the trainer published"):
+        with pytest.raises(ProofError, match=f"v7: {name} differs from the published values"):
             prove_parts(manifest, parts)
 
 

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight versions on their way from the trainer to the replicas: gather → send/recv → load → proof.
+"""The way of a weight version from the trainer to the replicas: gather, transfer, load, verify.
 
-    manifest.py          what a version consists of: tensors, buckets, checksums, samples for the proof
+    manifest.py          the contents of a version: tensors, buckets, checksums, samples
     segment.py           a piece of shared host memory
-    arena.py             what training ranks write, allocated and touched once, then reused
-    board.py             where a version is announced when its checksums are known
+    segment_names.py     names of such pieces, and the sweep of orphans
+    arena.py             the memory that training ranks write, allocated and touched once, then reused
+    board.py             where a version is announced once its checksums are known
     dual_buffer.py       which of two slots may be filled (pure)
-    inbox.py             what arrives from another host
-    recorded_load.py     the copies that an engine's loader makes, made again without it
-    spare.py             a second copy on the device, filled beside generation
-    delivery.py          is what a replica serves what the trainer published?
+    receiver.py          buckets from another host
+    copy_plan.py         the copies of an engine's loader, repeated without it
+    standby_copy.py      a second copy on the device, filled during generation
+    shard_load.py        a version into a sharded model of the trainer's kind
+    proof.py             the comparison of served and published values
     versioned_engine.py  which version wrote which token
-    distribution.py      each version to all replicas; what becomes of one that fails
+    busy_time.py         seconds with open requests
+    publisher.py         each version to all replicas; fencing and restart of a failed one
 
 Imports torch, but neither verl nor ray nor vllm.
 """

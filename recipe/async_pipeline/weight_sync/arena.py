@@ -2,16 +2,11 @@
 """Host memory that training ranks write and replicas on the same host map.
 
 An arena is a list of shared-memory segments ("buckets"). They are created on demand, touched by the first
-write and
-then reused for every later version: the first touch of fresh shared memory is ten times slower than writing
-to it
-again.
+write and reused for every later version: the first touch of fresh shared memory is ten times slower than
+a later write.
 
-Each rank copies what it holds straight to where it belongs in the whole tensor. No rank holds a whole tensor,
-and
-nothing is sent between them. Weights that have to be assembled first, because an engine knows no other way,
-are
-written by the owner alone.
+Each rank copies its shard straight to its place in the whole tensor. No rank holds a whole tensor, and
+the ranks exchange no data. If an engine can only hand out assembled tensors, the owner alone writes them.
 """
 
 from __future__ import annotations
@@ -34,19 +29,21 @@ from .segment import Segment, create_segment
 from .segment_names import SHM_DIR, sweep_orphans
 
 HASH_THREADS = max(1, min(8, (os.cpu_count() or 1) // 8))
-"""One hashes about ten GB/s, which is less than what the devices of a host copy."""
+"""One thread hashes about 10 GB/s, which is less than the devices of a host copy."""
 ANNOUNCE_S = 600.0
-"""For the checksums of a version, which were begun a publication ago; the slowest host does a GB a second."""
+"""Deadline for the checksums of a version, which were started one weight update earlier; the slowest host
+hashes 1 GB/s.
+"""
 
 T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """What this rank holds of a tensor: a block of it, or nothing."""
+    """The block of a tensor that this rank holds, if any."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     offset: tuple[int, ...]
     """Index of the block's first element in the whole tensor."""
@@ -59,14 +56,14 @@ class Ranks(Protocol):
     rank: int
 
     def share(self, value: T) -> T:
-        """Returns rank 0's value. A collective."""
+        """Return rank 0's value. A collective."""
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait for all ranks."""
 
 
 class Alone:
-    """One rank."""
+    """A single rank."""
 
     rank = 0
 
@@ -78,24 +75,24 @@ class Alone:
 
 
 class Arena:
-    """One slot of the dual buffer: as many buckets as the largest version needed so far."""
+    """One slot of the dual buffer, with as many buckets as the largest version needed so far."""
 
     def __init__(self, bucket_bytes: int, dtype: torch.dtype | None) -> None:
-        """`dtype`: what floating tensors are cast to; None keeps theirs."""
+        """Cast floating-point tensors to `dtype`; None keeps their dtype."""
         self._bucket_bytes, self._dtype = bucket_bytes, dtype
         self._segments: list[Segment] = []
         self._layout = Layout(bucket_bytes)
         self._described: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-        """The parts that the layout is of."""
+        """The parts that the layout was computed for."""
         self._targets: list[torch.Tensor] = []
-        """Where this rank's parts go."""
+        """Views of the buckets, one for each part that this rank holds."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self._layout.used)
 
     def write_parts(self, parts: Sequence[Part], ranks: Ranks) -> None:
-        """Copy what this rank holds. All ranks call this with the same tensors in the same order."""
+        """Copy this rank's blocks. All ranks call this with the same tensors in the same order."""
         described = [(part.name, part.shape, part.dtype) for part in parts]
         held = [part for part in parts if part.values is not None and part.values.numel()]
         if described != self._described:
@@ -106,7 +103,7 @@ class Arena:
         ranks.barrier()
 
     def write_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy tensors as they come."""
+        """Copy whole tensors in the order of iteration."""
         before = self._layout.used
         self._layout, self._described = Layout(self._bucket_bytes), []
         on_device = False
@@ -119,7 +116,7 @@ class Arena:
                 self._require_segment(entry.bucket, self._layout.used[-1])
             self._segments[entry.bucket].reserve(self._layout.used[-1])
             if tensor.is_cuda and not on_device:
-                # How much the buckets will hold is known from the version before.
+                # The previous version tells how many bytes of the buckets will be used.
                 self._pin(before)
             on_device = on_device or tensor.is_cuda
             view_of(self._segments, entry).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
@@ -127,9 +124,9 @@ class Arena:
             torch.cuda.synchronize()
 
     def describe(self, version: int, publication: int, proof_tensors: int, adapter: str | None) -> Manifest:
-        """Checksums of all buckets, samples for the proof, and where everything is.
+        """Return the manifest: checksums of all buckets, samples for the verification, and the layout.
 
-        `publication`: how many there were before.
+        `publication` is the number of weight updates before this one.
         """
         tensors = {entry.name: entry for entry in self._layout.tensors}
         filled = list(zip(self._segments, self._layout.used, strict=False))
@@ -175,7 +172,7 @@ class Arena:
         self._described = described
 
     def _require_segment(self, bucket: int, nbytes: int) -> None:
-        """Have a segment for a bucket that can grow to its full size."""
+        """Ensure that a bucket has a segment in which it can grow to its full size."""
         size = max(self._bucket_bytes, nbytes)
         if bucket == len(self._segments):
             self._segments.append(create_segment(size))
@@ -217,31 +214,32 @@ class ArenaWriter:
         self._publications = 0
         self._buffer = DualBuffer()
         self._proof_tensors = proof_tensors
-        # Takes no turn with the copies: a thread that hashes does not hold the interpreter.
+        # Hashing releases the interpreter lock, so this thread does not slow the copies down.
         self._announcer = ThreadPoolExecutor(1, thread_name_prefix="announce")
         if self._owner:
             sweep_orphans()
             self._boards = [Board(), Board()]
 
     def gather(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Ticket:
-        """Copy all weights in. For the owner alone; an error leaves the old version intact.
+        """Copy all weights in and return the ticket. For the owner only; after an error the old version
+        is intact.
 
-        Raises WeightSyncError: the version is not newer than the last, or no memory is left.
+        Raises WeightSyncError if the version is not newer than the last or memory runs out.
         """
         ticket = self._gather(version, lambda arena: arena.write_whole(weights))
         assert ticket is not None, "only the owner gathers whole tensors"
         return ticket
 
     def gather_parts(self, version: int, parts: Sequence[Part], adapter: str | None = None) -> Ticket | None:
-        """Copy in what this rank holds. A collective of all ranks; the owner gets the ticket. Raises as
-        `gather`.
+        """Copy this rank's blocks in. A collective; the owner gets the ticket, other ranks None.
 
-        `adapter`: the parts are of a LoRA adapter; see `Manifest`.
+        `adapter` describes the parts if they are a LoRA adapter; see `Manifest`. Raises the same errors
+        as `gather`.
         """
         return self._gather(version, lambda arena: arena.write_parts(parts, self._ranks), adapter)
 
     def close(self) -> None:
-        """Unlink all segments; receivers keep what they have mapped."""
+        """Unlink all segments; receivers keep their mappings."""
         self._announcer.shutdown()
         for arena in self._arenas:
             arena.close()
@@ -276,14 +274,14 @@ class ArenaWriter:
         return ticket
 
     def _free(self, slot: int) -> None:
-        """Have nobody read or announce what the slot held."""
+        """Wait until the slot's previous version is announced, then take its announcement away."""
         announced, self._announced[slot] = self._announced[slot], None
         if announced is not None:
             try:
                 announced.result(ANNOUNCE_S)
             except FutureTimeout:
                 raise WeightSyncError(
-                    f"checksums of the version before did not end within {ANNOUNCE_S:g} s"
+                    f"checksums of the previous version did not end within {ANNOUNCE_S:g} s"
                 ) from None
         if self._owner:
             self._boards[slot].clear()
@@ -293,7 +291,8 @@ class ArenaWriter:
             described = self._arenas[slot].describe(version, publication, self._proof_tensors, adapter)
             self._boards[slot].post(encode(described))
         except Exception as error:
-            # Whoever waits for the version learns it now, and the trainer when it gathers here again.
+            # Readers of the board learn of the failure now, the trainer at its next gather into this
+            # slot.
             self._boards[slot].post(encode(Failure(f"{type(error).__name__}: {error}")))
             raise
 
@@ -305,7 +304,7 @@ class ArenaReader:
         self._segments: dict[str, Segment] = {}
 
     def verify(self, manifest: Manifest) -> None:
-        """Raises CorruptionError: a bucket does not have the checksum that the trainer computed."""
+        """Compare all buckets with the trainer's checksums. Raises CorruptionError if one differs."""
         for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
             if segment.checksum(bucket.nbytes) != bucket.xxh3:
                 raise CorruptionError(
@@ -313,16 +312,16 @@ class ArenaReader:
                 )
 
     def bucket(self, manifest: Manifest, sequence: int) -> torch.Tensor:
-        """The bytes of one bucket, an alias of the arena."""
+        """Return the bytes of one bucket, an alias of the arena."""
         return self._map(manifest)[sequence].bytes[: manifest.buckets[sequence].nbytes]
 
     def tensors(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        """All tensors by name, aliases of the arena."""
+        """Return all tensors by name, aliases of the arena."""
         segments = self._map(manifest)
         return {entry.name: view_of(segments, entry) for entry in manifest.tensors}
 
     def read(self, manifest: Manifest, piece_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Named tensors, aliases of the arena, in pieces of at most `piece_bytes`."""
+        """Yield named tensors, aliases of the arena, in pieces of at most `piece_bytes`."""
         segments = self._map(manifest)
         for piece in manifest.pieces(piece_bytes):
             yield [(entry.name, view_of(segments, entry)) for entry in piece]
@@ -338,7 +337,7 @@ class ArenaReader:
             known = self._segments.get(bucket.segment)
             if known is None or known.size < bucket.nbytes:
                 self._segments[bucket.segment] = Segment(bucket.segment, bucket.nbytes, create=False)
-        # Two versions' worth of mappings stay; segments that were replaced by larger ones go.
+        # Keep the mappings of two versions; drop segments that larger ones replaced.
         for name in list(self._segments):
             if name not in names and not (SHM_DIR / name).exists():
                 self._segments.pop(name).close()
@@ -346,6 +345,6 @@ class ArenaReader:
 
 
 def view_of(segments: Sequence[Segment], entry: TensorEntry) -> torch.Tensor:
-    """The tensor that `entry` describes, as an alias of its bucket."""
+    """Return the tensor that `entry` describes, as an alias of its bucket."""
     raw = segments[entry.bucket].bytes[entry.offset : entry.offset + entry.nbytes]
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)

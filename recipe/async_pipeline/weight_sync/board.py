@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a version is announced on the trainer's host, once its checksums are known.
 
-A gather returns as soon as the weights are copied, with a `Ticket`. A thread of the trainer's then computes
-the
-checksums beside the next optimizer step and posts the manifest on the board that the ticket names.
+A gather returns a `Ticket` as soon as the weights are copied. A thread of the trainer then computes the
+checksums during the next optimizer step and posts the manifest on the board that the ticket names.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ from .manifest import MAX_BYTES, Failure, Manifest, Ticket, decode_announcement
 from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 POLL_S = 0.001
-"""How often a reader looks. It is a thread that waits for a thread of another process."""
+"""Polling interval of a reader: a thread that waits for a thread of another process."""
 
 
 class Board:
-    """A small file in shared memory that one process writes, as a whole, and others on its host read."""
+    """A small file in shared memory: one process writes it as a whole, others on the same host read it."""
 
     def __init__(self, name: str | None = None) -> None:
-        """With a name: the board that another process writes. Raises WeightSyncError: not ours by name."""
+        """Create a board, or open the one that another process writes, by name.
+
+        Raises WeightSyncError if `name` is not one of this package's segment names.
+        """
         self._owner = name is None
         self.name = name or new_name()
         check_name(self.name)
@@ -35,7 +37,9 @@ class Board:
             resource_tracker.register(f"/{self.name}", "shared_memory")
 
     def read(self) -> bytes | None:
-        """What is posted; None if nothing is. Raises WeightSyncError: somebody else wrote it."""
+        """Return the posted bytes, or None if there are none. Raises WeightSyncError if another user
+        wrote them.
+        """
         try:
             fd = open_own(self.name, os.O_RDONLY)
         except WeightSyncError as error:
@@ -46,7 +50,7 @@ class Board:
             return file.read(MAX_BYTES + 1)
 
     def post(self, data: bytes) -> None:
-        """Readers see this or what was there before, never a part."""
+        """Replace the content atomically: readers see the old bytes or the new ones, never a part."""
         part = SHM_DIR / new_name()
         with open(part, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(data)
@@ -56,7 +60,7 @@ class Board:
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Clear it for good."""
+        """Clear the board for the last time."""
         self.clear()
         if self._owner:
             self._owner = False
@@ -64,22 +68,25 @@ class Board:
 
 
 def await_manifest(ticket: Ticket, timeout_s: float) -> Manifest:
-    """Wait until a version is announced, and return its manifest. Blocks; for a thread.
+    """Wait until a version is announced and return its manifest. Blocks, so call it in a thread.
 
-    Raises WeightSyncError: its memory was taken by a newer one, or the trainer failed, died or took too long.
+    Raises WeightSyncError if a newer version took its memory, or if the trainer failed, died or took too
+    long.
     """
     board, deadline = Board(ticket.board), time.monotonic() + timeout_s
     while True:
-        # Asked first: who posts and then ends has posted.
+        # Check this before reading: a process that posts and then ends has posted.
         alive = psutil.pid_exists(ticket.pid)
         data = board.read()
         if data is not None:
             found = decode_announcement(data)
             if isinstance(found, Failure):
-                raise WeightSyncError(f"v{ticket.version} was gathered, but then: {found.reason}")
+                raise WeightSyncError(
+                    f"v{ticket.version} was gathered, but its announcement failed: {found.reason}"
+                )
             if found.version != ticket.version:
                 raise WeightSyncError(
-                    f"v{ticket.version} is in memory no more; v{found.version} took its place"
+                    f"v{ticket.version} is no longer in memory; v{found.version} took its place"
                 )
             return found
         if not alive:

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's loader does with a version, written down once and done again without it.
+"""Record the copies of an engine's loader once, then repeat them without the loader.
 
-A loader is called for every tensor and finds out each time which rows of which parameter it belongs to; that
-takes
-longer than the copies. If a load turns out to be nothing but copies from published tensors into parameters,
-the list
-of them is all that the next versions need. Whatever else a loader does (casts to scales, transposes, sums),
-it goes on
-being called.
+A loader is called for every tensor and works out each time which rows of which parameter it fills; that
+takes longer than the copies. If a load turns out to consist of copies from published tensors into
+parameters only, the list of copies is enough for later versions. If it does more (casts to scales,
+transposes, sums), the loader continues to be called.
 """
 
 from __future__ import annotations
@@ -23,22 +20,22 @@ from .manifest import Manifest, TensorEntry
 
 _COPY = torch.ops.aten.copy_.default
 _CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
-"""What a loader may do besides: the same each time, such as the padding of an embedding."""
+"""Operations that a loader may add because their result never changes, e.g. an embedding's padding."""
 
 
 class Copy(NamedTuple):
-    """A view of a published tensor, copied into a view of a served parameter."""
+    """A copy from a view of a published tensor into a view of a served parameter."""
 
     name: str
     offset: int
-    """In elements, from the start of the published tensor; so are the strides."""
+    """Elements from the start of the published tensor; the strides are in elements too."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     target: torch.Tensor
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every operation of a load; `copies` is what it consists of, unless there was `other`."""
+    """Records every operation of a load: its `copies`, and the first `other` operation if there is one."""
 
     def __init__(self, published: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -51,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self._starts = [start for start, _, _ in self._published]
 
     def recorded(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> RecordedLoad | None:
-        """What was seen, if it can be done again: copies alone, whose result is still what was copied."""
+        """Return the load for later reuse, or None if it was more than copies or its result was changed."""
         if self.other is not None or not self.copies:
             return None
         load = RecordedLoad(self.copies, manifest.tensors)
@@ -72,7 +69,7 @@ class Recorder(TorchDispatchMode):
             return
         start = self._published[self._index_of(source)][0]
         offset = (source.data_ptr() - start) // source.element_size()
-        # A view would hold on to the tensor that it was made from.
+        # A view would keep the tensor alive that it was made from.
         plain = placed_like(target, target.untyped_storage())
         self.copies.append(Copy(name, offset, tuple(source.shape), source.stride(), plain))
 
@@ -88,20 +85,20 @@ class Recorder(TorchDispatchMode):
 
 
 def _is_view(result: Any, args: Sequence[Any]) -> bool:
-    """Does it only look at memory that an argument has?"""
+    """Return whether the results only alias memory of an argument."""
     results = result if isinstance(result, (list, tuple)) else [result]
     known = {memory_of(arg) for arg in args if isinstance(arg, torch.Tensor)}
     return all(isinstance(one, torch.Tensor) and memory_of(one) in known for one in results) and bool(results)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Address of the memory that a tensor is in, or is a view of."""
+    """Return the address of the storage that a tensor uses."""
     address: int = tensor.untyped_storage().data_ptr()
     return address
 
 
 def placed_like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """As `tensor`, but in that memory."""
+    """Return a tensor with the same layout in another storage."""
     placed = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return placed.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -113,12 +110,12 @@ class RecordedLoad:
         self._copies = list(copies)
         self._layout = tuple(layout)
         self.targets = [copy.target for copy in copies]
-        """Views of the parameters that are written."""
+        """Views of the parameters that the load writes."""
         self._sources: dict[tuple[str, ...], list[torch.Tensor]] = {}
-        """Views of an arena, for each of the two."""
+        """Views of an arena, for each of the two arenas."""
 
     def fits(self, manifest: Manifest, parameters: Iterable[torch.Tensor]) -> bool:
-        """Would the copies of this load bring that version into these parameters?"""
+        """Return whether the copies of this load would bring that version into these parameters."""
         memory = {memory_of(parameter) for parameter in parameters}
         return manifest.tensors == self._layout and all(
             memory_of(target) in memory for target in self.targets
@@ -127,7 +124,7 @@ class RecordedLoad:
     def copy(
         self, manifest: Manifest, published: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> None:
-        """Make the copies, into `targets` in place of those of the recording."""
+        """Copy into `targets` instead of the recorded ones."""
         sources = self._views(manifest, published)
         on_device = any(target.is_cuda for target in targets)
         torch._foreach_copy_(list(targets), sources, non_blocking=on_device)
@@ -135,14 +132,14 @@ class RecordedLoad:
             torch.cuda.current_stream().synchronize()
 
     def took(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> bool:
-        """Do the parameters hold, bit for bit, what was copied into them?"""
+        """Return whether the parameters hold, bit for bit, the values that were copied into them."""
         pairs = zip(self.targets, self._views(manifest, published), strict=True)
         return all(torch.equal(target, source.to(target)) for target, source in pairs)
 
     def _views(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         key = tuple(bucket.segment for bucket in manifest.buckets)
         if key not in self._sources:
-            if len(self._sources) == 2:  # an arena was replaced by a larger one
+            if len(self._sources) == 2:  # a larger arena replaced one of the two
                 self._sources.clear()
             self._sources[key] = [
                 published[c.name].as_strided(c.shape, c.stride, published[c.name].storage_offset() + c.offset)

@@ -10,16 +10,16 @@ from ..errors import WeightSyncError
 
 @dataclass
 class DualBuffer:
-    """Two slots: one complete, one being filled. Versions only move forward."""
+    """Two slots: one complete, one being filled. Versions only increase."""
 
     ready_slot: int | None = None
     ready_version: int | None = None
     filling_version: int | None = None
 
     def begin_fill(self, version: int) -> int:
-        """The slot to write `version` into; never the one that is complete.
+        """Return the slot to write `version` into; never the complete one.
 
-        Raises WeightSyncError: a fill is going on, or the version is not newer than the complete one.
+        Raises WeightSyncError if another fill is open or the version is not newer than the complete one.
         """
         if self.filling_version is not None:
             raise WeightSyncError(f"v{version} offered while v{self.filling_version} is still filling")
@@ -31,7 +31,9 @@ class DualBuffer:
         return 0 if self.ready_slot is None else 1 - self.ready_slot
 
     def commit(self) -> int:
-        """Declare the filled slot complete and return its version. Raises WeightSyncError: nothing fills."""
+        """Declare the filled slot complete and return its version. Raises WeightSyncError if no fill is
+        open.
+        """
         if self.filling_version is None:
             raise WeightSyncError("commit without begin_fill")
         self.ready_slot = 0 if self.ready_slot is None else 1 - self.ready_slot
@@ -39,5 +41,5 @@ class DualBuffer:
         return self.ready_version
 
     def abort(self) -> None:
-        """Give up the fill; the complete slot stays as it is."""
+        """Abandon the fill; the complete slot stays unchanged."""
         self.filling_version = None

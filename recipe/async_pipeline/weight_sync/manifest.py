@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one weight version consists of. Travels as typed msgpack, never as a pickle."""
+"""The contents of one weight version. Manifests travel as typed msgpack, never as a pickle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import WeightSyncError
 Count = Annotated[int, Meta(ge=0)]
 Pid = Annotated[int, Meta(gt=0, lt=2**31)]
 MAX_BYTES = 256 << 20
-"""Of a message. A manifest of a hundred thousand tensors has a tenth of that."""
+"""Largest accepted message. A manifest of 100,000 tensors needs a tenth of it."""
 ITEM_BYTES = {
     **dict.fromkeys(
         (
@@ -38,9 +38,9 @@ ITEM_BYTES = {
 }
 """Bytes of one element, by torch's name of the dtype."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises; of text that is not UTF-8, not its own error."""
+"""Errors of msgspec. Text that is not UTF-8 raises none of its own."""
 VALUES_PER_TENSOR = 64
-"""Values of a tensor that a proof compares."""
+"""Number of values that the verification compares in each sampled tensor."""
 
 ALIGN = 64
 """Each tensor starts on a cache line, which suits every dtype."""
@@ -66,21 +66,23 @@ class BucketEntry(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Values of one tensor at positions that version and name determine; see `delivery`."""
+    """Values of one tensor at positions that follow from version and name; see `proof`."""
 
     name: str
     values: bytes
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A version that was gathered; its manifest follows on a board in the shared memory of the trainer's
-    host.
+    """A gathered version; its manifest follows on a board in shared memory of the trainer's host.
+
+    Tickets pass through Ray as they are; only verl's own protocol, which has a board for them, encodes
+    them.
     """
 
     version: Count
     board: str
     pid: Pid
-    """Process that will post it."""
+    """The process that will post the manifest."""
     num_bytes: Count
     gather_s: float
 
@@ -92,21 +94,23 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, tag=True):
-    """A complete version: everything a receiver needs to map, check, load and prove it."""
+    """A complete version: everything a receiver needs to map, check, load and verify it."""
 
     version: Count
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[BucketEntry, ...]
     samples: tuple[Sample, ...]
     adapter: str | None = None
-    """The tensors are a LoRA adapter, described by this JSON in the words of peft; the base never changes."""
+    """Set if the tensors are a LoRA adapter: peft's description of it, as JSON. The base never changes."""
 
     @property
     def num_bytes(self) -> int:
         return sum(b.nbytes for b in self.buckets)
 
     def pieces(self, piece_bytes: int) -> Iterator[tuple[TensorEntry, ...]]:
-        """The tensors in order, in runs of at most `piece_bytes` (a larger tensor stands alone)."""
+        """Yield the tensors in order, in runs of at most `piece_bytes`; a larger tensor forms its own
+        run.
+        """
         run: list[TensorEntry] = []
         size = 0
         for entry in self.tensors:
@@ -120,7 +124,7 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
 
 
 class Layout:
-    """Where the tensors of a version go: in order, into buckets, each on a cache line. The same on all
+    """Where the tensors of a version are: in order, in buckets, each on a cache line. The same on all
     ranks.
     """
 
@@ -131,7 +135,7 @@ class Layout:
         self._bucket_bytes = bucket_bytes
 
     def place(self, name: str, shape: tuple[int, ...], dtype: str, itemsize: int) -> TensorEntry:
-        """Add a tensor. One that is larger than a bucket gets a bucket of its own."""
+        """Add a tensor. A tensor larger than a bucket gets a separate bucket."""
         nbytes = math.prod(shape) * itemsize
         offset = -(-self.used[-1] // ALIGN) * ALIGN if self.used else 0
         if not self.used or offset + nbytes > self._bucket_bytes:
@@ -144,30 +148,30 @@ class Layout:
 
 
 def encode(message: Manifest | Ticket | Failure) -> bytes:
-    """As typed msgpack."""
+    """Return the message as typed msgpack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> Manifest:
-    """Manifest out of bytes. Raises WeightSyncError: not a manifest, or it contradicts itself."""
+    """Decode a manifest. Raises WeightSyncError if it is not one or contradicts itself."""
     return _checked(_decoded(data, Manifest, "weight manifest"))
 
 
 def decode_ticket(data: bytes) -> Ticket:
-    """Raises WeightSyncError: not a ticket."""
+    """Decode a ticket. Raises WeightSyncError if it is not one."""
     ticket: Ticket = _decoded(data, Ticket, "ticket of a weight version")
     return ticket
 
 
 def decode_announcement(data: bytes) -> Manifest | Failure:
-    """What a board says. Raises WeightSyncError: neither of the two, or it contradicts itself."""
+    """Decode a board's content. Raises WeightSyncError if it is neither type or contradicts itself."""
     found: Manifest | Failure = _decoded(data, Manifest | Failure, "weight manifest")
     return found if isinstance(found, Failure) else _checked(found)
 
 
 def _decoded(data: bytes, kind: Any, what: str) -> Any:
     if len(data) > MAX_BYTES:
-        raise WeightSyncError(f"not a {what}: {len(data)} bytes, and no message has more than {MAX_BYTES}")
+        raise WeightSyncError(f"not a {what}: {len(data)} bytes, the limit is {MAX_BYTES}")
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except UNREADABLE as error:
@@ -178,14 +182,14 @@ def _checked(manifest: Manifest) -> Manifest:
     _check_adapter(manifest)
     by_name = {entry.name: entry for entry in manifest.tensors}
     if len(by_name) < len(manifest.tensors):
-        raise WeightSyncError(f"manifest of v{manifest.version}: two of its tensors have one name")
+        raise WeightSyncError(f"manifest of v{manifest.version}: two of its tensors have the same name")
     for sample in manifest.samples:
         of = by_name.get(sample.name)
         if of is None or len(sample.values) != min(math.prod(of.shape), VALUES_PER_TENSOR) * ITEM_BYTES.get(
             of.dtype, 0
         ):
             raise WeightSyncError(
-                f"manifest of v{manifest.version}: the sample of {sample.name} is not of such a tensor"
+                f"manifest of v{manifest.version}: the sample of {sample.name} does not fit its tensor"
             )
     for entry in manifest.tensors:
         if ITEM_BYTES.get(entry.dtype, -1) * math.prod(entry.shape) != entry.nbytes:
@@ -199,7 +203,7 @@ def _checked(manifest: Manifest) -> Manifest:
             or min(entry.offset, entry.nbytes) < 0
             or entry.offset + entry.nbytes > manifest.buckets[entry.bucket].nbytes
         ):
-            raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} lies outside its bucket")
+            raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} is outside its bucket")
     return manifest
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof of delivery: what a replica serves is compared with what the trainer published.
+"""Verification: a replica's served weights are compared with the published ones.
 
 The trainer puts a few values of some tensors of each version into the manifest. The replica looks the
-same values up in the parameters it *serves*, found by name without help from the loader, so a loader
-that skips, misplaces or half-fills a tensor is caught. Positions follow from version and name; the
-tensors rotate, so that all are covered in turn, and the embeddings are checked every time.
+same values up in the parameters it *serves*, found by name without the loader, so a loader that skips,
+misplaces or half-fills a tensor is caught. Positions follow from version and name. The tensors rotate, so
+that all are covered in turn; the embeddings are checked every time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EXPERT = re.compile(r"(?P<base>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate_proj
 
 
 def sampled_names(names: Sequence[str], publication: int, count: int) -> tuple[str, ...]:
-    """The tensors to prove at this publication: a rotating slice, and always embedding and head.
+    """Return the tensors to verify in this update: a rotating slice, plus embedding and head.
 
-    Publications are counted one by one, unlike versions, of which some may be left out.
+    `publication` counts updates one by one, unlike versions, some of which may be skipped.
     """
     if count >= len(names):
         return tuple(names)
@@ -42,14 +42,14 @@ def sampled_names(names: Sequence[str], publication: int, count: int) -> tuple[s
 
 
 def sample_positions(version: int, name: str, numel: int) -> Positions:
-    """Flat positions to compare, int64 of shape (min(numel, 64),); the same on both sides."""
+    """Return flat positions to compare, int64 of shape (min(numel, 64),); the same on both sides."""
     seed = xxhash.xxh3_64_intdigest(f"{version}/{name}".encode())
     count = min(numel, VALUES_PER_TENSOR)
     return np.random.default_rng(seed).integers(0, numel, size=count)
 
 
 def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
-    """The trainer's half of the proof for one tensor."""
+    """Take the trainer's sample of one tensor."""
     if tensor.numel() == 0:
         return Sample(name, b"")
     values = tensor.reshape(-1)[
@@ -59,13 +59,13 @@ def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
 
 
 def to_bytes(values: torch.Tensor) -> bytes:
-    """Raw bytes of a one-dimensional tensor of any dtype."""
+    """Return the raw bytes of a one-dimensional tensor of any dtype."""
     return bytes(values.detach().cpu().contiguous().view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the rows and columns of one published tensor lie in a served parameter."""
+    """Where the rows and columns of one published tensor are in a served parameter."""
 
     served: torch.Tensor
     """Shape (rows, columns); trailing dimensions are flattened."""
@@ -75,7 +75,7 @@ class Placement:
     columns: range
 
     def lookup(self, positions: Positions, num_columns: int) -> tuple[Held, torch.Tensor]:
-        """Which positions this rank holds, and the served values of those, on the CPU."""
+        """Return which positions this rank holds, and their served values on the CPU."""
         row, column = np.divmod(positions, num_columns)
         held = (
             (row >= self.rows.start) & (row < self.rows.stop)
@@ -96,9 +96,7 @@ class ServedModel:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> None:
-        """`packed`: fused module to the modules it was fused from, e.g. qkv_proj: [q_proj, k_proj,
-        v_proj].
-        """
+        """`packed` maps a fused module to its parts, e.g. qkv_proj: [q_proj, k_proj, v_proj]."""
         self._parameters = parameters
         self._packed = packed
         self._rank, self._size = tp_rank, tp_size
@@ -107,7 +105,7 @@ class ServedModel:
         return name in self._parameters
 
     def place(self, name: str, shapes: Mapping[str, Sequence[int]]) -> Placement:
-        """Find published tensor `name` among the served ones. Raises ProofError: it is not there."""
+        """Find published tensor `name` among the served ones. Raises ProofError if it is missing."""
         rows, columns = _as_matrix(shapes[name])
         if name in self._parameters:
             served = self._matrix(name)
@@ -134,9 +132,7 @@ class ServedModel:
     def _place_expert(
         self, name: str, base: str, index: int, part: str, rows: int, columns: int
     ) -> Placement:
-        """In the tensors that engines keep the experts of a layer in: (experts, rows, columns), gate above
-        up.
-        """
+        """Find an expert in the engine's fused tensors of shape (experts, rows, columns), gate above up."""
         leaf = "w2_weight" if part == "down_proj" else "w13_weight"
         fused = next(
             (n for n in self._parameters if n.startswith(f"{base}.") and n.endswith(f".{leaf}")), None
@@ -161,7 +157,7 @@ class ServedModel:
         shards = [s // self._size for s in sizes]
         if sum(shards) != served_rows:
             raise ProofError(
-                f"{name} has {served_rows} rows, which {self._size} ranks of {list(sizes)} do not explain"
+                f"{name} has {served_rows} rows, which {self._size} ranks of {list(sizes)} cannot give"
             )
         return shards
 
@@ -180,9 +176,9 @@ class ServedModel:
 
 
 def prove(manifest: Manifest, model: ServedModel) -> int:
-    """Compare every sample of the manifest with the served values; returns the tensors compared.
+    """Compare every sample of the manifest with the served values; return the number of tensors compared.
 
-    Raises ProofError: a value differs, a tensor is not served, or nothing could be compared.
+    Raises ProofError if a value differs, a tensor is not served, or nothing could be compared.
     """
     shapes = {e.name: e.shape for e in manifest.tensors}
     dtypes = {e.name: getattr(torch, e.dtype) for e in manifest.tensors}
@@ -200,7 +196,7 @@ def prove(manifest: Manifest, model: ServedModel) -> int:
 
 
 def scaled(manifest: Manifest, part: str, factor: float, dtype: torch.dtype) -> Manifest:
-    """The same manifest, for an engine that keeps tensors whose name has `part` multiplied by a factor."""
+    """Return the manifest for an engine that multiplies tensors whose name contains `part` by a factor."""
     dtypes = {e.name: getattr(torch, e.dtype) for e in manifest.tensors}
 
     def as_served(sample: Sample) -> Sample:
@@ -236,13 +232,13 @@ def _compare(
     if not torch.equal(wanted.view(torch.uint8), served.contiguous().view(torch.uint8)):
         wrong = int((wanted != served).sum())
         raise ProofError(
-            f"v{version}: {target} is served with other values than were published "
+            f"v{version}: {target} is served with values other than the published ones "
             f"({wrong} of {len(wanted)} sampled values differ); the load did not take"
         )
 
 
 def _aliases(name: str, shapes: Mapping[str, Sequence[int]], model: ServedModel) -> list[str]:
-    """With tied embeddings the head is not published, but must equal the embedding all the same."""
+    """With tied embeddings the head is not published, but it must equal the embedding."""
     if not name.endswith(EMBEDDING):
         return []
     head = HEAD
@@ -250,5 +246,5 @@ def _aliases(name: str, shapes: Mapping[str, Sequence[int]], model: ServedModel)
 
 
 def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns; a vector is a matrix of one column."""
+    """Return rows and columns; a vector is a matrix of one column."""
     return int(shape[0]) if len(shape) else 1, math.prod(shape[1:])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings each version to all its consumers, one after another; one that fails is fenced, and comes back.
+"""Bring each version to all its consumers in turn; fence a consumer that fails, and bring it back.
 
-A consumer is whatever computes with published weights: a rollout replica, later a pool for log-probs. It
-serves, or it is fenced: then it gets no work, is started anew beside the run, loads the version that is
-current by then, and serves again. The trainer takes no part in that: the newest version stays in host memory
-until the one after it is served everywhere. Where nobody is left, a publication waits for the first to
+A consumer computes with published weights: a rollout replica, later a pool for log-probs. It either
+serves or is fenced. A fenced consumer gets no work, is restarted in the background, loads the version
+that is current by then, and serves again. The trainer is not involved: the newest version stays in host
+memory until every consumer serves the next one. If no consumer is left, an update waits for the first to
 return.
 """
 
@@ -22,14 +22,14 @@ from ..errors import WeightSyncError
 from .manifest import Ticket
 
 ASK_S = 60.0
-"""For the balancer to take a consumer out of the rotation, or back in."""
+"""Deadline for the balancer to take a consumer out of the rotation, or back in."""
 GRACE_S = 30.0
-"""A consumer's own deadline fires first, so that its message, which knows more, is the one shown."""
+"""Added to deadlines here, so that the consumer's own deadline fires first: its message is more precise."""
 ATTEMPTS = 3
-"""A consumer that could not come back this many times in a row stays away."""
+"""A consumer that failed to return this many times in a row stays away."""
 BACK_OFF_S = 1.0
-"""Before a consumer's second attempt, or its second fall within `MEMORY_S`; twice that before the next,
-and so on.
+"""Delay before a consumer's second attempt, or after its second failure within `MEMORY_S`; it doubles
+each time.
 """
 LONGEST_BACK_OFF_S = 60.0
 MEMORY_S = 600.0
@@ -46,28 +46,30 @@ class Outcome(NamedTuple):
 
 
 class Consumer(Protocol):
-    """Whatever computes with published weights."""
+    """A process group that computes with published weights."""
 
     name: str
 
     async def load(self, ticket: Ticket) -> LoadReport:
-        """Check, load and prove one version, and serve it from then on."""
+        """Check, load and verify one version, and serve it afterwards."""
 
     async def leave(self) -> None:
-        """Get no more work. Called when it has failed, so it must work without the consumer's help."""
+        """Get no more work. Called after a failure, so it must work without the consumer's help."""
 
     async def restart(self) -> None:
-        """Begin anew, with no weights yet; what is left of the old one is ended first."""
+        """Start again without weights, after ending what is left of the old process."""
 
     async def join(self) -> None:
         """Get work again."""
 
     async def check(self) -> None:
-        """Return if it works. Raises what it died of; one that is stuck does not return."""
+        """Return if the consumer works; raise the error that it died of. If it is stuck, this never
+        returns.
+        """
 
 
 class Distribution:
-    """Which consumers serve, and the loads and returns that keep it so."""
+    """Which consumers serve, and the loads and restarts that keep it so."""
 
     def __init__(
         self,
@@ -78,45 +80,45 @@ class Distribution:
         restart_timeout_s: float,
         grace_s: float = GRACE_S,
         wait_timeout_s: float | None = None,
-        at_once: int = 1,
+        max_concurrent_loads: int = 1,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`wait_timeout_s`: for the weights, while somebody else has them. `at_once`: so many consumers load
-        at the
-        same time, and the others work meanwhile. `say` gets one line for the user, whenever a
-        consumer leaves, fails to come back or comes back; `note` the event, FENCED, ABSENT or REJOINED, the
-        consumer's
-        name and the version that it serves.
+        """Set the deadlines, and who is notified.
+
+        `wait_timeout_s` bounds the wait for weights that another task holds. `max_concurrent_loads`
+        consumers load at the same time while the others work. `say` gets one line for the user whenever a
+        consumer is fenced, fails to return or returns; `note` gets the event (FENCED, ABSENT or
+        REJOINED), the consumer's name and the version that it serves.
         """
         self.serving = list(consumers)
         self.fenced: dict[str, str] = {}
-        """Why each consumer that does not serve does not, by name."""
+        """Why each fenced consumer does not serve, by name."""
         self.versions: dict[str, int] = {}
-        """What each consumer that serves serves, by name."""
+        """The version that each serving consumer serves, by name."""
         self._weights = asyncio.Lock()
         self._holder = ""
-        """Who has it."""
+        """The task that holds the weights."""
         self._load_timeout_s = load_timeout_s + grace_s
         self._restart_timeout_s = restart_timeout_s
         self._wait_timeout_s = wait_timeout_s
-        self._at_once = at_once
+        self._max_concurrent_loads = max_concurrent_loads
         self._say, self._note = say, note
         self._newest: Ticket | None = None
         self._begun = False
-        """A version was served: from then on, whatever fails has worked before."""
+        """A version was served, so a later failure is not a configuration error."""
         self._returning: dict[str, asyncio.Task[LoadReport | None]] = {}
         self._falls: dict[str, list[float]] = {}
-        """When each consumer was fenced, of late."""
+        """When each consumer was fenced, within the last `MEMORY_S`."""
         self._last_error: Exception | None = None
 
     async def publish(self, ticket: Ticket) -> Outcome:
-        """Have every consumer that serves load a version. One that fails is fenced, and the others go on.
+        """Have every serving consumer load a version. Fence those that fail, and continue with the
+        others.
 
-        Waits for: the loads; if nobody is left, the first that comes back. Raises what the last of them
-        raised, or
-        WaitTimeout naming who did not answer: it is the first version of all, or none can come back.
-        WeightSyncError:
-        the version is not newer than the last.
+        Waits for: the loads; if every consumer failed, the first one that returns. Raises the last
+        consumer's error, or WaitTimeout naming the consumer that did not respond, if this is the first
+        version of the run or no consumer can return. Raises WeightSyncError if the version is not newer
+        than the last.
         """
         before = set(self.fenced)
         reports: list[LoadReport] = []
@@ -131,14 +133,14 @@ class Distribution:
 
             async def lane() -> None:
                 for consumer in turns:
-                    if consumer not in self.serving:  # fenced meanwhile
+                    if consumer not in self.serving:  # fenced in the meantime
                         continue
                     try:
                         reports.append(await self._load(consumer, ticket))
-                    except Exception as error:  # noqa: BLE001  whatever it is, the others go on
+                    except Exception as error:  # noqa: BLE001  the other consumers continue after any error
                         failed.append((consumer, error))
 
-            await asyncio.gather(*(lane() for _ in range(self._at_once)))
+            await asyncio.gather(*(lane() for _ in range(self._max_concurrent_loads)))
             if failed and not reports and not self._begun:
                 raise failed[-1][1]
             for consumer, error in failed:
@@ -148,10 +150,10 @@ class Distribution:
         return Outcome(reports, {name: why for name, why in self.fenced.items() if name not in before})
 
     async def watch(self, every_s: float = CHECK_EVERY_S) -> None:
-        """Fence whoever stops working between two publications. Never returns.
+        """Fence consumers that stop working between two updates. Never returns.
 
-        Raises what the last consumer died of: none is left, and none comes back. WaitTimeout: the balancer
-        does not answer.
+        Raises the last consumer's error if none is left and none returns, or WaitTimeout if the balancer
+        does not respond.
         """
         while True:
             await asyncio.sleep(every_s)
@@ -161,15 +163,15 @@ class Distribution:
 
     @asynccontextmanager
     async def weights(self, owner: str) -> AsyncIterator[None]:
-        """Held while consumers change version, and by whoever needs them not to.
+        """Hold the weights: no consumer changes version until this is left.
 
-        Waits for: whoever has it. Raises WaitTimeout, naming them.
+        Waits for: the current holder. Raises WaitTimeout naming it.
         """
         await within(
             self._weights.acquire(),
             self._wait_timeout_s,
             owner=owner,
-            what="the replicas' weights to stand still",
+            what="the replicas' weights",
             holder=lambda: Holders(f"{self._holder} has them", [self._holder]),
         )
         self._holder = owner
@@ -179,7 +181,7 @@ class Distribution:
             self._weights.release()
 
     async def close(self) -> None:
-        """Stop what is on its way back."""
+        """Cancel all pending restarts."""
         tasks = list(self._returning.values())
         for task in tasks:
             task.cancel()
@@ -191,7 +193,7 @@ class Distribution:
             self._load_timeout_s,
             owner="param_update",
             what=f"{consumer.name} to load version {ticket.version}",
-            holder=lambda: f"{consumer.name} does not answer",
+            holder=lambda: f"{consumer.name} does not respond",
         )
         self.versions[consumer.name] = ticket.version
         return report
@@ -202,23 +204,21 @@ class Distribution:
                 consumer.check(),
                 self._load_timeout_s,
                 owner="the pipeline",
-                what=f"{consumer.name} to say that it works",
-                holder=lambda: f"{consumer.name} does not answer",
+                what=f"{consumer.name} to respond to a check",
+                holder=lambda: f"{consumer.name} does not respond",
             )
-        except Exception as error:  # noqa: BLE001  whatever it is, the others go on
+        except Exception as error:  # noqa: BLE001  the other consumers continue after any error
             await self._fence(consumer, error)
 
     async def _fence(self, consumer: Consumer, error: Exception) -> None:
-        """Give a consumer no more work, and begin to bring it back. One that is fenced already is left
-        alone.
-        """
+        """Give a consumer no more work and start to bring it back. Does nothing if it is fenced already."""
         if consumer not in self.serving:
             return
         self.serving.remove(consumer)
         self.versions.pop(consumer.name, None)
         self._failed(consumer, "FENCED", error)
         self._say(
-            f"{consumer.name} is fenced and starts anew; {len(self.serving)} go on. "
+            f"{consumer.name} is fenced and restarts; {len(self.serving)} still serve. "
             f"{self.fenced[consumer.name]}"
         )
         now = asyncio.get_running_loop().time()
@@ -233,7 +233,7 @@ class Distribution:
             consumer.leave(),
             ASK_S,
             owner="param_update",
-            what=f"the balancer to give {consumer.name} no more work",
+            what=f"the balancer to remove {consumer.name}",
         )
 
     def _failed(self, consumer: Consumer, event: str, error: Exception) -> None:
@@ -242,17 +242,17 @@ class Distribution:
         self._note(event, consumer.name, None)
 
     async def _return(self, consumer: Consumer) -> LoadReport | None:
-        """Bring a consumer back; None: it stays away."""
+        """Bring a consumer back; return None if it stays away."""
         falls = len(self._falls[consumer.name])
         try:
             for attempt in range(1, ATTEMPTS + 1):
                 await asyncio.sleep(_back_off_s(falls + attempt - 1))
                 try:
                     version, report = await self._start_anew(consumer)
-                except Exception as error:  # noqa: BLE001  whatever it is, the others go on
+                except Exception as error:  # noqa: BLE001  the other consumers continue after any error
                     self._failed(consumer, "ABSENT", error)
                     self._say(
-                        f"{consumer.name} did not come back (attempt {attempt} of {ATTEMPTS}). "
+                        f"{consumer.name} did not return (attempt {attempt} of {ATTEMPTS}). "
                         f"{self.fenced[consumer.name]}"
                     )
                 else:
@@ -269,23 +269,25 @@ class Distribution:
             consumer.restart(),
             self._restart_timeout_s,
             owner="param_update",
-            what=f"{consumer.name} to start anew",
+            what=f"{consumer.name} to restart",
         )
         async with self.weights(consumer.name):
-            assert self._newest is not None, "nobody is fenced before the first publication"
+            assert self._newest is not None, "no consumer is fenced before the first update"
             ticket = self._newest
             report = await self._load(consumer, ticket)
-            await within(consumer.join(), ASK_S, owner=consumer.name, what="the balancer to give it work")
+            await within(consumer.join(), ASK_S, owner=consumer.name, what="the balancer to add it")
             self.serving.append(consumer)
             del self.fenced[consumer.name]
         return ticket.version, report
 
     async def _first_back(self) -> LoadReport:
-        """What the newest version cost the first consumer that serves it after all were fenced."""
+        """Wait for the first consumer to serve the newest version after all were fenced; return its
+        report.
+        """
         while True:
             self._check_somebody_is_left()
             waiting = asyncio.wait(self._returning.values(), return_when=asyncio.FIRST_COMPLETED)
-            # Each attempt has deadlines of its own.
+            # No deadline here: each attempt has its own.
             done, _ = await within(
                 waiting, None, owner="param_update", what="a replica to come back", holder=self._away
             )
@@ -303,11 +305,11 @@ class Distribution:
 
 
 def _in_words(error: Exception) -> str:
-    """Kind and message. vLLM's errors say the same twice, on one line each time."""
+    """Return kind and message. vLLM's errors repeat themselves on further lines."""
     text = error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
     return f"{type(error).__name__}: {text.strip().partition(chr(10))[0]}"
 
 
 def _back_off_s(failures: int) -> float:
-    """Seconds before a consumer is started anew that has failed so many times."""
+    """Return the delay before restarting a consumer that has failed this many times."""
     return 0.0 if failures < 2 else min(BACK_OFF_S * 2.0 ** (failures - 2), LONGEST_BACK_OFF_S)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where buckets arrive that the receiver cannot map, because the trainer is on another host.
+"""Receive buckets from another host, whose memory cannot be mapped.
 
-Each bucket travels with a header of its own. It is copied into shared memory of this host and checked there,
-against the manifest and not against what came with it; whatever does not fit is counted and asked for again.
-A version can be read once all its buckets are in, and its memory is written again only when a newer version
-is
+Each bucket travels with a header. It is copied into shared memory of this host and checked there, against
+the manifest and not against its header; a bucket that does not match is counted and requested again. A
+version can be read once all its buckets have arrived. Its memory is reused only after a newer version is
 complete in the other slot.
 """
 
@@ -25,41 +24,41 @@ from .manifest import UNREADABLE, Manifest
 from .segment import Segment, create_segment
 
 ATTEMPTS = 4
-"""Times that a bucket is asked for before its load fails."""
+"""Number of requests for a bucket before its load fails."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What travels with a bucket."""
+    """The header of a bucket."""
 
     version: int
     sequence: int
-    """Which bucket of the version, from 0."""
+    """Index of the bucket in its version, from 0."""
     count: int
-    """Buckets of the version."""
+    """Number of buckets of the version."""
     nbytes: int
 
 
 class Verdict(Enum):
-    """What became of a bucket that arrived."""
+    """The result of checking a bucket that arrived."""
 
     ACCEPTED = "accepted"
     STALE = "stale"
-    """Of another version than the one that is awaited."""
+    """It belongs to another version than the awaited one."""
     UNKNOWN = "unknown"
-    """No bucket of this version has this number, or it has another number of buckets."""
+    """The version has no bucket with this index, or another number of buckets."""
     REPEATED = "repeated"
     TRUNCATED = "truncated"
-    """Not as long as it should be."""
+    """Its length is wrong."""
     CORRUPT = "corrupt"
-    """Its bytes are not those that the trainer wrote."""
+    """Its bytes differ from the trainer's."""
 
 
 Fetch = Callable[[int], Awaitable[tuple[bytes, Any]]]
-"""Number of a bucket -> its encoded header, and its bytes as a buffer."""
+"""Maps a bucket's index to its encoded header and its bytes, as a buffer."""
 
 
 class Inbox:
-    """Two slots of shared memory: one that can be read, one that fills."""
+    """Two slots of shared memory: one readable, one being filled."""
 
     def __init__(self) -> None:
         self.verdicts: Counter[Verdict] = Counter()
@@ -71,29 +70,27 @@ class Inbox:
 
     @property
     def version(self) -> int | None:
-        """The newest version that is complete."""
+        """Return the newest complete version, or None."""
         return self._buffer.ready_version
 
     def begin(self, manifest: Manifest) -> None:
-        """Await the buckets of a version. Raises WeightSyncError: another one fills, or it is not newer."""
+        """Await the buckets of a version. Raises WeightSyncError if another one fills or it is not newer."""
         self._filling = self._slots[self._buffer.begin_fill(manifest.version)]
         self._awaited, self._arrived = manifest, set()
 
     def missing(self) -> list[int]:
-        """Numbers of the buckets that have not arrived yet."""
+        """Return the indices of the buckets that have not arrived yet."""
         awaited = self._require_awaited()
         return [i for i in range(len(awaited.buckets)) if i not in self._arrived]
 
     def accept(self, header: bytes, payload: Any) -> Verdict:
-        """Take a bucket in, or say why not. `payload` is any buffer of bytes."""
+        """Check a bucket and take it in if it fits. `payload` is any buffer of bytes."""
         verdict = self._judge(header, memoryview(payload).cast("B"))
         self.verdicts[verdict] += 1
         return verdict
 
     def commit(self) -> Manifest:
-        """The version, as it lies here. Raises WeightSyncError: buckets are missing, or nothing is
-        awaited.
-        """
+        """Return the manifest of the local copy. Raises WeightSyncError if buckets are missing."""
         awaited = self._require_awaited()
         if missing := self.missing():
             raise WeightSyncError(f"v{awaited.version} cannot be used: buckets {missing} are missing")
@@ -106,7 +103,7 @@ class Inbox:
         return msgspec.structs.replace(awaited, buckets=buckets)
 
     def abort(self) -> None:
-        """Give up the version that is awaited; the complete one stays."""
+        """Abandon the awaited version; the complete one stays."""
         self._buffer.abort()
         self._awaited = None
 
@@ -118,9 +115,9 @@ class Inbox:
             slot.clear()
 
     async def receive(self, manifest: Manifest, fetch: Fetch) -> Manifest:
-        """Fetch a whole version and return it as it lies here.
+        """Fetch a whole version and return the manifest of the local copy.
 
-        Raises WeightSyncError: a bucket could not be had in `ATTEMPTS` attempts; what `fetch` raises.
+        Raises WeightSyncError if a bucket failed `ATTEMPTS` times, and whatever `fetch` raises.
         """
         self.begin(manifest)
         try:
@@ -135,15 +132,15 @@ class Inbox:
         verdict = None
         for _ in range(ATTEMPTS):
             header, payload = await fetch(sequence)
-            # Copy and checksum are long; others have work to do on this loop.
+            # Copy and checksum take long; do not block the event loop.
             verdict = await asyncio.to_thread(self.accept, header, payload)
             if sequence not in self.missing():
                 return
         version = self._require_awaited().version
         raise WeightSyncError(
-            f"bucket {sequence} of v{version} was asked for {ATTEMPTS} times and came "
-            f"{verdict.value if verdict else ''} "
-            "the last time; see the log of the trainer's host"
+            f"bucket {sequence} of v{version} was requested {ATTEMPTS} times; the last copy was "
+            f"{verdict.value if verdict else 'missing'}; "
+            "see the log of the trainer's host"
         )
 
     def _require_awaited(self) -> Manifest:
@@ -184,6 +181,6 @@ class Inbox:
 
 
 def header_of(manifest: Manifest, sequence: int) -> bytes:
-    """What travels with bucket `sequence`."""
+    """Return the encoded header of bucket `sequence`."""
     count, nbytes = len(manifest.buckets), manifest.buckets[sequence].nbytes
     return msgspec.msgpack.encode(Header(manifest.version, sequence, count, nbytes))

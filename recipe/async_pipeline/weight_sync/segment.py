@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file of shared memory: 0600, a random name, backed with memory before it is written, unlinked by its
-owner.
+"""One file of shared memory, with mode 0600 and a random name.
 
-If the owner is killed, Python's resource tracker unlinks it, or else `async-pipeline watch` or the next run.
+Its owner backs it with memory before the first write and unlinks it. If the owner is killed, Python's
+resource tracker unlinks it, or else `async-pipeline watch` or the next run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ class Segment:
     """One shared-memory file, mapped into this process."""
 
     def __init__(self, name: str, size: int, *, create: bool) -> None:
-        """Raises WeightSyncError: not ours by name, missing, or shorter than `size`."""
+        """Open or create the file. Raises WeightSyncError if the name is foreign, or it is missing or too
+        short.
+        """
         fd = _created(name) if create else open_own(name)
         try:
             if create:
-                # Owner first: from here on a killed process leaves nothing behind.
+                # Register it first: a process that is killed after this line leaves nothing behind.
                 resource_tracker.register(f"/{name}", "shared_memory")
                 os.ftruncate(fd, size)
             elif os.fstat(fd).st_size < size:
-                raise WeightSyncError(f"shared memory {name} holds fewer than the {size} bytes promised")
+                raise WeightSyncError(f"shared memory {name} has fewer than the expected {size} bytes")
             self._map = mmap.mmap(fd, size)
         except BaseException:
             os.close(fd)
@@ -42,7 +44,7 @@ class Segment:
     def reserve(self, nbytes: int) -> None:
         """Have the kernel back the first `nbytes` bytes with memory, once.
 
-        Raises WeightSyncError: there is not enough. Without this, writing would kill the process.
+        Raises WeightSyncError if memory runs out. Without this call, the write would kill the process.
         """
         if nbytes <= self._reserved:
             return
@@ -58,10 +60,10 @@ class Segment:
         self._reserved = nbytes
 
     def pin(self, nbytes: int) -> None:
-        """Let CUDA devices copy from and to the first `nbytes` bytes directly. Without, its driver copies
-        twice.
+        """Let CUDA devices copy from and to the first `nbytes` bytes directly; otherwise the driver
+        copies twice.
 
-        Raises RuntimeError: the driver refuses.
+        Raises RuntimeError if the driver refuses.
         """
         if nbytes <= self._pinned:
             return
@@ -71,11 +73,13 @@ class Segment:
         self._pinned = nbytes
 
     def checksum(self, nbytes: int) -> int:
-        """xxh3 of the first `nbytes` bytes."""
+        """Return xxh3 of the first `nbytes` bytes."""
         return xxhash.xxh3_64_intdigest(memoryview(self._map)[:nbytes])
 
     def close(self) -> None:
-        """Unlink if this process made it. The mapping itself goes when no tensor uses it any more."""
+        """Unlink the file if this process made it. The mapping ends when the last tensor that uses it
+        does.
+        """
         self._unpin()
         if self._fd >= 0:
             os.close(self._fd)
@@ -100,5 +104,5 @@ def _created(name: str) -> int:
 
 
 def create_segment(size: int) -> Segment:
-    """A new segment of this process, unlinked when it ends."""
+    """Return a new segment of this process, unlinked at its end."""
     return Segment(new_name(), size, create=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of shared-memory segments, and the sweep of those whose owner is gone. Imports no torch."""
+"""Names of shared-memory segments, and the sweep of segments whose owner is gone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NAME_MAX = 255
 
 
 def new_name() -> str:
-    """A random name that says which process owns the segment."""
+    """Return a random name that contains the owner's process id."""
     return f"{PREFIX}{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def check_name(name: str) -> None:
-    """Raises WeightSyncError: a name that came from elsewhere is not one of ours."""
+    """Raise WeightSyncError if a name from another process does not have this package's format."""
     if not name.startswith(PREFIX) or "/" in name or "\0" in name or len(name) > NAME_MAX:
-        raise WeightSyncError(f"{name!r} is not a segment of this pipeline")
+        raise WeightSyncError(f"{name!r} is not the name of a segment of this package")
 
 
 def open_own(name: str, flags: int = os.O_RDWR) -> int:
-    """A descriptor of shared memory that this user made, and nobody else can read.
+    """Open shared memory that this user made and no other user can read.
 
-    Raises WeightSyncError: not ours by name, missing, a link, or of somebody else.
+    Raises WeightSyncError if the name is foreign, or the file is missing, a link or another user's.
     """
     check_name(name)
     try:
@@ -47,10 +47,10 @@ def open_own(name: str, flags: int = os.O_RDWR) -> int:
 
 
 def sweep_orphans() -> list[str]:
-    """Unlink segments of processes that are gone; returns their names.
+    """Unlink segments of processes that are gone; return their names.
 
-    Ray kills a worker together with the tracker that would have cleaned up after it. Only our own
-    user's segments of our own process namespace are touched.
+    Ray kills a worker together with the tracker that would have cleaned up after it. Only segments of
+    this user and this process namespace are touched.
     """
     swept = []
     for path in SHM_DIR.glob(f"{PREFIX}{_pid_namespace()}-*"):
@@ -62,5 +62,7 @@ def sweep_orphans() -> list[str]:
 
 
 def _pid_namespace() -> int:
-    """Identifies the process ids that this process can see; containers may share memory but not these."""
+    """Identify the process ids that this process can see; containers may share memory but not process
+    ids.
+    """
     return os.stat("/proc/self/ns/pid").st_ino

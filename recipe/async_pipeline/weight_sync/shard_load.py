@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back: a published version into what a sharded model holds, block by block, and the proof that it is
-there.
+"""Copy a published version into a sharded model, block by block, and verify it.
 
-A consumer that computes with the trainer's own kind of model (a pool for log-probs, a reference that is
-refreshed)
-holds the same tensors under the same names, cut in its own way. Each of its ranks copies the blocks that it
+A consumer with the trainer's own kind of model (a pool for log-probs, a refreshed reference) holds the
+same tensors under the same names, sharded in its own way. Each of its ranks copies the blocks that it
 holds.
 """
 
@@ -22,10 +20,10 @@ from .proof import sample_positions, to_bytes
 
 
 def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> None:
-    """Copy each part's block out of its published tensor, cast to the part's dtype; on a device, this waits
-    for the copies.
+    """Copy each part's block out of its published tensor, cast to the part's dtype. Waits for device
+    copies.
 
-    Raises WeightSyncError, before anything is written: the two do not consist of the same tensors.
+    Raises WeightSyncError, before anything is written, if the two sides do not have the same tensors.
     """
     wanted = {part.name: part.shape for part in parts}
     if odd := wanted.keys() ^ published.keys():
@@ -47,10 +45,9 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
 
 
 def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
-    """Compare the samples of a version with what this rank holds of them. Returns the number of tensors
-    compared.
+    """Compare this rank's share of the samples of a version; return the number of tensors compared.
 
-    Raises ProofError: they differ.
+    Raises ProofError if they differ.
     """
     entries = {entry.name: entry for entry in manifest.tensors}
     held: dict[str, list[Part]] = {}
@@ -79,7 +76,7 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
             where = tuple(torch.from_numpy(axis).to(values.device) for axis in positions[:, mine] - first)
             found = values[where].to(dtype)
             if to_bytes(found) != bytes(drawn[torch.from_numpy(mine)].numpy()):
-                raise ProofError(f"v{manifest.version}: {entry.name} is not what the trainer published")
+                raise ProofError(f"v{manifest.version}: {entry.name} differs from the published values")
             compared += 1
     return compared
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy of the served weights on the engine's device, filled while the engine generates from the
-first.
+"""A second copy of the served weights on the engine's device, filled while the engine generates.
 
-It has the engine's own layout, so to serve it is a copy within the device; or, where nothing but the
-parameters
-themselves refers to their memory, an exchange of the two. It costs as much memory as the weights do.
+It has the engine's layout, so serving it takes a copy within the device. If only the parameters refer to
+their memory, the two memories are exchanged instead. The copy needs as much memory as the weights.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from .copy_plan import RecordedLoad, memory_of, placed_like
 from .manifest import Manifest
 
 COPY_S = 600.0
-"""A copy of a version from host memory to the device beside it takes seconds."""
+"""Deadline for the copy from host memory to the device, which takes seconds during generation."""
 
 
 class Spare:
     """The copy of all memory that a recorded load writes."""
 
     def __init__(self, load: RecordedLoad, parameters: Iterable[torch.Tensor], *, may_exchange: bool) -> None:
-        """`may_exchange`: nobody has written down addresses, as the graphs of an accelerator do."""
+        """`may_exchange` is False if addresses were recorded, as in the graphs of an accelerator."""
         self._load, self._may_exchange = load, may_exchange
         self._owners: dict[int, list[torch.Tensor]] = defaultdict(list)
         for parameter in {id(p): p for p in parameters}.values():
@@ -39,7 +37,9 @@ class Spare:
         self._error: BaseException | None = None
 
     def begin(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
-        """Fill it with a version, in a thread. The arena must not be written until that is complete."""
+        """Fill the copy with a version, in a thread. The arena must not be written until `version`
+        returns it.
+        """
         self.join()
         self._manifest, self._error = manifest, None
         self._thread = threading.Thread(
@@ -48,7 +48,7 @@ class Spare:
         self._thread.start()
 
     def version(self) -> int | None:
-        """The version that is complete here, and not served yet. Raises what the copy raised."""
+        """Return the complete version that is not served yet, or None. Raises the error of the copy."""
         if self._manifest is None or self._thread is None or self._thread.is_alive():
             return None
         if self._error is not None:
@@ -56,16 +56,16 @@ class Spare:
         return self._manifest.version
 
     def join(self) -> None:
-        """Wait for the copy. Raises WeightSyncError: it does not end."""
+        """Wait for the copy. Raises WeightSyncError if it does not end in time."""
         if self._thread is not None:
             self._thread.join(COPY_S)
             if self._thread.is_alive():
                 raise WeightSyncError(
-                    f"{self._thread.name} did not end within {COPY_S:g} s; the engine has to start anew"
+                    f"{self._thread.name} did not end within {COPY_S:g} s; the engine must restart"
                 )
 
     def commit(self) -> None:
-        """Serve what is here. The engine stands still meanwhile."""
+        """Serve the copy. The engine must not run meanwhile."""
         served, spare = self._load.targets, self._targets
         by_memory: dict[int, list[int]] = defaultdict(list)
         for index, target in enumerate(served):
@@ -95,16 +95,16 @@ class Spare:
             with torch.cuda.stream(torch.cuda.Stream(device)) if on_device else nullcontext():
                 self._targets = self._targets or self._allocate()
                 self._load.copy(manifest, published, self._targets)
-        except BaseException as error:  # noqa: BLE001  whoever asks for the version gets it
+        except BaseException as error:  # noqa: BLE001  the next call for the version raises it
             self._error = error
 
     def _allocate(self) -> list[torch.Tensor]:
-        """A copy of all memory that is written, with what the load does not write, such as padding."""
+        """Copy all memory that the load writes, including bytes it leaves alone, such as padding."""
         spare = {memory_of(t): t.untyped_storage().clone() for t in self._load.targets}
         return [placed_like(t, spare[memory_of(t)]) for t in self._load.targets]
 
 
 def _references(tensor: torch.Tensor) -> int:
-    """Tensors that use this tensor's memory, whoever holds them."""
+    """Return the number of tensors that use this tensor's memory."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # our own `storage`
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # minus this function's `storage`

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation that goes on while versions change: which version wrote which token of an answer.
+"""Generation across weight updates: record which version wrote which token of a response.
 
-An answer is a run of spans, one for each version that wrote a part of it. The engine counts: at a load it
-says of each request how many tokens it had, so a span begins at exactly the right token, however late the
+A response is a run of spans, one for each version that wrote a part of it. The engine counts: at a load
+it reports how many tokens each request has, so a span begins at exactly the right token, however late the
 tokens themselves arrive here.
 
-What happens to requests in flight at a load:
+Requests in flight at a load, by policy:
 
-- `keep`: they go on with the new weights and the keys and values that the old ones computed;
-- `abort`: they stop, and start again from what they have, which the new weights read from the beginning;
-- `drain`: the load waits for them, and new ones wait for the load.
+- `keep`: they continue with the new weights and the old keys and values;
+- `abort`: they stop and restart from their tokens, which the new weights process from the beginning;
+- `drain`: the load waits for them, and new requests wait for the load.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from ..core.clock import within
 from ..core.items import LoadReport
 
 STANDSTILL_S = 5.0
-"""An engine that could not load is told to stand still, and not waited for longer than this."""
+"""Deadline for pausing an engine after a failed load."""
 _PAUSE = {"abort": "abort", "drain": "wait"}
-"""In the engine's words; `keep` needs no pause."""
+"""vLLM's names of the pause modes; `keep` needs no pause."""
 
 
 class Span(NamedTuple):
-    """Tokens of an answer from `start` on, until the next span, are by `version`."""
+    """Tokens of a response from `start` until the next span were written by `version`."""
 
     version: int
     start: int
 
 
 class Loaded(NamedTuple):
-    """What the engine says after a load."""
+    """The engine's reply to a load."""
 
     reports: Sequence[LoadReport]
-    """One for each of its ranks."""
+    """One for each rank of the engine."""
     progress: Mapping[str, int]
-    """Output tokens that each live request had at the load, by the engine's own id of it."""
+    """Output tokens of each live request at the load, by the engine's internal id."""
 
 
 class LoadMode(NamedTuple):
-    """The knobs of the same names."""
+    """The settings of a load, named after their configuration keys."""
 
     in_flight: str = "keep"
     stage: str = "host"
@@ -60,7 +60,7 @@ Load = Callable[[], Awaitable[Loaded]]
 
 
 class Engine(Protocol):
-    """The part of vLLM's `AsyncLLM` that is used."""
+    """The part of vLLM's `AsyncLLM` that is used here."""
 
     output_processor: Any
     generate: Callable[..., AsyncGenerator[Any, None]]
@@ -82,14 +82,14 @@ class _Answer:
     part: Any = None
     """The completion of this attempt, as far as it was seen."""
     sent_before: int | None = None
-    """Number of the load that came next when the engine got it."""
+    """Number of the next load at the time when the engine got the request."""
     interrupted: bool = False
-    """A load has told the engine to stop it."""
+    """A load has stopped it in the engine."""
     stopped_by_load: bool = False
 
     @property
     def said(self) -> list[int]:
-        """Tokens of the attempts before this one."""
+        """Return the tokens of the previous attempts."""
         return [token for part in self.before for token in part.token_ids]
 
     @property
@@ -101,7 +101,7 @@ class _Answer:
         return self.base + (len(self.part.token_ids) if self.part is not None else 0)
 
     def begin(self, version: int, start: int) -> None:
-        """From token `start` on it is `version`; spans that have no token by then are dropped."""
+        """Begin the span of `version` at token `start`; drop spans that have no token by then."""
         self.spans = [*(span for span in self.spans if span.start < start), Span(version, start)]
 
     def begin_attempt(self, version: int | None) -> None:
@@ -110,7 +110,7 @@ class _Answer:
             self.begin(version, self.base)
 
     def take(self, output: Any) -> bool:
-        """Note an output; False: it only says that a load has stopped the request."""
+        """Record an output; return False if it only reports that a load has stopped the request."""
         if output.outputs:
             self.part = output.outputs[0]
         reason = self.part.finish_reason if self.part is not None else "abort"
@@ -118,8 +118,9 @@ class _Answer:
         return not self.stopped_by_load
 
     def written(self, state: Any) -> tuple[list[int], list[float] | None]:
-        """Tokens of all attempts so far, and how likely each was. `state`: the engine's own of this
-        attempt, if it has one.
+        """Return the tokens of all attempts so far, and their log-probs.
+
+        `state` is the engine's own state of this attempt, or None.
         """
         parts = [(list(part.token_ids), part.logprobs) for part in self.before]
         if state is not None:
@@ -130,7 +131,7 @@ class _Answer:
         return tokens, [found[i][token].logprob for ids, found in parts for i, token in enumerate(ids)]
 
     def written_spans(self) -> list[Span]:
-        """The spans that have tokens; of an empty answer, the version that was asked."""
+        """Return the spans that have tokens; for an empty response, the version that was asked."""
         return [span for span in self.spans if span.start < self.total] or self.spans[:1]
 
 
@@ -141,7 +142,7 @@ _recording: ContextVar[list[Span] | None] = ContextVar(
 
 @contextmanager
 def recorded_spans() -> Iterator[list[Span]]:
-    """Gets the spans of the one answer that is generated inside."""
+    """Yield a list that receives the spans of the one response generated inside."""
     spans: list[Span] = []
     token = _recording.set(spans)
     try:
@@ -151,35 +152,37 @@ def recorded_spans() -> Iterator[list[Span]]:
 
 
 class VersionedEngine:
-    """Wraps an engine's `generate` and `add_request`, on this very object."""
+    """Replaces `generate` and `add_request` of an engine object."""
 
     def __init__(self, engine: Engine) -> None:
         self.version: int | None = None
-        """What is served; None before the first load."""
+        """The served version; None before the first load."""
         self._engine = engine
         self._generate, self._add_request = engine.generate, engine.add_request
         self._answers: dict[str, _Answer] = {}
         self._next_load = 0
         self._settled = asyncio.Event()
-        """No load is under way."""
+        """Set while no load is in progress."""
         self._settled.set()
         self._unknown = False
-        """A load has begun, and did not succeed yet: which weights will fill the cache?"""
+        """A load has begun and has not succeeded yet, so it is unknown which weights fill the cache."""
         self._paused = False
         self._salting = True
         self._follow = True
-        """Outputs are taken token by token: an answer that a load stops is counted as far as it was seen."""
+        """Receive outputs token by token, so that a response stopped by a load is counted as far as it
+        was seen.
+        """
         engine.generate = self.generate
         engine.add_request = self._add
 
     async def load(
         self, version: int, load: Load, in_flight: str, *, reuse_prefixes: bool = False
     ) -> tuple[Loaded, int]:
-        """Run `load` at a moment that suits the requests in flight. Returns also the tokens to be read again.
+        """Run `load` when the requests in flight allow it; return its result and the tokens to be read
+        again.
 
-        Raises what `load` raises. Nobody knows then with which weights the engine would go on, so it stands
-        still,
-        with all its requests, until a later load succeeds.
+        Raises whatever `load` raises. It is then unknown which weights the engine has, so the engine
+        stays paused with all its requests until a later load succeeds.
         """
         self._settled.clear()
         self._unknown, self._follow, self._salting = True, in_flight == "abort", not reuse_prefixes
@@ -194,13 +197,13 @@ class VersionedEngine:
             try:
                 loaded = await load()
             except BaseException:
-                # An engine that is dead or stuck cannot be paused, and what ails it is what the caller gets.
+                # A dead or stuck engine cannot be paused; the caller gets the original error.
                 with suppress(Exception):
                     await within(
                         self._pause("keep"),
                         STANDSTILL_S,
                         owner="a failed load",
-                        what="the engine to stand still",
+                        what="the engine to pause",
                     )
                 raise
         finally:
@@ -208,7 +211,7 @@ class VersionedEngine:
         # vLLM appends random characters to the ids that it is given.
         progress = {internal.rpartition("-")[0]: tokens for internal, tokens in loaded.progress.items()}
         for request, answer in self._answers.items():
-            # What reached the engine after the load has nothing from before it. Else one not named was
+            # A request that arrived after the load has no older tokens. Otherwise an unnamed one was
             # finished.
             if request in progress or answer.sent_before is None or answer.sent_before > number:
                 answer.interrupted = False
@@ -232,9 +235,11 @@ class VersionedEngine:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
-        """As the engine's. Within `recorded_spans`, an answer that a load interrupts goes on by itself, and
-        only its
-        last output, with its tokens but without its text, is sure to come."""
+        """Generate as the engine does, across loads.
+
+        Within `recorded_spans`, a response that a load interrupts continues by itself; only its last
+        output, with its tokens but without its text, is guaranteed to arrive.
+        """
         record = _recording.get()
         if record is None:
             async for output in self._generate(self._salted(prompt), sampling_params, request_id, **kwargs):
@@ -255,7 +260,7 @@ class VersionedEngine:
                     if answer.take(output):
                         yield _joined(output, answer.before)
                 if not answer.stopped_by_load:
-                    # A load may have changed what wrote its end; only the load can tell.
+                    # A load may have changed the version that wrote its end; only the load knows.
                     await self._settled.wait()
                     return
                 if answer.part is not None:
@@ -267,10 +272,10 @@ class VersionedEngine:
     async def written(
         self, request_ids: Sequence[str]
     ) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
-        """Tokens, how likely each was, and spans of answers so far. Those without a token, or that are not
-        here, are left out.
+        """Return tokens, log-probs and spans of unfinished responses; omit those without a token and
+        unknown ids.
 
-        Waits for: a load that is under way, since only it knows where its span begins. Unblocked by: its end.
+        Waits for: a load in progress, since only it knows where its span begins. Unblocked by: its end.
         """
         await self._settled.wait()
         # The engine appends random characters to the ids that it is given.
@@ -289,7 +294,9 @@ class VersionedEngine:
         return found
 
     def _cheaper(self, params: Any) -> Any:
-        """Without what nobody reads: outputs before the last one, and text. Both cost time for each token."""
+        """Leave out outputs before the last one and text, which have no reader and cost time for each
+        token.
+        """
         params = copy.copy(params)
         if not self._follow:
             params.output_kind = type(params.output_kind).FINAL_ONLY
@@ -298,8 +305,8 @@ class VersionedEngine:
         return params
 
     def _salted(self, prompt: Any) -> Any:
-        """Marked, so that a version does not reuse the keys and values that another one computed, unless
-        it may.
+        """Mark the prompt so that a version does not reuse keys and values of another one, unless
+        allowed.
         """
         if not self._salting or not isinstance(prompt, dict):
             return prompt
@@ -311,7 +318,7 @@ def _extended(prompt: dict[str, Any], said: Sequence[int]) -> dict[str, Any]:
 
 
 def _shortened(params: Any, said: int) -> Any:
-    """Sampling parameters of what is left of an answer."""
+    """Return the sampling parameters for the rest of a response."""
     if not said:
         return params
     left = copy.copy(params)
@@ -321,7 +328,7 @@ def _shortened(params: Any, said: int) -> Any:
 
 
 def _joined(output: Any, before: Sequence[Any]) -> Any:
-    """The engine's output, with the attempts before it in front."""
+    """Return the engine's output with the previous attempts in front."""
     if before and output.outputs:
         part = copy.copy(output.outputs[0])
         said = sum(len(one.token_ids) for one in before)

@@ -79,11 +79,13 @@ class RolloutPool:
         load_timeout_s: float,
         restart_timeout_s: float,
         how: LoadMode,
-        at_once: int | None = None,
+        max_concurrent_loads: int | None = None,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
-        """`trainer_node`: the Ray node that the arenas are on. `at_once`: see `knobs.loads_at_once`.
-        `say`, `note`: see `Distribution`. Blocks on Ray calls.
+        """Ask each replica for its node; blocks on Ray calls.
+
+        `trainer_node` is the Ray node of the arenas. `max_concurrent_loads` is the configured value, or None
+        for the default. For `say` and `note` see `Distribution`.
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
@@ -105,7 +107,7 @@ class RolloutPool:
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
-            at_once=loads_at_once(at_once, len(manager.get_replicas())),
+            max_concurrent_loads=loads_at_once(max_concurrent_loads, len(manager.get_replicas())),
             note=note,
         )
 

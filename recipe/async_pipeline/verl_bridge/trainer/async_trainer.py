@@ -158,7 +158,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             load_timeout_s=self.knobs.publish_timeout_s,
             restart_timeout_s=self.knobs.wait_timeout_s,
             how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
-            at_once=self.knobs.loads_at_once,
+            max_concurrent_loads=self.knobs.loads_at_once,
             note=self._note_replica,
         )
         if self._logp_group is not None:
