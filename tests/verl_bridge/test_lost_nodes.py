@@ -76,11 +76,11 @@ def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_bef
 
 
 def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
-    ours = load("recipe.async_pipeline.verl_bridge.rollout.replica_pool")
+    ours = load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
     for _ in range(3):
         nodes.add()
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout={"full_determinism": False}))
-    manager = object.__new__(ours.BalancerBesideTrainer)
+    manager = object.__new__(ours.ColocatedLoadBalancer)
     manager.rollout_config, manager._load_balancer_cls = config.actor_rollout_ref.rollout, None
     for _ in range(4):
         asyncio.run(manager._init_global_load_balancer())

@@ -268,7 +268,7 @@ def test_one_wrong_byte_is_noticed(writer: ArenaWriter, at: int) -> None:
 def test_a_segment_that_was_truncated_is_refused(writer: ArenaWriter) -> None:
     manifest = gathered(writer, 0, weights().items())
     os.truncate(SHM_DIR / manifest.buckets[0].segment, 16)
-    with pytest.raises(WeightSyncError, match="holds fewer than the"):
+    with pytest.raises(WeightSyncError, match="has fewer than the"):
         ArenaReader().verify(manifest)
 
 

@@ -57,7 +57,7 @@ def test_what_this_user_made_for_itself_can_be_opened(made: Path) -> None:
 
 def test_memory_that_others_can_read_is_refused(made: Path) -> None:
     made.chmod(0o640)
-    with pytest.raises(WeightSyncError, match="with mode 640; it must be ours alone"):
+    with pytest.raises(WeightSyncError, match="with mode 640; it must be private to this user"):
         open_own(made.name)
 
 

@@ -15,7 +15,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.copy_plan import RecordedLoad, Recorder
 from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.standby_copy import Spare
+from recipe.async_pipeline.weight_sync.standby_copy import StandbyCopy
 
 
 class Model(torch.nn.Module):
@@ -79,25 +79,25 @@ def bench() -> Iterator[Bench]:
 
 @pytest.mark.parametrize("may_exchange", [True, False])
 def test_what_is_committed_is_served_and_not_before(bench: Bench, may_exchange: bool) -> None:
-    spare = Spare(bench.load, bench.model.parameters(), may_exchange=may_exchange)
+    standby = StandbyCopy(bench.load, bench.model.parameters(), may_exchange=may_exchange)
     for version in range(1, 6):
-        spare.begin(*bench.publish(version))
-        spare.join()
-        assert spare.version() == version
+        standby.begin(*bench.publish(version))
+        standby.join()
+        assert standby.version() == version
         bench.check_serves(version - 1)
-        spare.commit()
+        standby.commit()
         bench.check_serves(version)
-        assert spare.version() is None
+        assert standby.version() is None
 
 
 @pytest.mark.parametrize("may_exchange", [True, False])
 def test_memory_is_exchanged_only_if_it_may_be(bench: Bench, may_exchange: bool) -> None:
-    spare = Spare(bench.load, bench.model.parameters(), may_exchange=may_exchange)
+    standby = StandbyCopy(bench.load, bench.model.parameters(), may_exchange=may_exchange)
     addresses = []
     for version in range(1, 4):
-        spare.begin(*bench.publish(version))
-        spare.join()
-        spare.commit()
+        standby.begin(*bench.publish(version))
+        standby.join()
+        standby.commit()
         addresses.append([p.data_ptr() for p in bench.model.parameters()])
     if may_exchange:
         assert addresses[0] == addresses[2]
@@ -108,11 +108,11 @@ def test_memory_is_exchanged_only_if_it_may_be(bench: Bench, may_exchange: bool)
 
 def test_memory_that_something_else_refers_to_stays_where_it_is(bench: Bench) -> None:
     kept = bench.model.b.weight.data[2:]
-    spare = Spare(bench.load, bench.model.parameters(), may_exchange=True)
+    standby = StandbyCopy(bench.load, bench.model.parameters(), may_exchange=True)
     before = {name: p.data_ptr() for name, p in bench.model.named_parameters()}
-    spare.begin(*bench.publish(1))
-    spare.join()
-    spare.commit()
+    standby.begin(*bench.publish(1))
+    standby.join()
+    standby.commit()
     bench.check_serves(1)
     after = {name: p.data_ptr() for name, p in bench.model.named_parameters()}
     assert after["b.weight"] == before["b.weight"]
@@ -121,26 +121,26 @@ def test_memory_that_something_else_refers_to_stays_where_it_is(bench: Bench) ->
 
 
 def test_a_load_without_it_goes_on_where_it_stopped(bench: Bench) -> None:
-    spare = Spare(bench.load, bench.model.parameters(), may_exchange=True)
+    standby = StandbyCopy(bench.load, bench.model.parameters(), may_exchange=True)
     for version in range(1, 7):
         manifest, published = bench.publish(version)
         assert bench.load.fits(manifest, bench.model.parameters())
         if version % 3:
-            spare.begin(manifest, published)
-            spare.join()
-            spare.commit()
+            standby.begin(manifest, published)
+            standby.join()
+            standby.commit()
         else:
             bench.load.copy(manifest, published, bench.load.targets)
         bench.check_serves(version)
 
 
 def test_a_version_that_was_never_committed_is_written_over(bench: Bench) -> None:
-    spare = Spare(bench.load, bench.model.parameters(), may_exchange=True)
-    spare.begin(*bench.publish(1))
-    spare.begin(*bench.publish(2))
-    spare.join()
-    assert spare.version() == 2
-    spare.commit()
+    standby = StandbyCopy(bench.load, bench.model.parameters(), may_exchange=True)
+    standby.begin(*bench.publish(1))
+    standby.begin(*bench.publish(2))
+    standby.join()
+    assert standby.version() == 2
+    standby.commit()
     bench.check_serves(2)
 
 
@@ -160,26 +160,26 @@ class Held(RecordedLoad):
 
 def test_it_is_not_there_before_it_is_whole(bench: Bench) -> None:
     held = Held(bench.load)
-    spare = Spare(held, bench.model.parameters(), may_exchange=True)
-    assert spare.version() is None
-    spare.begin(*bench.publish(1))
-    assert spare.version() is None
+    standby = StandbyCopy(held, bench.model.parameters(), may_exchange=True)
+    assert standby.version() is None
+    standby.begin(*bench.publish(1))
+    assert standby.version() is None
     held.go.set()
-    spare.join()
-    assert spare.version() == 1
+    standby.join()
+    assert standby.version() == 1
 
 
 def test_an_error_of_the_copy_reaches_whoever_asks_and_the_next_version_may_come(bench: Bench) -> None:
     held = Held(bench.load)
     held.error = True
     held.go.set()
-    spare = Spare(held, bench.model.parameters(), may_exchange=True)
-    spare.begin(*bench.publish(1))
-    spare.join()
+    standby = StandbyCopy(held, bench.model.parameters(), may_exchange=True)
+    standby.begin(*bench.publish(1))
+    standby.join()
     with pytest.raises(WeightSyncError, match="the device is full"):
-        spare.version()
+        standby.version()
     held.error = False
-    spare.begin(*bench.publish(2))
-    spare.join()
-    spare.commit()
+    standby.begin(*bench.publish(2))
+    standby.join()
+    standby.commit()
     bench.check_serves(2)

@@ -25,7 +25,7 @@ from ..weight_sync.arena import ArenaReader, ArenaWriter, Part
 from ..weight_sync.board import await_manifest
 from ..weight_sync.copy_plan import Recorder
 from ..weight_sync.manifest import Manifest
-from ..weight_sync.standby_copy import Spare
+from ..weight_sync.standby_copy import StandbyCopy
 from .outputs import check_outputs
 from .report import machine
 from .statistics import spread
@@ -101,7 +101,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
     writer, reader = ArenaWriter(BUCKET_BYTES, 4, None), ArenaReader()
     taken: dict[str, list[float]] = {"gather": [], "stage": [], "commit": []}
 
-    spare: Spare | None = None
+    spare: StandbyCopy | None = None
     try:
         for version in range(WARMUP + versions):
             trained[0].add_(1)
@@ -118,7 +118,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
                         parameter.data.copy_(tensor)
                 load = recorder.recorded(manifest, published)
                 assert load is not None, recorder.other
-                spare = Spare(load, served, may_exchange=False)
+                spare = StandbyCopy(load, served, may_exchange=False)
 
             stage_s = _seconds(device, partial(_fill, spare, manifest, published))
             assert spare.version() == version
@@ -141,7 +141,7 @@ def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, An
     return rates | {"commit_s": spread(taken["commit"])._asdict()}
 
 
-def _fill(spare: Spare, manifest: Manifest, published: dict[str, torch.Tensor]) -> None:
+def _fill(spare: StandbyCopy, manifest: Manifest, published: dict[str, torch.Tensor]) -> None:
     spare.begin(manifest, published)
     spare.join()
 

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`checkpoint_engine.backend=dual_buffer`: weight versions through shared host memory.
 
-The trainer of this package uses `gather_parts`, or `gather` where an engine must assemble its tensors first,
-and
-lets the replicas pull the manifest; nothing waits but the gather. Verl's own managers may drive the same
-engine through `send_weights` and
-`receive_weights`, in which case they wait as they always do.
+The trainer of this package calls `gather_parts`, or `gather` if the engine has to assemble its tensors,
+and the replicas pull the manifest; only the gather blocks training. verl's own managers may drive the
+same engine through `send_weights` and `receive_weights`, which wait as verl's engines do.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ..weight_sync.board import Board, await_manifest
 from ..weight_sync.manifest import Manifest, Ticket, decode_ticket, encode
 
 POLL_S = 0.002
-"""How often a receiver under verl's manager looks for the ticket; sender and receiver start together."""
+"""Polling interval of a receiver under verl's manager; sender and receiver start together."""
 
 
 @CheckpointEngineRegistry.register("dual_buffer")
@@ -41,7 +39,9 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         proof_tensors: int = 16,
         timeout_s: float = 600.0,
     ) -> None:
-        """`bucket_size` in bytes; `rollout_dtype` is what floating tensors are cast to, None keeps theirs."""
+        """Cast floating-point tensors to `rollout_dtype`; None keeps their dtype. `bucket_size` is in
+        bytes.
+        """
         dtype = None if rollout_dtype is None else getattr(torch, rollout_dtype)
         self._new_writer = partial(ArenaWriter, bucket_size, proof_tensors, dtype)
         self._is_master = is_master
@@ -52,9 +52,9 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         self._board: Board | None = None
 
     def gather(self, weights: Generator[tuple[str, torch.Tensor], None, None], version: int) -> Ticket | None:
-        """All training ranks call this together; the master returns the ticket, others None.
+        """Copy assembled weights in. A collective; the master returns the ticket, other ranks None.
 
-        Raises WeightSyncError: the version is not newer than the last.
+        Raises WeightSyncError if the version is not newer than the last.
         """
         if not self._is_master:
             for _ in weights:  # take part in the collectives
@@ -66,13 +66,13 @@ class DualBufferCheckpointEngine(CheckpointEngine):
     def gather_parts(
         self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
     ) -> Ticket | None:
-        """As `gather`, without assembling any tensor: each rank copies what it holds. All ranks are on one
+        """Copy each rank's blocks in without assembling a tensor; otherwise as `gather`. For ranks of one
         host.
         """
         self._writer = self._writer or self._new_writer(ranks)
         return self._writer.gather_parts(version, parts, adapter)
 
-    # verl's own protocol. The ticket is left on a board in shared memory whose name `prepare` hands out.
+    # verl's own protocol. The ticket is left on a board in shared memory whose name `prepare` returns.
 
     def prepare(self) -> dict[str, Any]:
         if not self._is_master:
@@ -126,9 +126,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         raise WeightSyncError(f"the trainer published no weights within {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """Unlink the arenas. Called when the worker ends in order; a killed worker's tracker does the
-        same.
-        """
+        """Unlink the arenas at an orderly end; after a kill, the worker's resource tracker does it."""
         if self._writer is not None:
             self._writer.close()
         if self._is_master and self._board is not None:

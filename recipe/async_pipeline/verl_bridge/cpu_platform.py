@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl on CPU: the device abstraction that the FSDP engines and worker groups ask for.
+"""verl on CPU: the device abstraction that the FSDP engines and worker groups use.
 
-Chosen only by VERL_PLATFORM=cpu, never by detection: the head node of a GPU cluster may have no GPU.
-Devices are logical (Ray's `num_gpus` given by the user); each is one process.
+Selected only by VERL_PLATFORM=cpu, never by detection: the head node of a GPU cluster may have no GPU.
+Devices are logical (the user sets Ray's `num_gpus`); each is one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
 class _CpuDevice(ModuleType):
-    """`torch.cpu`, with the calls that verl makes on every device module and that mean nothing here."""
+    """`torch.cpu`, plus the calls that verl makes on every device module and that have no effect on CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -37,7 +37,7 @@ class _CpuDevice(ModuleType):
 
     @staticmethod
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        """Free and total bytes of host memory."""
+        """Return free and total bytes of host memory."""
         page = os.sysconf("SC_PAGE_SIZE")
         return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
@@ -92,11 +92,11 @@ class PlatformCPU(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """False: detection must not prefer the CPU of a node whose GPUs it cannot see."""
+        """Return False: detection must not prefer the CPU of a node whose GPUs it cannot see."""
         return False
 
     def current_device(self) -> Any:
-        """The device string: verl passes the result to `tensor.to`, for which 0 would mean an accelerator."""
+        """Return the device as a string: verl passes it to `tensor.to`, which reads 0 as an accelerator."""
         return "cpu"
 
     def device_count(self) -> int:
@@ -140,7 +140,7 @@ class PlatformCPU(PlatformBase):
         return None
 
     def ray_resource_name(self) -> str:
-        """Ray's own accelerator resource: logical devices are counted as GPUs."""
+        """Return Ray's accelerator resource: logical devices are counted as GPUs."""
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
@@ -154,11 +154,11 @@ class PlatformCPU(PlatformBase):
 
 
 def register() -> None:
-    """Make the platform known to verl under the name `cpu`. Idempotent."""
+    """Register the platform with verl under the name `cpu`. Idempotent."""
     if PlatformRegistry.get("cpu") is None:
         PlatformRegistry.register("cpu")(PlatformCPU)
 
 
 def is_cpu() -> bool:
-    """Does this process run on the CPU platform?"""
+    """Return whether this process runs on the CPU platform."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu" and "torch" in sys.modules

@@ -4,7 +4,7 @@
 verl's entry point (patched) calls these three, in this order:
 
     main         driver         `prepare`      before verl validates the config
-    run_ppo      driver         `wait_for`     once the trainer's process was asked for
+    run_ppo      driver         `wait_for`     after the trainer's process was started
     TaskRunner   trainer's      `begin`        before verl looks its trainer up
 
 A run without the switch gets one check of its keys and nothing else. Importing this module loads neither
@@ -28,8 +28,8 @@ from ..observe.table import MARK
 def prepare(config: DictConfig) -> None:
     """Turn a config that asks for the pipeline into one that verl runs with it; leave others unchanged.
 
-    Exits with status 2 and one line on standard error if the config cannot run, if it sets a key of ours
-    without the switch, or if it has the switch and this package cannot be imported.
+    Exits with status 2 and one line on standard error if the config cannot run, if it sets a key of this
+    package without the switch, or if it has the switch and this package cannot be imported.
     """
     try:
         raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
@@ -55,7 +55,7 @@ def wait_for(running: Any, config: DictConfig) -> None:
     `running` is Ray's reference of the run; its result is left to the caller. Returns at once if the run has
     a trainer of verl's. Raises KeyboardInterrupt after Ctrl-C, once the run has ended or its time is up.
     """
-    if not _is_ours(config):
+    if not _has_our_trainer(config):
         return
     from . import interrupts, launch
 
@@ -68,15 +68,15 @@ def begin(config: DictConfig) -> None:
 
     Returns at once if the run has a trainer of verl's.
     """
-    if not _is_ours(config):
+    if not _has_our_trainer(config):
         return
     from .. import strategies
 
     strategies.begin(config)
 
 
-def _is_ours(config: DictConfig) -> bool:
-    """Whether `prepare` chose the trainer. Our section alone proves nothing: it may be composed in."""
+def _has_our_trainer(config: DictConfig) -> bool:
+    """Return whether `prepare` chose the trainer. The section alone is no sign: it may be composed in."""
     return is_strategy(str(OmegaConf.select(config, "trainer.v1.trainer_mode")))
 
 

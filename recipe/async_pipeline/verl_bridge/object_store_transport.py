@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings buckets to replicas on other hosts, through Ray's object store: pulled, never pushed.
+"""Transfer buckets to replicas on other hosts through Ray's object store.
 
-A courier sits on the trainer's host and maps the trainer's arenas, so neither the trainer nor its devices
-take
-part. It puts each bucket into the object store once, however many replicas pull it; Ray spreads it from host
-to
-host. This module is imported in its actor: it imports neither verl nor vllm.
+A courier on the trainer's host maps the trainer's arenas, so the trainer and its devices are not
+involved. It puts each bucket into the object store once, however many replicas pull it; Ray distributes
+it from host to host. The actor's process imports this module, so it imports neither verl nor vllm.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ class Courier:
         self._offered: dict[int, ray.ObjectRef[Any]] = {}
 
     def announced(self, ticket: Ticket, timeout_s: float) -> bytes:
-        """The manifest of a version, once the trainer has posted it. Raises WeightSyncError as
+        """Return the encoded manifest once the trainer has posted it. Raises WeightSyncError like
         `await_manifest`.
         """
         return encode(await_manifest(ticket, timeout_s))
 
     def offer(self, manifest: bytes, sequence: int, fresh: bool) -> list[ray.ObjectRef[Any]]:
-        """One reference to a pair of header and bytes of a bucket; a fresh copy of it, if the last one was
-        bad.
+        """Return a reference to header and bytes of a bucket; `fresh` copies it again after a bad
+        transfer.
         """
         described = decode(manifest)
         if described.version != self._version:
@@ -45,7 +43,7 @@ class Courier:
             self._offered[sequence] = ray.put(
                 (header_of(described, sequence), self._bytes(described, sequence))
             )
-        # In a list, so that Ray hands the reference over and not what it refers to.
+        # Inside a list, Ray returns the reference itself and not its object.
         return [self._offered[sequence]]
 
     def _bytes(self, described: Manifest, sequence: int) -> Any:
@@ -53,13 +51,13 @@ class Courier:
 
 
 def start_on(node: str) -> Any:
-    """Start a courier on a Ray node. Returns its handle."""
+    """Start a courier on a Ray node and return its handle."""
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(Courier).options(num_cpus=0, scheduling_strategy=strategy).remote()
 
 
 def pull_through(courier: Any, manifest: bytes) -> Fetch:
-    """What an `Inbox` fetches the buckets of a version with."""
+    """Return the function with which an `Inbox` fetches the buckets of a version."""
     asked: set[int] = set()
 
     async def fetch(sequence: int) -> tuple[bytes, Any]:

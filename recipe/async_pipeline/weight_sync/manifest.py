@@ -38,7 +38,7 @@ ITEM_BYTES = {
 }
 """Bytes of one element, by torch's name of the dtype."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors of msgspec. Text that is not UTF-8 raises none of its own."""
+"""Errors of msgspec. Text that is not UTF-8 raises another type."""
 VALUES_PER_TENSOR = 64
 """Number of values that the verification compares in each sampled tensor."""
 

@@ -112,7 +112,7 @@ class Distribution:
         self._last_error: Exception | None = None
 
     async def publish(self, ticket: Ticket) -> Outcome:
-        """Have every serving consumer load a version. Fence those that fail, and continue with the
+        """Have every serving consumer load a version. Fence any that fails, and continue with the
         others.
 
         Waits for: the loads; if every consumer failed, the first one that returns. Raises the last
@@ -159,7 +159,7 @@ class Distribution:
             await asyncio.sleep(every_s)
             if self._begun:
                 await asyncio.gather(*(self._look_after(consumer) for consumer in list(self.serving)))
-                self._check_somebody_is_left()
+                self._require_a_consumer()
 
     @asynccontextmanager
     async def weights(self, owner: str) -> AsyncIterator[None]:
@@ -248,7 +248,7 @@ class Distribution:
             for attempt in range(1, ATTEMPTS + 1):
                 await asyncio.sleep(_back_off_s(falls + attempt - 1))
                 try:
-                    version, report = await self._start_anew(consumer)
+                    version, report = await self._restart(consumer)
                 except Exception as error:  # noqa: BLE001  the other consumers continue after any error
                     self._failed(consumer, "ABSENT", error)
                     self._say(
@@ -264,7 +264,7 @@ class Distribution:
             if self._returning.get(consumer.name) is asyncio.current_task():
                 del self._returning[consumer.name]
 
-    async def _start_anew(self, consumer: Consumer) -> tuple[int, LoadReport]:
+    async def _restart(self, consumer: Consumer) -> tuple[int, LoadReport]:
         await within(
             consumer.restart(),
             self._restart_timeout_s,
@@ -285,7 +285,7 @@ class Distribution:
         report.
         """
         while True:
-            self._check_somebody_is_left()
+            self._require_a_consumer()
             waiting = asyncio.wait(self._returning.values(), return_when=asyncio.FIRST_COMPLETED)
             # No deadline here: each attempt has its own.
             done, _ = await within(
@@ -299,7 +299,7 @@ class Distribution:
     def _away(self) -> str:
         return "; ".join(f"{name} is away: {why}" for name, why in self.fenced.items())
 
-    def _check_somebody_is_left(self) -> None:
+    def _require_a_consumer(self) -> None:
         if not self.serving and not self._returning and self._last_error is not None:
             raise self._last_error
 

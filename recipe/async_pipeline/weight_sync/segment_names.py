@@ -41,7 +41,7 @@ def open_own(name: str, flags: int = os.O_RDWR) -> int:
         os.close(fd)
         raise WeightSyncError(
             f"shared memory {name} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}; it must "
-            "be ours alone"
+            "be private to this user"
         )
     return fd
 

@@ -22,7 +22,7 @@ COPY_S = 600.0
 """Deadline for the copy from host memory to the device, which takes seconds during generation."""
 
 
-class Spare:
+class StandbyCopy:
     """The copy of all memory that a recorded load writes."""
 
     def __init__(self, load: RecordedLoad, parameters: Iterable[torch.Tensor], *, may_exchange: bool) -> None:
@@ -43,7 +43,10 @@ class Spare:
         self.join()
         self._manifest, self._error = manifest, None
         self._thread = threading.Thread(
-            target=self._fill, args=(manifest, published), name=f"spare:v{manifest.version}", daemon=True
+            target=self._fill,
+            args=(manifest, published),
+            name=f"standby copy of v{manifest.version}",
+            daemon=True,
         )
         self._thread.start()
 
@@ -66,7 +69,7 @@ class Spare:
 
     def commit(self) -> None:
         """Serve the copy. The engine must not run meanwhile."""
-        served, spare = self._load.targets, self._targets
+        served, standby = self._load.targets, self._targets
         by_memory: dict[int, list[int]] = defaultdict(list)
         for index, target in enumerate(served):
             by_memory[memory_of(target)].append(index)
@@ -76,14 +79,14 @@ class Spare:
             if not self._may_exchange or _references(served[indices[0]]) != len(owners) + len(indices):
                 in_place += indices
                 continue
-            storage = spare[indices[0]].untyped_storage()
+            storage = standby[indices[0]].untyped_storage()
             for owner in owners:
                 owner.data = placed_like(owner, storage)
             self._owners[storage.data_ptr()] = self._owners.pop(address)
             for index in indices:
-                served[index], spare[index] = spare[index], served[index]
+                served[index], standby[index] = standby[index], served[index]
         if in_place:
-            torch._foreach_copy_([served[i] for i in in_place], [spare[i] for i in in_place])
+            torch._foreach_copy_([served[i] for i in in_place], [standby[i] for i in in_place])
             if served[in_place[0]].is_cuda:
                 torch.cuda.current_stream().synchronize()
         self._manifest = None
@@ -100,8 +103,8 @@ class Spare:
 
     def _allocate(self) -> list[torch.Tensor]:
         """Copy all memory that the load writes, including bytes it leaves alone, such as padding."""
-        spare = {memory_of(t): t.untyped_storage().clone() for t in self._load.targets}
-        return [placed_like(t, spare[memory_of(t)]) for t in self._load.targets]
+        standby = {memory_of(t): t.untyped_storage().clone() for t in self._load.targets}
+        return [placed_like(t, standby[memory_of(t)]) for t in self._load.targets]
 
 
 def _references(tensor: torch.Tensor) -> int:

@@ -131,7 +131,7 @@ class _Answer:
         return tokens, [found[i][token].logprob for ids, found in parts for i, token in enumerate(ids)]
 
     def written_spans(self) -> list[Span]:
-        """Return the spans that have tokens; for an empty response, the version that was asked."""
+        """Return the spans that have tokens; for an empty response, the first one."""
         return [span for span in self.spans if span.start < self.total] or self.spans[:1]
 
 

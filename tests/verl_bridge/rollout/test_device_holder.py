@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceHolder, HeldDevice
+from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceReservation, ReservedDevice
 from tests import REPOSITORY
 
 
@@ -22,7 +22,7 @@ async def answer() -> tuple[str, dict[str, list[str]]]:
 
 
 def test_it_answers_the_question_that_verl_asks_a_worker() -> None:
-    device: Any = HeldDevice(SimpleNamespace(where=SimpleNamespace(remote=answer)), "GPU")
+    device: Any = ReservedDevice(SimpleNamespace(where=SimpleNamespace(remote=answer)), "GPU")
 
     async def ask() -> list[tuple[str, str]]:
         return list(await asyncio.gather(*[w.__ray_call__.remote(lambda self: None) for w in [device]]))
@@ -36,7 +36,7 @@ def test_it_ends_the_processes_that_it_is_told_and_no_others() -> None:
         another = psutil.Process(spared.pid).create_time() - 1.0
         gone = 2**22 + 1  # beyond the largest id that Linux gives
         try:
-            assert DeviceHolder().end([(doomed.pid, started), (spared.pid, another), (gone, 0.0)]) == 1
+            assert DeviceReservation().end([(doomed.pid, started), (spared.pid, another), (gone, 0.0)]) == 1
             assert doomed.wait(timeout=10) == -signal.SIGKILL
             assert spared.poll() is None, "its id was another process's once"
         finally:

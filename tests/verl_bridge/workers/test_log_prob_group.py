@@ -30,26 +30,26 @@ class Workers:
             raise self.error
         return "done"
 
-    async def start_anew(self, error: Exception) -> None:
+    async def restart(self, error: Exception) -> None:
         assert error is self.error
         self.started += 1
 
 
 def test_work_is_begun_again_on_workers_that_were_started_anew(ours: ModuleType) -> None:
     workers = Workers(deaths=ours.ATTEMPTS - 1)
-    assert run_virtual(ours.outliving(workers.work, workers.start_anew)) == "done"
+    assert run_virtual(ours.retry_on_actor_death(workers.work, workers.restart)) == "done"
     assert workers.started == ours.ATTEMPTS - 1
 
 
 def test_workers_that_die_again_and_again_end_it(ours: ModuleType) -> None:
     workers = Workers(deaths=ours.ATTEMPTS)
     with pytest.raises(ActorDiedError):
-        run_virtual(ours.outliving(workers.work, workers.start_anew))
+        run_virtual(ours.retry_on_actor_death(workers.work, workers.restart))
     assert workers.started == ours.ATTEMPTS - 1
 
 
 def test_what_is_no_death_comes_through(ours: ModuleType) -> None:
     workers = Workers(deaths=1, error=ValueError("a batch of nothing"))
     with pytest.raises(ValueError, match="a batch of nothing"):
-        run_virtual(ours.outliving(workers.work, workers.start_anew))
+        run_virtual(ours.retry_on_actor_death(workers.work, workers.restart))
     assert workers.started == 0

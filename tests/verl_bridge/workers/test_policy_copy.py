@@ -35,7 +35,9 @@ def test_every_rank_loads_the_version() -> None:
 
 def test_ranks_that_differ() -> None:
     policy = copy_of(lambda *arguments: [4, 3])
-    with pytest.raises(WeightSyncError, match=r"logp was to load version 4, and its ranks hold \[3, 4\]"):
+    with pytest.raises(
+        WeightSyncError, match=r"logp should have loaded version 4, but its ranks hold \[3, 4\]"
+    ):
         policy.load(TICKET, 2.0)
     assert policy.version is None
 

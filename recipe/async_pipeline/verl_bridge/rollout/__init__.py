@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout replicas: who serves, who gets which request, and restarts."""
+"""Rollout replicas: which of them serve, routing of requests, restarts."""

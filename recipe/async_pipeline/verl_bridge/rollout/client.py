@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends requests to rollout replicas; one whose replica died while it was answered goes to another, or to
-the first that comes back.
+"""Send requests to rollout replicas, and send them again if a replica dies.
+
+A request whose replica died goes to another one, or waits for the first that returns.
 """
 
 from __future__ import annotations
@@ -25,48 +26,47 @@ from .router import Router, servers_of
 
 logger = logging.getLogger(__name__)
 REFRESH_S = 1.0
-"""How long a client goes on with the replicas that it knows before it asks again, beside its requests."""
+"""Age at which the list of replicas is refreshed, in the background."""
 NONE_LEFT = "No available servers"
-"""What verl's balancer says then; the reason is what the last of them died of."""
+"""Part of the balancer's message when it has no replica; the cause is the death of the last one."""
 DEATHS = 5
-"""A request during which so many replicas have died, one after another, is not asked again: it may be what
-they die of.
-"""
+"""Give up on a request after this many consecutive replica deaths: the request itself may cause them."""
 ENGINE_DEAD = "EngineDeadError"
-"""vLLM's; by name, since importing vLLM for it would cost each agent loop worker seconds."""
+"""vLLM's error, by name: importing vLLM for it would cost each agent loop worker seconds."""
 
 
 class PipelineLLMClient(LLMServerClient):
-    """verl's client. What a dead replica had answered is lost, and answered again by another one."""
+    """verl's client. A response that a replica has begun is lost with it, and generated again by another
+    one.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._server_of: dict[str, str] = {}
         self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
-        """Of each request that is being answered: the server, and the request's name there."""
+        """For each open request, its server and its id there."""
         self._last_death: Exception | None = None
         self._router: Router | None = Router()
-        """None: verl's balancer decides in a way of its own, so it is asked."""
+        """None if verl's balancer does not use its default rule; then the balancer decides."""
         self._known_since = -math.inf
         self._asking: asyncio.Task[None] | None = None
 
     async def generate(
         self, request_id: str, *, transcript: Transcript | None = None, **kwargs: Any
     ) -> TokenOutput:
-        """As verl's. Where no replica is left, it waits for one to come back.
+        """Generate as verl does; if no replica is left, wait for one to return.
 
-        Raises what the last replica died of: none came back in time, or as many as `DEATHS` died of, or
-        beside, this
-        request. Anything else comes through at once.
+        Tokens that the transcript already holds are not generated again. On cancellation, the server
+        abandons the request.
 
-        What the transcript has of it already is not requested again. Cancelled, it has the server give
-        the answer up.
+        Raises the error that the last replica died of if none returns in time, or if `DEATHS` replicas
+        died during this request. Other errors propagate at once.
         """
         started = time.perf_counter()
         output = await (
             self._ask(request_id, **kwargs)
             if transcript is None
-            else self._go_on(transcript, request_id, **kwargs)
+            else self._continue(transcript, request_id, **kwargs)
         )
         said = output.extra_fields
         seconds = time.perf_counter() - started
@@ -79,8 +79,8 @@ class PipelineLLMClient(LLMServerClient):
         )
         return output
 
-    async def _go_on(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:
-        """Ask for what the transcript does not have yet, and keep the whole there."""
+    async def _continue(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:
+        """Generate what the transcript lacks, and keep the whole response there."""
         rollout = self.config.actor_rollout_ref.rollout
         said, asked = transcript.recall(kwargs["prompt_ids"]), kwargs
         if said is not None and not said.finished:
@@ -116,12 +116,12 @@ class PipelineLLMClient(LLMServerClient):
                         self._last_death, deaths = error, deaths + 1
                         dead = self._server_of[request_id]
                         logger.warning(
-                            "request %s: %s is dead or out of reach, asking another replica", request_id, dead
+                            "request %s: %s is dead or unreachable, trying another replica", request_id, dead
                         )
                         await self._take_out(dead, for_good=is_death(error))
                     elif NONE_LEFT not in str(cause_of(error)) or self._last_death is None:
                         raise
-                    if deaths == DEATHS or not await self._somebody_serves():
+                    if deaths == DEATHS or not await self._any_replica_serves():
                         raise self._last_death from error
         except asyncio.CancelledError:
             if request_id in self._asked:
@@ -140,7 +140,7 @@ class PipelineLLMClient(LLMServerClient):
         return server, handle
 
     async def _route(self, request_id: str) -> tuple[str, ray.actor.ActorHandle] | None:
-        """None: verl's balancer has to be asked."""
+        """Choose a replica here; return None if verl's balancer has to decide."""
         if self._router is None:
             return None
         if asyncio.get_running_loop().time() - self._known_since > REFRESH_S and self._asking is None:
@@ -155,9 +155,7 @@ class PipelineLLMClient(LLMServerClient):
         return None if self._router is None else self._router.acquire(request_id)
 
     async def _refresh(self) -> None:
-        """Learn which replicas there are. A balancer that cannot be asked says so when it is asked for
-        one.
-        """
+        """Update the list of replicas. If the balancer fails now, the next call that needs it raises."""
         try:
             answer = self._load_balancer.__ray_call__.remote(servers_of)
             servers = await within(
@@ -168,7 +166,7 @@ class PipelineLLMClient(LLMServerClient):
             elif self._router is not None:
                 self._router.update(servers)
         except (RayError, WaitTimeout) as error:
-            logger.warning("the balancer does not say which replicas there are: %s", error)
+            logger.warning("the balancer did not name the replicas: %s", error)
         finally:
             self._known_since = asyncio.get_running_loop().time()
             self._asking = None
@@ -185,36 +183,35 @@ class PipelineLLMClient(LLMServerClient):
         return name
 
     async def _take_out(self, dead: str, *, for_good: bool) -> None:
-        """Take a dead server out of the rotation. One that is only out of reach, as all of a lost node are
-        before Ray knows,
-        is left out here until the balancer is asked next: whether it is dead is for the trainer to find
-        out."""
+        """Take a dead server out of the rotation.
+
+        One that is only unreachable, as every server of a lost node is before Ray knows, is left out
+        until the next refresh; the trainer finds out whether it is dead.
+        """
         if self._router is not None:
             self._router.remove(dead)
             if not for_good:
                 await asyncio.sleep(0 if self._router.servers else REFRESH_S)
                 return
         removed = self._load_balancer.remove_servers.remote([dead])
-        await within(removed, ASK_S, owner="an agent loop", what=f"the balancer to give {dead} no more work")
+        await within(removed, ASK_S, owner="an agent loop", what=f"the balancer to remove {dead}")
 
-    async def _somebody_serves(self) -> bool:
-        """Wait for a replica, if there is none; False: none came back in time."""
+    async def _any_replica_serves(self) -> bool:
+        """Wait for a serving replica; return False if none returned in time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + float(self.config.trainer.v1.async_pipeline.wait_timeout_s)
         while True:
             asked = self._load_balancer.get_all_servers.remote()
-            if await within(
-                asked, ASK_S, owner="an agent loop", what="the balancer to name those that are left"
-            ):
+            if await within(asked, ASK_S, owner="an agent loop", what="the balancer to name the replicas"):
                 if self._router is not None and not self._router.servers:
                     await self._refresh()
                 return True
             if loop.time() >= deadline:
                 return False
-            # The balancer can be asked, but does not call.
+            # Polling is necessary: the balancer does not notify.
             await asyncio.sleep(REFRESH_S)
 
 
 def is_death(error: Exception) -> bool:
-    """Did the server's process end, or the engine below it?"""
+    """Return whether the server's process or its engine died."""
     return isinstance(error, ActorDiedError) or type(cause_of(error)).__name__ == ENGINE_DEAD

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout replicas of a run: started on devices of their own, loaded some at a time."""
+"""The rollout replicas of a run: on devices separate from training, loaded a few at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplicaConsumer:
         timeout_s: float,
         how: LoadMode,
     ) -> None:
-        """`courier`: for a replica on another host than the trainer's arenas."""
+        """`courier` is None for a replica on the host of the trainer's arenas."""
         self.name = f"replica {replica.replica_rank}"
         self._replica, self._balancer = replica, balancer
         self._arguments = (courier, piece_bytes, timeout_s, how)
@@ -41,10 +41,10 @@ class ReplicaConsumer:
     async def load(self, ticket: Ticket) -> LoadReport:
         answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]
         try:
-            # The servers of one replica load together, and the first speaks for all.
+            # The servers of one replica load together, so the first report is enough.
             reports: list[LoadReport] = [await answer for answer in answers]
         except RayTaskError as error:
-            # What went wrong there, in one line, instead of Ray's account of it.
+            # Raise the cause itself: one line instead of Ray's remote traceback.
             raise cause_of(error) from error
         return reports[0]
 
@@ -67,7 +67,7 @@ class ReplicaConsumer:
 
 
 class RolloutPool:
-    """The standalone replicas of a run. Loads are rolling: only some replicas at a time are busy with one."""
+    """The standalone replicas of a run. Loads are rolling: only some replicas load at any time."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class RolloutPool:
     def _nodes_of(replica: Any) -> list[str]:
         asked = [server.__ray_call__.remote(node_id) for server in replica.servers]
         nodes: list[str] = got(
-            asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to say where it is"
+            asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to name its node"
         )
         return nodes
 
     def courier_for(self, nodes: Sequence[str]) -> Any:
-        """None for a consumer on nodes that can map the trainer's memory; else the one courier of the run."""
+        """Return None for nodes that can map the trainer's memory, else the run's one courier."""
         if set(nodes) == {self._trainer_node}:
             return None
         self._courier = self._courier or start_on(self._trainer_node)
@@ -132,20 +132,19 @@ class RolloutPool:
         return replicas
 
     def weights(self, owner: str) -> AbstractAsyncContextManager[None]:
-        """Held while replicas change version, and by whoever needs them not to. Raises WaitTimeout."""
+        """Hold the weights: no replica changes version until this is left. Raises WaitTimeout."""
         return self._distribution.weights(owner)
 
     @property
     def versions(self) -> Mapping[str, int]:
-        """The version that each replica serves, by its name; one that is fenced serves none."""
+        """Return the version that each serving replica serves, by name; a fenced replica is not listed."""
         return self._distribution.versions
 
     async def publish(self, ticket: Ticket) -> Publication:
-        """Have every replica check, load and prove a version; returns when all that work serve it.
+        """Have every replica check, load and verify a version; return when all working replicas serve it.
 
-        Raises what the last replica raised, or WaitTimeout naming the one that did not answer: none is left,
-        and none
-        comes back.
+        Raises the last replica's error, or WaitTimeout naming the replica that did not respond, if none
+        is left and none returns.
         """
         outcome = await self._distribution.publish(ticket)
         return Publication(
@@ -158,9 +157,9 @@ class RolloutPool:
         )
 
     async def watch(self) -> None:
-        """Fence replicas that stop working between publications. Never returns; raises as `publish`."""
+        """Fence replicas that stop working between updates. Never returns; raises like `publish`."""
         await self._distribution.watch()
 
     async def close(self) -> None:
-        """Stop waiting for replicas that are on their way back."""
+        """Cancel pending restarts of replicas."""
         await self._distribution.close()

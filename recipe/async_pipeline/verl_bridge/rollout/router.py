@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which replica answers a request, decided where the request is made.
+"""Choose the replica of a request where the request is made.
 
-verl asks an actor, twice for each turn of each answer, and gets a handle of the replica to unpack. Agent loop
-workers that each keep their own requests even keep them even together.
+verl asks an actor twice for each turn of each response, and unpickles a replica's handle each time. If
+each agent loop worker balances its own requests, all requests together are balanced too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import Any
 from cachetools import LRUCache
 
 REMEMBERED = 10_000
-"""Requests whose replica is remembered, for their later turns."""
+"""Number of requests whose replica is remembered for later turns."""
 
 
 class Router:
-    """verl's default rule: the turns of a request go to one replica, the first of them to the least busy
-    one.
-    """
+    """verl's default rule: the first turn goes to the least busy replica, later turns to the same one."""
 
     def __init__(self, choose: Callable[[list[str]], str] = random.choice) -> None:
-        """`choose`: among replicas that are equally busy."""
+        """`choose` picks among equally busy replicas."""
         self._servers: Mapping[str, Any] = {}
         self._open: Counter[str] = Counter()
         self._of_request: LRUCache[str, str] = LRUCache(REMEMBERED)
@@ -35,15 +33,17 @@ class Router:
         return tuple(self._servers)
 
     def update(self, servers: Mapping[str, Any]) -> None:
-        """The replicas that there are now, by name."""
+        """Replace the list of replicas, by name."""
         self._servers = dict(servers)
 
     def remove(self, server: str) -> None:
-        """A replica is gone; `update` may bring it back."""
+        """Remove a replica; `update` may add it again."""
         self._servers = {name: handle for name, handle in self._servers.items() if name != server}
 
     def acquire(self, request_id: str) -> tuple[str, Any] | None:
-        """Name and handle of the replica for the next turn of a request; None: there is no replica."""
+        """Return name and handle of the replica for the next turn of a request, or None if there are
+        none.
+        """
         if not self._servers:
             return None
         server = self._of_request.get(request_id)
@@ -55,7 +55,7 @@ class Router:
         return server, self._servers[server]
 
     def release(self, server: str) -> None:
-        """A turn is over."""
+        """Count a turn as finished."""
         if self._open[server] <= 1:
             del self._open[server]
         else:
@@ -63,6 +63,6 @@ class Router:
 
 
 def servers_of(balancer: Any) -> dict[str, Any] | None:
-    """Runs in verl's balancer: its replicas, or None if it decides in another way than by default."""
+    """Return the balancer's replicas, or None if it does not use the default rule. Runs in its process."""
     by_default = type(balancer).__name__ == "GlobalRequestLoadBalancer" and not balancer._full_determinism
     return dict(balancer._servers) if by_default else None

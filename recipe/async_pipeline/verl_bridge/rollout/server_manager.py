@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start rollout servers on their share of the devices, and the load balancer beside the trainer."""
+"""Start rollout servers on their share of the devices, and the load balancer on the trainer's node."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ from .vllm.replica import PipelineVLLMReplica
 
 
 class PipelineServerManager(LLMServerManager):
-    """verl's manager, starting our replicas."""
+    """verl's manager with this package's replicas."""
 
     rollout_replica_class = PipelineVLLMReplica
 
     _early: ClassVar[PipelineServerManager | None] = None
 
     def __init__(self, config: DictConfig) -> None:
-        """Begins to start the servers at once, in a thread; `ready` waits for them."""
-        # A config is no thing for two threads: who copies one takes its parts from their parents while he
-        # does, and who
-        # resolves a reference in another thread meanwhile does not find it.
+        """Begin to start the servers in a thread; `ready` waits for them."""
+        # OmegaConf is not thread-safe: deepcopy detaches child nodes, so a concurrent interpolation can
+        # fail. Give the thread its own copy.
         super().__init__(config=copy.deepcopy(config))
         starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
         self._starting = starter.submit(lambda: asyncio.run(self._initialize_llm_servers()))
@@ -41,40 +40,41 @@ class PipelineServerManager(LLMServerManager):
 
     @classmethod
     def start_early(cls, config: DictConfig) -> None:
-        """Begin now, if no device of another role can be taken by it: if all devices are on one node.
+        """Start now if the servers can take no device of another stage, i.e. if all devices are on one
+        node.
 
-        The trainer that is made later in this process takes this one over.
+        The trainer that is created later in this process takes this manager over.
         """
         if len(_devices_by_node()) <= 1:
             cls._early = cls(config)
 
     @classmethod
     def started(cls, config: DictConfig) -> PipelineServerManager:
-        """The manager that was begun early, or a new one."""
+        """Return the manager that was started early, or a new one."""
         early, cls._early = cls._early, None
         return early or cls(config)
 
     def ready(self, timeout_s: float) -> None:
-        """Wait for the servers and tell the balancer about them. Raises WaitTimeout, or what their start
-        raised.
+        """Wait for the servers and add them to the balancer. Raises WaitTimeout, or the error of the
+        start.
         """
         result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
         added = self.global_load_balancer.add_servers.remote(servers)
-        got(added, ASK_S, owner="the trainer", what="the balancer to take the rollout servers in")
+        got(added, ASK_S, owner="the trainer", what="the balancer to add the rollout servers")
 
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         return super().get_client(client_cls or PipelineLLMClient, **kwargs)
 
     def attach(self, balancer: Any) -> None:
-        """Use a balancer that verl has started, so that clients can be made before the servers are up."""
+        """Use a balancer that verl has started, so that clients can be created before the servers are up."""
         self.global_load_balancer = balancer
 
 
-class BalancerBesideTrainer(LLMServerManager):
-    """verl's manager as its trainer uses it where all replicas are ours: for the balancer alone.
+class ColocatedLoadBalancer(LLMServerManager):
+    """verl's manager without replicas, which starts the balancer on the trainer's node.
 
-    Ray would put that on any node; there it would be one more whose loss ends the run.
+    Ray would place the balancer on any node, and the loss of that node would end the run too.
     """
 
     async def _init_global_load_balancer(self) -> None:
@@ -95,16 +95,20 @@ class BalancerBesideTrainer(LLMServerManager):
 
     @classmethod
     def use(cls) -> None:
-        """verl's trainer makes its manager by this name, and offers nothing else to choose it by."""
+        """Install this class: verl's trainer looks its manager up by this name and offers no setting for
+        it.
+        """
         trainer_base.LLMServerManager = cls
 
 
 def _devices_by_node() -> list[int]:
-    """Of the nodes that have any."""
+    """Return the number of devices of each node that has any."""
     found = [int(node["Resources"].get(get_resource_name(), 0)) for node in ray.nodes() if node["Alive"]]
     return [devices for devices in found if devices]
 
 
 def devices_of_a_node(placement: Placement) -> int:
-    """Of the largest; Ray knows it, unless it has none that it counts."""
+    """Return the number of devices of the largest node, from Ray or, if it counts none, from the
+    placement.
+    """
     return max([*_devices_by_node(), *(max(pool.per_node) for pool in placement.pools)])

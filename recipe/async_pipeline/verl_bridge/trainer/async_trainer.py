@@ -62,7 +62,7 @@ from ..ray_calls import result_of
 from ..reward.batch_scoring import score_batch
 from ..reward.worker_manager import install as install_reward_workers
 from ..rollout.replica_pool import RolloutPool
-from ..rollout.server_manager import BalancerBesideTrainer, PipelineServerManager, devices_of_a_node
+from ..rollout.server_manager import ColocatedLoadBalancer, PipelineServerManager, devices_of_a_node
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
 from .checkpointing import PARTITION
@@ -104,7 +104,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
         install_reward_workers()
-        BalancerBesideTrainer.use()
+        ColocatedLoadBalancer.use()
         super().__init__(config)
         own = self.own
         self.started_unix = float(own.get("started_unix") or time.time())

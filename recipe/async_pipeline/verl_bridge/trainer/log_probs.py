@@ -29,7 +29,7 @@ from ..ray_calls import ASK_S, got
 from ..rollout.device_holder import node_id
 from ..rollout.replica_pool import RolloutPool
 from ..sample_columns import trained_columns
-from ..workers.log_prob_group import end_group, outliving, start_group
+from ..workers.log_prob_group import end_group, retry_on_actor_death, start_group
 from ..workers.policy_copy import PolicyCopy
 from ..workers.training_worker import REF_COLUMN
 from .checkpointing import ResumableTrainer
@@ -83,7 +83,7 @@ class LogProbTrainer(ResumableTrainer):
             self._flow.log.append(role, "REJOINED", replica=role)
             say(f"the workers of {role} compute again")
 
-        return await outliving(work, start_anew)
+        return await retry_on_actor_death(work, start_anew)
 
     def _start_anew(self, role: str, pool: Any) -> None:
         """Workers on the same devices, which hold what the run began with."""

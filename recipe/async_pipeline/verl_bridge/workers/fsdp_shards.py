@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each training rank holds of the weights, under the names that a rollout engine loads.
+"""The shard of the weights on each training rank, under the names that a rollout engine loads.
 
-verl assembles every tensor on every rank before it is sent. An FSDP2 rank knows which block of which tensor
-is its
-own, so on one host it copies that block to its place, and no tensor is ever assembled.
+verl assembles every tensor on every rank before sending it. An FSDP2 rank knows which block of which
+tensor it holds, so on one host it copies that block to its place, and no tensor is assembled.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class TrainingRanks:
     """All ranks of this process's process group."""
 
     def __init__(self, node: str) -> None:
-        """`node`: what tells this host from others. A collective."""
+        """`node` identifies this host. A collective."""
         self.rank = dist.get_rank()
         nodes: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(nodes, node)
@@ -49,23 +48,22 @@ class TrainingRanks:
 
 
 class Held(NamedTuple):
-    """What this rank has to publish."""
+    """The parts that this rank publishes."""
 
     parts: list[Part]
     adapter: str | None
-    """They are of a LoRA adapter; see `Manifest`."""
+    """Set if the parts are of a LoRA adapter; see `Manifest`."""
 
 
 def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
-    """This rank's parts of all that changes, without copying any. The same tensors in the same order on all
+    """Return this rank's parts of all trained tensors, without copying. The order is the same on all
     ranks.
 
-    Each element is in the part of one rank; with `replicated`, in the parts of all that hold it, as a load
-    needs it.
+    Each element is in the part of one rank; with `replicated`, in the parts of all ranks that hold it, as
+    a load requires.
 
-    None: this engine does something to its weights before they are sent (another engine than FSDP2, adapters
-    that are
-    merged, quantization), so that it has to assemble them itself.
+    Returns None if the engine changes its weights before they are sent (not FSDP2, merged adapters,
+    quantization), so that it has to assemble them itself.
     """
     if getattr(type(engine), "get_per_tensor_param", None) is not FSDPEngine.get_per_tensor_param:
         return None
@@ -86,28 +84,26 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
 
 
 def adapter_of(module: Any) -> dict[str, torch.Tensor]:
-    """The tensors of the one adapter, under the names that peft stores them by. Raises WeightSyncError:
-    not LoRA.
-    """
+    """Return the adapter's tensors under peft's names. Raises WeightSyncError if some are not LoRA."""
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(module)
     other = [name for name in tensors if ".lora_A." not in name and ".lora_B." not in name]
     if other:
-        raise WeightSyncError(f"{other[0]} is trained beside the adapter, but engines load LoRA tensors only")
+        raise WeightSyncError(f"{other[0]} is trained with the adapter, but engines load LoRA tensors only")
     return tensors
 
 
 def described(config: Any) -> str:
-    """A peft configuration as JSON."""
+    """Return a peft configuration as JSON."""
     return json.dumps(
         config.to_dict(), default=lambda value: sorted(value) if isinstance(value, set) else str(value)
     )
 
 
 def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> Part:
-    """The block of a (distributed) tensor that this rank writes; or, if `replicated`, that it holds."""
+    """Return the block of a tensor that this rank writes or, if `replicated`, that it holds."""
     shape = tuple(weight.shape)
     if not isinstance(weight, DTensor):
-        # The same on all ranks, so the owner of the memory writes it.
+        # The value is the same on all ranks, so the owner of the memory writes it.
         mine = replicated or not dist.is_initialized() or dist.get_rank() == 0
         return Part(name, shape, weight.dtype, (0,) * weight.dim(), weight.detach() if mine else None)
     offset, contributes = _block(shape, weight.device_mesh, tuple(weight.placements))
@@ -118,7 +114,7 @@ def part_of(name: str, weight: torch.Tensor, *, replicated: bool = False) -> Par
 
 @cache
 def _block(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[tuple[int, ...], bool]:
-    """First index of this rank's block, and whether it is the one that writes it."""
+    """Return the first index of this rank's block, and whether this rank writes it."""
     place, contributes, group = derive_dtensor_placement(ShardSpec(shape, mesh, placements))
     if isinstance(place, BlockPlacement):
         return tuple(place.global_offset), contributes
@@ -126,9 +122,10 @@ def _block(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tu
 
 
 def unfused(part: Part, model_type: str) -> Iterator[Part]:
-    """Transformers keeps the experts of a layer in one tensor; rollout engines load them one by one.
+    """Split fused experts: transformers keeps a layer's experts in one tensor, engines load each by
+    itself.
 
-    The same names as verl's `unfuse_moe_params` gives them.
+    The names are the ones that verl's `unfuse_moe_params` gives.
     """
     fused = (
         part.name.endswith((_FUSED_GATE_UP, _FUSED_DOWN)) and len(part.shape) == 3 and model_type != "gpt_oss"
@@ -147,7 +144,7 @@ def unfused(part: Part, model_type: str) -> Iterator[Part]:
 
 
 def _rows_of_expert(part: Part, expert: int, first_row: int, whole: Part) -> Part:
-    """The part of `whole`, which begins at `first_row` of an expert, that lies in a part of the fused
+    """Return the share of `whole`, which begins at `first_row` of an expert, in a part of the fused
     tensor.
     """
     if part.values is None:

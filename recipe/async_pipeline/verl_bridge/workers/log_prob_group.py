@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that compute log-probs on devices of their own. If one dies, all of its role start anew on the same
+"""Workers that compute log-probs on separate devices. If one dies, its whole group restarts on the same
 devices.
 
-Nobody else is hurt by that: they are forward only, and what they computed of a batch is computed again.
-Workers on the
-training devices cannot be replaced so; a run in which one of those dies ends, and goes on from its
+Other stages are not affected: these workers are forward-only, and the batch is computed again. Workers on
+the training devices cannot be replaced this way; if one dies, the run ends and resumes from its
 checkpoint.
 """
 
@@ -24,13 +23,13 @@ from .training_worker import PipelineWorker
 
 T = TypeVar("T")
 ATTEMPTS = 3
-"""Workers that die so often over one batch are not started again: they may die of it."""
+"""Give up after this many deaths over one batch: the batch itself may cause them."""
 BACK_OFF_S = 1.0
-"""Before the first restart; twice that before the next."""
+"""Delay before the first restart; it doubles for each further one."""
 
 
 def start_group(role: str, pool: Any, config: DictConfig) -> RayWorkerGroup:
-    """The workers of `logp` or `ref_logp` on a pool, with the weights that the run began with. Blocks."""
+    """Start the workers of `logp` or `ref_logp` on a pool, with the initial weights of the run. Blocks."""
     worker, settings = (
         (LogProbWorker, logp_config(config.actor_rollout_ref))
         if role == "logp"
@@ -43,17 +42,17 @@ def start_group(role: str, pool: Any, config: DictConfig) -> RayWorkerGroup:
 
 
 def end_group(group: Any) -> None:
-    """End the workers, whatever state they are in."""
+    """End the workers, whatever their state."""
     for worker in group.workers:
         ray.kill(worker)
 
 
-async def outliving(
-    work: Callable[[], Awaitable[T]], start_anew: Callable[[Exception], Awaitable[None]]
+async def retry_on_actor_death(
+    work: Callable[[], Awaitable[T]], restart: Callable[[Exception], Awaitable[None]]
 ) -> T:
-    """What `work` comes to; it is begun again whenever a worker died of it, after `start_anew`.
+    """Await `work`; if a worker dies during it, call `restart` and begin again.
 
-    Raises what the workers died of when they have died `ATTEMPTS` times. Anything else comes through.
+    Raises the workers' error after `ATTEMPTS` deaths. Other errors propagate at once.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -62,5 +61,5 @@ async def outliving(
             if attempt == ATTEMPTS:
                 raise
             await asyncio.sleep(BACK_OFF_S * 2 ** (attempt - 1))
-            await start_anew(error)
+            await restart(error)
     raise AssertionError("the last attempt returns or raises")

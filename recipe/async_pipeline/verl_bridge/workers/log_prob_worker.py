@@ -14,19 +14,21 @@ from .training_worker import PipelineWorker
 
 
 class LogProbWorker(PipelineWorker):
-    """The policy as it was published, forward only, on devices of its own. Made with the role `ref`, see
+    """The published policy, forward only, on separate devices. Created with the role `ref`; see
     `logp_config`.
     """
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_log_prob(self, data: TensorDict) -> Any:
-        """As verl's actor computes it: per-token log-probs and entropies of prompt and response, jagged."""
+        """Compute per-token log-probs and entropies of prompt and response, jagged, as verl's actor does."""
         output = self.ref.infer_batch(data=data)
         return None if output is None else output.cpu()
 
 
 def logp_config(config: DictConfig) -> DictConfig:
-    """The actor's settings where a forward-only worker looks for its own. `config`: `actor_rollout_ref`."""
+    """Copy the actor's settings to where a forward-only worker reads them. `config` is
+    `actor_rollout_ref`.
+    """
     made = copy.deepcopy(config)
     actor, ref, rollout = made.actor, made.ref, made.rollout
     OmegaConf.set_struct(made, False)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our policy losses in verl's registry, and the config section that lets their parameters in.
+"""This package's policy losses in verl's registry, and the config section that admits their parameters.
 
-Importing this registers them. verl's own `PolicyLossConfig` refuses a key that it does not know; naming ours
-as `actor_rollout_ref.actor.policy_loss._target_` admits the parameters of `tis` and `topr`, and imports this.
+Importing this module registers them. verl's own `PolicyLossConfig` rejects unknown keys; setting
+`actor_rollout_ref.actor.policy_loss._target_` to the class here admits the parameters of `tis` and
+`topr`, and imports this module.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from . import losses
 
 Metrics = dict[str, float]
 Computed = tuple[losses.TokenLosses, Mapping[str, torch.Tensor]]
-"""The losses, and what else is to be averaged over the tokens, by the name of the metric."""
+"""The losses, and further values to average over the tokens, by metric name."""
 
 
 @dataclass
 class OffPolicyLossConfig(PolicyLossConfig):
-    """verl's section with the parameters of `tis` and `topr`. Raises ConfigError: one is out of range."""
+    """verl's section with the parameters of `tis` and `topr`. Raises ConfigError if one is out of range."""
 
     tis_lower_bound: float = 0.0
     """Least weight of a token in `tis`."""
@@ -40,25 +41,27 @@ class OffPolicyLossConfig(PolicyLossConfig):
     topr_negative_weight: float = 1.0
     """Factor of the negative part of `topr`."""
     topr_split: str = "advantage"
-    """What makes a token positive: its advantage, or its answer's score (needs `ppo_loss_with_scores`)."""
+    """What makes a token positive: its advantage, or its response's score (needs `ppo_loss_with_scores`).
+    """
     topr_ratio_level: str = "token"
-    """Whose ratio tapers a negative token: its own, or that of its whole answer (sequence)."""
+    """Whose ratio tapers a negative token: the token's, or the whole response's (sequence)."""
 
     def __post_init__(self) -> None:
         check_loss_parameters(vars(self))
 
 
 _positive: ContextVar[torch.Tensor | None] = ContextVar("positive", default=None)
-"""Which answers of the micro-batch in work scored above 0, (batch, 1)."""
+"""Which responses of the current micro-batch scored above 0, (batch, 1)."""
 
 
 def ppo_loss_with_scores(
     config: Any, model_output: Any, data: Any, dp_group: Any = None
 ) -> tuple[Any, dict[str, Any]]:
-    """verl's `ppo_loss`, which hands scores to no policy loss, in a context where `topr` finds them.
+    """Compute verl's `ppo_loss`, which passes no scores to a policy loss, with scores available to
+    `topr`.
 
-    A worker gives this to `set_loss_fn` in place of verl's. `data` is a micro-batch with the column
-    `rm_scores`, jagged (batch, response length), which is read only where `topr_split` is score.
+    A worker passes this to `set_loss_fn` instead of verl's. `data` is a micro-batch with the column
+    `rm_scores`, jagged (batch, response length), which is read only if `topr_split` is score.
     """
     positive = None
     if config.policy_loss.get("topr_split") == "score":
@@ -72,7 +75,7 @@ def ppo_loss_with_scores(
 
 
 def _registered(name: str) -> Callable[[Callable[..., Computed]], Callable[..., Computed]]:
-    """Give a loss of tokens verl's signature, aggregation and metrics."""
+    """Give a token loss verl's signature, aggregation and metrics."""
 
     def register(compute: Callable[..., Computed]) -> Callable[..., Computed]:
         @register_policy_loss(name)
@@ -138,7 +141,7 @@ def policy_gradient(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """verl's `gpg`, -A log pi with gradient -A, and how far the old policy is, which `gpg` does not say."""
+    """verl's `gpg`, -A log pi with gradient -A, plus metrics of the distance to the old policy."""
     loss, metrics = compute_policy_loss_gpg(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights
     )
@@ -146,7 +149,7 @@ def policy_gradient(
 
 
 def _parameters(config: Any) -> OffPolicyLossConfig:
-    """Of the section as it came. Raises TypeError: a key that neither we nor verl know."""
+    """Return the parameters of the config section. Raises TypeError for a key that neither side knows."""
     section = config.policy_loss
     return section if isinstance(section, OffPolicyLossConfig) else OffPolicyLossConfig(**section)
 
@@ -162,5 +165,5 @@ def _positive_answers() -> torch.Tensor:
 
 
 def _means(of_tokens: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Metrics:
-    # Names must hold neither "max" nor "min": verl would not average them over the micro-batches.
+    # Metric names must contain neither "max" nor "min": verl would not average them over micro-batches.
     return {f"actor/{name}": masked_mean(values, mask).detach().item() for name, values in of_tokens.items()}

@@ -38,7 +38,7 @@ them.
 
 
 def offload_without_pinning() -> None:
-    """verl keeps a forward-only FSDP2 model in pinned memory, which no machine without accelerator has."""
+    """Disable verl's pinned memory for a forward-only FSDP2 model; it requires an accelerator."""
     policy = transformer_impl.CPUOffloadPolicy
     transformer_impl.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)
 
@@ -48,7 +48,7 @@ if is_cpu():
 
 
 class PipelineWorker(ActorRolloutRefWorker):
-    """verl's worker, with a gather that can be called by itself and a column of its own for the reference."""
+    """verl's worker, with a separate gather and a separate column for the reference's log-probs."""
 
     _ranks: TrainingRanks | None = None
     _reader: ArenaReader | None = None
@@ -56,14 +56,14 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """As verl's, with our losses registered and scores within their reach."""
+        """Initialize as verl does, with this package's losses registered and scores available to them."""
         super().init_model()
         if "actor" in self.role and self.loss_fn.func is ppo_loss:
             self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def gather_weights(self, version: int) -> Ticket | None:
-        """Copy the weights into host memory; rank 0 returns the ticket. A collective of all ranks."""
+        """Copy the weights into host memory; rank 0 returns the ticket, others None. A collective."""
         self._ranks = self._ranks or TrainingRanks(ray.get_runtime_context().get_node_id())
         held = held_by(self.actor.engine) if self._ranks.on_one_host else None
         ticket: Ticket | None
@@ -76,17 +76,17 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_version(self, ticket: Ticket, courier: Any | None, timeout_s: float) -> int:
-        """Have the forward-only model compute with a published version. A collective of all ranks; returns
-        the version.
+        """Load a published version into the forward-only model; return the version. A collective.
 
-        Raises WeightSyncError: it is corrupt, or of another model. ProofError: it is not what was loaded.
+        Raises WeightSyncError if it is corrupt or of another model, ProofError if the loaded values
+        differ.
         """
         if courier is None:
             manifest = await_manifest(ticket, timeout_s)
             self._reader = self._reader or ArenaReader()
             self._reader.verify(manifest)
         else:
-            # Ray runs this in the thread of an event loop.
+            # Ray runs this method in the thread of an event loop.
             with ThreadPoolExecutor(1) as thread:
                 pulled = within(
                     self._pull(courier, ticket, timeout_s),
@@ -103,7 +103,7 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_reference(self, folder: str) -> None:
-        """Write what this rank holds of the forward-only model."""
+        """Save this rank's shard of the forward-only model."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors = {
             part.name: part.values.detach().cpu().clone()
@@ -114,7 +114,7 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_reference(self, folder: str) -> None:
-        """The way back. Raises WeightSyncError: it was written by another model."""
+        """Load what `save_reference` wrote. Raises WeightSyncError if another model wrote it."""
         saved = load_file(self._file_of_rank(folder))
         parts = {part.name: part.values for part in self._forward_only() if part.values is not None}
         if odd := saved.keys() ^ parts.keys():
@@ -143,7 +143,7 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
-        """As verl's. Raises CheckpointError: there is more in it than tensors and plain values."""
+        """Load as verl does. Raises CheckpointError if the files hold more than tensors and plain values."""
         with weights_only(Path(local_path)):
             super().load_checkpoint(local_path, *more, **others)
 
@@ -154,7 +154,7 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> Any:
-        """As verl's, under our own column. Per-token log-probs of prompt and response, jagged."""
+        """Compute per-token log-probs of prompt and response, jagged, into `REF_COLUMN`."""
         output = self.ref.infer_batch(data=data)
         if output is None:
             return None
@@ -165,10 +165,10 @@ class PipelineWorker(ActorRolloutRefWorker):
 
 
 class PipelineCritic(TrainingWorker):
-    """verl's critic, which loads no more than it needs."""
+    """verl's critic, which loads tensors and plain values only."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
-        """As verl's. Raises CheckpointError: there is more in it than tensors and plain values."""
+        """Load as verl does. Raises CheckpointError if the files hold more than tensors and plain values."""
         with weights_only(Path(local_path)):
             super().load_checkpoint(local_path, *more, **others)

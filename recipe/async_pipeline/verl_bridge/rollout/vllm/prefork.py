@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On CPU, the process of vLLM's engine core imports vLLM while its server's process imports it too, instead
-of after it.
+"""On CPU, import vLLM for the engine core's process while the server's process imports it.
 
-Each import takes some 12 s of a core, and a replica that died serves again only after both. vLLM's own way, a
-process
-that is spawned when the server is ready, does them one after the other.
+Each import takes about 12 s of a core, and a restarted replica serves only after both. vLLM spawns the
+engine core when the server is ready, so the two imports run one after the other.
 
-So a server's process begins with a fork server (`engine_home`), which imports and waits; the engine core is
-forked from
-it. `begin` is called before anything is imported that takes time, in processes that were started for a
-server: they have
-`EARLY` in their environment. Not with accelerators, whose libraries do not outlive a fork.
+Here the server's process starts a fork server first (`prefork_imports`), which imports and waits; the
+engine core is forked from it. `begin` runs before all slow imports, in processes started for a server,
+which have `EARLY` in their environment. Not used with accelerators, whose libraries do not survive a
+fork.
 
 Imports neither verl nor vLLM by itself.
 """
@@ -33,12 +30,12 @@ _begun = Event()
 
 
 def begin(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Start the fork server, if this process is a rollout server's; it is not waited for."""
-    # Those who are started from here are not servers.
+    """Start the fork server if this is a rollout server's process. Does not wait for it."""
+    # Child processes are not servers.
     if environment.pop(EARLY, None) is None:
         return
-    # Else Python before 3.10.9 listens where every user of this machine can have it run anything
-    # (CVE-2022-42919).
+    # Otherwise Python before 3.10.9 listens on a socket through which every user of this machine can
+    # execute code in this process (CVE-2022-42919).
     setattr(util, "abstract_sockets_supported", False)  # noqa: B010 - typeshed calls it final
     forkserver.set_forkserver_preload([HOME])
     forkserver.ensure_running()
@@ -46,7 +43,7 @@ def begin(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def use() -> None:
-    """Have vLLM fork its engine core from there, if there is such a process."""
+    """Have vLLM fork its engine core from the fork server, if one was started."""
     if not _begun.is_set():
         return
     from vllm.v1.engine import utils
@@ -54,14 +51,14 @@ def use() -> None:
     vllms_own = utils.get_mp_context
 
     def context() -> ForkServerContext:
-        vllms_own()  # it also sets variables for the processes to come
+        vllms_own()  # it also sets variables for child processes
         return _Context()
 
     utils.get_mp_context = context
 
 
 class _Process(ForkServerProcess):
-    """Has the environment of the one who made it, which has changed since the fork server was started."""
+    """Runs with the environment of its creator, which has changed since the fork server was started."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,7 +69,7 @@ class _Process(ForkServerProcess):
         with suppress(ImportError):
             from setproctitle import getproctitle
 
-            # vLLM will set it; where it is kept is found by way of the variables that are still there
+            # vLLM will set the title; finding its memory requires the variables that are still there
             getproctitle()
         os.environ.clear()
         os.environ.update(self._environment)
@@ -84,7 +81,7 @@ class _Context(ForkServerContext):
 
 
 def started_early(server_class: Any) -> Any:
-    """A Ray actor class whose processes are told to `begin`; for the one call that verl makes of it."""
+    """Wrap a Ray actor class so that its processes call `begin`. For the one place where verl uses it."""
     return _Early(server_class)
 
 

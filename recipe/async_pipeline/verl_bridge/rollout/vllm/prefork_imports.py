@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by the process that engine cores are forked from (`prefork`), and only there: what they
-all import.
-"""
+"""The imports that all engine cores share. Only the fork server (`prefork`) imports this module."""
 
 from ....processes import end_with_parent
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM rollout server that takes whole versions, and stamps what it generates with them."""
+"""A vLLM rollout replica: reserves its devices, starts its servers, and restarts them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
 from ...cpu_platform import is_cpu
-from ..device_holder import DeviceHolder, HeldDevice
+from ..device_holder import DeviceReservation, ReservedDevice
 from . import prefork
 from .server import PipelineVLLMServer
 
 SHARES_OF_A_DEVICE = 2
-"""verl splits each device of a rollout pool in two: one share is held, one is for its own helpers."""
+"""verl splits each device of a rollout pool into two shares: one is reserved, one is for its helpers."""
 
 
 class PipelineVLLMReplica(vLLMReplica):
-    """verl's replica, running our server."""
+    """verl's replica with this package's server."""
 
     name_suffix: str
     servers: list[Any]
@@ -57,15 +57,15 @@ class PipelineVLLMReplica(vLLMReplica):
         await self.launch_servers()
 
     def _hold(self, groups: Sequence[Any]) -> None:
-        """Put a holder on each device that was reserved."""
+        """Start a reservation for each device."""
         options = get_platform().ray_resource_options(1 / SHARES_OF_A_DEVICE)
         self.workers = [
-            HeldDevice(
-                ray.remote(DeviceHolder)
+            ReservedDevice(
+                ray.remote(DeviceReservation)
                 .options(
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                     name=f"rollout_device_{self.replica_rank}{self.name_suffix}_{number}_{bundle}",
-                    # Until Ray knows that a node is lost; then they are dead.
+                    # Only until Ray knows that a node is lost; then the actors are dead.
                     max_task_retries=-1,
                     **options,
                 )
@@ -76,12 +76,11 @@ class PipelineVLLMReplica(vLLMReplica):
             for bundle in range(group.bundle_count)
         ]
 
-    async def _reserve_anew(self) -> None:
-        """Other devices in place of those of a lost node, as soon as there are any.
+    async def _reserve_others(self) -> None:
+        """Wait for devices that replace the ones of a lost node.
 
-        Ray would look for some by itself, but without a pause between two tries, which takes its head node a
-        whole core
-        (ray-project/ray#65007).
+        Ray would search by itself, but without a pause between two attempts, which keeps a core of its
+        head node busy (ray-project/ray#65007).
         """
         for group in self.resource_pool.pgs:
             remove_placement_group(group)
@@ -101,14 +100,16 @@ class PipelineVLLMReplica(vLLMReplica):
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
     async def restart(self) -> None:
-        """End the servers, whatever state they are in, and start others on the same devices; if those are
-        lost with their
-        node, on others. Waits for: other devices."""
+        """End the servers, whatever their state, and start new ones on the same devices, or on others if
+        their node is lost.
+
+        Waits for: other devices.
+        """
         for server in self.servers:
             ray.kill(server)
         self.servers = []
         self._restarts += 1
-        # Ray may still know the old names.
+        # Ray may still hold the old names.
         self.name_suffix = f"{self._plain_suffix}_{self._restarts}"
         lost = False
         for number, processes in enumerate(self._processes):
@@ -118,5 +119,5 @@ class PipelineVLLMReplica(vLLMReplica):
             except ActorDiedError:
                 lost = True
         if lost:
-            await self._reserve_anew()
+            await self._reserve_others()
         await self.launch_servers()

@@ -33,25 +33,27 @@ T = TypeVar("T")
 
 
 MARGIN_S = 10.0
-"""The engine's own deadline fires first, because its message knows more; and both before the trainer's."""
+"""Added to a deadline, so that the engine's own fires first and the trainer's last: the engine's message
+is the most precise.
+"""
 
 
 READS, READ_AGAIN_S = 4, 1.0
-"""How often a bucket with another checksum is read, and the seconds in between."""
+"""Number of reads of a bucket with a wrong checksum, and the seconds in between."""
 
 
 STAGE_POLL_S = 0.02
-"""How often the engine is asked whether its spare copy is complete."""
+"""Polling interval for the engine's standby copy."""
 
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 
 
 class PipelineVLLMServer(vLLMHttpServer):
-    """verl's server. What each version wrote of an answer is recorded; see `VersionedEngine`."""
+    """verl's server. Records which version wrote which tokens; see `VersionedEngine`."""
 
     global_steps: int | None
-    """The version that is served; verl's own name for it."""
+    """The served version, under verl's name."""
     _server_address: str
     _versioned: VersionedEngine
 
@@ -67,16 +69,17 @@ class PipelineVLLMServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         if self.config.tensor_model_parallel_size == 1:
-            # One device needs no process of its own beside the engine core.
+            # With one device, the engine core needs no worker process.
             engine_kwargs.setdefault("distributed_executor_backend", IN_PROCESS if is_cpu() else "uni")
 
     async def run_server(self, args: Any) -> None:
-        """As verl's, but out of reach for other machines: its HTTP server asks nobody who they are.
+        """Run the server on the loopback address only: its HTTP server does not authenticate requests.
 
-        Requests of this pipeline come through Ray. On several nodes the replica keeps its node's address as
+        This package's requests come through Ray. On several nodes the replica keeps its node's address as
         its name.
         """
-        # Nor for other users of this one: the engine's sockets lie in a directory that all can enter.
+        # Other users of this machine are excluded too: the engine's sockets are in a directory open to
+        # all.
         os.umask(0o077)
         prefork.use()
         node, self._server_address = self._server_address, loopback_of(self._server_address)
@@ -88,15 +91,13 @@ class PipelineVLLMServer(vLLMHttpServer):
     async def load_version(
         self, offered: Ticket, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
     ) -> LoadReport:
-        """Fetch, check, load, prove and announce one version, in this order.
+        """Fetch, check, load, verify and announce one version, in this order.
 
-        Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside the
-        engine,
-        so that generation stands still only for the copy.
+        Without a courier, the trainer's arenas can be mapped. The checksums are computed here, outside
+        the engine, so that generation pauses for the copy only.
 
-        Raises WeightSyncError: not newer, or corrupt. ProofError: not what is served. WaitTimeout: the engine
-        does
-        not answer.
+        Raises WeightSyncError if the version is not newer or is corrupt, ProofError if the served values
+        differ, WaitTimeout if the engine does not respond.
         """
         started = time.perf_counter()
         if self.global_steps is not None and offered.version <= self.global_steps:
@@ -116,7 +117,7 @@ class PipelineVLLMServer(vLLMHttpServer):
 
         async def load() -> Loaded:
             core = self.engine.engine_core
-            # vLLM does not tell those who wait for such an answer that its process has ended.
+            # vLLM does not notify callers of this utility that the engine's process has ended.
             answer = unless_broken(
                 core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s), self._death
             )
@@ -124,7 +125,7 @@ class PipelineVLLMServer(vLLMHttpServer):
             reports, progress = await self._within(timeout_s, answer, what)
             return Loaded([LoadReport(**of_rank) for of_rank in reports], progress)
 
-        # Its requests may have to end first, for which nobody else waits.
+        # This may have to wait until requests end, so its deadline is longer.
         loading = self._versioned.load(
             offered.version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes
         )
@@ -132,8 +133,7 @@ class PipelineVLLMServer(vLLMHttpServer):
             timeout_s + MARGIN_S, loading, f"its requests and version {offered.version}"
         )
         self.global_steps = offered.version
-        # Requests that are kept wait for no longer than the engine itself takes; before that its step was
-        # finished.
+        # With `keep`, requests pause only for the engine's own load; before that, its step was finished.
         ended = time.perf_counter()
         kept = max(report.stall_s for report in loaded.reports)
         return LoadReport(
@@ -150,7 +150,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         return await within(awaitable, timeout_s, owner=f"replica {self.replica_rank}", what=what)
 
     async def _fetch(self, offered: Ticket, courier: Any | None, timeout_s: float) -> Manifest:
-        """Have a version in memory of this host, checked."""
+        """Bring a version into memory of this host and check it."""
         if courier is None:
             manifest = await asyncio.to_thread(await_manifest, offered, timeout_s)
             await checked(partial(self._reader.verify, manifest))
@@ -162,27 +162,25 @@ class PipelineVLLMServer(vLLMHttpServer):
         """Copy a version to the devices of all ranks, if they can; the engine generates meanwhile."""
         if not all(await self.engine.collective_rpc("stage_snapshot", timeout_s, (manifest,))):
             return
-        # The copy is in another process, which can be asked but does not call.
+        # Polling is necessary: the copy is in another process that does not notify.
         while set(await self.engine.collective_rpc("staged_version", timeout_s)) != {version}:  # noqa: ASYNC110
             await asyncio.sleep(STAGE_POLL_S)
 
     async def check(self) -> None:
-        """Return if the engine turns its loop. Raises EngineDeadError: its process has ended."""
+        """Return if the engine runs its loop. Raises EngineDeadError if its process has ended."""
         await unless_broken(self.engine.engine_core.call_utility_async("is_scheduler_paused"), self._death)
 
     def _death(self) -> BaseException | None:
-        """Why the engine will not answer any more; None: it will."""
+        """Return why the engine will never respond again, or None if it can."""
         return self.engine.dead_error if self.engine.errored else None
 
     def processes(self) -> list[tuple[int, float]]:
-        """Id and start time of this process and of all below it: what must end before another one starts
-        here.
-        """
+        """Return id and start time of this process and its descendants, which must end before a restart."""
         own = psutil.Process()
         return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
 
     async def give_up(self, request_id: str) -> None:
-        """End a request that is being answered; the engine forgets it. One that is not is left alone."""
+        """Abandon an open request; the engine forgets it. Unknown ids are ignored."""
         task = self._answering.get(request_id)
         if task is not None:
             task.cancel()
@@ -190,13 +188,13 @@ class PipelineVLLMServer(vLLMHttpServer):
     async def written(
         self, request_ids: list[str]
     ) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
-        """Tokens, log-probs and spans that requests have so far; those that have none, or are not here,
-        are left out.
+        """Return tokens, log-probs and spans of open requests so far; omit those without a token and
+        unknown ids.
         """
         return await self._versioned.written(request_ids)
 
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """As verl's, with the versions that wrote the answer instead of the one that is served at its end."""
+        """Generate as verl does, and return the versions that wrote the response instead of the last one."""
         request_id = kwargs["request_id"]
         task = asyncio.current_task()
         assert task is not None
@@ -216,10 +214,10 @@ class PipelineVLLMServer(vLLMHttpServer):
 
 
 async def checked(verify: Callable[[], None]) -> None:
-    """Check buckets in a thread. What is corrupt is read again a little later: the engine still serves what
-    it served.
+    """Check buckets in a thread, and read corrupt ones again: meanwhile the engine serves the old
+    version.
 
-    Raises CorruptionError: it stays so.
+    Raises CorruptionError if a bucket stays corrupt.
     """
     for attempt in range(1, READS + 1):
         try:
@@ -233,5 +231,5 @@ async def checked(verify: Callable[[], None]) -> None:
 
 
 def loopback_of(address: str) -> str:
-    """The loopback address of the same family."""
+    """Return the loopback address of the same family."""
     return "::1" if ":" in address else "127.0.0.1"

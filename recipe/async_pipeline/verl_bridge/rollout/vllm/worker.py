@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inside vLLM's worker process: load a complete version from shared memory and prove it.
+"""Inside vLLM's worker process: load a complete version from shared memory and verify it.
 
-On CPU, vLLM repacks the weight of each linear layer and frees the original. Weights could then be
-neither loaded in place nor compared, and with tied embeddings a reload leaves the head on its dummy
-values without a word. So the repack is switched off before the model is built.
+On CPU, vLLM repacks the weight of each linear layer and frees the original. The weights could then be
+neither loaded in place nor compared, and with tied embeddings a reload would silently leave the head on
+its dummy values. So the repacking is disabled before the model is built.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from ....weight_sync.arena import ArenaReader
 from ....weight_sync.copy_plan import RecordedLoad, Recorder
 from ....weight_sync.manifest import Manifest, decode
 from ....weight_sync.proof import ServedModel, prove, scaled
-from ....weight_sync.standby_copy import Spare
+from ....weight_sync.standby_copy import StandbyCopy
 
 
 def keep_weights_unpacked() -> None:
-    """Make vLLM's CPU linear layers use their weight as it is. Must run before the model is built."""
+    """Make vLLM's CPU linear layers use their weight unpacked. Call it before the model is built."""
     vllm_ops._supports_onednn = False
     vllm_layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
 class PipelineWorkerExtension(vLLMColocateWorkerExtension):
-    """verl's extension, plus `load_snapshot`, and `stage_snapshot` before it if that is wanted."""
+    """verl's extension, plus `load_snapshot`, and `stage_snapshot` for loads that are staged on the
+    device.
+    """
 
     _reader: ArenaReader | None = None
     _recorded: RecordedLoad | None = None
-    _spare: Spare | None = None
+    _standby: StandbyCopy | None = None
 
     def __new__(cls, **kwargs: Any) -> Any:
         if current_platform.is_cpu():
@@ -59,27 +61,30 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         return super().__new__(cls, **kwargs)
 
     def stage_snapshot(self, manifest: bytes) -> bool:
-        """Begin to copy a version to the device, beside what the engine does; its load then is a copy there.
+        """Start to copy a version to the device during generation; its load is then a copy within the
+        device.
 
-        False: it cannot be staged, because no load of its layout could be recorded.
+        Returns False if it cannot be staged because no load of its layout could be recorded.
         """
         described, parameters = decode(manifest), list(self.model_runner.model.parameters())
         if self._recorded is None or not self._recorded.fits(described, parameters):
             return False
-        self._spare = self._spare or Spare(self._recorded, parameters, may_exchange=self.device.type == "cpu")
-        self._spare.begin(described, self._published(described))
+        if self._standby is None:
+            # The graphs of an accelerator hold addresses, so memory can be exchanged on CPU only.
+            on_cpu = self.device.type == "cpu"
+            self._standby = StandbyCopy(self._recorded, parameters, may_exchange=on_cpu)
+        self._standby.begin(described, self._published(described))
         return True
 
     def staged_version(self) -> int | None:
-        """The version that lies on the device, complete. Raises what the copy raised."""
-        return None if self._spare is None else self._spare.version()
+        """Return the version that is complete on the device, or None. Raises the error of the copy."""
+        return None if self._standby is None else self._standby.version()
 
     def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, float], dict[str, int]]:
-        """Load and prove one version; the engine runs nothing else meanwhile.
+        """Load and verify one version; the engine runs nothing else meanwhile.
 
-        Returns seconds and the number of tensors compared, and how many output tokens each request in the
-        batch
-        has. Raises WeightSyncError, ProofError.
+        Returns this rank's LoadReport as a dict, and the output tokens of each request in the batch.
+        Raises WeightSyncError or ProofError.
         """
         started = time.perf_counter()
         described = decode(manifest)
@@ -92,20 +97,20 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
             pack_experts(model)
         load_s, prove_s = loaded - started, time.perf_counter() - loaded
         report = LoadReport(load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=compared)
-        # vLLM sends plain values only between its processes.
+        # vLLM passes only plain values between its processes.
         return asdict(report), self._output_tokens()
 
     def _load(self, model: torch.nn.Module, described: Manifest, piece_bytes: int) -> None:
         if described.adapter is not None:
             self._load_adapter(described, described.adapter)
-        elif self._spare is not None and self._spare.version() == described.version:
-            self._spare.commit()
+        elif self._standby is not None and self._standby.version() == described.version:
+            self._standby.commit()
             self._finish_load()
         elif self._recorded is not None and self._recorded.fits(described, model.parameters()):
             self._recorded.copy(described, self._published(described), self._recorded.targets)
             self._finish_load()
         else:
-            self._spare = None
+            self._standby = None
             published = self._published(described)
             with Recorder(published) as recorder:
                 for piece in self._arena_reader().read(described, piece_bytes):
@@ -114,14 +119,14 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
             self._recorded = recorder.recorded(described, published)
 
     def _load_adapter(self, described: Manifest, config: str) -> None:
-        """In place of the adapter before it, under the name that verl's server asks for."""
+        """Replace the previous adapter, under the name that verl's server requests."""
         self.remove_lora(VLLM_LORA_INT_ID)
         request = TensorLoRARequest(
             lora_name=VLLM_LORA_NAME,
             lora_int_id=VLLM_LORA_INT_ID,
             lora_path=VLLM_LORA_PATH,
             peft_config=json.loads(config),
-            # The manager keeps them, and the arena will be written again.
+            # The manager keeps the tensors, and the arena will be overwritten.
             lora_tensors={name: tensor.clone() for name, tensor in self._published(described).items()},
         )
         self.add_lora(request)
@@ -153,7 +158,7 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         return reader.tensors(described)
 
     def _output_tokens(self) -> dict[str, int]:
-        """Also counts a token whose step the scheduler does not know to be finished."""
+        """Return output tokens by request, including a token whose step the scheduler has not finished."""
         batch = self.model_runner.input_batch
         return {
             request: int(batch.num_tokens_no_spec[index] - batch.num_prompt_tokens[index])
@@ -169,9 +174,9 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
 
 
 def pack_experts(model: torch.nn.Module) -> None:
-    """vLLM's CPU kernels want the experts of a layer packed, and vLLM packs them at the first load only.
+    """Pack the experts of each layer for vLLM's CPU kernels; vLLM does so at the first load only.
 
-    Raises WeightSyncError: they are padded, too, so that no later version fits into them.
+    Raises WeightSyncError if they are padded as well, so that no later version fits into them.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -194,9 +199,9 @@ def pack_experts(model: torch.nn.Module) -> None:
 
 
 def served_adapter(adapters: Any, described: Manifest, adapter: int) -> dict[str, torch.Tensor]:
-    """The tensors that an adapter computes with, by the name that each was published under.
+    """Return the tensors that an adapter computes with, by published name.
 
-    Raises ProofError: the adapter is not active, or no layer of the engine takes a tensor.
+    Raises ProofError if the adapter is not active or no layer of the engine takes a tensor.
     """
     if adapter not in adapters.lora_index_to_id:
         raise ProofError(f"v{described.version}: the adapter is not active")
@@ -214,7 +219,7 @@ def served_adapter(adapters: Any, described: Manifest, adapter: int) -> dict[str
         layer, index = places[module]
         stacked = layer.lora_a_stacked if leaf.startswith("A") else layer.lora_b_stacked
         whole = stacked[index][slot, 0]
-        # The rank is padded to what the engine was started for.
+        # The rank is padded to the largest one that the engine was started for.
         rank_of_adapter = entry.shape[0] if leaf.startswith("A") else entry.shape[1]
         served[entry.name] = whole[:rank_of_adapter] if leaf.startswith("A") else whole[:, :rank_of_adapter]
     return served
