@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# All that a run on a CPU machine needs: .venv with the locked stack, verl fetched and patched, both importable.
+# Set up a CPU machine: .venv with the locked stack, verl fetched and patched, both importable.
 #
 #   bash run_scripts/setup.sh
 #
-# Each step is skipped when its inputs have not changed, so that a second run takes a second or two. Settings:
+# A step is skipped if its inputs have not changed, so a second run takes a second or two. Settings:
 #   PYTHON                      the interpreter (default: python3.11, the one that the lock was resolved for)
 #   VERL_DIR                    a git clone of verl at the pinned tag, instead of the published source
 #   ASYNC_PIPELINE_TORCH_INDEX  a package index with torch's CPU build, where pip's own settings offer none
@@ -21,7 +21,7 @@ STEPS=6
 cd "$ROOT"
 mkdir -p "$STAMPS"
 
-# Two set-ups at once would install over each other.
+# Two concurrent set-ups would overwrite each other.
 if command -v flock >/dev/null; then
   exec 9>"$STAMPS/lock"
   flock 9
@@ -164,8 +164,8 @@ install_editable() {
   pip install --no-deps --no-build-isolation -e "$VERL_TREE" -e "$ROOT"
 }
 
-# A run has a dozen processes, and each of them would spend half of its start on compiling torch, vLLM and verl anew where
-# Python may not write byte code (PYTHONDONTWRITEBYTECODE). A few files of the stack are templates and do not compile.
+# Without byte code (PYTHONDONTWRITEBYTECODE), each of the dozen processes of a run compiles torch, vLLM and
+# verl again, which is half of its start-up. A few files of the stack are templates and do not compile.
 compile_all() {
   "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" "$VERL_TREE/verl" recipe || true
 }
@@ -177,7 +177,7 @@ VERL_TREE="$ROOT/.cache/verl/verl-$(sed -n 's/^version: //p' patches/PIN)"
 step 1 "virtual environment" "$VENV" make_venv
 step 2 "locked packages, about 2 GB" "$(hash_of "$LOCK")" install_lock
 step 3 "verl source, hash checked" "$(hash_of patches/PIN) ${VERL_DIR:-}" fetch_verl
-# No stamp: whether the tree is patched is a matter of its files, and takes a fraction of a second to see.
+# No stamp: the files themselves show whether the tree is patched, and checking them takes under a second.
 step 4 "verl patches" "$$" apply_patches
 step 5 "verl and async_pipeline, editable" "$ROOT $(hash_of setup.py)" install_editable
 step 6 "byte code" "$VENV $(hash_of "$LOCK" patches/*)" compile_all

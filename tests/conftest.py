@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests get at modules that import verl: late, so that those that need none of it stay quick."""
+"""Fixtures and hooks of all tests. Modules that import verl load late, so other tests stay fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Load = Callable[[str], ModuleType]
 
 @pytest.fixture(scope="session")
 def load() -> Iterator[Load]:
-    """Imports a module on the CPU platform; the stack's own warnings while it loads are not ours."""
+    """Return a function that imports a module on the CPU platform and ignores the stack's warnings."""
 
     def load_module(name: str) -> ModuleType:
         with warnings.catch_warnings():

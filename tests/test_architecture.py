@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers hold: who imports whom, which test mirrors which module, and that every shipped config
+"""Check the layers: allowed imports, a mirror test for each module, and that every shipped config
 parses.
 """
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -134,6 +135,7 @@ def test_exceptions_are_still_needed(module: str) -> None:
 # Layers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_only_the_bridge_imports_the_stack(module: str) -> None:
     if not module.startswith(MAY_IMPORT_STACK):
@@ -149,8 +151,8 @@ def test_what_patches_verl_does_not_import_it(module: str) -> None:
 def test_what_decides_imports_the_standard_library_and_itself(module: str) -> None:
     allowed = (f"{OWN_NAME}.errors", f"{OWN_NAME}.core", f"{OWN_NAME}.{module.split('/')[0]}")
     for name in imports(module):
-        ours = name.startswith(allowed)
-        assert ours or name.split(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+        own = name.startswith(allowed)
+        assert own or name.split(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
 
 
 def test_a_relative_import_is_resolved() -> None:
@@ -223,9 +225,9 @@ def test_every_module_says_its_licence_and_its_purpose(module: str) -> None:
 
 
 def test_every_error_has_our_root_and_a_standard_parent() -> None:
-    ours = [e for e in vars(errors).values() if isinstance(e, type) and e is not errors.AsyncPipelineError]
-    assert ours
-    for error in ours:
+    own = [e for e in vars(errors).values() if isinstance(e, type) and e is not errors.AsyncPipelineError]
+    assert own
+    for error in own:
         assert issubclass(error, errors.AsyncPipelineError)
         standard = {b for b in error.__mro__ if vars(builtins).get(b.__name__) is b}
         assert standard - {Exception, BaseException, object}, f"{error.__name__} is no standard error"
@@ -272,6 +274,7 @@ def composed(name: str) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
 
+@pytest.mark.skipif(find_spec("verl") is None, reason="composes with verl's config")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_shipped_config_composes_and_resolves(name: str) -> None:
     raw = composed(name)

@@ -46,18 +46,13 @@ THIS = "tests/test_prose.py"
 
 PENDING: tuple[str, ...] = (
     "configs/async_pipeline.yaml",
-    "pyproject.toml",
     "recipe/async_pipeline/config/",
     "recipe/async_pipeline/verl_bridge/",
     "recipe/async_pipeline/verl_bridge/trainer/",
-    "run_scripts/cpu_env.sh",
-    "run_scripts/setup.sh",
     "tests/config/",
-    "tests/conftest.py",
     "tests/e2e/",
     "tests/fakes/",
     "tests/patches/",
-    "tests/test_architecture.py",
     "tests/verl_bridge/",
     "tests/verl_bridge/rollout/",
     "tests/verl_bridge/rollout/vllm/",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,7 @@ def test_a_renamed_checkpoint_is_refused(tmp_path: Path) -> None:
         verify(moved, MINE)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(data=st.binary(max_size=200), at=st.integers(0, 400), whole=st.booleans())
 def test_any_damaged_manifest_raises_only_checkpoint_error(
@@ -197,6 +199,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_system_call_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +239,8 @@ def test_a_kill_at_any_system_call_leaves_a_whole_checkpoint(
             TRACKER,
             "latest_checkpointed_iteration.part",
         }
-    assert moments > 8
+    # Python 3.10 does not route mkdir of pathlib through os.mkdir.
+    assert moments > (8 if sys.version_info >= (3, 11) else 6)
 
 
 def test_sweep_deletes_leftovers_only(tmp_path: Path) -> None:

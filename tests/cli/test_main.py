@@ -117,6 +117,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in shown for name in main.SUBCOMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["patch", "--help"], ["doctor", "--help"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (

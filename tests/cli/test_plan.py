@@ -36,6 +36,7 @@ def planned(path: str, *more: str) -> list[str]:
     return ["plan", "--profile", path, "--devices", "16", "--max-lag", "2", "--seeds", "3", *more]
 
 
+@pytest.mark.slow
 def test_json_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--json")) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -56,6 +57,7 @@ def test_text_has_a_verdict_and_a_table(path: str, capsys: pytest.CaptureFixture
     assert lines[5].split()[:3] == ["strategy", "max_lag", "depth"]
 
 
+@pytest.mark.slow
 def test_a_training_bound_profile_gets_the_verdict_sync(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +72,7 @@ def test_a_training_bound_profile_gets_the_verdict_sync(
     )
 
 
+@pytest.mark.slow
 def test_without_lag_the_reason_is_the_lag(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--max-lag", "0")) == 0
     assert (

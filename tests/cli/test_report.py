@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "run", trainer, strategy="fully_async")
 
 
+@pytest.mark.slow
 def test_one_run_gives_one_page_in_its_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(folder)]) == EXIT_OK
     text = capsys.readouterr().out

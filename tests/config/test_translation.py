@@ -468,6 +468,7 @@ def merge(into: dict[Any, Any], tree: Mapping[Any, Any]) -> dict[Any, Any]:
     return into
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, database=None, derandomize=True)
 @given(
     pairs=st.lists(st.tuples(st.sampled_from(PATHS), TREES), max_size=4),

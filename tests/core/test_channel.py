@@ -214,6 +214,7 @@ def test_a_bounded_receive_that_expires_as_the_item_arrives_loses_nothing(item_f
 DELAY_S = st.integers(0, 3)
 
 
+@pytest.mark.slow
 @given(
     capacity=st.integers(1, 4),
     producers=st.lists(st.lists(DELAY_S, max_size=8), min_size=1, max_size=4),

@@ -27,6 +27,7 @@ def log_of(trainer: SimTrainer) -> Log:
     ]
 
 
+@pytest.mark.slow
 @given(
     max_lag=st.integers(0, 3),
     steps=st.integers(1, 5),

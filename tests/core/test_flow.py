@@ -273,6 +273,7 @@ def test_values_and_critic_belong_together() -> None:
 # Invariants under random schedules.
 
 
+@pytest.mark.slow
 @given(
     max_lag=st.integers(0, 4),
     steps=st.integers(1, 8),

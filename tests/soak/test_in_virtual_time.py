@@ -167,6 +167,7 @@ def hurt(seed: int) -> None:
     assert last.flow.result().steps == settings["steps"]
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_under_random_faults() -> None:
     for seed in range(100):
         hurt(seed)

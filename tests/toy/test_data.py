@@ -25,6 +25,7 @@ def test_a_row_has_the_columns_that_verl_reads() -> None:
     }
 
 
+@pytest.mark.slow
 def test_rows_are_stored_in_order(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     write_parquet(PROBLEMS, "train", tmp_path / "train.parquet")
