@@ -50,8 +50,6 @@ PENDING: tuple[str, ...] = (
     "recipe/async_pipeline/verl_bridge/",
     "recipe/async_pipeline/verl_bridge/trainer/",
     "tests/config/",
-    "tests/e2e/",
-    "tests/fakes/",
     "tests/patches/",
     "tests/verl_bridge/",
     "tests/verl_bridge/rollout/",

@@ -50,7 +50,7 @@ class Nodes:
         ]
 
     def add(self, devices: int) -> Any:
-        """Another node, with an address of its own."""
+        """Return a second node with its own address."""
         self._number += 1
         address = f"127.0.0.{self._number}"
         return self._cluster.add_node(

@@ -86,7 +86,7 @@ def run_job(
         MARK: str(run_dir),
         "ASYNC_PIPELINE_TASK": str(task),
         "ASYNC_PIPELINE_RUN": run_dir.name,
-        # Where a stock run puts its metrics; ours go to the run directory.
+        # Where a stock run puts its metrics; async_pipeline writes to the run directory.
         "VERL_FILE_LOGGER_ROOT": str(run_dir.parent),
     }
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
@@ -131,7 +131,7 @@ def check_clean_end(job: Job, strategy: str, max_lag: int, steps: int) -> dict[s
 
 
 def check_events(job: Job, *optional: str) -> None:
-    """No event breaks a rule, and each role ended well. `optional`: those of `core.flow.OPTIONAL` that the
+    """No event breaks a rule, and each role ended well. `optional`: roles of `core.flow.OPTIONAL` that the
     run has.
     """
     assert audit_events(job.events()).violations == []

@@ -29,7 +29,7 @@ class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
 
 
 class StragglerLoop(SingleTurnAgentLoop):  # type: ignore[misc]
-    """One turn; of every sixth prompt, the first answer that is asked for takes far longer than a step."""
+    """One turn; of every sixth prompt, the first requested response takes far longer than a step."""
 
     _asked: ClassVar[set[str]] = set()
 

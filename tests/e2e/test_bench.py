@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One measured step of one of verl's own trainers and of one of ours, and a few measured publications."""
+"""Measure one step of a verl trainer, one of an async_pipeline arm, and a few weight updates."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str) -> dict[str, Any]:
     return data
 
 
-def test_an_arm_of_ours(tied_task: Path, tmp_path: Path) -> None:
+def test_an_async_pipeline_arm(tied_task: Path, tmp_path: Path) -> None:
     data = bench(tied_task, tmp_path, "fully_async")
     assert 1 <= data["arms"]["fully_async"]["lag_max"] <= 6
     check_our_job(

@@ -147,7 +147,7 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
     assert audit_file(run_dir).violations == []
     events = list(job.events())
     replicas = [event["replicas"] for event in events if event["event"] == "SERVED"]
-    assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training went on with the other one"
+    assert [count for count, _ in groupby(replicas)][:2] == [2, 1], "training continued with the other one"
     fenced = [event for event in events if event["event"] == "FENCED"]
     assert len(fenced) == len([event for event in events if event["event"] == "REJOINED"]) == 6
     assert "EngineDeadError" in job.output and "ActorDiedError" in job.output
@@ -201,7 +201,7 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
     assert audit_file(run_dir).violations == []
     assert audit_events(job.events()).violations == []
     replicas = [event["replicas"] for event in job.events() if event["event"] == "SERVED"]
-    assert [count for count, _ in groupby(replicas)] == [2, 1, 2], "training went on meanwhile"
+    assert [count for count, _ in groupby(replicas)] == [2, 1, 2], "training continued meanwhile"
 
 
 @pytest.mark.nightly
@@ -333,7 +333,7 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
-    """Its memory is unlinked, whatever it was doing."""
+    """Its memory is unlinked in every state."""
     run_dir = tmp_path / "run"
     before = set(SHM_DIR.glob(f"{PREFIX}*"))
 

@@ -19,7 +19,7 @@ VALIDATED = "async_pipeline/validation/version"
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stale", ["drop", "resume"])
-def test_stragglers_hold_nobody_up(tied_task: Path, tmp_path: Path, stale: str) -> None:
+def test_stragglers_delay_no_step(tied_task: Path, tmp_path: Path, stale: str) -> None:
     """They are given up on the rollout servers, too, and every prompt has a fate."""
     agents = tmp_path / "agents.json"
     agents.write_text(json.dumps([{"name": "straggler", "_target_": "tests.e2e.parts.StragglerLoop"}]))
@@ -40,7 +40,7 @@ def test_stragglers_hold_nobody_up(tied_task: Path, tmp_path: Path, stale: str) 
     check_events(job)
     assert summary["groups_expired" if stale == "drop" else "groups_regenerated"] > 0
     assert summary["groups_regenerated" if stale == "drop" else "groups_expired"] == 0
-    # The last step has to wait for whoever is left.
+    # The last step waits for the remaining stragglers.
     steps = [row["data"]["timing_s/step"] for row in job.metrics()]
     assert max(steps[1:-1]) < STRAGGLES_S
     bias = job.metrics()[-1]["data"]
@@ -51,7 +51,7 @@ def test_stragglers_hold_nobody_up(tied_task: Path, tmp_path: Path, stale: str) 
 def test_a_reward_function_that_never_comes_back_costs_its_groups_only(
     tied_task: Path, tmp_path: Path
 ) -> None:
-    """It is killed; validation, in which nobody generates for training, gives such answers the default."""
+    """It is killed; validation, without generation for training, gives such answers the default."""
     own = "trainer.v1.async_pipeline"
     job = run_job(
         smoke_command(

@@ -82,7 +82,7 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
         [
             "actor_rollout_ref.rollout.nnodes=0",
             "trainer.experiment_name=stock",
-            # verl's colocated loader has no repair for the repack of vLLM's CPU layers; ours does it.
+            # verl's colocated loader cannot repair the repack of vLLM's CPU layers; async_pipeline's does.
             "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
             "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension",
         ]
@@ -197,4 +197,4 @@ def test_one_step_ahead_is_a_loop_that_anyone_can_read(
     override = f"trainer.v1.async_pipeline.max_lag={lag}"
     reference = run("tests.e2e.parts:Reference", override)
     assert_equal(run(strategy, override), reference)
-    assert reference.answers[1] != run("on_policy").answers[1], "a lag can be told from none"
+    assert reference.answers[1] != run("on_policy").answers[1], "a lag changes the responses"

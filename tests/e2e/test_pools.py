@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole jobs with roles on devices of their own: who computes beside whom, and that it changes no result."""
+"""Whole jobs with stages on separate devices: which overlap, and that it changes no result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_layout(name: str, strategy: str, steps: int, task: Path, folder: Path, *
 
 
 def moments(job: Job) -> Iterator[tuple[float, set[str], set[str]]]:
-    """For each stretch between two events: seconds, the roles that compute, and those that hold a lease."""
+    """Between two events: seconds, the roles that compute and the roles that hold a lease."""
     running: dict[tuple[str, int], str] = {}
     leases: set[tuple[str, int]] = set()
     last = 0.0
@@ -83,7 +83,7 @@ def check_pools(job: Job, apart: Mapping[str, str]) -> None:
             assert len(holders & here) <= 1, (pool, holders)
 
 
-def test_on_pools_of_their_own_any_two_compute_at_once(
+def test_on_separate_pools_any_two_compute_at_once(
     tied_task: Path, tmp_path: Path, nodes: StartNodes
 ) -> None:
     """The replica is on another node, so its weights are sent; the three pools of the first node read them
@@ -143,7 +143,7 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_reward_model_scores_on_devices_of_its_own(tied_task: Path, tmp_path: Path) -> None:
+def test_a_reward_model_scores_on_its_own_devices(tied_task: Path, tmp_path: Path) -> None:
     """A generative one, which the reward function asks for every answer while others are generated."""
     functions = FAKES / "reward_functions.py"
     model = "reward.reward_model"
@@ -173,8 +173,8 @@ def test_a_reward_model_scores_on_devices_of_its_own(tied_task: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-def test_ppo_learns_with_a_critic_of_its_own(tied_task: Path, tmp_path: Path) -> None:
-    """GAE, one batch ahead, the critic on devices of its own and alone in the first step; scores once a
+def test_ppo_learns_with_its_own_critic(tied_task: Path, tmp_path: Path) -> None:
+    """GAE, one batch ahead, the critic on its own devices and alone in the first step; scores once a
     batch is generated.
     """
     steps = 40

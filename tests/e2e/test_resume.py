@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run is killed, with every process of it, and the same command goes on where it was.
+"""Kill every process of a run, and resume it with the same command.
 
 With answers that are seeded, nothing tells such a run from one that was left alone: neither its ledger nor
 its weights.
@@ -35,7 +35,7 @@ AFTER_S = 2.0
 
 
 def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
-    """Whoever would clean up stands still meanwhile, and goes last: with it the job counts as ended, and
+    """The cleaning process is stopped meanwhile and killed last: with it the job counts as ended, and
     the next begins.
     """
     process.send_signal(signal.SIGSTOP)
@@ -190,7 +190,7 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
     assert len(published(tmp_path / "checkpoints")) == 2
 
 
-def test_answers_that_were_being_written_go_on_from_their_tokens(tied_task: Path, tmp_path: Path) -> None:
+def test_answers_that_were_being_written_continue_from_their_tokens(tied_task: Path, tmp_path: Path) -> None:
     again = command(
         tmp_path,
         "n_step_ahead",
@@ -217,7 +217,7 @@ def test_answers_that_were_being_written_go_on_from_their_tokens(tied_task: Path
         record for record in records[resumed:] if record["kind"] == "finished" and kept.get(record["uid"])
     ]
     spans = [one["spans"] for record in finished for one in record["trajectories"]]
-    # The version of the checkpoint may have been served before it was written, and is what the run goes on
+    # The version of the checkpoint may have been served before it was written, and is what the run continues
     # with.
     assert any(spans_of[0][0] <= step < spans_of[-1][0] for spans_of in spans), "begun before, finished after"
     assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), (

@@ -42,7 +42,7 @@ PROMPT = [20, 21, 11, 22, 23, 29]
 
 
 def saying(weights: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tensor]:
-    """Weights of a model that says `token`, whatever it is asked."""
+    """Return weights of a model that generates `token` for any prompt."""
     said = {}
     for name, value in weights.items():
         if "o_proj" in name or "down_proj" in name or name == "lm_head.weight":

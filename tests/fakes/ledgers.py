@@ -41,7 +41,7 @@ def trained_again(records: Records) -> Records:
 
 
 def resumed() -> tuple[Records, Records]:
-    """Of a run that was killed, and of the one that went on."""
+    """Records of a run that was killed, and of the run that resumed it."""
 
     def make(**more: Any) -> SimTrainer:
         return SimTrainer(max_lag=2, steps=6, save_every=2, **more)

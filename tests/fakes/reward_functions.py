@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions that misbehave, as the answer says. Loaded by path, in processes of their own."""
+"""Reward functions that misbehave, as the response says. Loaded by path, in separate processes."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class SimTrainer:
         falls_at: float | None = None,
         **schedule: Any,
     ) -> None:
-        """`resume`: goes on from there. `falls_at`: when the last replica is gone for good. `places`: role
+        """`resume`: continues from there. `falls_at`: when the last replica is gone for good. `places`: role
         -> pool, for those not on the training devices. `old`: as `Schedule.old_logp`. `schedule`: further
         settings of the schedule. `filtered(uid)`: is this group? `failing(version)`: is a replica
         fenced for it?
@@ -194,11 +194,11 @@ class SimTrainer:
         return StepBatch(step=step, groups=tuple(sorted(groups, key=lambda g: g.uid)))
 
     async def _pull(self, role: str, version: int | None) -> None:
-        """Load a version out of its arena, which nobody may write meanwhile."""
+        """Load a version out of its arena, which must not be written meanwhile."""
         if version is None or self.held.get(role) == version:
             return
         for _ in range(2):
-            assert version in self.arenas, f"{role} wants version {version} of {list(self.arenas)}"
+            assert version in self.arenas, f"{role} needs version {version} of {list(self.arenas)}"
             await asyncio.sleep(self.costs["pull"])
         self.held[role] = version
 
