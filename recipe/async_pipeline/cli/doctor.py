@@ -68,6 +68,7 @@ def as_line(finding: Finding) -> str:
 def examine() -> tuple[Finding, ...]:
     """Run all checks, in the order in which a run depends on them."""
     folder = series.patches_dir()
+
     return (
         check_python(sys.version_info[:2]),
         check_pin(folder),

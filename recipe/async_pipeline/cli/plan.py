@@ -168,9 +168,9 @@ def in_words(found: Plan, note: str) -> list[str]:
     return [
         f"profile: {note}",
         f"{found.verdict}: {found.why}",
-        f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s a step",
-        f"{found.considered} candidates: {found.ruled_out} ruled out by their bounds, the {found.simulated} "
-        "most promising simulated",
+        f"the best synchronous layout takes {found.found[0].sync_step_s:.4g} s per step",
+        f"{found.considered} candidates: {found.ruled_out} ruled out by their bounds, "
+        f"{found.simulated} simulated",
         "",
         head,
         *(_row(one) for one in found.found),

@@ -41,10 +41,12 @@ class RunLog:
 
     @property
     def placement(self) -> Placement:
+        """The run's placement."""
         return Placement.from_list(self.settings["placement"])
 
     @property
     def knobs(self) -> AsyncPipelineConfig:
+        """The run's settings that decide its schedule."""
         names = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
         found = {name: self.settings[name] for name in names}
         # Runs of earlier versions did not write it.
@@ -58,6 +60,7 @@ class RunLog:
 
     @cached_property
     def lag_mean(self) -> float:
+        """Mean lag of the trained trajectories, over all steps."""
         lags = [float(record.fields["lag/mean"]) for record in self.records if record.event == "TRAINED"]
         return sum(lags) / len(lags)
 

@@ -50,6 +50,7 @@ class Found:
 
     @property
     def step_s(self) -> float:
+        """Mean step time over the seeds, in seconds."""
         return fmean(o.step_s for o in self.outcomes)
 
     @property
@@ -59,6 +60,7 @@ class Found:
 
     @property
     def sync_step_s(self) -> float:
+        """Mean step time of the synchronous layout, in seconds."""
         return fmean(o.step_s for o in self.sync)
 
     @property
@@ -68,6 +70,7 @@ class Found:
 
     @property
     def speedup(self) -> float:
+        """Mean speed-up over the synchronous layout."""
         return fmean(self.speedups)
 
     @property

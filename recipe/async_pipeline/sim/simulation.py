@@ -43,10 +43,12 @@ class Outcome:
 
     @property
     def samples_per_s(self) -> float:
+        """Trained samples per second of virtual time."""
         return self.setting.groups * self.setting.profile.batch.answers / self.step_s
 
     @property
     def samples_per_device_s(self) -> float:
+        """Trained samples per device-second."""
         return self.samples_per_s / self.setting.placement.devices
 
     @property

@@ -51,6 +51,7 @@ class Setting:
 
     @property
     def replicas(self) -> int:
+        """Number of whole replicas on the devices of `generate`."""
         return self.devices_of("generate") // self.profile.devices_per_replica
 
     @property
@@ -89,7 +90,7 @@ class SimulatedTrainer:
     caution = Caution()
     facts: Mapping[str, Any] = {}
     wait_timeout_s: float | None = None
-    """None: a simulation that hangs ends by itself, since no timer is left."""
+    """None: a simulation that hangs ends without a timeout, since no timer is left."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.profile = setting, setting.profile
@@ -123,6 +124,7 @@ class SimulatedTrainer:
 
     @property
     def events(self) -> int:
+        """Events of the engines so far."""
         return self._pool.events if self._pool is not None else 0
 
     # Facts and decisions.
