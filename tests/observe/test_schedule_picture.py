@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of several runs shows the same seconds of the steady state of each."""
+"""The picture of several runs shows the same number of seconds of the steady state of each run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record(t: float, role: str, event: str, **fields: Any) -> LogRecord:
 
 
 def synchronous(steps: int) -> RunFiles:
-    """Each step: two prompts of 4 s and 6 s, log-probs of 1 s, training of 2 s, and 1 s of nothing."""
+    """Return a run whose steps have prompts of 4 s and 6 s, 1 s of log-probs, 2 s of training, 1 s idle."""
     pools = {"train": {"roles": ["logp", "train", "param_update"]}, "generate": {"roles": ["generate"]}}
     events = [record(0.0, "flow", "START", max_lag=0, pools=pools)]
     for step in range(1, steps + 1):
@@ -47,7 +47,7 @@ def spans(slices: Sequence[Any]) -> list[tuple[float, float, int]]:
     return [(round(s.start, 6), round(s.end, 6), s.step) for s in slices]
 
 
-def test_a_window_of_the_steady_state() -> None:
+def test_window_of_reads_the_steady_state() -> None:
     window = window_of(synchronous(10), 20.0)
     # It begins when step 3 of 10 has ended, at 29 s.
     assert (window.name, window.max_lag, window.steps, window.lanes) == ("on_policy", 0, 2, 2)
@@ -66,8 +66,8 @@ def test_prompts_are_clipped_and_the_longest_comes_first() -> None:
 
 def test_prompts_without_a_step_are_left_out() -> None:
     run = synchronous(10)
-    given_up = record(52.0, "generate", "ANSWERED", key="dropped", seconds=2.0)
-    with_one_more = RunFiles(path=run.path, events=[*run.events, given_up])
+    dropped = record(52.0, "generate", "ANSWERED", key="dropped", seconds=2.0)
+    with_one_more = RunFiles(path=run.path, events=[*run.events, dropped])
     assert window_of(with_one_more, 20.0).lanes == 2
 
 
@@ -75,12 +75,12 @@ def test_seconds_follow_the_slowest_run() -> None:
     assert common_seconds([synchronous(10)]) == pytest.approx(2.5 * STEP_S)
 
 
-def test_a_run_that_is_too_short_is_refused() -> None:
+def test_a_run_that_is_too_short_is_rejected() -> None:
     with pytest.raises(RunFilesError, match="runs/a must have at least 6 steps .* got 5"):
         common_seconds([synchronous(5)])
 
 
-def test_a_log_without_its_start_is_refused() -> None:
+def test_a_log_without_its_start_is_rejected() -> None:
     run = synchronous(10)
     with pytest.raises(RunFilesError, match="has no start of a pipeline"):
         window_of(RunFiles(path=run.path, events=run.events[1:]), 20.0)
@@ -97,7 +97,7 @@ def test_the_format_follows_the_name(tmp_path: Path, name: str, begins: bytes) -
     assert (tmp_path / "made" / name).read_bytes().startswith(begins)
 
 
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_draw_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         draw(windows(), tmp_path / "a.png")

@@ -69,8 +69,8 @@ def off_policy_metrics(
     generated = [np.asarray(row) != 0 for row in mask]
     written = [token_versions(one, row) for one, row in zip(trajectories, generated, strict=True)]
 
-    lags: Ints = trainer_version - _concatenated([[one.first_version] for one in trajectories])
-    token_lags: Ints = trainer_version - _concatenated([versions for versions, _ in written])
+    lags: Ints = trainer_version - _concat([[one.first_version] for one in trajectories])
+    token_lags: Ints = trainer_version - _concat([versions for versions, _ in written])
     for found in (lags, token_lags):
         if np.any(found < 0):
             newest = trainer_version - int(found.min())
@@ -86,15 +86,10 @@ def off_policy_metrics(
     if rollout_log_probs is None or old_log_probs is None:
         return metrics
 
-    rollout, old = (
-        _of_generated_tokens(rollout_log_probs, generated),
-        _of_generated_tokens(old_log_probs, generated),
-    )
+    rollout, old = _generated(rollout_log_probs, generated), _generated(old_log_probs, generated)
     finite = np.isfinite(rollout) & np.isfinite(old)
     log_ratio = old[finite] - rollout[finite]
-    owner = _concatenated([np.full(versions.size, index) for index, (versions, _) in enumerate(written)])[
-        finite
-    ]
+    owner = _concat([np.full(versions.size, index) for index, (versions, _) in enumerate(written)])[finite]
     metrics["off_policy/non_finite_share"] = 1.0 - float(finite.mean()) if finite.size else 0.0
 
     for bucket, chosen in _buckets(token_lags[finite]):
@@ -172,14 +167,14 @@ def _buckets(lags: Ints) -> Iterator[tuple[str, Any]]:
         yield f"lag_{value}", lags == value
 
 
-def _of_generated_tokens(rows: Rows, generated: Sequence[npt.NDArray[np.bool_]]) -> Floats:
+def _generated(rows: Rows, generated: Sequence[npt.NDArray[np.bool_]]) -> Floats:
     """Return the values of all generated tokens, one trajectory after another."""
-    values: Floats = _concatenated(
+    values: Floats = _concat(
         [np.asarray(row)[chosen] for row, chosen in zip(rows, generated, strict=True)], np.float64
     )
     return values
 
 
-def _concatenated(parts: Sequence[npt.ArrayLike], dtype: type[np.generic] = np.int64) -> Any:
+def _concat(parts: Sequence[npt.ArrayLike], dtype: type[np.generic] = np.int64) -> Any:
     # np.concatenate rejects an empty list.
     return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)

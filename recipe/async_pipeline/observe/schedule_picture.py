@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the devices of several runs did during the same number of seconds, one run above the other.
+"""Draw the activity of several runs over the same number of seconds, one run above the other.
 
-`window_of` reads the events of a run and is pure; `draw` needs matplotlib. Of each run, the upper part shows
-one bar per prompt, from its request to its last response, and the lower part the training devices. A prompt
-has the colour of the optimizer step that trains it.
+`window_of` reads the events of a run and is pure; `draw` needs matplotlib. For each run, the upper part shows
+one bar per prompt, from its request to its last response, and the lower part shows the training devices. A
+prompt has the colour of the optimizer step that trains it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..errors import ConfigError, RunFilesError
 from .run_reader import RunFiles
 
 STEPS_SHOWN = 2.5
-"""Of the slowest run; the others get the same number of seconds."""
+"""Length of the window in steps of the slowest run; all runs get the same number of seconds."""
 STEPS_NEEDED = 6
 STEADY_FROM = 0.2
-"""The window begins after this share of the steps, when the pipeline is full and everything is warm."""
+"""Share of the steps before the window, in which the pipeline fills and caches warm up."""
 
 COLOURS = ("#3f78b5", "#e0a030", "#3a9a7d", "#8a6bb8")
-"""Of steps, in turn: neighbours differ."""
+"""Colours of consecutive steps."""
 IDLE, HATCH, EMPHASIS, TEXT = "#fbe9e7", "#e5a49b", "#b3402f", "#333333"
 LANE_H, TRAIN_H, TITLE_H, GAP = 2.3, 13.0, 19.0, 5.0
-"""Heights in points: of a prompt, of the training devices, of the title of a run, and between parts."""
+"""Heights in points: a prompt, the training devices, the title of a run, and the gap between parts."""
 WIDTH_IN, DPI = 8.0, 200
 
 
@@ -38,10 +38,10 @@ class Slice:
     start: float
     end: float
     step: int
-    """The optimizer step that it is for."""
+    """The optimizer step that trains it."""
     lane: int = 0
     pale: bool = False
-    """Log-probs, not the optimizer step."""
+    """Whether it is log-probs instead of the optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class Window:
     max_lag: int
     seconds: float
     lanes: int
-    """Prompts that were ever in flight at the same time."""
+    """Largest number of prompts in flight at the same time."""
     prompts: Sequence[Slice]
     training: Sequence[Slice]
     updates: Sequence[float]
-    """When new weights were served."""
+    """Times at which new weights were served."""
     steps: int
     """Optimizer steps that ended in the window."""
 
@@ -133,7 +133,7 @@ def _step_of_prompt(records: Sequence[LogRecord]) -> Mapping[str, int]:
 
 
 def _in_lanes(spans: Iterable[tuple[float, float, int]]) -> list[Slice]:
-    """Put each span into the first free lane; of spans that begin together, the longest comes first."""
+    """Put each span into the first free lane; among spans that begin together, the longest comes first."""
     free_at: list[float] = []
     slices: list[Slice] = []
     for start, end, step in sorted(spans, key=lambda span: (round(span[0], 1), -span[1])):
@@ -144,7 +144,7 @@ def _in_lanes(spans: Iterable[tuple[float, float, int]]) -> list[Slice]:
 
 
 def _training(run: RunFiles) -> list[Slice]:
-    """Leases of the pool that trains."""
+    """Return the leases of the pool that trains."""
     pools: Mapping[str, Mapping[str, Any]] = _start(run).fields["pools"]
     tenants = next(pool["roles"] for pool in pools.values() if "train" in pool["roles"])
     since: dict[tuple[str, object], float] = {}
@@ -199,7 +199,7 @@ def draw(windows: Sequence[Window], path: Path) -> None:
 
     top = 0.0
     for window, height in zip(windows, heights, strict=True):
-        _run(axes, window, top)
+        _draw_run(axes, window, top)
         top -= height + GAP
 
     axes.set_yticks([])
@@ -212,8 +212,8 @@ def draw(windows: Sequence[Window], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _run(axes: Any, window: Window, top: float) -> None:
-    """One run below `top`: its title, a bar for each prompt, the training devices."""
+def _draw_run(axes: Any, window: Window, top: float) -> None:
+    """Draw one run below `top`: its title, a bar for each prompt, and the training devices."""
     axes.text(0, top - TITLE_H + 6, window.name, fontsize=10, fontweight="bold", color=TEXT, va="baseline")
     facts = (
         (f"training devices idle {window.idle:.0%}", EMPHASIS, "bold"),
@@ -230,6 +230,7 @@ def _run(axes: Any, window: Window, top: float) -> None:
             ha="right",
             va="baseline",
         )
+
     upper = top - TITLE_H
     lower = upper - window.lanes * LANE_H
     for s in window.prompts:
@@ -239,6 +240,7 @@ def _run(axes: Any, window: Window, top: float) -> None:
             color=_colour(s.step),
             linewidth=0,
         )
+
     train = lower - GAP - TRAIN_H
     axes.broken_barh(
         [(0, window.seconds)], (train, TRAIN_H), facecolor=IDLE, edgecolor=HATCH, hatch="/////", linewidth=0
@@ -250,11 +252,13 @@ def _run(axes: Any, window: Window, top: float) -> None:
             color=_colour(s.step, pale=s.pale),
             linewidth=0,
         )
+
     for update in window.updates:
         axes.plot(
             [update, update], [lower - GAP, lower - 0.5], color=TEXT, linewidth=0.7, solid_capstyle="butt"
         )
         axes.plot([update], [lower - 1], marker="^", markersize=2.6, color=TEXT, linewidth=0)
+
     for label, middle in (("prompts", (upper + lower) / 2), ("training", train + TRAIN_H / 2)):
         axes.text(-0.008 * window.seconds, middle, label, fontsize=8, color=TEXT, ha="right", va="center")
 
