@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each patch is for, as seen from outside: run against one verl tree, in a process of its own.
+"""What each patch is for, as seen from outside: run against one verl tree, in a separate process.
 
     PYTHONPATH=<tree> python probes.py <tree> <result.json>
 
@@ -86,7 +86,7 @@ def served(prefix: str) -> Iterator[_Serve]:
 
 
 def load_file(name: str, path: str, **package: list[str]) -> types.ModuleType:
-    """Import one file of the tree under a name of its own, without the packages around it."""
+    """Import one file of the tree under a separate name, without its packages."""
     spec = importlib.util.spec_from_file_location(name, TREE / path, **package)  # type: ignore[arg-type]
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -158,7 +158,7 @@ def main_ppo_hands_its_config_over() -> None:
     assert seen == [config], f"prepare was called with {seen}"
 
 
-def main_ppo_names_a_broken_installation_where_it_is_asked_for() -> None:
+def main_ppo_names_a_broken_installation_if_the_switch_is_set() -> None:
     switches = (
         {"async_pipeline": True},
         {"actor_rollout_ref": {"actor": {}, "async_pipeline": True}},
@@ -289,7 +289,7 @@ def separate_async_starts_without_hybrid_replicas() -> None:
     trainer.config.actor_rollout_ref.rollout.prometheus.enable = False
     names = ("LLMServerManager", "CheckpointEngineManager", "omega_conf_to_dataclass")
     setup = module.PPOTrainerSeparateAsync._setup
-    # `super()` wants an instance of the class; its own part of the set-up is not what is probed.
+    # `super()` requires an instance of the class; its own part of the set-up is not what is probed.
     instance = object.__new__(module.PPOTrainerSeparateAsync)
     instance.__dict__.update(
         {name: getattr(trainer, name) for name in ("config", "llm_server_manager", "actor_rollout_wg")}
@@ -555,7 +555,7 @@ def subclass_stores_trajectories_its_own_way() -> None:
 PROBES = (
     subclass_stores_trajectories_its_own_way,
     main_ppo_hands_its_config_over,
-    main_ppo_names_a_broken_installation_where_it_is_asked_for,
+    main_ppo_names_a_broken_installation_if_the_switch_is_set,
     main_ppo_runs_without_the_package,
     main_ppo_imports_no_launch_code_without_the_switch,
     main_ppo_registers_the_trainers,
@@ -576,7 +576,7 @@ PROBES = (
 
 
 def probe_all() -> dict[str, str | None]:
-    """Run every probe, whatever the others do."""
+    """Run every probe, even if others fail."""
     import verl
 
     assert Path(verl.__file__).is_relative_to(TREE), f"probing {verl.__file__} instead of {TREE}"

@@ -41,7 +41,7 @@ def test_named_test_exists(patch: series.Patch) -> None:
 
 
 FRONT_DOOR = {"recipe.async_pipeline.verl_bridge": {"hooks"}}
-"""All that a patch may import of this package, beside its public names."""
+"""What a patch may import of this package, in addition to its public names."""
 
 
 @pytest.mark.parametrize("patch", SERIES.patches, ids=lambda patch: patch.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the front door does for a run of ours, for a run of verl's, and with a broken installation."""
+"""The hooks of verl's entry point: with the switch, without it, and with a broken installation."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.parametrize("broken", [ImportError("no msgspec"), AttributeError("half an upgrade")])
-def test_a_broken_installation_is_one_line_where_it_is_asked_for(
+def test_a_broken_installation_is_one_line_if_the_switch_is_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: Exception
 ) -> None:
     class Broken:
@@ -102,7 +102,7 @@ def test_a_broken_installation_is_one_line_where_it_is_asked_for(
     assert error.count("\n") == 1 and str(broken) in error and "cannot be imported" in error
 
 
-def test_a_run_of_ours_is_begun_and_waited_for(calls: list[tuple[Any, ...]]) -> None:
+def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> None:
     ours = config(trainer__v1__trainer_mode="one_step_off")
     hooks.wait_for("running", ours)
     hooks.begin(ours)

@@ -111,7 +111,7 @@ def test_a_weight_that_requires_grad_is_copied_without_its_graph(writer: ArenaWr
     assert not found["p"].requires_grad
 
 
-def test_tensors_are_aligned_and_a_large_one_has_a_bucket_of_its_own(writer: ArenaWriter) -> None:
+def test_tensors_are_aligned_and_a_large_one_has_a_separate_bucket(writer: ArenaWriter) -> None:
     manifest = gathered(writer, 0, weights().items())
     assert all(entry.offset % ALIGN == 0 for entry in manifest.tensors)
     large = next(e for e in manifest.tensors if e.name == "large")
@@ -295,7 +295,7 @@ def test_every_bucket_has_its_own_checksum(
         ArenaReader().verify(manifest)
 
 
-# Announced beside training.
+# Announced during training.
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_a_reader_never_sees_a_part(board: Board) -> None:
 
 
 @pytest.mark.parametrize("name", ["psm_foreign", "../etc/passwd", "/etc/passwd"])
-def test_a_name_that_is_not_ours_is_not_opened(name: str) -> None:
+def test_a_name_in_another_format_is_not_opened(name: str) -> None:
     with pytest.raises(WeightSyncError, match="is not the name of a segment of this package"):
         Board(name)
 

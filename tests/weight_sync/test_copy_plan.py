@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loader that only copies is written down and repeated; any other goes on being called."""
+"""A loader that only copies is recorded and repeated; any other continues to be called."""
 
 from __future__ import annotations
 
@@ -161,4 +161,4 @@ def test_another_layout_or_other_parameters_do_not_fit(writer: ArenaWriter) -> N
     same, _ = publish(writer, 2)
     assert load.fits(same, served.parameters())
     served.qkv.data = served.qkv.data.clone()
-    assert not load.fits(same, served.parameters()), "it would write memory that nobody serves"
+    assert not load.fits(same, served.parameters()), "it would write memory that is not served"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof of delivery: right weights pass in every layout, and whatever a loader can get wrong does not."""
+"""Verification: correct weights pass in every layout, and every fault of a loader is caught."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_every_layout_of_the_same_weights_is_proved(tied: bool, rank: int, size:
 
 
 def test_an_engine_may_serve_the_embedding_as_head() -> None:
-    """Published untied under both names; the engine has no head of its own, so it cannot be looked at."""
+    """Published untied under both names; the engine has no separate head to compare."""
     weights = published(tied=False)
     weights[HEAD] = weights[EMBED]
     model = served({n: t for n, t in weights.items() if n != HEAD}, head=False)
@@ -174,7 +174,7 @@ def test_experts_that_changed_places(pair: tuple[str, str]) -> None:
         prove(manifest(weights), ServedModel(served_experts(wrong, 0, 1), PACKED))
 
 
-def test_an_expert_that_nobody_serves() -> None:
+def test_an_expert_that_is_not_served() -> None:
     weights = experts()
     kept = served_experts(weights, 0, 1)
     with pytest.raises(ProofError, match="no served parameter holds it"):
@@ -251,7 +251,7 @@ def test_the_shard_of_another_rank() -> None:
 
 
 def test_a_tied_head_on_dummy_values() -> None:
-    """The head is a parameter of its own, the loader sees no tensor for it and says nothing."""
+    """The head is a separate parameter; the loader gets no tensor for it and reports nothing."""
     weights = published(tied=True)
     model = served(weights)
     model.get_submodule("lm_head").weight.data.fill_(0.01)  # type: ignore[operator,union-attr]
@@ -273,7 +273,7 @@ def test_a_parameter_that_the_engine_repacked_proves_nothing(name: str) -> None:
         prove(manifest(weights), view(model))
 
 
-def test_a_tensor_that_nobody_serves() -> None:
+def test_a_tensor_that_is_not_served() -> None:
     weights = published(tied=True)
     extra = {**weights, "model.layers.1.mlp.down_proj.weight": torch.zeros(2, 2)}
     with pytest.raises(

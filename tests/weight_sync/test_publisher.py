@@ -45,7 +45,7 @@ class Replica:
 
     async def load(self, ticket: Ticket) -> LoadReport:
         version = ticket.version
-        assert not self.failed, "a replica that failed a load starts anew before the next"
+        assert not self.failed, "a replica that failed a load restarts before the next load"
         assert self.version is None or version > self.version, "never back"
         self.log.append(f"{self.name} loads {version}")
         self.failed = True
@@ -164,7 +164,7 @@ def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: st
         outcome = await publish(distribution, 1)
         assert len(outcome.reports) == 1
         assert outcome.failures == distribution.fenced
-        assert loop.time() - started == seconds + LOAD_S, "nobody waits for the restart"
+        assert loop.time() - started == seconds + LOAD_S, "the update does not wait for the restart"
         assert (bad.working, good.version) == (False, 1)
         assert list(distribution.fenced) == ["bad"]
         assert (await publish(distribution, 2)).failures == {}, (
@@ -182,20 +182,20 @@ def test_one_that_fails_is_fenced_and_comes_back_at_the_current_version(what: st
 
 
 def test_at_the_first_publication_the_last_one_that_fails_ends_it() -> None:
-    """Nothing has ever worked, so starting anew is no remedy."""
+    """Nothing has ever worked, so a restart is no remedy."""
 
     async def scenario() -> None:
         distribution = distribute(Replica("a", loads=["raise"]), Replica("b", loads=["hang"]))
         with pytest.raises(WaitTimeout, match="waited 11 s for b to load version 0; b does not respond"):
             await publish(distribution, 0)
-        async with distribution.weights("somebody else"):
+        async with distribution.weights("another task"):
             pass
         await distribution.close()
 
     run(scenario)
 
 
-def test_where_nobody_is_left_a_publication_waits_for_the_first_to_return() -> None:
+def test_an_update_without_consumers_waits_for_the_first_to_return() -> None:
     notes: list[tuple[str, str, int | None]] = []
     a, b = Replica("a", loads=["ok", "raise"], restarts=["raise"]), Replica("b", loads=["ok", "raise"])
 
@@ -221,7 +221,7 @@ def test_where_nobody_is_left_a_publication_waits_for_the_first_to_return() -> N
     ]
 
 
-def test_where_nobody_comes_back_a_publication_raises_what_the_last_one_died_of() -> None:
+def test_an_update_raises_the_last_error_if_no_consumer_returns() -> None:
     async def scenario() -> None:
         distribution = distribute(Replica("a", loads=["ok", "raise"], restarts=["raise"] * ATTEMPTS))
         await publish(distribution, 0)
@@ -246,12 +246,12 @@ def test_one_that_stops_working_between_publications_is_fenced_and_comes_back(
         distribution = distribute(replica, say=said.append)
         watch = watched(distribution)
         await asyncio.sleep(10 * CHECK_EVERY_S)
-        assert len(replica.checks) == 2, "nobody is asked before the first publication"
+        assert len(replica.checks) == 2, "no check before the first update"
         await publish(distribution, 0)
         await asyncio.sleep(2 * CHECK_EVERY_S + seconds + 0.1)
         assert list(distribution.fenced) == ["a"]
         await asyncio.sleep(RESTART_S + LOAD_S)
-        assert distribution.versions == {"a": 0}, "the newest version once more"
+        assert distribution.versions == {"a": 0}, "the newest version again"
         assert not watch.done()
         watch.cancel()
 
@@ -259,7 +259,7 @@ def test_one_that_stops_working_between_publications_is_fenced_and_comes_back(
     assert said[0].startswith("a is fenced and restarts; 0 still serve. ")
 
 
-def test_whoever_watches_learns_that_nobody_comes_back() -> None:
+def test_watch_raises_if_no_consumer_returns() -> None:
     async def scenario() -> None:
         distribution = distribute(Replica("a", checks=["raise"], restarts=["raise"] * ATTEMPTS))
         watch = watched(distribution)
@@ -270,7 +270,7 @@ def test_whoever_watches_learns_that_nobody_comes_back() -> None:
     run(scenario)
 
 
-def test_one_that_falls_again_and_again_is_started_anew_more_and_more_seldom() -> None:
+def test_repeated_failures_restart_at_growing_intervals() -> None:
     falls: list[float] = []
 
     async def scenario() -> None:
@@ -321,7 +321,7 @@ def test_a_version_that_is_not_newer_is_refused() -> None:
     run(scenario)
 
 
-def test_whoever_needs_the_weights_to_stay_can_hold_them() -> None:
+def test_a_task_can_hold_the_weights() -> None:
     async def scenario() -> None:
         replica = Replica("a")
         distribution = distribute(replica)
@@ -335,7 +335,7 @@ def test_whoever_needs_the_weights_to_stay_can_hold_them() -> None:
     run(scenario)
 
 
-def test_weights_that_nobody_gives_back_are_not_waited_for_for_ever() -> None:
+def test_the_wait_for_held_weights_has_a_deadline() -> None:
     async def scenario() -> None:
         distribution = Distribution(
             [Replica("a")], lambda line: None, load_timeout_s=10, restart_timeout_s=50, wait_timeout_s=300
@@ -393,7 +393,7 @@ RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
     max_concurrent_loads=st.integers(1, 3),
 )
 @settings(max_examples=60)
-def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
+def test_after_any_failure_serving_consumers_are_current_and_others_return(
     scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float], max_concurrent_loads: int
 ) -> None:
     replicas = [
@@ -418,7 +418,7 @@ def test_whatever_fails_what_serves_is_current_and_what_can_come_back_does(
                 await asyncio.sleep(gap)
             await asyncio.sleep(1500)
         except (ProofError, WaitTimeout):
-            assert all(not replica.working for replica in replicas), "nobody is left"
+            assert all(not replica.working for replica in replicas), "no replica is left"
             return
         for replica in replicas:
             if not replica.working:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory under names that are ours, and no other."""
+"""Shared memory: only names in the format of this package are opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def segment() -> Iterator[Segment]:
     "name", ["psm_foreign", "", f"../{PREFIX}x", f"{PREFIX}../../etc/passwd", "/etc/passwd"]
 )
 @pytest.mark.parametrize("create", [True, False])
-def test_a_name_that_is_not_ours_is_not_opened(name: str, create: bool) -> None:
+def test_a_name_in_another_format_is_not_opened(name: str, create: bool) -> None:
     with pytest.raises(WeightSyncError, match="is not the name of a segment of this package"):
         Segment(name, 8, create=create)
 

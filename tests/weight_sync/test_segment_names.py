@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments whose owner is gone are swept; those of the living are not."""
+"""Segments whose owner is gone are swept; segments of live processes are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name, open_own, sweep_orphans
 
 
-def test_names_are_random_and_ours() -> None:
+def test_names_are_random_and_in_this_format() -> None:
     first, second = new_name(), new_name()
     assert first != second
     assert first.startswith(PREFIX)
@@ -61,7 +61,7 @@ def test_memory_that_others_can_read_is_refused(made: Path) -> None:
         open_own(made.name)
 
 
-def test_memory_of_somebody_else_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_user_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: made.stat().st_uid + 1)
     with pytest.raises(WeightSyncError, match=f"is of user {made.stat().st_uid} "):
         open_own(made.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second copy beside the one that serves: whole or not there, and then served at once."""
+"""A standby copy is complete or absent, and is served at once."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_memory_that_something_else_refers_to_stays_where_it_is(bench: Bench) ->
     assert torch.equal(kept[:3], bench.weights(1)["b"][2:])
 
 
-def test_a_load_without_it_goes_on_where_it_stopped(bench: Bench) -> None:
+def test_a_load_without_it_continues_where_it_stopped(bench: Bench) -> None:
     standby = StandbyCopy(bench.load, bench.model.parameters(), may_exchange=True)
     for version in range(1, 7):
         manifest, published = bench.publish(version)
@@ -169,7 +169,7 @@ def test_it_is_not_there_before_it_is_whole(bench: Bench) -> None:
     assert standby.version() == 1
 
 
-def test_an_error_of_the_copy_reaches_whoever_asks_and_the_next_version_may_come(bench: Bench) -> None:
+def test_an_error_of_the_copy_reaches_the_caller_and_the_next_version_is_accepted(bench: Bench) -> None:
     held = Held(bench.load)
     held.error = True
     held.go.set()

@@ -55,7 +55,7 @@ class Request:
     queue: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
-    """Those that whoever asked can know of."""
+    """The spans that the caller can know of."""
 
     def arrive(self, tokens: list[int], output: Any, last: bool) -> None:
         self.arrived = [] if last else tokens
@@ -219,7 +219,7 @@ def test_spans_are_what_the_tokens_say(
     send_s: float,
     looks: list[float],
 ) -> None:
-    """Those of a whole answer, and those of what there is of it at any moment."""
+    """Spans of a whole response, and of its part at any moment."""
     engine = Engine(late_s, send_s)
     seen: list[dict[str, Any]] = []
 
@@ -287,7 +287,7 @@ def run_two_versions(
     return engine, output, spans, loaded
 
 
-def test_keep_goes_on() -> None:
+def test_keep_continues() -> None:
     engine, _, spans, (_, again) = run_two_versions("keep")
     assert spans == [(0, 0), (1, 2)]
     assert (len(engine.prompts), again) == (1, 0), "one request to the engine, nothing read again"
@@ -351,7 +351,7 @@ def test_prefixes_of_other_versions_are_hit_only_if_they_may(reuse: bool) -> Non
 
 @pytest.mark.parametrize("in_flight", IN_FLIGHT)
 @pytest.mark.parametrize("stop", [[], ["\n"]])
-def test_nothing_is_made_that_nobody_reads(in_flight: str, stop: list[str]) -> None:
+def test_no_output_is_made_without_a_reader(in_flight: str, stop: list[str]) -> None:
     engine = Engine()
     seen: list[Params] = []
     add = engine.add_request
@@ -377,7 +377,7 @@ def test_nothing_is_made_that_nobody_reads(in_flight: str, stop: list[str]) -> N
     assert asked == Params(3, stop=stop), "the caller's are left alone"
 
 
-def test_requests_that_nobody_records_pass_through() -> None:
+def test_unrecorded_requests_pass_through() -> None:
     engine = Engine()
 
     async def main() -> str | None:
@@ -461,7 +461,7 @@ def test_what_was_written_so_far() -> None:
         found = []
         for seconds in (0.5, 2.0, 0.0):
             await asyncio.sleep(seconds)
-            found.append(await versioned.written(["r", "nobody"]))
+            found.append(await versioned.written(["r", "unknown"]))
             await versioned.load(versioned.version + 1, engine.loading(versioned.version + 1, 0.0), "keep")  # type: ignore[operator]
         await asyncio.sleep(1.0)
         found.append(await versioned.written(["r"]))

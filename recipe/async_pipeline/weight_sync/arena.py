@@ -257,9 +257,11 @@ class ArenaWriter:
         except BaseException:
             self._buffer.abort()
             raise
+
         self._buffer.commit()
         if not self._owner:
             return None
+
         ticket = Ticket(
             version=version,
             board=self._boards[slot].name,
@@ -267,6 +269,7 @@ class ArenaWriter:
             num_bytes=self._arenas[slot].num_bytes,
             gather_s=time.perf_counter() - started,
         )
+
         self._announced[slot] = self._announcer.submit(
             self._announce, slot, version, self._publications, adapter
         )

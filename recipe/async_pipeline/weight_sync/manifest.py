@@ -183,6 +183,7 @@ def _checked(manifest: Manifest) -> Manifest:
     by_name = {entry.name: entry for entry in manifest.tensors}
     if len(by_name) < len(manifest.tensors):
         raise WeightSyncError(f"manifest of v{manifest.version}: two of its tensors have the same name")
+
     for sample in manifest.samples:
         of = by_name.get(sample.name)
         if of is None or len(sample.values) != min(math.prod(of.shape), VALUES_PER_TENSOR) * ITEM_BYTES.get(
@@ -191,6 +192,7 @@ def _checked(manifest: Manifest) -> Manifest:
             raise WeightSyncError(
                 f"manifest of v{manifest.version}: the sample of {sample.name} does not fit its tensor"
             )
+
     for entry in manifest.tensors:
         if ITEM_BYTES.get(entry.dtype, -1) * math.prod(entry.shape) != entry.nbytes:
             raise WeightSyncError(

@@ -110,6 +110,7 @@ class ServedModel:
         if name in self._parameters:
             served = self._matrix(name)
             return self._shard(name, served, rows, columns, served.shape[0], 0)
+
         for fused, parts in self._packed.items():
             module, _, leaf = name.rpartition(".")
             parent, _, part = module.rpartition(".")
@@ -122,6 +123,7 @@ class ServedModel:
                 index = list(parts).index(part)
                 held = self._fused_rows(candidate, served.shape[0], sizes)
                 return self._shard(name, served, rows, columns, held[index], sum(held[:index]))
+
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             return self._place_expert(

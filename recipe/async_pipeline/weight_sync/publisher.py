@@ -95,6 +95,7 @@ class Distribution:
         """Why each fenced consumer does not serve, by name."""
         self.versions: dict[str, int] = {}
         """The version that each serving consumer serves, by name."""
+
         self._weights = asyncio.Lock()
         self._holder = ""
         """The task that holds the weights."""
@@ -103,6 +104,7 @@ class Distribution:
         self._wait_timeout_s = wait_timeout_s
         self._max_concurrent_loads = max_concurrent_loads
         self._say, self._note = say, note
+
         self._newest: Ticket | None = None
         self._begun = False
         """A version was served, so a later failure is not a configuration error."""
@@ -221,14 +223,17 @@ class Distribution:
             f"{consumer.name} is fenced and restarts; {len(self.serving)} still serve. "
             f"{self.fenced[consumer.name]}"
         )
+
         now = asyncio.get_running_loop().time()
         self._falls[consumer.name] = [
             *(at for at in self._falls.get(consumer.name, ()) if now - at < MEMORY_S),
             now,
         ]
+
         self._returning[consumer.name] = asyncio.create_task(
             self._return(consumer), name=f"return:{consumer.name}"
         )
+
         await within(
             consumer.leave(),
             ASK_S,

@@ -153,6 +153,7 @@ class Inbox:
             header = msgspec.msgpack.decode(encoded, type=Header)
         except UNREADABLE:
             return Verdict.CORRUPT
+
         awaited = self._awaited
         if awaited is None or header.version != awaited.version:
             return Verdict.STALE
@@ -160,9 +161,11 @@ class Inbox:
             return Verdict.UNKNOWN
         if header.sequence in self._arrived:
             return Verdict.REPEATED
+
         bucket = awaited.buckets[header.sequence]
         if not len(payload) == header.nbytes == bucket.nbytes:
             return Verdict.TRUNCATED
+
         segment = self._memory(header.sequence, bucket.nbytes)
         segment.reserve(bucket.nbytes)
         np.copyto(segment.bytes.numpy()[: bucket.nbytes], np.frombuffer(payload, dtype=np.uint8))

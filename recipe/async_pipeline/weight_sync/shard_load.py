@@ -54,6 +54,7 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
     for part in parts:
         if part.values is not None and part.values.numel():
             held.setdefault(part.name, []).append(part)
+
     compared = 0
     for sample in manifest.samples:
         entry = entries[sample.name]
@@ -64,15 +65,18 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
         positions = np.stack(
             np.unravel_index(sample_positions(manifest.version, entry.name, numel), entry.shape or (1,))
         )
+
         drawn = torch.frombuffer(bytearray(sample.values), dtype=torch.uint8).view(-1, dtype.itemsize)
         for part in held.get(entry.name, ()):
             assert part.values is not None
             values = part.values.detach().reshape(part.values.shape or (1,))
             first = np.array(part.offset or (0,)).reshape(-1, 1)
             inside = (positions >= first) & (positions < first + np.array(values.shape).reshape(-1, 1))
+
             mine = inside.all(axis=0)
             if not mine.any():
                 continue
+
             where = tuple(torch.from_numpy(axis).to(values.device) for axis in positions[:, mine] - first)
             found = values[where].to(dtype)
             if to_bytes(found) != bytes(drawn[torch.from_numpy(mine)].numpy()):

@@ -73,18 +73,22 @@ class StandbyCopy:
         by_memory: dict[int, list[int]] = defaultdict(list)
         for index, target in enumerate(served):
             by_memory[memory_of(target)].append(index)
+
+        # Exchange memory if only the parameters use it; otherwise copy into it.
         in_place: list[int] = []
         for address, indices in by_memory.items():
             owners = self._owners[address]
             if not self._may_exchange or _references(served[indices[0]]) != len(owners) + len(indices):
                 in_place += indices
                 continue
+
             storage = standby[indices[0]].untyped_storage()
             for owner in owners:
                 owner.data = placed_like(owner, storage)
             self._owners[storage.data_ptr()] = self._owners.pop(address)
             for index in indices:
                 served[index], standby[index] = standby[index], served[index]
+
         if in_place:
             torch._foreach_copy_([served[i] for i in in_place], [standby[i] for i in in_place])
             if served[in_place[0]].is_cuda:

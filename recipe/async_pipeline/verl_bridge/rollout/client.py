@@ -93,6 +93,7 @@ class PipelineLLMClient(LLMServerClient):
                     "prompt_ids": [*kwargs["prompt_ids"], *said.token_ids],
                     "sampling_params": left,
                 }
+
         transcript.open[request_id] = Open(kwargs["prompt_ids"], said, lambda: self._asked.get(request_id))
         try:
             if said is not None and said.finished:
@@ -102,6 +103,7 @@ class PipelineLLMClient(LLMServerClient):
                 output = output if said is None else said.joined(output)
         finally:
             del transcript.open[request_id]
+
         transcript.keep(kwargs["prompt_ids"], output)
         return output
 

@@ -89,8 +89,10 @@ class RolloutPool:
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
+
         self._manager = manager
         self._trainer_node, self._courier = trainer_node, None
+
         self._distribution = Distribution(
             [
                 ReplicaConsumer(
