@@ -10,8 +10,7 @@ import builtins
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,13 +22,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline import errors
-from recipe.async_pipeline.config.aliases import FOREIGN, Draft, quota
 from recipe.async_pipeline.config.paths import select
-from recipe.async_pipeline.config.schema import OWN, STRATEGY_LAG, AsyncPipelineConfig, own_fields
+from recipe.async_pipeline.config.schema import STRATEGY_LAG
 from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.patching.verl_source import find_verl_root
 from tests import REPOSITORY
-from tests.fakes.alias_values import UNDERSTOOD
 
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 OWN_NAME = "recipe.async_pipeline"
@@ -50,6 +47,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "config/aliases.py": "config/test_translation.py",
     "config/schema.py": "config/test_translation.py",
     "config/paths.py": "config/test_translation.py",
+    "config/foreign_pools.py": "config/test_placement.py",
     "console.py": "cli/test_main.py",
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
@@ -282,51 +280,3 @@ def test_every_shipped_config_composes_and_resolves(name: str) -> None:
     assert translation.config.strategy in STRATEGY_LAG
     if name != "async_pipeline":
         assert select(raw, "actor_rollout_ref.rollout.name"), "verl's own config is below it"
-
-
-def test_every_knob_is_documented_with_its_default() -> None:
-    path = REPOSITORY / "configs" / "async_pipeline.yaml"
-    raw = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(path)))
-    own = select(raw, OWN)
-    defaults = AsyncPipelineConfig()
-    assert set(own) == set(own_fields())
-    assert resolve(raw).config == defaults
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for name, value in own.items():
-        default = getattr(defaults, name)
-        default = asdict(default) if is_dataclass(default) and not isinstance(default, type) else default
-        comment = _comment_above(name, lines)
-        assert comment, f"{name} has no comment above it"
-        if name in SET_BY_OTHERS:
-            # The file leaves open what a key of another system may set, lest a default contradict it.
-            assert value is None
-            if default is not None and name not in ("strategy", "max_lag"):
-                assert f"Default: {str(default).lower()}" in comment
-        else:
-            assert value == (list(default) if isinstance(default, tuple) else default)
-
-
-SET_BY_OTHERS = {
-    "strategy", "max_lag", "oldest_share", "sync_every", "in_flight", "pools", "reward_while_generating",
-    "preduce_bucket_size_mb", "consume_bucket_size_mb",
-}  # fmt: skip
-
-
-def test_the_file_leaves_open_whatever_another_key_may_set() -> None:
-    draft = Draft()
-    for path, value, _ in UNDERSTOOD:
-        for key in FOREIGN:
-            if path in key.paths:
-                alone = Draft()
-                key.apply(value, alone)
-                quota(alone, None)
-                draft.values.update(alone.values)
-    assert SET_BY_OTHERS == {"pools", *(name for name in draft.values if name in own_fields())}
-
-
-def _comment_above(name: str, lines: Sequence[str]) -> str:
-    at = next(i for i, line in enumerate(lines) if line.strip().startswith(f"{name}:"))
-    begin = at
-    while lines[begin - 1].strip().startswith("#"):
-        begin -= 1
-    return " ".join(line.strip(" #") for line in lines[begin:at])

@@ -43,7 +43,7 @@ def test_all_ways_have_the_same_engines(tmp_path: Path) -> None:
     ):
         assert line in default and line in staged and line in stock
     assert "++async_strategy='one_step_off'" in default
-    assert set(staged) - set(default) == {"++trainer.v1.async_pipeline.stage='device'"}
+    assert set(staged) - set(default) == {"++trainer.v1.async_pipeline.weight_sync.load_staging='device'"}
     assert "++trainer.v1.trainer_mode='separate_async'" in stock
 
 

@@ -20,8 +20,9 @@ from recipe.async_pipeline.checkpoint.resume import (
     origin_of,
 )
 from recipe.async_pipeline.checkpoint.store import begin, publish
+from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.config.placement import placement_of
-from recipe.async_pipeline.config.schema import OWN, AsyncPipelineConfig
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig
 from recipe.async_pipeline.errors import CheckpointError, ConfigError
 
 
@@ -45,8 +46,11 @@ def config(root: Path, **trainer: Any) -> dict[str, Any]:
     }
 
 
+ALIKE = {"max_lag": "staleness.max_lag"}
+
+
 def origin(raw: dict[str, Any], lines: list[str] | None = None, **knobs: Any) -> Origin:
-    own = AsyncPipelineConfig(**knobs)
+    own = AsyncPipelineConfig.of({ALIKE.get(name, name): value for name, value in knobs.items()})
     placement = placement_of(raw, own.pools, ["logp"], "pools")
     run_dir = Path(raw["trainer"]["default_local_dir"]) / "run"
     return origin_of(raw, own, placement, "0.9.1", run_dir, (lines if lines is not None else []).append)
@@ -92,7 +96,7 @@ def test_resume_path_uses_that_checkpoint_or_fails(tmp_path: Path) -> None:
     ("change", "reason"),
     [
         ({"strategy": "fully_async"}, f"{OWN}.strategy was n_step_ahead there and is fully_async here"),
-        ({"max_lag": 5}, f"{OWN}.max_lag was 3 there and is 5 here"),
+        ({"max_lag": 5}, f"{OWN}.staleness.max_lag was 3 there and is 5 here"),
     ],
 )
 def test_a_changed_setting_is_named(tmp_path: Path, change: dict[str, Any], reason: str) -> None:

@@ -113,7 +113,10 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
             "ppo_mini_batch_size must be at most data.train_batch_size=15, got 16; set it to 15",
         ),
         (["+async_pipeline=True", "trainer.val_only=True"], "trainer.val_only must be False"),
-        (["+async_pipeline=True", "trainer.v1.async_pipeline.sync_every=5"], "sync_every must be at most 2"),
+        (
+            ["+async_pipeline=True", "trainer.v1.async_pipeline.weight_sync.every=5"],
+            "weight_sync.every must be at most 2",
+        ),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "did you mean 'max_lag'"),
     ],

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.aliases import pools_of_ratios, pools_of_tasks
+from recipe.async_pipeline.config.foreign_pools import pools_of_ratios, pools_of_tasks
 from recipe.async_pipeline.config.placement import PLACED, Placement, Pool, check_divides, place, wishes_of
 from recipe.async_pipeline.config.run_plan import drawing
 from recipe.async_pipeline.errors import ConfigError

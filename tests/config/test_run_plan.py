@@ -43,8 +43,8 @@ def planned(config: dict[str, Any], knobs: AsyncPipelineConfig) -> Plan:
     return plan_of(config, knobs, placement_of(config, None, roles), "trainer")
 
 
-def knobs(**changes: Any) -> AsyncPipelineConfig:
-    return AsyncPipelineConfig(**{"strategy": "fully_async", "max_lag": 2, **changes})
+def knobs(changes: dict[str, Any] | None = None) -> AsyncPipelineConfig:
+    return AsyncPipelineConfig.of({"strategy": "fully_async", "staleness.max_lag": 2, **(changes or {})})
 
 
 @pytest.fixture
@@ -58,16 +58,19 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_numbers(model: Path) -> None:
-    plan = planned(config(model), knobs(oldest_share=0.25))
+    plan = planned(config(model), knobs({"staleness.oldest_share": 0.25}))
     assert (plan.placement.devices, plan.replicas) == (10, 4)
     assert (plan.groups_at_once, plan.answers_at_once, plan.engine_slots) == (36, 288, 128)
-    assert planned(config(model), knobs(depth=1)).groups_at_once == 32
+    assert planned(config(model), knobs({"staleness.depth": 1})).groups_at_once == 32
     assert (plan.mini_batches_per_step, plan.answers_per_mini_batch_and_rank) == (2, 32)
     assert (plan.parameters, plan.arena_bytes, plan.spare_bytes) == (10**6, 4 * 10**6, 0)
 
 
 def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path) -> None:
-    assert planned(config(model, dtype="float32"), knobs(stage="device")).spare_bytes == 2 * 10**6
+    assert (
+        planned(config(model, dtype="float32"), knobs({"weight_sync.load_staging": "device"})).spare_bytes
+        == 2 * 10**6
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,17 +87,26 @@ def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(
 ) -> None:
     (tmp_path / "a_plan_of_ones_own.py").write_text(f"class Mine({base}):\n    {body}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = planned(config(model), knobs(strategy="a_plan_of_ones_own:Mine"))
+    own = planned(config(model), knobs({"strategy": "a_plan_of_ones_own:Mine"}))
     assert own.order == order
 
 
 def test_a_share_of_less_than_a_group_is_said_to_be_none(model: Path) -> None:
-    text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.01))))
+    text = "\n".join(in_words(planned(config(model), knobs({"staleness.oldest_share": 0.01}))))
     assert "but oldest_share is less than one of a step's 16 groups, so that none has lag 2" in text
 
 
 def test_in_words(model: Path) -> None:
-    text = "\n".join(in_words(planned(config(model), knobs(oldest_share=0.25, stale="drop", sync_every=2))))
+    text = "\n".join(
+        in_words(
+            planned(
+                config(model),
+                knobs(
+                    {"staleness.oldest_share": 0.25, "staleness.straggler": "drop", "weight_sync.every": 2}
+                ),
+            )
+        )
+    )
     for part in (
         "fully_async: a step takes groups as they are finished",
         "at most 2: step s, which starts at version s-1, uses answers of version s-3 or newer",
@@ -116,7 +128,11 @@ def test_in_words(model: Path) -> None:
 
 def test_what_holds_by_default_is_not_told(model: Path) -> None:
     text = "\n".join(
-        in_words(planned(config(model, max_num_seqs=1000), knobs(strategy="one_step_off", max_lag=1)))
+        in_words(
+            planned(
+                config(model, max_num_seqs=1000), knobs({"strategy": "one_step_off", "staleness.max_lag": 1})
+            )
+        )
     )
     assert "as they were drawn" in text
     assert "published every step" in text
@@ -126,7 +142,9 @@ def test_what_holds_by_default_is_not_told(model: Path) -> None:
 
 def test_a_model_that_is_elsewhere_has_no_size(tmp_path: Path) -> None:
     assert count_parameters(tmp_path / "nowhere") is None
-    text = "\n".join(in_words(planned(config(tmp_path / "nowhere"), knobs(stage="device"))))
+    text = "\n".join(
+        in_words(planned(config(tmp_path / "nowhere"), knobs({"weight_sync.load_staging": "device"})))
+    )
     assert text.count("(unknown: the model is not on this machine)") == 2
 
 

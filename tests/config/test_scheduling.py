@@ -7,7 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from recipe.async_pipeline.config.scheduling import schedule_of
-from recipe.async_pipeline.config.schema import AsyncPipelineConfig
+from recipe.async_pipeline.config.schema import (
+    AsyncPipelineConfig,
+    StalenessConfig,
+    TrainingConfig,
+    WeightSyncConfig,
+)
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 
@@ -15,12 +20,9 @@ from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 def test_each_field_is_a_knob_or_of_the_run() -> None:
     knobs = AsyncPipelineConfig(
         strategy="fully_async",
-        max_lag=5,
-        depth=4,
-        oldest_share=0.5,
-        stale="drop",
-        sync_every=2,
-        ref_refresh_every=3,
+        staleness=StalenessConfig(max_lag=5, depth=4, oldest_share=0.5, straggler="drop"),
+        weight_sync=WeightSyncConfig(every=2),
+        training=TrainingConfig(ref_refresh_every=3),
     )
     of_the_run: dict[str, Any] = {
         "batch": 8,
@@ -39,5 +41,5 @@ def test_each_field_is_a_knob_or_of_the_run() -> None:
 
 
 def test_a_trainer_may_name_another_class() -> None:
-    knobs = AsyncPipelineConfig(strategy="fully_async", max_lag=1)
+    knobs = AsyncPipelineConfig.of({"strategy": "fully_async", "staleness.max_lag": 1})
     assert type(schedule_of(knobs, strategy=NStepAhead, batch=1, last_step=1)) is NStepAhead

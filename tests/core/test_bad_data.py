@@ -111,7 +111,7 @@ def test_defaults_are_the_first_policy_of_each_kind() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fail_ends_the_run_and_says_who_wrote_it_and_what_would_continue(kind: str) -> None:
     data = BadData({**DROP, kind: "fail"}, attempts=2)
-    knob = "reward_failure" if kind == NO_SCORE else f"bad_data.{kind}"
+    knob = "reward.failure" if kind == NO_SCORE else f"faults.bad_data.{kind}"
     with pytest.raises(BadDataError) as raised:
         data.judge("u", "p", [Flaw(kind, "why", "replica 3 with version 7")])
     assert str(raised.value) == (
@@ -312,11 +312,11 @@ def test_a_poisoned_prompt_is_not_answered_again_in_the_next_epoch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["drawn", "finished"])
-@pytest.mark.parametrize("stale", ["wait", "resume", "drop"])
+@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop"])
 @given(seed=st.integers(0, 2**32), max_lag=st.integers(0, 3), attempts=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_with_any_flaw_every_prompt_has_one_fate(
-    order: str, stale: str, seed: int, max_lag: int, attempts: int
+    order: str, straggler: str, seed: int, max_lag: int, attempts: int
 ) -> None:
     rng = random.Random(seed)
 
@@ -331,7 +331,7 @@ def test_with_any_flaw_every_prompt_has_one_fate(
         steps=8,
         answer_s=lambda step, index: rng.choice((0.1, 1.0, 9.0)),
         order=order,
-        straggler=stale,
+        straggler=straggler,
     )
     flow = AsyncTrainingFlow(trainer)
     result = run_virtual(flow.run())

@@ -296,7 +296,7 @@ def test_values_and_critic_belong_together() -> None:
         }
     ),
     order=st.sampled_from(["drawn", "finished"]),
-    stale=st.sampled_from(["wait", "resume", "drop"]),
+    straggler=st.sampled_from(["wait", "regenerate", "drop"]),
     share=st.sampled_from([0.5, 1.0]),
     sync_every=st.integers(1, 5),
     filtered_every=st.sampled_from([2, 3, 1000]),
@@ -312,7 +312,7 @@ def test_any_schedule_keeps_the_invariants(
     times: list[float],
     costs: dict[str, float],
     order: Order,
-    stale: str,
+    straggler: str,
     share: float,
     sync_every: int,
     filtered_every: int,
@@ -334,7 +334,7 @@ def test_any_schedule_keeps_the_invariants(
         costs=costs,
         answer_s=lambda step, index: times[next(answers) % len(times)],
         order=order,
-        straggler=stale,
+        straggler=straggler,
         oldest_share=share,
         # A pool that computes under the trainer's own weights needs every version of them.
         sync_every=1 if "logp" in places and old == "trainer" else sync_every,
@@ -348,7 +348,7 @@ def test_any_schedule_keeps_the_invariants(
     assert result.lag_max <= max_lag
     assert result.groups_trained == steps * groups
     assert result.groups_drawn == steps * groups + result.groups_filtered + result.groups_expired
-    assert result.groups_expired == 0 or stale == "drop"
+    assert result.groups_expired == 0 or straggler == "drop"
     assert len(trainer.cancelled) <= result.groups_expired + result.regenerated
     assert result.trajectories_trained == steps * groups * trainer.n
     assert [b.step for b in trainer.trained] == list(range(1, steps + 1))

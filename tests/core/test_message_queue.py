@@ -265,9 +265,9 @@ def test_a_group_that_is_older_than_its_admission_is_caught() -> None:
 # Groups that hold a step up.
 
 
-def settle_step_2(stale: str, order: str) -> Bench:
+def settle_step_2(straggler: str, order: str) -> Bench:
     """Step 2 has what it needs, but `a`, which was drawn for step 1, is still out."""
-    bench = Bench(max_lag=1, order=order, stale=stale)
+    bench = Bench(max_lag=1, order=order, straggler=straggler)
     bench.serve(0)
     bench.admit()
     if order == "finished":
@@ -297,11 +297,11 @@ def test_dropped_it_gives_its_place_to_another(order: str, step: int, taken: str
 
 @pytest.mark.parametrize(("order", "step", "taken"), [("drawn", 1, "bc"), ("finished", 2, "de")])
 def test_answered_again_it_goes_to_the_end(order: str, step: int, taken: str) -> None:
-    bench = settle_step_2("resume", order)
+    bench = settle_step_2("regenerate", order)
     before = bench.queue.untrained
     assert bench.take(step) == taken
     assert bench.recalled == ["a"]
-    assert bench.queue.verdict("a") == "resume"
+    assert bench.queue.verdict("a") == "regenerate"
     assert bench.queue.untrained == before - 2
     bench.queue.watch("a", lambda: None)
     bench.serve(step)
@@ -319,7 +319,7 @@ def test_one_that_has_arrived_is_waited_for() -> None:
 
 
 def test_one_whose_generation_has_not_begun_is_waited_for() -> None:
-    bench = Bench(max_lag=1, stale="drop")
+    bench = Bench(max_lag=1, straggler="drop")
     bench.serve(0)
     for _ in range(2):
         ticket = run_virtual(bench.queue.next_ticket())
@@ -330,7 +330,7 @@ def test_one_whose_generation_has_not_begun_is_waited_for() -> None:
 
 
 def test_no_more_are_given_up_than_need_be() -> None:
-    bench = Bench(batch=4, max_lag=1, order="finished", stale="drop", last_step=9)
+    bench = Bench(batch=4, max_lag=1, order="finished", straggler="drop", last_step=9)
     bench.serve(0)
     assert bench.admit() == list("abcdefgh")
     bench.finish(*"efgh")
@@ -408,7 +408,7 @@ class Run:
             if verdict is None:
                 self.queue.put(group(uid, first))
                 self.changed.set()
-            if verdict != "resume":
+            if verdict != "regenerate":
                 return
 
     async def tokens(self, replica: int) -> int:
@@ -454,15 +454,17 @@ class Run:
     replicas=st.integers(1, 3),
     draws_s=st.lists(SECONDS, min_size=1, max_size=40),
     order=st.sampled_from(["drawn", "finished"]),
-    stale=st.sampled_from(["wait", "resume", "drop"]),
+    straggler=st.sampled_from(["wait", "regenerate", "drop"]),
     half=st.booleans(),
 )
 def test_no_token_is_older_than_the_bound_whatever_straggles(
-    max_lag: int, replicas: int, draws_s: list[int], order: str, stale: str, half: bool
+    max_lag: int, replicas: int, draws_s: list[int], order: str, straggler: str, half: bool
 ) -> None:
     share = 0.5 if half and max_lag else 1.0
     lags = run_virtual(
-        Run(max_lag, max_lag, replicas, 8, draws_s, order=order, stale=stale, oldest_share=share).run(8)
+        Run(max_lag, max_lag, replicas, 8, draws_s, order=order, straggler=straggler, oldest_share=share).run(
+            8
+        )
     )
     assert [len(step) for step in lags] == [2] * 8
     assert all(0 <= lag <= max_lag for step in lags for lag in step)
@@ -540,16 +542,22 @@ class Forgetful(MessageQueue):
 @given(
     st.integers(0, 3),
     st.sampled_from(["drawn", "finished"]),
-    st.sampled_from(["wait", "resume", "drop"]),
+    st.sampled_from(["wait", "regenerate", "drop"]),
     st.sampled_from([0.5, 1.0]),
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=120),
 )
 def test_remembering_what_holds_a_step_up_changes_nothing(
-    max_lag: int, order: str, stale: str, share: float, choices: list[tuple[int, bool, bool]]
+    max_lag: int, order: str, straggler: str, share: float, choices: list[tuple[int, bool, bool]]
 ) -> None:
     """Groups finish, are filtered and are served in any order; both queues say the same all along."""
     benches = [
-        Bench(max_lag=max_lag, last_step=8, order=order, stale=stale, oldest_share=share if max_lag else 1.0)
+        Bench(
+            max_lag=max_lag,
+            last_step=8,
+            order=order,
+            straggler=straggler,
+            oldest_share=share if max_lag else 1.0,
+        )
         for _ in range(2)
     ]
     benches[1].queue.__class__ = Forgetful
@@ -561,7 +569,7 @@ def test_remembering_what_holds_a_step_up_changes_nothing(
             if open_:
                 uid = open_.pop(choice % len(open_))
                 verdict = bench.queue.arrive(group(uid))
-                if verdict == "resume":
+                if verdict == "regenerate":
                     bench.queue.watch(uid, partial(bench.recalled.append, uid))
                     open_.append(uid)
                 elif verdict is None and filtered and choice % 5 == 0:

@@ -48,7 +48,7 @@ from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimCheckpoint, 
         }
     ),
     order=st.sampled_from(["drawn", "finished"]),
-    stale=st.sampled_from(["wait", "resume", "drop"]),
+    straggler=st.sampled_from(["wait", "regenerate", "drop"]),
     share=st.sampled_from([0.5, 1.0]),
     sync_every=st.integers(1, 5),
     save_every=st.integers(1, 3),
@@ -66,7 +66,7 @@ def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
     times: list[float],
     costs: dict[str, float],
     order: Order,
-    stale: str,
+    straggler: str,
     share: float,
     sync_every: int,
     save_every: int,
@@ -90,7 +90,7 @@ def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
             costs=costs,
             answer_s=lambda step, index: times[(step * 7 + index) % len(times)],
             order=order,
-            straggler=stale,
+            straggler=straggler,
             oldest_share=share,
             sync_every=1 if "logp" in places and old == "trainer" else sync_every,
             save_every=save_every,
@@ -104,7 +104,7 @@ def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
     last, ledger = lives(make, kills, lost)
     check(audit(valid(ledger)), steps=steps, groups=groups, max_lag=max_lag)
     assert last.flow.result().steps == steps
-    if order == "drawn" and stale == "wait":
+    if order == "drawn" and straggler == "wait":
         _, undisturbed = lives(make, [])
         assert steps_of(ledger) == steps_of(undisturbed)
 

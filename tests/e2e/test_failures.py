@@ -129,7 +129,7 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
             *long_run(tmp_path),
             "actor_rollout_ref.rollout.n_gpus_per_node=2",
             "ray_kwargs.ray_init.num_gpus=3",
-            "trainer.v1.async_pipeline.publish_timeout_s=20",
+            "trainer.v1.async_pipeline.weight_sync.timeout_s=20",
         ],
         run_dir,
         tied_task,
@@ -181,7 +181,7 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
             "actor_rollout_ref.rollout.agent.num_workers=2",
             "reward.num_workers=2",
             "+transfer_queue.backend.SimpleStorage.required_node_resource=node:__internal_head__",
-            "trainer.v1.async_pipeline.publish_timeout_s=20",
+            "trainer.v1.async_pipeline.weight_sync.timeout_s=20",
             *cluster.overrides,
         ],
         run_dir,
@@ -220,7 +220,7 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
                 f"trainer.total_training_steps={steps}", f"trainer.v1.async_pipeline.run_dir={run_dir}"
             ),
             "async_strategy=tests.e2e.parts:SlowlyTrained",
-            "trainer.v1.async_pipeline.max_lag=3",
+            "trainer.v1.async_pipeline.staleness.max_lag=3",
         ],
         run_dir,
         tied_task,
@@ -307,7 +307,7 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
                 os.kill(int(line.partition(":")[0]), signal.SIGSTOP)
 
     job = run_job(
-        [*long_run(tmp_path), "trainer.v1.async_pipeline.wait_timeout_s=40"],
+        [*long_run(tmp_path), "trainer.v1.async_pipeline.faults.wait_timeout_s=40"],
         run_dir,
         tied_task,
         events=[Event(" 3/1000", stop)],

@@ -18,16 +18,16 @@ VALIDATED = "async_pipeline/validation/version"
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stale", ["drop", "resume"])
-def test_stragglers_delay_no_step(tied_task: Path, tmp_path: Path, stale: str) -> None:
+@pytest.mark.parametrize("straggler", ["drop", "regenerate"])
+def test_stragglers_delay_no_step(tied_task: Path, tmp_path: Path, straggler: str) -> None:
     """They are given up on the rollout servers, too, and every prompt has a fate."""
     agents = tmp_path / "agents.json"
     agents.write_text(json.dumps([{"name": "straggler", "_target_": "tests.e2e.parts.StragglerLoop"}]))
     job = run_job(
         smoke_command(
             "async_strategy=fully_async",
-            "trainer.v1.async_pipeline.max_lag=1",
-            f"trainer.v1.async_pipeline.stale={stale}",
+            "trainer.v1.async_pipeline.staleness.max_lag=1",
+            f"trainer.v1.async_pipeline.staleness.straggler={straggler}",
             "trainer.total_training_steps=8",
             "actor_rollout_ref.rollout.agent.default_agent_loop=straggler",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
@@ -38,8 +38,8 @@ def test_stragglers_delay_no_step(tied_task: Path, tmp_path: Path, stale: str) -
     )
     summary = check_clean_end(job, "fully_async", 1, 8)
     check_events(job)
-    assert summary["groups_expired" if stale == "drop" else "groups_regenerated"] > 0
-    assert summary["groups_regenerated" if stale == "drop" else "groups_expired"] == 0
+    assert summary["groups_expired" if straggler == "drop" else "groups_regenerated"] > 0
+    assert summary["groups_regenerated" if straggler == "drop" else "groups_expired"] == 0
     # The last step waits for the remaining stragglers.
     steps = [row["data"]["timing_s/step"] for row in job.metrics()]
     assert max(steps[1:-1]) < STRAGGLES_S
@@ -56,10 +56,10 @@ def test_a_reward_function_that_never_comes_back_costs_its_groups_only(
     job = run_job(
         smoke_command(
             "async_strategy=fully_async",
-            f"{own}.reward_timeout_s=2",
-            f"{own}.reward_attempts=1",
-            f"{own}.reward_concurrency=2",
-            f"{own}.reward_failure=drop",
+            f"{own}.reward.timeout_s=2",
+            f"{own}.reward.attempts=1",
+            f"{own}.reward.concurrency=2",
+            f"{own}.reward.failure=drop",
             f"{own}.validation=pause",
             f"reward.custom_reward_function.path={ROOT / 'tests' / 'e2e' / 'rewards.py'}",
             "reward.custom_reward_function.name=hogs",
@@ -86,8 +86,8 @@ def test_bad_data_of_every_kind_costs_its_groups_only(tied_task: Path, tmp_path:
     job = run_job(
         smoke_command(
             "async_strategy=fully_async",
-            f"{own}.bad_data.nonfinite_logprobs=drop",
-            f"{own}.reward_failure=drop",
+            f"{own}.faults.bad_data.nonfinite_logprobs=drop",
+            f"{own}.reward.failure=drop",
             "actor_rollout_ref.rollout.agent.default_agent_loop=flawed",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
             f"reward.custom_reward_function.path={ROOT / 'tests' / 'e2e' / 'rewards.py'}",
@@ -127,7 +127,7 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
     job = run_job(
         smoke_command(
             "async_strategy=n_step_ahead",
-            "trainer.v1.async_pipeline.max_lag=3",
+            "trainer.v1.async_pipeline.staleness.max_lag=3",
             "trainer.total_training_steps=6",
             "actor_rollout_ref.actor.use_kl_loss=true",
             "algorithm.filter_groups.enable=true",

@@ -182,7 +182,7 @@ def test_on_policy_is_verls_own_sync_trainer(run: Run) -> None:
 
 @pytest.mark.nightly
 def test_fully_async_without_lag_is_on_policy(run: Run) -> None:
-    assert_equal(run("fully_async", "trainer.v1.async_pipeline.max_lag=0"), run("on_policy"))
+    assert_equal(run("fully_async", "trainer.v1.async_pipeline.staleness.max_lag=0"), run("on_policy"))
 
 
 @pytest.mark.nightly
@@ -194,7 +194,7 @@ def test_one_step_ahead_is_a_loop_that_anyone_can_read(
 ) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
-    override = f"trainer.v1.async_pipeline.max_lag={lag}"
+    override = f"trainer.v1.async_pipeline.staleness.max_lag={lag}"
     reference = run("tests.e2e.parts:Reference", override)
     assert_equal(run(strategy, override), reference)
     assert reference.answers[1] != run("on_policy").answers[1], "a lag changes the responses"

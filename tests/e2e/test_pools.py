@@ -96,7 +96,7 @@ def test_on_separate_pools_any_two_compute_at_once(
         steps,
         tied_task,
         tmp_path,
-        "trainer.v1.async_pipeline.ref_refresh_every=4",
+        "trainer.v1.async_pipeline.training.ref_refresh_every=4",
         *nodes(tied_task, 3, 1).overrides,
     )
     check_clean_end(job, "n_step_ahead", 3, steps)
@@ -125,7 +125,7 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
     seeded = (
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
-        "trainer.v1.async_pipeline.old_logp=trainer",
+        "trainer.v1.async_pipeline.training.old_logp=trainer",
         LR,
     )
     losses = {}
@@ -185,7 +185,7 @@ def test_ppo_learns_with_its_own_critic(tied_task: Path, tmp_path: Path) -> None
         smoke_command(
             "algorithm.adv_estimator=gae",
             "trainer.critic_warmup=2",
-            "trainer.v1.async_pipeline.reward_while_generating=false",
+            "trainer.v1.async_pipeline.reward.while_generating=false",
             f"trainer.v1.async_pipeline.pools={pools}",
             "trainer.n_gpus_per_node=2",
             "ray_kwargs.ray_init.num_gpus=3",

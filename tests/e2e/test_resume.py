@@ -167,7 +167,7 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
     again = command(
         tmp_path,
         "fully_async",
-        "trainer.v1.async_pipeline.max_lag=3",
+        "trainer.v1.async_pipeline.staleness.max_lag=3",
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.metric=reward",
         "trainer.save_freq=1",
@@ -194,7 +194,7 @@ def test_answers_that_were_being_written_continue_from_their_tokens(tied_task: P
     again = command(
         tmp_path,
         "n_step_ahead",
-        "trainer.v1.async_pipeline.max_lag=3",
+        "trainer.v1.async_pipeline.staleness.max_lag=3",
         "trainer.save_freq=1",
         "data.max_response_length=48",
         "actor_rollout_ref.rollout.ignore_eos=true",

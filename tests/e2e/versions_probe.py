@@ -26,7 +26,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from recipe.async_pipeline.config.schema import IN_FLIGHT
+from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
@@ -35,7 +35,7 @@ from recipe.async_pipeline.weight_sync.manifest import encode
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
-WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT), ("keep", "device")]
+WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
 ASKERS = 6
 MAX_LEN = 64
 PROMPT = [20, 21, 11, 22, 23, 29]

@@ -145,7 +145,7 @@ def test_long_weight_updates_are_reported() -> None:
         advice.heavy_weights, pools_with({"compute_train": 90}, {"compute_generate": 30, "sync": 20})
     )
     assert other_pool.gain is None, "the other pool is the limit"
-    assert "stage=device" in other_pool.change
+    assert "weight_sync.load_staging=device" in other_pool.change
     assert advice.heavy_weights(facts_for(pools_with({"sync": 4}, {"sync": 4}))) is None
 
 

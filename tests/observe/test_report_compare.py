@@ -17,7 +17,7 @@ from tests.observe.run_folder import RecordedTrainer, write_run
 
 def run_in(folder: Path, **kwargs: object) -> RunData:
     lag = kwargs.get("max_lag", 0)
-    config = {"trainer": {"v1": {"async_pipeline": {"max_lag": lag, "run_dir": str(folder)}}}}
+    config = {"trainer": {"v1": {"async_pipeline": {"staleness": {"max_lag": lag}, "run_dir": str(folder)}}}}
     return data_of(read_run(write_run(folder, RecordedTrainer(steps=10, **kwargs), config=config)))  # type: ignore[arg-type]
 
 
@@ -41,7 +41,7 @@ def test_the_comparison_is_complete_and_self_contained(runs: tuple[RunData, RunD
         "advice",
         "samples",
     ]
-    at = page.texts.index("trainer.v1.async_pipeline.max_lag")
+    at = page.texts.index("trainer.v1.async_pipeline.staleness.max_lag")
     assert page.texts[at + 1 : at + 3] == ["0", "2"]
     assert "trainer.v1.async_pipeline.run_dir" not in page.texts
     assert "A: has no such pool" in page.texts

@@ -147,8 +147,9 @@ def test_dropping_long_responses_warns_with_a_remedy() -> None:
     record(meter, "dropped", [600, 700] * 100)
     assert meter.warning() == (
         "selection bias: 200 of 1000 responses were dropped, so the trained responses have 0.48 sd fewer "
-        "tokens than all (mean 250, dropped 650); if these responses were late, raise max_lag or set "
-        "stale=wait; if their data or rewards were bad, see bad_data/* and failed"
+        "tokens than all (mean 250, dropped 650); if these responses were late, raise "
+        "staleness.max_lag or set staleness.straggler=wait; if their data or rewards were bad, see "
+        "bad_data/* and failed"
     )
 
 

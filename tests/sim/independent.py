@@ -91,7 +91,7 @@ class Pipeline:
         return self.ends_s
 
     def batch(self, step: int) -> Steps:
-        yield self.served[max(0, step - 1 - self.setting.knobs.max_lag)]
+        yield self.served[max(0, step - 1 - self.setting.knobs.staleness.max_lag)]
         groups = self.setting.groups
         costs = [a for k in range(groups) for a in self.draws.group((step - 1) * groups + k).answers]
         self.tokens[step] = sum(cost.tokens for cost in costs)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recipe.async_pipeline.config.settings_file import as_settings
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import EventLog
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
@@ -53,11 +54,7 @@ def write_run(setting: Setting, directory: Path) -> None:
     lines = [json.dumps(record.as_dict()) for record in flow.log.records]
     (directory / "events.jsonl").write_text("\n".join(lines) + "\n")
     knobs = setting.knobs
-    settings = {
-        name: getattr(knobs, name)
-        for name in ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
-    }
-    settings |= {
+    settings = as_settings(knobs, knobs.training.old_logp) | {
         "placement": setting.placement.as_list(),
         "groups": setting.groups,
         "answers": setting.profile.batch.answers,

@@ -11,7 +11,7 @@ from tests.sim.workloads import LONG_TAIL
 
 
 def test_no_candidate_has_more_lag_than_allowed() -> None:
-    assert {c.setting.knobs.max_lag for c in candidates_of(LONG_TAIL, 16, 1, 1)} == {0, 1}
+    assert {c.setting.knobs.staleness.max_lag for c in candidates_of(LONG_TAIL, 16, 1, 1)} == {0, 1}
 
 
 def test_every_shape_of_a_run_with_all_roles_is_tried() -> None:

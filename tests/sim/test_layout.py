@@ -68,9 +68,10 @@ def test_a_batch_that_does_not_divide_evenly_is_refused() -> None:
 
 def test_strategies_imply_their_lag() -> None:
     assert [
-        knobs_of(name).max_lag for name in ("on_policy", "one-step-off", "n_step_ahead", "fully_async")
+        knobs_of(name).staleness.max_lag
+        for name in ("on_policy", "one-step-off", "n_step_ahead", "fully_async")
     ] == [0, 1, 3, 3]
-    assert knobs_of("recipe.async_pipeline.strategies:FullyAsync").max_lag == 3
+    assert knobs_of("recipe.async_pipeline.strategies:FullyAsync").staleness.max_lag == 3
     with pytest.raises(ConfigError, match="--strategy must be one of .* or module:Class"):
         knobs_of("mine")
     with pytest.raises(ConfigError, match="strategy mine:Own cannot be imported"):

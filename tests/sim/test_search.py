@@ -48,7 +48,7 @@ def test_a_long_tail_pays(long_tail: Plan) -> None:
     best = long_tail.found[0]
     assert best.interval[0] > 1.5
     assert best.interval[0] <= best.speedup <= best.interval[1]
-    assert max(o.lag_max for o in best.outcomes) <= best.candidate.setting.knobs.max_lag <= 4
+    assert max(o.lag_max for o in best.outcomes) <= best.candidate.setting.knobs.staleness.max_lag <= 4
     assert "the best synchronous layout" in long_tail.why
 
 

@@ -145,7 +145,7 @@ def test_no_simulation_beats_its_bound(strategy: str, seed: int) -> None:
     outcome = simulate(run)
     # Over a window the work may be less than over the whole run, which the bound is of.
     assert outcome.step_s >= bound_s(run) * 0.97
-    assert outcome.lag_max <= run.knobs.max_lag
+    assert outcome.lag_max <= run.knobs.staleness.max_lag
 
 
 def test_a_long_tail_is_hidden_by_enough_lag() -> None:
@@ -211,8 +211,8 @@ def test_validation_delays_the_next_version() -> None:
 def test_stale_groups_can_be_dropped() -> None:
     of = profile(answers=Answers(tokens=Lognormal(median=20, sigma=1.5, cap=600)))
     waiting, dropping = (
-        simulate(setting(of, "fully_async", max_lag=1, generate=4, steps=40, stale=stale))
-        for stale in ("wait", "drop")
+        simulate(setting(of, "fully_async", max_lag=1, generate=4, steps=40, straggler=straggler))
+        for straggler in ("wait", "drop")
     )
     assert dropping.step_s < waiting.step_s
     assert dropping.lag_max <= 1

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from recipe.async_pipeline.config.placement import Placement, Pool
+from recipe.async_pipeline.config.schema import TrainingConfig
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.message_queue import MessageQueue
@@ -64,14 +65,14 @@ def test_old_log_probs_are_of_the_trainer_or_of_a_copy_a_step_older() -> None:
     ahead = setting(profile(), "n_step_ahead", max_lag=2)
     assert [trainer(ahead).schedule.old_policy(step) for step in (1, 2, 5)] == [0, 1, 4]
     assert [trainer(apart(ahead)).schedule.old_policy(step) for step in (1, 2, 5)] == [0, 0, 3]
-    rollout = replace(ahead, knobs=replace(ahead.knobs, old_logp="rollout"))
+    rollout = replace(ahead, knobs=replace(ahead.knobs, training=TrainingConfig(old_logp="rollout")))
     assert trainer(rollout).schedule.old_policy(3) is None
 
 
 def test_a_reference_that_is_refreshed_is_published_and_pulled() -> None:
     of = profile(stages=Stages(update=Stage(fixed_s=0.1), ref_logp=Stage()), sync=Sync(pull_s=4.0))
     ahead = setting(of, "n_step_ahead", max_lag=5, sync_every=5)
-    refreshed = replace(ahead, knobs=replace(ahead.knobs, ref_refresh_every=3))
+    refreshed = replace(ahead, knobs=replace(ahead.knobs, training=TrainingConfig(ref_refresh_every=3)))
     assert [v for v in range(1, 10) if trainer(refreshed).schedule.publishes(v)] == [3, 5, 6, 9]
     flow = AsyncTrainingFlow(SimulatedTrainer(refreshed))
     run_virtual(flow.run())

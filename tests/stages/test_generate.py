@@ -126,10 +126,10 @@ def test_the_log_names_group_and_version(alone: MakeRole) -> None:
 # Recalled by the message queue.
 
 
-@pytest.mark.parametrize("stale", ["drop", "resume"])
-def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeRole, stale: str) -> None:
+@pytest.mark.parametrize("straggler", ["drop", "regenerate"])
+def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeRole, straggler: str) -> None:
     seconds = iter([50.0, 1.0, 2.0, 3.0])
-    trainer = SimTrainer(max_lag=1, groups=1, straggler=stale, answer_s=lambda step, index: next(seconds))
+    trainer = SimTrainer(max_lag=1, groups=1, straggler=straggler, answer_s=lambda step, index: next(seconds))
     trainer.served = 0
     machine = alone("generate", trainer)
     queue = machine.pipeline.queue
@@ -149,10 +149,12 @@ def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeR
     run_virtual(main())
     ledger = machine.pipeline.ledger
     assert trainer.cancelled == ["p0"]
-    assert machine.pipeline.fates.count("expired") == (stale == "drop")
-    assert ledger.regenerated == (stale == "resume")
-    assert arrived == [("p1", 1.0), *([("p0", 3.0)] if stale == "resume" else [])]
-    assert [r.fields["fate"] for r in machine.pipeline.log.records if r.event == "RECALLED"] == [stale]
+    assert machine.pipeline.fates.count("expired") == (straggler == "drop")
+    assert ledger.regenerated == (straggler == "regenerate")
+    assert arrived == [("p1", 1.0), *([("p0", 3.0)] if straggler == "regenerate" else [])]
+    assert [r.fields["fate"] for r in machine.pipeline.log.records if r.event == "RECALLED"] == [
+        "resume" if straggler == "regenerate" else "drop"
+    ]
 
 
 def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) -> None:

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from omegaconf.errors import OmegaConfBaseException
 
-from recipe.async_pipeline.config.schema import OWN, own_fields
+from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError
 from tests.fakes.config_mistakes import MISTAKES
 from tests.verl_bridge.conftest import Smoke, refused
@@ -89,12 +90,12 @@ def test_both_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: A
 def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
     launch: ModuleType, smoke: Smoke
 ) -> None:
-    config = smoke({f"{OWN}.reward_timeout_s": 5, "reward.reward_manager.name": "dapo"})
+    config = smoke({f"{OWN}.reward.timeout_s": 5, "reward.reward_manager.name": "dapo"})
     launch.prepare(config)
     manager = config.reward.reward_manager
     assert (manager.source, manager.name) == ("importlib", "GuardedRewardManager")
     assert manager.module.path == "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
-    assert config.trainer.v1.async_pipeline.reward_manager.name == "dapo"
+    assert config.trainer.v1.async_pipeline_runtime.reward_manager.name == "dapo"
 
 
 @pytest.mark.parametrize(
@@ -117,15 +118,15 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
             "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it",
         ),
         (
-            {f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.path": None},
+            {f"{OWN}.reward.timeout_s": 5, "reward.custom_reward_function.path": None},
             "wants a reward function of your own, got None",
         ),
         (
-            {f"{OWN}.reward_timeout_s": 5, "reward.custom_reward_function.name": "nothing"},
+            {f"{OWN}.reward.timeout_s": 5, "reward.custom_reward_function.name": "nothing"},
             "cannot be loaded .* correct path and name",
         ),
-        ({f"{OWN}.reward_batch": 4}, "reward_batch wants a limit for the calls"),
-        ({f"{OWN}.reward_timeout_s": 0}, "reward_timeout_s must be > 0"),
+        ({f"{OWN}.reward.batch": 4}, r"reward.batch=4 requires .*reward.timeout_s; set it"),
+        ({f"{OWN}.reward.timeout_s": 0}, "reward.timeout_s must be > 0"),
     ],
 )
 def test_limits_that_cannot_be(
@@ -171,24 +172,24 @@ POOLS_OF_THREE = {
             "mini-batch .* cannot be dealt out evenly to the 2 devices",
         ),
         (
-            {f"{OWN}.old_logp": "logp_pool"},
+            {f"{OWN}.training.old_logp": "logp_pool"},
             "wants logp on a pool without train, but it shares the training devices",
         ),
         (
-            {"quarters": True, f"{OWN}.old_logp": "logp_pool", "async_strategy": "on_policy"},
+            {"quarters": True, f"{OWN}.training.old_logp": "logp_pool", "async_strategy": "on_policy"},
             "older than the one that answers",
         ),
         (
-            {"quarters": True, f"{OWN}.old_logp": "trainer", f"{OWN}.sync_every": 2},
+            {"quarters": True, f"{OWN}.training.old_logp": "trainer", f"{OWN}.weight_sync.every": 2},
             "needs every version published",
         ),
         (
-            {"quarters": True, f"{OWN}.old_logp": "rollout", f"{CORRECTION}.rollout_is": None},
+            {"quarters": True, f"{OWN}.training.old_logp": "rollout", f"{CORRECTION}.rollout_is": None},
             "this run has no logp",
         ),
         ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
         (
-            {f"{OWN}.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
+            {f"{OWN}.training.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
             "must be fsdp2 where ref_logp loads",
         ),
         (
@@ -203,9 +204,9 @@ POOLS_OF_THREE = {
             },
             "LoRA rank 8 cannot be combined",
         ),
-        ({f"{OWN}.ref_refresh_every": 4, "use_ref": False}, "must be 0 without a reference policy"),
+        ({f"{OWN}.training.ref_refresh_every": 4, "use_ref": False}, "must be 0 without a reference policy"),
         (
-            {f"{OWN}.old_logp": "rollout", f"{ROLLOUT}.calculate_log_probs": False},
+            {f"{OWN}.training.old_logp": "rollout", f"{ROLLOUT}.calculate_log_probs": False},
             "calculate_log_probs must be True",
         ),
         (
@@ -243,15 +244,15 @@ def test_a_layout_that_cannot_be(
 def test_a_role_of_ones_own_must_fit(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], role: str, part: str
 ) -> None:
-    line = refused(launch, smoke({f"{OWN}.custom_roles": [role]}), capsys)
-    assert f"{OWN}.custom_roles: " in line
+    line = refused(launch, smoke({f"{OWN}.custom_stages": [role]}), capsys)
+    assert f"{OWN}.custom_stages: " in line
     assert part in line
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({f"{OWN}.max_lagg": 1}, "did you mean 'max_lag'?"),
+        ({f"{OWN}.max_lagg": 1}, "did you mean 'staleness.max_lag'?"),
         ({"trainer.max_lag": 1}, "it belongs at"),
         ({"async_pipeline": "yes"}, "must be True or False"),
         ({f"{ROLLOUT}.name": "sglang"}, "other engines are not supported yet"),
@@ -267,7 +268,7 @@ def test_a_mistake_is_one_line(
 
 READ = [
     *(path for path, _ in MISTAKES),
-    *(f"{OWN}.{name}" for name in own_fields()),
+    *(f"{OWN}.{name}" for name in knob_paths()),
     *(
         f"{ROLLOUT}.{name}"
         for name in (
@@ -409,7 +410,7 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
         ),
         (
             {f"{ROLLOUT}.stale": "drop"},
-            f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.stale",
+            f"{ROLLOUT}.stale is misplaced, got 'drop'; it belongs at {OWN}.staleness.straggler",
         ),
         ({"algorithm.single_mini_batch": True}, "algorithm.single_mini_batch is misplaced"),
         (
@@ -420,7 +421,10 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
             {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "5_1"},
             "lower <= upper",
         ),
-        ({f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.max_lag": 1}, "no such class .did you mean"),
+        (
+            {f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.staleness.max_lag": 1},
+            "no such class .did you mean",
+        ),
     ],
 )
 def test_a_loss_or_a_correction_that_workers_would_refuse(

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import recipe.async_pipeline
 import recipe.async_pipeline.verl_bridge as bridge
-from recipe.async_pipeline.config.schema import OWN
+from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks
 from tests import REPOSITORY
@@ -64,7 +64,10 @@ def test_without_the_switch_nothing_happens(calls: list[tuple[Any, ...]], values
 @pytest.mark.parametrize(
     ("values", "part"),
     [
-        ({f"{OWN}.max_lag".replace(".", "__"): 1}, "max_lag is set but the pipeline is not asked for"),
+        (
+            {f"{OWN}.staleness.max_lag".replace(".", "__"): 1},
+            "max_lag is set but the pipeline is not asked for",
+        ),
         ({"pg_variant": "topr"}, "add +async_pipeline=True"),
         ({"async_pipeline": 1}, "async_pipeline must be True or False, got 1"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from recipe.async_pipeline.config.schema import OWN
+from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.strategies import STRATEGIES
@@ -43,9 +43,9 @@ def test_without_the_switch_nothing_changes(launch: ModuleType, smoke: Smoke) ->
     [
         ("async_strategy", "on_policy"),
         (f"{OWN}.strategy", "naive"),
-        (f"{OWN}.max_lag", 1),
-        (f"{OWN}.old_logp", "rollout"),
-        (f"{OWN}.depth", 2),
+        (f"{OWN}.staleness.max_lag", 1),
+        (f"{OWN}.training.old_logp", "rollout"),
+        (f"{OWN}.staleness.depth", 2),
         ("pg_variant", "topr"),
         ("staleness_threshold", 0.5),
         ("trainer.use_nodes_ratios", [0.5, 0.5, 0.5, 0.5]),
@@ -70,7 +70,7 @@ def test_a_config_is_rewritten(launch: ModuleType, smoke: Smoke, monkeypatch: py
             "trainer.generate_ahead_steps": 3,
             f"{ROLLOUT}.enable_dual_buffer": True,
             f"{ROLLOUT}.param_update_preduce_bucket_size_mb": 64,
-            f"{OWN}.proof_tensors": 4,
+            f"{OWN}.weight_sync.verify_tensors": 4,
             f"{ROLLOUT}.dtype": "float16",
         }
     )
@@ -83,8 +83,9 @@ def test_a_config_is_rewritten(launch: ModuleType, smoke: Smoke, monkeypatch: py
     ):
         assert OmegaConf.select(config, path) is None, f"{path} is none of verl's, so it must be gone"
     own = config.trainer.v1.async_pipeline
-    assert (own.strategy, own.max_lag, own.proof_tensors) == ("n_step_ahead", 2, 4)
-    assert (own.started_unix, list(own.custom_roles)) == (1234.5, [])
+    assert (own.strategy, own.staleness.max_lag) == ("n_step_ahead", 2)
+    assert (own.weight_sync.verify_tensors, list(own.custom_stages)) == (4, [])
+    assert config.trainer.v1.async_pipeline_runtime.started_unix == 1234.5
     assert config.trainer.v1.trainer_mode == "n_step_ahead"
     assert config.actor_rollout_ref.hybrid_engine is False
     assert config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == launch.MANAGER
@@ -127,7 +128,7 @@ def test_the_file_tracker_is_always_on(
 def test_translations_are_said(launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]) -> None:
     launch.prepare(smoke({"trainer.generate_ahead_steps": 1}))
     said = capsys.readouterr().out.splitlines()
-    assert f"{MARK} trainer.generate_ahead_steps=1 -> max_lag=0" in said
+    assert f"{MARK} trainer.generate_ahead_steps=1 -> staleness.max_lag=0" in said
     assert all(line.startswith(MARK) for line in said)
 
 
@@ -141,7 +142,7 @@ def test_the_run_directory_and_its_link(
         config = smoke({"trainer.experiment_name": name})
         launch.prepare(config)
         run_dir = Path.cwd() / "outputs" / "smoke" / name
-        assert config.trainer.v1.async_pipeline.run_dir == str(run_dir)
+        assert config.trainer.v1.async_pipeline_runtime.run_dir == str(run_dir)
         assert f"{MARK} run directory {run_dir}\n" in capsys.readouterr().out
         latest = run_dir.parent / "latest"
         assert latest.is_symlink() and os.readlink(latest) == name, (
@@ -153,7 +154,7 @@ def test_the_run_directory_and_its_link(
 def test_a_directory_of_ones_own(launch: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
     config = smoke({f"{OWN}.run_dir": "mine/here"})
     launch.prepare(config)
-    assert config.trainer.v1.async_pipeline.run_dir == str(tmp_path / "mine" / "here")
+    assert config.trainer.v1.async_pipeline_runtime.run_dir == str(tmp_path / "mine" / "here")
     assert (tmp_path / "mine" / "latest").resolve() == tmp_path / "mine" / "here"
 
 
@@ -220,7 +221,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]]
                 "rollout": {"roles": ["generate"], "devices": 3},
             },
             "trainer.n_gpus_per_node": 5,
-            f"{OWN}.old_logp": "trainer",
+            f"{OWN}.training.old_logp": "trainer",
         },
         {"big": (["train", "ref_logp"], 2), "small": (["logp"], 1), "rollout": (["generate"], 3)},
         "trainer",
@@ -235,9 +236,9 @@ def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> N
         {**changes, "actor_rollout_ref.actor.use_kl_loss": True, "ray_kwargs.ray_init.num_gpus": 8}
     )
     launch.prepare(config)
-    own = config.trainer.v1.async_pipeline
-    assert {pool.name: (pool.roles, sum(pool.per_node)) for pool in own.placement} == pools
-    assert own.old_logp == old_logp
+    runtime = config.trainer.v1.async_pipeline_runtime
+    assert {pool.name: (pool.roles, sum(pool.per_node)) for pool in runtime.placement} == pools
+    assert runtime.old_logp == old_logp
     sizes = [
         (part.nnodes, part.n_gpus_per_node) for part in (config.trainer, config.actor_rollout_ref.rollout)
     ]

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.schema import IN_FLIGHT
+from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import WeightSyncError
@@ -205,7 +205,7 @@ MOMENTS = st.floats(0, 30, allow_nan=False).map(lambda t: round(t, 2))
 @given(
     asks=st.lists(st.builds(Ask, st.integers(1, 12), MOMENTS), min_size=1, max_size=8),
     gaps=st.lists(st.tuples(MOMENTS, st.floats(0, 2).map(lambda t: round(t, 2))), max_size=6),
-    in_flight=st.sampled_from(IN_FLIGHT),
+    in_flight=st.sampled_from(IN_FLIGHT_POLICIES),
     late_s=st.sampled_from([0.0, 0.3, 2.5]),
     send_s=st.sampled_from([0.0, 0.7]),
     looks=st.lists(MOMENTS, max_size=4),
@@ -349,7 +349,7 @@ def test_prefixes_of_other_versions_are_hit_only_if_they_may(reuse: bool) -> Non
     assert (first == second) == reuse
 
 
-@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
 @pytest.mark.parametrize("stop", [[], ["\n"]])
 def test_no_output_is_made_without_a_reader(in_flight: str, stop: list[str]) -> None:
     engine = Engine()
@@ -402,7 +402,7 @@ def test_unrecorded_requests_pass_through() -> None:
     assert engine.prompts[0]["cache_salt"] == "v0"
 
 
-@pytest.mark.parametrize("in_flight", IN_FLIGHT)
+@pytest.mark.parametrize("in_flight", IN_FLIGHT_POLICIES)
 def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(in_flight: str) -> None:
     engine = Engine()
 

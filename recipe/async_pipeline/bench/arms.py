@@ -49,9 +49,9 @@ class Arm(NamedTuple):
 def _pipeline_arm(strategy: str, max_lag: int, depth: int | None = None) -> Arm:
     overrides: dict[str, Any] = {"async_pipeline": True, "async_strategy": strategy}
     if strategy in ("n_step_ahead", "fully_async"):
-        overrides["trainer.v1.async_pipeline.max_lag"] = max_lag
+        overrides["trainer.v1.async_pipeline.staleness.max_lag"] = max_lag
     if depth is not None:
-        overrides["trainer.v1.async_pipeline.depth"] = depth
+        overrides["trainer.v1.async_pipeline.staleness.depth"] = depth
     ahead = max_lag if depth is None else depth
     return Arm(True, False, ahead + 1, ahead == max_lag, overrides)
 
@@ -133,7 +133,7 @@ ARMS: dict[str, Arm] = {
     # Scores after a batch is generated, as with a reward model on shared devices; for workloads with judges.
     "on_policy_rewards_late": _pipeline_arm("on_policy", 0)._replace(
         overrides=_pipeline_arm("on_policy", 0).overrides
-        | {"trainer.v1.async_pipeline.reward_while_generating": False}
+        | {"trainer.v1.async_pipeline.reward.while_generating": False}
     ),
     # The largest lag that was measured with verl's asynchronous trainers, which have no bound.
     "n_step_ahead_lag6": _pipeline_arm("n_step_ahead", 6),

@@ -34,7 +34,7 @@ class Variant(NamedTuple):
 
 
 def _strategy(name: str, max_lag: int | None = None) -> dict[str, Any]:
-    lag = {} if max_lag is None else {f"{_OWN}.max_lag": max_lag}
+    lag = {} if max_lag is None else {f"{_OWN}.staleness.max_lag": max_lag}
     return {"async_strategy": name, **lag}
 
 

@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 WAYS = {
     # `stage: device` hides everything but an exchange behind generation, at the cost of a standby copy.
-    "dual_buffer": Way("one_step_off", {"trainer.v1.async_pipeline.stage": "device"}),
+    "dual_buffer": Way("one_step_off", {"trainer.v1.async_pipeline.weight_sync.load_staging": "device"}),
     # `stage: host` is the default of a run.
     "dual_buffer_host": Way("one_step_off"),
     "verl_stock": Way("verl_separate_async"),

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ..config.paths import select
+from ..config.paths import OWN, select
 from ..config.placement import Placement
-from ..config.schema import OWN, AsyncPipelineConfig
+from ..config.schema import AsyncPipelineConfig
 from ..errors import CheckpointError, ConfigError
 from ..observe.run_files import last_number, run_of
 from .store import Found, newest, sweep, verify
@@ -198,9 +198,9 @@ def identity_of(
     return {
         **{path: str(select(config, path)) for path in same},
         f"{OWN}.strategy": knobs.strategy,
-        f"{OWN}.max_lag": str(knobs.max_lag),
-        f"{OWN}.oldest_share": f"{knobs.oldest_share:g}",
-        f"{OWN}.ref_refresh_every": str(knobs.ref_refresh_every),
+        f"{OWN}.staleness.max_lag": str(knobs.staleness.max_lag),
+        f"{OWN}.staleness.oldest_share": f"{knobs.staleness.oldest_share:g}",
+        f"{OWN}.training.ref_refresh_every": str(knobs.training.ref_refresh_every),
         "actor_rollout_ref.model.path": model_of(str(select(config, "actor_rollout_ref.model.path"))),
         "the number of training devices": str(0 if train is None else train.devices),
         "the number of the critic's devices": str(0 if critic is None else critic.devices),

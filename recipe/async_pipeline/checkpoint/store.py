@@ -30,6 +30,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from ..config.names import current_path
 from ..errors import CheckpointError, ConfigError
 
 FORMAT = 1
@@ -197,8 +198,10 @@ def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None
 
 
 def _check_owner(checkpoint: Path, manifest: Manifest, identity: Mapping[str, str], run: str | None) -> None:
-    for name in sorted({*manifest.identity, *identity}):
-        theirs, ours = manifest.identity.get(name, "(not set)"), identity.get(name, "(not set)")
+    # An older checkpoint has the former names of our knobs.
+    recorded = {current_path(name): value for name, value in manifest.identity.items()}
+    for name in sorted({*recorded, *identity}):
+        theirs, ours = recorded.get(name, "(not set)"), identity.get(name, "(not set)")
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint} belongs to another run: {name} was {theirs} there and is {ours} here"

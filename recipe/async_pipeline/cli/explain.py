@@ -15,11 +15,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from ..config.misplaced import SWITCHES, unknown_key
+from ..config.reference import render_help
 from ..config.run_plan import as_json, in_words, plan_of
-from ..config.translation import SWITCHES, unknown_key
 from ..console import echo
 from ..errors import ConfigError
 from ..patching.verl_source import find_verl_root
+
+ALL = "all"
+"""The value of `--knobs` without a section."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--json", dest="as_json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
+        "--knobs",
+        nargs="?",
+        const=ALL,
+        metavar="SECTION",
+        help="list the knobs, all or of one section, with values, defaults and meanings; print no plan",
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="hydra overrides, as for the training command"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises ConfigError if the run would not start."""
+    """Print the plan, or the knobs. Raises ConfigError if the run would not start."""
+    if args.knobs is not None:
+        for line in render_help(None if args.knobs == ALL else args.knobs):
+            echo(line)
+        return 0
+
     config = _composed(args.config_path, args.config_name, args.overrides)
     if all(OmegaConf.select(config, path) is None for path in SWITCHES):
         # `explain` implies the switch: the plan is about the pipeline.

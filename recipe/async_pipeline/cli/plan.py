@@ -118,8 +118,8 @@ def layout_of(found: Found) -> dict[str, Any]:
     setting = found.candidate.setting
     return {
         "strategy": setting.knobs.strategy,
-        "max_lag": setting.knobs.max_lag,
-        "depth": setting.knobs.depth,
+        "max_lag": setting.knobs.staleness.max_lag,
+        "depth": setting.knobs.staleness.depth,
         "shape": found.candidate.shape,
         "pools": {p.name: {"roles": list(p.roles), "devices": p.devices} for p in setting.placement.pools},
         "groups": setting.groups,
@@ -183,10 +183,10 @@ def _row(found: Found) -> str:
         f"{'+'.join(p.roles) if p.name != 'generate' else p.name}:{p.devices}"
         for p in found.candidate.setting.placement.pools
     )
-    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+    depth = knobs.staleness.batches_ahead
     low, high = facts["interval"]
     return (
-        f"{knobs.strategy:<14}{knobs.max_lag:>7} {depth:>5}  {pools:<44}{facts['step_s']:>9.4g} "
+        f"{knobs.strategy:<14}{knobs.staleness.max_lag:>7} {depth:>5}  {pools:<44}{facts['step_s']:>9.4g} "
         f"{facts['speedup_vs_sync']:>8.2f} "
         f"{f'[{low:.2f} .. {high:.2f}]':>15} {facts['lag']['mean']:>5.2f} {facts['overlap_efficiency']:>8.0%}"
     )

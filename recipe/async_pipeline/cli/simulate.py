@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="batches in flight in addition to the one that trains (default: the lag)",
     )
 
-    parser.add_argument("--stale", default="wait", help="wait, resume or drop (default: %(default)s)")
+    parser.add_argument("--straggler", default="wait", help="wait, regenerate or drop (default: %(default)s)")
     parser.add_argument(
         "--sync-every",
         type=int,
@@ -110,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seed must be >= 0, got {args.seed}")
 
     profile = load(args.profile)
-    knobs = knobs_of(args.strategy, args.max_lag, args.depth, stale=args.stale, sync_every=args.sync_every)
+    knobs = knobs_of(
+        args.strategy, args.max_lag, args.depth, straggler=args.straggler, sync_every=args.sync_every
+    )
     placement = placed(profile, args.pools, args.devices, knobs)
     setting = Setting(
         profile=profile,
@@ -215,7 +217,7 @@ def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
 def _long_enough(setting: Setting, most: int) -> Setting:
     """Return the setting with enough steps to average over enough responses, `most` steps at most."""
     averaged = max(LEAST_STEPS, -(-ENOUGH_ANSWERS // (setting.groups * setting.profile.batch.answers)))
-    return replace(setting, steps=min(most, 3 * (setting.knobs.max_lag + 1) + averaged))
+    return replace(setting, steps=min(most, 3 * (setting.knobs.staleness.max_lag + 1) + averaged))
 
 
 def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
@@ -233,7 +235,7 @@ def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
         f"efficiency {facts['overlap_efficiency']:.0%}",
         f"speed-up      {facts['speedup_vs_sync']:.2f} x the best synchronous layout on the same devices",
         f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, "
-        f"{setting.knobs.max_lag} allowed",
+        f"{setting.knobs.staleness.max_lag} allowed",
     ]
     if (fewer := smaller(setting)) is not None:
         lines.append(

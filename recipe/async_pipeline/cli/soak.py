@@ -135,11 +135,11 @@ def overrides(folder: Path) -> list[str]:
     own = "trainer.v1.async_pipeline"
     values: dict[str, Any] = {
         "async_strategy": "fully_async",
-        f"{own}.max_lag": 2,
+        f"{own}.staleness.max_lag": 2,
         f"{own}.run_dir": str(folder / "run"),
-        f"{own}.publish_timeout_s": PUBLISH_S,
-        f"{own}.reward_timeout_s": REWARD_S,
-        f"{own}.reward_failure": "drop",
+        f"{own}.weight_sync.timeout_s": PUBLISH_S,
+        f"{own}.reward.timeout_s": REWARD_S,
+        f"{own}.reward.failure": "drop",
         "reward.custom_reward_function.path": str(Path(judge.__file__)),
         "reward.custom_reward_function.name": "score",
         "reward.custom_reward_function.reward_kwargs": {"control": str(control_of(folder))},

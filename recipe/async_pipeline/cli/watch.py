@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
-from ..config.translation import unknown_key
+from ..config.misplaced import unknown_key
 from ..observe.run_files import set_aside
 from ..observe.table import MARK, TRANSIENT
 from ..processes import adopt_orphans, descendants, end_all, send_signal

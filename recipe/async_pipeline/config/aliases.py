@@ -1,52 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of other systems: where each may stand, and what it says here. One literal table, at the end."""
+"""Keys of other systems: where each may stand, and which knobs it sets. One literal table, `FOREIGN`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import Any
 
 from ..errors import ConfigError
+from .foreign_pools import pools_of_ratios, pools_of_tasks
 from .loss_modes import LOSS_OF_VARIANT
-from .paths import hint, select
-from .placement import (
-    PLACED,
-    POOLS,
-    RATIOS,
-    TASK_RATIOS,
-    TASKS,
-    TOLERANCE,
-    check_share,
-    role_called,
-    wishes_of,
-)
+from .paths import OWN, hint, select
+from .placement import RATIOS, TASK_RATIOS, TASKS
 from .rollout_correction import CORRECTION, POLICY_LOSS
-from .schema import MOST_LAG, OWN, canonical_strategy
+from .schema import MOST_LAG, canonical_strategy
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 BYPASS = f"{CORRECTION}.bypass_mode"
 _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+LAG, SHARE = "staleness.max_lag", "staleness.oldest_share"
+EVERY, IN_FLIGHT_POLICY = "weight_sync.every", "weight_sync.in_flight_policy"
+WHILE_GENERATING = "reward.while_generating"
 
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """A key of another system: where it may stand and what it says here."""
+    """A key of another system."""
 
-    paths: tuple[str, ...]
+    path: str
+    """Where it stands."""
     apply: Callable[[Any, Draft], str]
+    """Propose what the value means here. Returns it in words; raises ConfigError for a wrong value."""
+    sets: tuple[str, ...] = ()
+    """Knobs that it may set, by their paths."""
+    meaning: str = ""
+    """For the reference, in Markdown; empty if the key above in the table says it for both."""
 
 
 @dataclass
 class Draft:
-    """Values proposed so far, each with the key that proposed it."""
+    """Values proposed so far by the paths of their knobs, each with the key that proposed it.
+
+    Names that are no knob's path, such as `require_batches`, hold what several keys mean together.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
     def propose(self, name: str, value: Any, source: str) -> None:
-        """Raises ConfigError: another key said something else."""
+        """Raises ConfigError if another key proposed a different value."""
         if name in self.values and self.values[name] != value:
             raise ConfigError(
                 f"{source} asks for {name}={value} but {self.sources[name]} for {self.values[name]}; keep "
@@ -63,20 +65,20 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
     mini = select(raw, _MINI_BATCH)
     if batches is not None and isinstance(mini, int):  # what else it may be, verl's own rules refuse
         batch = found[_BATCH] = batches * mini
-    if own.get("single_mini_batch") is True:
+    if own.get("training.single_mini_batch") is True:
         if batches not in (None, 1):
             raise ConfigError(
-                f"{OWN}.single_mini_batch=True is one mini-batch a step, but "
+                f"{OWN}.training.single_mini_batch=True is one mini-batch a step, but "
                 f"{draft.sources['require_batches']} asks for "
                 f"{batches}; keep one of them"
             )
         found[_MINI_BATCH] = batch
-    if own.get("old_logp") == "rollout":
+    if own.get("training.old_logp") == "rollout":
         found[BYPASS] = True
-    elif own.get("old_logp") is not None and select(raw, BYPASS):
+    elif own.get("training.old_logp") is not None and select(raw, BYPASS):
         raise ConfigError(
-            f"{BYPASS}=True takes old log-probs from the rollout, but {OWN}.old_logp={own['old_logp']}; "
-            "keep one of them"
+            f"{BYPASS}=True takes old log-probs from the rollout, but "
+            f"{OWN}.training.old_logp={own['training.old_logp']}; keep one of them"
         )
     return found | _loss(raw, draft)
 
@@ -107,13 +109,13 @@ def quota(draft: Draft, own_every: Any) -> list[str]:
     lag.
     `own_every`: what our own knob says of the steps, if anything; checked later.
     """
-    threshold, every = draft.values.get("staleness_threshold"), draft.values.get("sync_every")
-    if threshold is None and (every is None or "max_lag" in draft.values):
+    threshold, every = draft.values.get("staleness_threshold"), draft.values.get(EVERY)
+    if threshold is None and (every is None or LAG in draft.values):
         return []
-    sources = [draft.sources[name] for name in ("staleness_threshold", "sync_every") if name in draft.sources]
+    sources = [draft.sources[name] for name in ("staleness_threshold", EVERY) if name in draft.sources]
     if every is None and isinstance(own_every, int) and own_every > 0:
         every = own_every
-        sources.append(f"{OWN}.sync_every")
+        sources.append(f"{OWN}.{EVERY}")
     batches = (1 + (threshold or 0)) * (every or 1)
     source = " and ".join(sources)
     lag = _propose_lag(batches - 1, draft, source)
@@ -180,9 +182,9 @@ def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
         raise ConfigError(
             f"{path} must come to a max_lag of at most {MOST_LAG}, got {lag}; ask for fewer batches ahead"
         )
-    draft.propose("max_lag", lag, path)
-    draft.propose("oldest_share", share or 1.0, path)
-    return f"max_lag={lag}" + (f", oldest_share={share:g}" if share else "")
+    draft.propose(LAG, lag, path)
+    draft.propose(SHARE, share or 1.0, path)
+    return f"{LAG}={lag}" + (f", {SHARE}={share:g}" if share else "")
 
 
 def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[Any, Draft], str]:
@@ -196,7 +198,7 @@ def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[
             )
         draft.propose(name, value, path)
         draft.propose("strategy", "fully_async", path)
-        return "strategy=fully_async" + (f", {name}={value}" if name == "sync_every" else "")
+        return "strategy=fully_async" + (f", {name}={value}" if name == EVERY else "")
 
     return apply
 
@@ -207,8 +209,9 @@ def _partial_rollout(path: str) -> Callable[[Any, Draft], str]:
             raise ConfigError(
                 f"{path} must be True or False, got {value!r}; False drains requests before a load"
             )
-        draft.propose("in_flight", "keep" if value else "drain", path)
-        return f"in_flight={'keep' if value else 'drain'}"
+        policy = "keep" if value else "drain"
+        draft.propose(IN_FLIGHT_POLICY, policy, path)
+        return f"{IN_FLIGHT_POLICY}={policy}"
 
     return apply
 
@@ -218,8 +221,8 @@ def _with_reward(value: Any, draft: Draft) -> str:
         raise ConfigError(
             f"{_ROLLOUT}.with_reward must be True or False, got {value!r}; True scores while generation runs"
         )
-    draft.propose("reward_while_generating", value, f"{_ROLLOUT}.with_reward")
-    return f"reward_while_generating={value}"
+    draft.propose(WHILE_GENERATING, value, f"{_ROLLOUT}.with_reward")
+    return f"{WHILE_GENERATING}={value}"
 
 
 def _strategy_key(path: str) -> Callable[[Any, Draft], str]:
@@ -278,124 +281,118 @@ def _must_be(path: str, wanted: Any, meaning: str, remedy: str) -> Callable[[Any
     return apply
 
 
+_NESTED = "async_training."
+"""Section of verl's fully asynchronous trainer, some of whose keys are understood."""
+_TOP, _ACTOR = ("", "actor_rollout_ref."), ("", "actor_rollout_ref.actor.")
+
 FOREIGN: tuple[ForeignKey, ...] = (
-    *(ForeignKey((p,), _strategy_key(p)) for p in ("async_strategy", "actor_rollout_ref.async_strategy")),
-    ForeignKey(("trainer.generate_ahead_steps",), _generate_ahead),
-    ForeignKey(("async_generation_ratio",), _generation_ratio),
+    *(
+        ForeignKey(
+            f"{prefix}async_strategy",
+            _strategy_key(f"{prefix}async_strategy"),
+            sets=("strategy", LAG),
+            meaning="" if prefix else "`strategy`; `one-step-off`, `naive` and the like are understood",
+        )
+        for prefix in _TOP
+    ),
     ForeignKey(
-        (f"{_ROLLOUT}.enable_dual_buffer",),
+        "trainer.generate_ahead_steps",
+        _generate_ahead,
+        sets=("strategy", LAG, SHARE),
+        meaning=f"`{LAG}` of the value minus 1, so that 2 is one-step-off",
+    ),
+    ForeignKey(
+        "async_generation_ratio",
+        _generation_ratio,
+        sets=("strategy", LAG, SHARE),
+        meaning=f"`{LAG}` of the value rounded up; a fraction is the `{SHARE}`",
+    ),
+    ForeignKey(
+        f"{_ROLLOUT}.enable_dual_buffer",
         _must_be(
             f"{_ROLLOUT}.enable_dual_buffer",
             True,
             "weights always go through the dual buffer",
             "leave it out, or train with stock verl",
         ),
+        meaning="nothing: weights always go through the dual buffer; False is an error",
     ),
     ForeignKey(
-        (f"{_ROLLOUT}.with_reward",),
-        _with_reward,
-    ),
-    ForeignKey(
-        (f"{_ROLLOUT}.param_update_preduce_bucket_size_mb",),
-        _size_mb(f"{_ROLLOUT}.param_update_preduce_bucket_size_mb", "preduce_bucket_size_mb"),
-    ),
-    ForeignKey(
-        (f"{_ROLLOUT}.param_update_consume_bucket_size_mb",),
-        _size_mb(f"{_ROLLOUT}.param_update_consume_bucket_size_mb", "consume_bucket_size_mb"),
+        f"{_ROLLOUT}.with_reward", _with_reward, sets=(WHILE_GENERATING,), meaning=f"`{WHILE_GENERATING}`"
     ),
     *(
-        ForeignKey((path,), _quota_key(path, name, least, whole=whole))
-        for prefix in ("", "async_training.")
-        for name, path, least, whole in (
-            ("staleness_threshold", f"{prefix}staleness_threshold", 0, False),
-            ("sync_every", f"{prefix}trigger_parameter_sync_step", 1, True),
+        ForeignKey(
+            f"{_ROLLOUT}.param_update_{theirs}_bucket_size_mb",
+            _size_mb(f"{_ROLLOUT}.param_update_{theirs}_bucket_size_mb", ours),
+            sets=(ours,),
+            meaning=f"`{ours}`",
+        )
+        for theirs, ours in (
+            ("preduce", "weight_sync.gather_bucket_size_mb"),
+            ("consume", "weight_sync.load_bucket_size_mb"),
         )
     ),
     *(
-        ForeignKey((path,), _require_batches(path))
-        for path in ("require_batches", "async_training.require_batches")
+        ForeignKey(
+            f"{prefix}{theirs}",
+            _quota_key(f"{prefix}{theirs}", name, least, whole=whole),
+            sets=("strategy", LAG, SHARE, *more),
+            meaning="" if prefix else meaning,
+        )
+        for prefix in ("", _NESTED)
+        for name, theirs, least, whole, more, meaning in (
+            (
+                "staleness_threshold",
+                "staleness_threshold",
+                0,
+                False,
+                (),
+                f"`strategy=fully_async`, and with k steps from one weight update to the next `{LAG}` and "
+                f"`{SHARE}` of (1 + value) * k - 1",
+            ),
+            (
+                EVERY,
+                "trigger_parameter_sync_step",
+                1,
+                True,
+                (EVERY,),
+                f"`strategy=fully_async`, `{EVERY}`, and `{LAG}` as above",
+            ),
+        )
     ),
     *(
-        ForeignKey((path,), _pg_variant(path))
-        for path in ("pg_variant", "actor_rollout_ref.actor.pg_variant")
+        ForeignKey(
+            f"{prefix}require_batches",
+            _require_batches(f"{prefix}require_batches"),
+            meaning="" if prefix else f"`{_BATCH}` of that many `{_MINI_BATCH}`",
+        )
+        for prefix in ("", _NESTED)
     ),
     *(
-        ForeignKey((path,), _partial_rollout(path))
-        for path in ("partial_rollout", "async_training.partial_rollout")
+        ForeignKey(
+            f"{prefix}pg_variant",
+            _pg_variant(f"{prefix}pg_variant"),
+            meaning="" if prefix else f"`{POLICY_LOSS}.loss_mode`; one of {', '.join(LOSS_OF_VARIANT)}",
+        )
+        for prefix in _ACTOR
     ),
-    ForeignKey((RATIOS,), _ratios),
-    ForeignKey((TASKS,), _kept(TASKS, "node_tasks", "roles of pools")),
-    ForeignKey((TASK_RATIOS,), _kept(TASK_RATIOS, "node_ratios", "shares of pools")),
+    *(
+        ForeignKey(
+            f"{prefix}partial_rollout",
+            _partial_rollout(f"{prefix}partial_rollout"),
+            sets=(IN_FLIGHT_POLICY,),
+            meaning="" if prefix else f"`{IN_FLIGHT_POLICY}`: keep, or drain if False",
+        )
+        for prefix in ("", _NESTED)
+    ),
+    ForeignKey(RATIOS, _ratios, sets=("pools",), meaning="`pools`; `[train, logp, ref_logp, generate]`"),
+    ForeignKey(
+        TASKS,
+        _kept(TASKS, "node_tasks", "roles of pools"),
+        sets=("pools",),
+        meaning=f"`pools`, with `{TASK_RATIOS}`",
+    ),
+    ForeignKey(TASK_RATIOS, _kept(TASK_RATIOS, "node_ratios", "shares of pools"), sets=("pools",)),
 )
-
-
-def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]]:
-    """`[train, logp, ref_logp, generate]`: equal neighbours of the first three share a pool where all then
-    sum to 1.
-
-    So `[0.5, 0.5, 0.5, 0.5]` is one pool for the three and one for generation, `[0.25, 0.25, 0.25, 0.25]`
-    four pools.
-    Raises ConfigError.
-    """
-    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 4:
-        raise ConfigError(
-            f"{path} must be [train, logp, ref_logp, generate], got {ratios!r}; e.g. [0.5,0.5,0.5,0.5]"
-        )
-    for ratio in ratios:
-        check_share(ratio, path)
-    train, logp, ref, generate = (float(ratio) for ratio in ratios)
-    shares = (train, logp, ref)
-    fitting = []
-    for cuts in (cut for size in range(3) for cut in combinations((1, 2), size)):
-        groups = [shares[a:b] for a, b in zip((0, *cuts), (*cuts, 3), strict=True)]
-        equal = all(max(group) - min(group) < TOLERANCE for group in groups)
-        if equal and abs(sum(group[0] for group in groups) + generate - 1) < TOLERANCE:
-            fitting.append(groups)
-    if len(fitting) != 1:
-        why = "no sharing of pools makes them sum to 1"
-        if fitting:
-            why = (
-                f"they sum to 1 in {len(fitting)} ways, "
-                f"{' and '.join(_as_shared(groups) for groups in fitting)}"
-            )
-        raise ConfigError(
-            f"{path}: {why}, got {list(ratios)}; where neighbours of train, logp, ref_logp are equal they "
-            f"may share a pool; or set {POOLS}"
-        )
-    names, pools = iter(("train", "logp", "ref_logp")), {}
-    for group in fitting[0]:
-        roles = [next(names) for _ in group]
-        pools[roles[0]] = {"roles": roles, "share": group[0]}
-    return pools | {"generate": {"roles": ["generate"], "share": generate}}
-
-
-def _as_shared(groups: Sequence[Sequence[float]]) -> str:
-    names = iter(("train", "logp", "ref_logp"))
-    return " | ".join("+".join(next(names) for _ in group) for group in groups)
-
-
-def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
-    """`[[logp, actor-train], ref_logp, generate]` with a share for each entry. Raises ConfigError."""
-    if not isinstance(tasks, Sequence) or isinstance(tasks, str) or not tasks:
-        raise ConfigError(
-            f"{TASKS} must be a list of roles and lists of roles, got {tasks!r}; e.g. "
-            "[[logp,actor-train],ref_logp,generate]"
-        )
-    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != len(tasks):
-        raise ConfigError(
-            f"{TASK_RATIOS} must have a share for each of the {len(tasks)} entries of {TASKS}, got "
-            f"{ratios!r}; add it"
-        )
-    pools: dict[str, dict[str, Any]] = {}
-    for task, ratio in zip(tasks, ratios, strict=True):
-        roles = sorted(
-            (role_called(role, TASKS) for role in (task if isinstance(task, list | tuple) else [task])),
-            key=PLACED.index,
-        )
-        check_share(ratio, TASK_RATIOS)
-        name = roles[0] if roles else ""
-        if name in pools:
-            raise ConfigError(f"{TASKS} names {name} twice, got {tasks!r}; a role is on one pool")
-        pools[name] = {"roles": roles, "share": float(ratio)}
-    wishes_of(pools, TASKS)
-    return pools
+SET_BY_OTHERS: frozenset[str] = frozenset(path for key in FOREIGN for path in key.sets)
+"""Knobs that our YAML leaves null, so that a value found there is one that the user wrote."""

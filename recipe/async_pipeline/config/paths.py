@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dotted paths in a config: look one up, walk all of them, suggest the nearest known name."""
+"""Dotted paths in a config: our sections, look one up, walk all of them, suggest the nearest known name."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+OWN = "trainer.v1.async_pipeline"
+"""Section of the user's knobs."""
+RUNTIME = "trainer.v1.async_pipeline_runtime"
+"""Section of the run's state, which the launch writes."""
 
 
 def select(raw: Mapping[str, Any], path: str) -> Any:
@@ -27,6 +32,19 @@ def walk(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(value, f"{path}.")
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested mapping of values by their dotted paths."""
+    root: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, leaf = path.split(".")
+        node = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return root
+
+
 def hint(name: str, known: Any) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest known name, or nothing if none is near."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

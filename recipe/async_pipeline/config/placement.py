@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
-from .paths import hint, select
-from .schema import OWN, AsyncPipelineConfig
+from .paths import OWN, hint, select
+from .schema import AsyncPipelineConfig
 
 MOST_DEVICES = 1_000_000
 """Of a node, or nodes; more is a slip of the pen."""
@@ -143,28 +143,28 @@ def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass:
     """One of `OLD_LOGP`. `bypass`: verl is to take the rollout's. Raises ConfigError: it cannot be that
     one.
     """
-    path, pool = f"{OWN}.old_logp", placement.own_pool_of("logp")
+    path, pool = f"{OWN}.training.old_logp", placement.own_pool_of("logp")
     if bypass:
         return "rollout"
-    if knobs.old_logp is None:
-        return "logp_pool" if pool is not None and knobs.max_lag > 0 else "trainer"
-    if knobs.old_logp == "logp_pool" and pool is None:
+    if knobs.training.old_logp is None:
+        return "logp_pool" if pool is not None and knobs.staleness.max_lag > 0 else "trainer"
+    if knobs.training.old_logp == "logp_pool" and pool is None:
         raise ConfigError(
             f"{path}=logp_pool wants logp on a pool without train, but it shares the training devices; "
             f"give it one in {POOLS}, or use trainer"
         )
-    if knobs.old_logp == "logp_pool" and knobs.max_lag == 0:
+    if knobs.training.old_logp == "logp_pool" and knobs.staleness.max_lag == 0:
         raise ConfigError(
             f"{path}=logp_pool is a policy older than the one that answers with max_lag 0; use trainer, or "
             "raise max_lag"
         )
-    if knobs.old_logp == "trainer" and pool is not None and knobs.sync_every > 1:
+    if knobs.training.old_logp == "trainer" and pool is not None and knobs.weight_sync.every > 1:
         raise ConfigError(
             f"{path}=trainer with a pool for logp needs every version published, got "
-            f"{OWN}.sync_every={knobs.sync_every}; "
-            "use logp_pool, or sync_every=1"
+            f"{OWN}.weight_sync.every={knobs.weight_sync.every}; "
+            "use logp_pool, or weight_sync.every=1"
         )
-    return knobs.old_logp
+    return knobs.training.old_logp
 
 
 def wishes_of(pools: Any, path: str = POOLS) -> tuple[Wish, ...]:

@@ -17,10 +17,11 @@ from typing import Any
 from ..core.message_queue import share_of
 from ..core.schedule import Schedule
 from ..strategies import STRATEGIES
-from .paths import select
+from .paths import OWN, select
 from .placement import Placement
 from .rollout_correction import correction_in_words, loss_in_words
-from .schema import OWN, AsyncPipelineConfig
+from .schema import AsyncPipelineConfig
+from .settings_file import STALE
 from .user_classes import base_names, class_constant, find_class
 
 ARENAS = 2
@@ -49,7 +50,7 @@ class Plan:
     oldest_groups: int
     """Of a step, those that may have the full lag."""
     order: str
-    stale: str
+    straggler: str
     sync_every: int
     in_flight: str
     placement: Placement
@@ -92,8 +93,8 @@ def plan_of(
     tp = number(f"{_ROLLOUT}.tensor_model_parallel_size")
     train, generate = (pool.devices for role in ("train", "generate") if (pool := placement.pool_of(role)))
     mini = min(batch, number("actor_rollout_ref.actor.ppo_mini_batch_size"))
-    depth = knobs.max_lag if knobs.depth is None else knobs.depth
-    oldest = share_of(knobs.oldest_share, batch)
+    depth = knobs.staleness.batches_ahead
+    oldest = share_of(knobs.staleness.oldest_share, batch)
     parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
     nbytes = (
         None
@@ -102,17 +103,17 @@ def plan_of(
     )
     return Plan(
         strategy=knobs.strategy,
-        max_lag=knobs.max_lag,
+        max_lag=knobs.staleness.max_lag,
         oldest_groups=oldest,
         order=_order(knobs.strategy),
-        stale=knobs.stale,
-        sync_every=knobs.sync_every,
-        in_flight=knobs.in_flight,
+        straggler=knobs.staleness.straggler,
+        sync_every=knobs.weight_sync.every,
+        in_flight=knobs.weight_sync.in_flight_policy,
         placement=placement,
         reward_model_devices=_reward_model_devices(config),
         old_logp=old_logp,
         loss=loss_in_words(config, old_logp, -(-batch // mini)),
-        correction=correction_in_words(config, old_logp, knobs.max_lag - (oldest == 0)),
+        correction=correction_in_words(config, old_logp, knobs.staleness.max_lag - (oldest == 0)),
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
@@ -125,7 +126,9 @@ def plan_of(
         engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
         parameters=parameters,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
-        spare_bytes=None if nbytes is None else (nbytes // tp if knobs.stage == "device" else 0),
+        spare_bytes=None
+        if nbytes is None
+        else (nbytes // tp if knobs.weight_sync.load_staging == "device" else 0),
     )
 
 
@@ -170,7 +173,10 @@ def _shapes(file: Path) -> Iterator[list[int]]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    return asdict(plan) | {"placement": plan.placement.as_list()}
+    """The figures of `explain --json`, under the names that this output has always had."""
+    figures = asdict(plan) | {"placement": plan.placement.as_list()}
+    figures["straggler"] = STALE[plan.straggler]
+    return {"stale" if name == "straggler" else name: value for name, value in figures.items()}
 
 
 def in_words(plan: Plan) -> list[str]:
@@ -191,8 +197,8 @@ def in_words(plan: Plan) -> list[str]:
             f"                and at most {plan.oldest_groups} of a step's {plan.groups_per_step} groups "
             f"have lag {plan.max_lag}"
         )
-    if plan.stale != "wait" and plan.max_lag > 0:
-        what = {"drop": "given up", "resume": "answered again with newer weights"}[plan.stale]
+    if plan.straggler != "wait" and plan.max_lag > 0:
+        what = {"drop": "given up", "regenerate": "answered again with newer weights"}[plan.straggler]
         lines.append(f"                an unfinished group that holds a step up is {what}")
     every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
     lines += [

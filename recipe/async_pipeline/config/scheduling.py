@@ -19,13 +19,13 @@ def schedule_of(
     knobs: `batch`, `last_step`, `first_step`, `old_logp`, `validate_every`, `validate_first`, `save_every`.
     Raises ConfigError if the strategy cannot be imported or has no schedule.
     """
-    cls = strategy or schedule_class(knobs.strategy)
+    cls, staleness = strategy or schedule_class(knobs.strategy), knobs.staleness
     return cls(
-        max_lag=knobs.max_lag,
-        depth=knobs.depth,
-        oldest_share=knobs.oldest_share,
-        straggler=knobs.stale,  # type: ignore[arg-type]  # the schema checked it
-        sync_every=knobs.sync_every,
-        ref_refresh_every=knobs.ref_refresh_every,
+        max_lag=staleness.max_lag,
+        depth=staleness.depth,
+        oldest_share=staleness.oldest_share,
+        straggler=staleness.straggler,
+        sync_every=knobs.weight_sync.every,
+        ref_refresh_every=knobs.training.ref_refresh_every,
         **of_the_run,
     )

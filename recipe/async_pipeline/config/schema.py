@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own knobs, each with its default and its rule.
+"""The knobs of the pipeline, each with its type, default and bounds.
 
-Pure: takes plain values, imports neither verl nor ray. Every complaint is one line: path, rule, value,
+The docstring below a field is its only documentation: `reference` renders it into
+`configs/async_pipeline.yaml`, `docs/configuration.md` and `async-pipeline explain --knobs`.
+
+Pure: takes plain values, imports neither verl nor ray. Error messages have one line: path, rule, value,
 remedy.
 """
 
@@ -10,365 +13,303 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from ..core.bad_data import NO_SCORE, POLICIES, Policies, is_finite
+from ..core.bad_data import Policies, is_finite
+from ..core.message_queue import Straggler
 from ..errors import ConfigError
 from ..strategies import STRATEGIES
-from .paths import hint
+from .knobs import Bounds, build, check_fields, knobs_of
+from .names import flattened
+from .paths import OWN, hint
 
-OWN = "trainer.v1.async_pipeline"
 STRATEGY_LAG: Mapping[str, int | None] = {name: s.implied_lag for name, s in STRATEGIES.items()}
 """The `max_lag` that each strategy stands for, or None if the user chooses it."""
 STRATEGY_ALIASES = {"naive": "on_policy"}
 DEFAULT_STRATEGY = "one_step_off"
-IN_FLIGHT = ("keep", "abort", "drain")
-"""What may become of requests in flight when a replica loads; see `weight_sync.versioned_engine`."""
-STAGES = ("host", "device")
-"""Where a version waits for its load; see `weight_sync.spare`."""
-STALE = ("wait", "resume", "drop")
-"""What may become of a group that holds a step up; see `core.message_queue`."""
-OLD_LOGP = ("trainer", "rollout", "logp_pool")
-"""Whose policy old log-probs are of; see `AsyncPipelineConfig.old_logp`."""
-VALIDATION = ("parallel", "pause")
-"""What generation for training does while a version is validated."""
-REWARD_FAILURE = ("fail", "drop", "score")
-"""What becomes of a group with an answer that the reward function could not score."""
-LOADING_SHARE = 8
-"""One replica in so many may load while the others answer."""
-MOST_LAG = 1000
-"""A lane of the pipeline is made for each version of lag, so a slip of the pen should not make millions."""
-LONGEST_S = 1e9
-"""What a timer can be set to."""
 DEFAULT_AHEAD = 3
-"""max_lag of n_step_ahead and fully_async when nothing names one."""
+"""max_lag of n_step_ahead and fully_async where no key sets it."""
+LOADING_SHARE = 8
+"""One replica in this many may load while the others generate."""
+MOST_LAG = 1000
+"""Each version of lag costs a lane of the pipeline, so a typing error must not create millions."""
+LONGEST_S = 1e9
+"""The longest time that timers accept."""
+
+Positive = Annotated[int, Bounds(least=1)]
+Limit = Annotated[int, Bounds(least=1, most=LONGEST_S)]
+Seconds = Annotated[float, Bounds(above=0, most=LONGEST_S)]
+InFlightPolicy = Literal["keep", "abort", "drain"]
+OldLogp = Literal["trainer", "rollout", "logp_pool"]
+IN_FLIGHT_POLICIES: tuple[str, ...] = get_args(InFlightPolicy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessConfig:
+    """How old a trajectory may be when it is trained, and what happens to one that would be too old."""
+
+    PATH: ClassVar[str] = f"{OWN}.staleness"
+
+    max_lag: Annotated[int, Bounds(least=0, most=MOST_LAG, remedy="use 0 for on-policy")] = 1
+    """Hard bound: how many policy versions a trajectory may be older than the trainer that uses it. on_policy
+    implies 0 and one_step_off implies 1. Default: the strategy's; 3 for n_step_ahead and fully_async."""
+    depth: int | None = None
+    """Batches that may be in flight or waiting in addition to the one that trains. With less than max_lag,
+    responses are younger on average, and slow ones may still take until max_lag. Default: max_lag."""
+    oldest_share: float = 1.0
+    """Share of each batch that may have the full max_lag; the rest is at least one version younger. With
+    max_lag 2, a share of 0.5 is ROLL's async_generation_ratio 1.5."""
+    straggler: Straggler = "wait"
+    """What happens to an unfinished group that holds up a step while enough others are finished: the step
+    waits for it (wait), it is generated again with newer weights (regenerate), or it is given up (drop). The
+    last two favor short responses; async_pipeline/bias/* measures by how much."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+        if self.depth is not None and not 0 <= self.depth <= self.max_lag:
+            raise ConfigError(
+                f"{self.PATH}.depth must be from 0 to max_lag, {self.max_lag}, got {self.depth}; leave it "
+                "out for max_lag"
+            )
+        if not 0 < self.oldest_share <= 1:
+            raise ConfigError(
+                f"{self.PATH}.oldest_share must be above 0 and at most 1, got {self.oldest_share}; 1 is the "
+                "default"
+            )
+        if self.max_lag == 0 and self.oldest_share != 1:
+            raise ConfigError(
+                f"{self.PATH}.oldest_share must be 1 with max_lag 0, got {self.oldest_share}; leave it out, "
+                "or raise max_lag"
+            )
+
+    @property
+    def batches_ahead(self) -> int:
+        """`depth`, or its default."""
+        return self.max_lag if self.depth is None else self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """What a training step computes."""
+
+    PATH: ClassVar[str] = f"{OWN}.training"
+
+    single_mini_batch: bool = False
+    """Do one optimizer update per step, over the whole batch, instead of one per
+    actor_rollout_ref.actor.ppo_mini_batch_size prompts."""
+    old_logp: OldLogp | None = None
+    """The policy whose log-probs are PPO's old log-probs. In step s: trainer (version s-1, as in a sequential
+    run), rollout (the log-probs that the engine recorded during generation; nothing is computed), or
+    logp_pool (version s-2, computed while step s-1 trains; requires a pool for logp). Default: logp_pool
+    where logp has its own pool and max_lag is above 0, else trainer."""
+    ref_refresh_every: Annotated[int, Bounds(least=0, remedy="0 is never")] = 0
+    """Optimizer steps after which the trained policy replaces the reference policy; 0 is never."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncConfig:
+    """How new weights reach the rollout replicas."""
+
+    PATH: ClassVar[str] = f"{OWN}.weight_sync"
+
+    every: Positive = 1
+    """Optimizer steps from one weight update to the next; version numbers count every step."""
+    timeout_s: Seconds = 600.0
+    """Seconds that one replica may take to load and verify one version."""
+    in_flight_policy: InFlightPolicy = "keep"
+    """What happens to requests in flight when their replica loads new weights: keep (they continue with the
+    keys and values that the old weights computed), abort (they restart from the tokens that they have), or
+    drain (the load waits for them). Every token's version is recorded in each case."""
+    load_staging: Literal["host", "device"] = "host"
+    """Where a new version waits until its replica loads it: host memory, or device, a second copy on the
+    replica's devices that is filled during generation. Loads from device are shorter and cost the memory of
+    the weights on each device."""
+    max_concurrent_loads: (
+        Annotated[int, Bounds(least=1, remedy="leave it out for an eighth of the replicas")] | None
+    ) = None
+    """Replicas that load a version at the same time, while the others generate. Default: an eighth of the
+    replicas, at least one."""
+    reuse_prefixes: bool = False
+    """Let new requests use prefixes that earlier versions cached. It saves work where prompts share long
+    prefixes, but responses then depend on keys and values of other versions, which no record shows."""
+    verify_tensors: Positive = 16
+    """Tensors whose served values are compared with the trainer's after each load. The sample rotates until
+    all tensors are covered; embeddings are compared every time."""
+    gather_bucket_size_mb: Positive = 512
+    """MB of each host bucket that the trainer gathers weights into."""
+    load_bucket_size_mb: Positive = 128
+    """MB that a replica loads at a time; bounds the additional device memory of a load."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How responses are scored, and what happens to one that cannot be scored."""
+
+    PATH: ClassVar[str] = f"{OWN}.reward"
+    LIMITED: ClassVar[tuple[str, ...]] = ("batch", "attempts", "concurrency", "memory_mb", "cpu_s")
+    """Knobs that have an effect only with `timeout_s`."""
+
+    while_generating: bool = True
+    """Score each response as soon as it is finished. False: score the batch once all of it is generated,
+    which is slower; use it to measure the difference."""
+    timeout_s: Seconds | None = None
+    """Seconds that one call of the reward function may take. With a limit, a plain function runs in separate
+    processes, which are killed when the time is over, and an async one is cancelled. It requires
+    reward.custom_reward_function.path. Default: no limit, no processes."""
+    attempts: Limit = 2
+    """Calls for one response before it counts as not scored. Requires timeout_s."""
+    concurrency: Limit = 8
+    """Concurrent calls in each reward worker (reward.num_workers); a plain function gets a process for each.
+    Requires timeout_s."""
+    batch: Limit | None = None
+    """Responses per call, for a function that takes lists (data_sources, solution_strs, ground_truths,
+    extra_infos) and returns a list of scores. Requires timeout_s. Default: it takes one response."""
+    memory_mb: Limit | None = None
+    """MB of address space of each process that calls a plain function. Libraries reserve far more than they
+    use (importing torch for CPUs reserves 650 MB). Requires timeout_s. Default: no limit."""
+    cpu_s: Seconds | None = None
+    """CPU seconds of one call, summed over its threads; the kernel ends a process that exceeds them. Requires
+    timeout_s. Default: no limit."""
+    failure: Literal["fail", "drop", "score"] = "fail"
+    """What happens to a response that could not be scored, because the function raised, exceeded a limit, or
+    returned None, NaN or infinity: fail (the run ends and says why), drop (its group is not trained), or
+    score (it gets the score in `default`)."""
+    default: float = 0.0
+    """The score of a response that could not be scored, with failure=score."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+        if not is_finite(self.default):
+            raise ConfigError(
+                f"{self.PATH}.default must be a finite number, got {self.default!r}; 0.0 is the default"
+            )
+        if self.timeout_s is None:
+            for name in self.LIMITED:
+                value = getattr(self, name)
+                if value != getattr(type(self), name):
+                    raise ConfigError(f"{self.PATH}.{name}={value!r} requires {self.PATH}.timeout_s; set it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """Deadlines, and how the run reacts to failures and bad data."""
+
+    PATH: ClassVar[str] = f"{OWN}.faults"
+
+    wait_timeout_s: Seconds = 1800.0
+    """Seconds that a stage may wait for items, room, a lease or a version, or for a call into verl to return,
+    before the run fails and diagnosis.txt names the stages that waited for each other. It must exceed the
+    duration of any step, load or validation."""
+    loop_stall_s: Seconds = 60.0
+    """Seconds that the trainer's event loop may be blocked before the stacks of all threads are written to
+    diagnosis.txt in the run directory. The run continues."""
+    degrade_after_failures: Annotated[int, Bounds(least=0, remedy="0 never degrades")] = 3
+    """Consecutive weight updates in which a replica was fenced, after which each step waits until the weights
+    of the step before are served (blocking); after as many again, nothing is generated ahead (on-policy).
+    0: never degrade."""
+    restore_after_successes: Positive = 20
+    """Consecutive successful weight updates after which the run returns to the level above."""
+    bad_data: Policies = Policies()
+    max_prompt_attempts: Positive = 2
+    """How often a prompt whose group was dropped is generated before it is quarantined: its group then has
+    failed, another prompt replaces it, and later epochs skip it."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncPipelineConfig:
-    """The knobs of the pipeline, under `trainer.v1.async_pipeline`."""
+    """The knobs of the pipeline, below `trainer.v1.async_pipeline`."""
 
     strategy: str = DEFAULT_STRATEGY
-    """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` of one's own."""
-    max_lag: int = 1
-    """Hard bound: versions that a trajectory may be older than the trainer. Implied by the first two."""
-    depth: int | None = None
-    """Batches that may be on their way beside the one that trains; default max_lag. Less leaves time for
-    stragglers.
-    """
-    oldest_share: float = 1.0
-    """Share of each batch that may have the full max_lag; the rest is at least one version younger."""
-    stale: str = "wait"
-    """An unfinished group that holds a step up: wait for it, resume (answer it again with newer weights),
-    or drop it.
-    """
-    single_mini_batch: bool = False
-    """One optimizer update a step, over the whole batch; else one for each `actor.ppo_mini_batch_size`
-    prompts.
-    """
-    sync_every: int = 1
-    """Optimizer steps from one publication of weights to the next; versions count steps all the same."""
-    wait_timeout_s: float = 1800.0
-    """Deadline of each wait of a role for items, room, a lease or a version, and of each of its calls into
-    verl.
-    """
-    loop_stall_s: float = 60.0
-    """Seconds that the trainer's event loop may not turn, before stacks go to diagnosis.txt; the run goes
-    on.
-    """
-    publish_timeout_s: float = 600.0
-    """Deadline for one replica to load and prove one version."""
-    step_down_after: int = 3
-    """Publications in a row for which a replica had to be fenced, before less is done asynchronously; 0:
-    never.
-    """
-    step_up_after: int = 20
-    """Good publications in a row, before more is done asynchronously again."""
-    proof_tensors: int = 16
-    """Tensors compared with the trainer's after each load; a rotating sample covers all in turn."""
-    preduce_bucket_size_mb: int = 512
-    """Size of the host buckets that the trainer gathers into."""
-    consume_bucket_size_mb: int = 128
-    """MB that a replica loads at a time; bounds the extra device memory of a load."""
-    in_flight: str = "keep"
-    """Requests being answered when a replica loads: keep (go on), abort (start again from what they have),
-    drain.
-    """
-    stage: str = "host"
-    """device: copy a version to the replica's devices first, beside generation; costs the weights' memory
-    there.
-    """
-    reuse_prefixes: bool = False
-    """New requests may hit prefixes that earlier versions cached, so their answers mix versions unseen."""
-    loads_at_once: int | None = None
-    """Replicas that load a version at the same time, while the others answer; default an eighth of them,
-    at least one.
-    """
-    pools: Mapping[str, Any] | None = None
-    """Which roles compute on which devices, `{name: {roles: [...], devices: 2}}` or `share: 0.25`; see
-    `placement`.
-    """
-    old_logp: str | None = None
-    """The proximal policy of step s: trainer (version s-1), rollout (what the engine said), logp_pool
-    (version s-2, on
-    devices of its own beside step s-1). Default: logp_pool where logp has its own pool and max_lag > 0,
-    else trainer."""
-    ref_refresh_every: int = 0
-    """Steps after which the reference policy is replaced by the trained one; 0: never."""
-    validation: str = "parallel"
-    """While a version is validated, training goes on and replicas keep that version; prompts for training are
-    answered
-    beside it (parallel), or wait until it is over (pause)."""
-    reward_while_generating: bool = True
-    """Score each answer as it is finished; else a batch when all of it is generated, which costs time and
-    gains nothing.
-    """
-    reward_timeout_s: float | None = None
-    """Seconds that one call of the reward function may take, in a process that is killed then; None: no
-    limit, no process.
-    """
-    reward_attempts: int = 2
-    """Calls for one answer before it counts as not scored."""
-    reward_concurrency: int = 8
-    """Calls at once in each reward worker (`reward.num_workers`); for a plain function as many processes."""
-    reward_batch: int | None = None
-    """Answers in one call, for a function that takes lists; None: it takes one answer."""
-    reward_memory_mb: int | None = None
-    """Address space of each of these processes, beyond which it gets no more memory; None: no limit."""
-    reward_cpu_s: float | None = None
-    """CPU time of one call, of all its threads together; None: no limit."""
-    reward_failure: str = "fail"
-    """An answer that could not be scored: fail (the run ends), drop (its group is not trained), score
-    (`reward_default`).
-    """
-    reward_default: float = 0.0
-    bad_data: Policies = Policies()
-    """What becomes of a group whose data is bad, by kind: fail, drop, and where that can be, keep."""
-    prompt_attempts: int = 2
-    """Times that a prompt is answered before it counts as poisoned: its group has failed, and it is not
-    answered again.
-    """
+    """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` for a custom strategy. The same
+    as async_strategy. n_step_ahead trains batches in the order in which they were drawn, fully_async trains
+    groups in the order in which they finish."""
     run_dir: str | None = None
-    """Where events, metrics and the summary go; default outputs/<project_name>/<experiment_name>."""
-    custom_roles: tuple[str, ...] = ()
-    """Roles of one's own to insert, each as `module:Class@after->before`."""
+    """Directory of events.jsonl, metrics.jsonl and summary.json. Default:
+    outputs/<trainer.project_name>/<trainer.experiment_name>."""
+    pools: Mapping[str, Any] | None = None
+    """Which stages compute on which devices: the name of a pool with its stages, and its size in devices or
+    as a share of all, e.g. {train: {roles: [train], devices: 4}, generate: {roles: [generate], share: 0.25}}.
+    Stages that are not named (logp, ref_logp, critic) share the training devices; see docs/pools.md.
+    Default: trainer.{nnodes,n_gpus_per_node} for training and
+    actor_rollout_ref.rollout.{nnodes,n_gpus_per_node} for generation."""
+    custom_stages: tuple[str, ...] = ()
+    """Custom stages to insert, each as `module:Class@after->before`, e.g. "my_module:Audit@reward->train"."""
+    validation: Literal["parallel", "pause"] = "parallel"
+    """While a version is validated (trainer.test_freq), training continues and the replicas keep that
+    version. Prompts for training are generated meanwhile (parallel), or wait until validation is over
+    (pause)."""
+    staleness: StalenessConfig = StalenessConfig()
+    training: TrainingConfig = TrainingConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    reward: RewardConfig = RewardConfig()
+    faults: FaultsConfig = FaultsConfig()
 
     @classmethod
-    def of(cls, own: Mapping[str, Any]) -> AsyncPipelineConfig:
-        """Out of plain values, as they stand in a config; what is no knob, or None, is left out. Raises
-        ConfigError.
-        """
-        plain = {name: value for name, value in own.items() if name in own_fields() and value is not None}
-        if "bad_data" in plain:
-            plain["bad_data"] = _policies(plain["bad_data"])
-        if "custom_roles" in plain:
-            plain["custom_roles"] = tuple(plain["custom_roles"])
-        return cls(**plain)
+    def of(cls, values: Mapping[str, Any]) -> AsyncPipelineConfig:
+        """Build from plain values, nested or by dotted paths; None means the default. Raises ConfigError."""
+        return build(cls, flattened(cls, values))
 
     def __post_init__(self) -> None:
-        _require(
-            0 <= self.max_lag <= MOST_LAG,
-            "max_lag",
-            f"must be >= 0 and at most {MOST_LAG}",
-            self.max_lag,
-            "use 0 for on-policy",
-        )
-        for name in ("wait_timeout_s", "publish_timeout_s", "loop_stall_s"):
-            value = getattr(self, name)
-            _require(
-                0 < value <= LONGEST_S,
-                name,
-                f"must be > 0 and at most {LONGEST_S:g} seconds",
-                value,
-                "leave it out for the default",
-            )
-        _require(
-            self.step_down_after >= 0,
-            "step_down_after",
-            "must be >= 0",
-            self.step_down_after,
-            "0 never steps down",
-        )
-        for name in (
-            "sync_every",
-            "step_up_after",
-            "proof_tensors",
-            "preduce_bucket_size_mb",
-            "consume_bucket_size_mb",
-            "prompt_attempts",
-        ):
-            value = getattr(self, name)
-            _require(value >= 1, name, "must be >= 1", value, "leave it out for the default")
-        for name, choices in (
-            ("in_flight", IN_FLIGHT),
-            ("stage", STAGES),
-            ("stale", STALE),
-            ("validation", VALIDATION),
-            ("reward_failure", REWARD_FAILURE),
-        ):
-            value = getattr(self, name)
-            _require(
-                value in choices,
-                name,
-                f"must be one of {', '.join(choices)}",
-                value,
-                f"{choices[0]} is the default",
-            )
-        if self.loads_at_once is not None:
-            _require(
-                self.loads_at_once >= 1,
-                "loads_at_once",
-                "must be >= 1",
-                self.loads_at_once,
-                "leave it out for an eighth of the replicas",
-            )
-        self._check_rewards()
-        if self.old_logp is not None:
-            _require(
-                self.old_logp in OLD_LOGP,
-                "old_logp",
-                f"must be one of {', '.join(OLD_LOGP)}",
-                self.old_logp,
-                "leave it out for the default",
-            )
-        _require(
-            self.ref_refresh_every >= 0,
-            "ref_refresh_every",
-            "must be >= 0",
-            self.ref_refresh_every,
-            "0 is never",
-        )
-        for spec in self.custom_roles:
-            ok = spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]
-            _require(
-                ok, "custom_roles", "entries must read module:Class@after->before", spec, "see the README"
-            )
-        self._check_ages()
-        implied = STRATEGY_LAG.get(self.strategy)
-        if implied is not None and implied != self.max_lag:
-            raise ConfigError(
-                f"{OWN}.max_lag must be {implied} with strategy {self.strategy}, got {self.max_lag}; "
-                "use strategy n_step_ahead for another lag"
-            )
+        for knob in knobs_of(type(self)):
+            # Sections have checked theirs.
+            if "." not in knob.path and (value := getattr(self, knob.path)) is not None:
+                knob.check(value, f"{OWN}.{knob.path}")
+        for spec in self.custom_stages:
+            if not (spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]):
+                raise ConfigError(
+                    f"{OWN}.custom_stages entries must read module:Class@after->before, got {spec!r}; see "
+                    "the README"
+                )
+        self._check_lag()
 
-    def _check_rewards(self) -> None:
-        for name in (
-            "reward_timeout_s",
-            "reward_cpu_s",
-            "reward_attempts",
-            "reward_concurrency",
-            "reward_batch",
-            "reward_memory_mb",
-        ):
-            value = getattr(self, name)
-            least = "> 0" if name.endswith("_s") else ">= 1"
-            _require(
-                value is None or 0 < value <= LONGEST_S,
-                name,
-                f"must be {least} and at most {LONGEST_S:g}",
-                value,
-                "leave it out for the default",
-            )
-        _require(
-            is_finite(self.reward_default),
-            "reward_default",
-            "must be a finite number",
-            self.reward_default,
-            "0.0 is the default",
-        )
-        if self.reward_timeout_s is None:
-            for name in (
-                "reward_batch",
-                "reward_attempts",
-                "reward_concurrency",
-                "reward_memory_mb",
-                "reward_cpu_s",
-            ):
-                if getattr(self, name) != getattr(type(self), name):
-                    raise ConfigError(
-                        f"{OWN}.{name} wants a limit for the calls, got {getattr(self, name)!r}; set "
-                        f"{OWN}.reward_timeout_s"
-                    )
-
-    def _check_ages(self) -> None:
-        share = self.oldest_share
-        if self.depth is not None:
-            ok = 0 <= self.depth <= self.max_lag
-            _require(
-                ok,
-                "depth",
-                f"must be from 0 to max_lag, {self.max_lag}",
-                self.depth,
-                "leave it out for max_lag",
-            )
-        _require(0 < share <= 1, "oldest_share", "must be above 0 and at most 1", share, "1 is the default")
-        if self.max_lag == 0:
-            _require(
-                share == 1,
-                "oldest_share",
-                "must be 1 with max_lag 0",
-                share,
-                "leave it out, or raise max_lag",
-            )
-        depth = self.max_lag if self.depth is None else self.depth
+    def _check_lag(self) -> None:
+        staleness, sync = self.staleness, self.weight_sync
+        share, depth = staleness.oldest_share, staleness.batches_ahead
         longest = depth + (share == 1)
-        _require(
-            self.sync_every <= longest,
-            "sync_every",
-            f"must be at most {longest} with a depth of {depth} and oldest_share {share:g}, or prompts "
-            "would wait for "
-            "weights that wait for them",
-            self.sync_every,
-            f"set max_lag (and depth) to {self.sync_every - (share == 1)} or more",
-        )
+        if sync.every > longest:
+            raise ConfigError(
+                f"{sync.PATH}.every must be at most {longest} with a depth of {depth} and oldest_share "
+                f"{share:g}, or prompts would wait for weights that wait for them, got {sync.every}; set "
+                f"staleness.max_lag (and staleness.depth) to {sync.every - (share == 1)} or more"
+            )
+        implied = STRATEGY_LAG.get(self.strategy)
+        if implied is not None and implied != staleness.max_lag:
+            raise ConfigError(
+                f"{staleness.PATH}.max_lag must be {implied} with strategy {self.strategy}, got "
+                f"{staleness.max_lag}; use strategy n_step_ahead for another lag"
+            )
 
 
-def loads_at_once(asked: int | None, replicas: int) -> int:
-    """How many replicas load a version at the same time, while the others answer. None: an eighth, at
-    least one.
+def concurrent_loads(asked: int | None, replicas: int) -> int:
+    """How many replicas load a version at the same time, while the others generate: an eighth, at least one,
+    unless `asked` says otherwise.
     """
     return min(replicas, max(1, replicas // LOADING_SHARE) if asked is None else asked)
 
 
-def plain_defaults() -> dict[str, Any]:
-    """What each knob is if nobody says anything, in plain values."""
-    return dataclasses.asdict(AsyncPipelineConfig())
+def plain(knobs: AsyncPipelineConfig) -> dict[str, Any]:
+    """All knobs as nested plain values, as a config holds them."""
+    return {**dataclasses.asdict(knobs), "custom_stages": list(knobs.custom_stages)}
 
 
-def _policies(value: Any) -> Policies:
-    """Raises ConfigError: no mapping, an unknown kind, or a policy that a kind cannot have."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{OWN}.bad_data must be a section of kinds, got {value!r}; e.g. {{empty_answer: fail}}"
-        )
-    for kind, policy in value.items():
-        if kind not in POLICIES:
-            if kind == NO_SCORE:
-                raise ConfigError(
-                    f"{OWN}.bad_data.{kind} is unknown, got {policy!r}; {OWN}.reward_failure says what "
-                    "becomes of such an answer"
-                )
-            raise ConfigError(
-                f"{OWN}.bad_data.{kind} is unknown, got {policy!r}{hint(str(kind), POLICIES)}; kinds: "
-                f"{', '.join(POLICIES)}"
-            )
-        _require(
-            policy in POLICIES[kind],
-            f"bad_data.{kind}",
-            f"must be one of {', '.join(POLICIES[kind])}",
-            policy,
-            f"{POLICIES[kind][0]} is the default",
-        )
-    return Policies(**value)
-
-
-def own_fields() -> tuple[str, ...]:
-    """Names of all knobs under `trainer.v1.async_pipeline`."""
-    return tuple(f.name for f in dataclasses.fields(AsyncPipelineConfig))
+def knob_paths() -> tuple[str, ...]:
+    """Paths of all knobs below `trainer.v1.async_pipeline`."""
+    return tuple(knob.path for knob in knobs_of(AsyncPipelineConfig))
 
 
 def canonical_strategy(value: Any, path: str) -> str:
-    """`one-step-off` and `naive` in our spelling. Raises ConfigError: no such strategy."""
+    """Return a strategy's canonical name, e.g. of `one-step-off` or `naive`. Raises ConfigError if there is
+    no such strategy.
+    """
     text = str(value)
     if ":" in text:
         return text
@@ -383,10 +324,5 @@ def canonical_strategy(value: Any, path: str) -> str:
 
 
 def is_strategy(name: str) -> bool:
-    """Is this trainer mode one of ours or, written `module:Class`, somebody's own?"""
+    """Return whether this trainer mode is one of ours or a custom strategy, `module:Class`."""
     return name in STRATEGY_LAG or ":" in name
-
-
-def _require(ok: bool, name: str, rule: str, value: Any, remedy: str) -> None:
-    if not ok:
-        raise ConfigError(f"{OWN}.{name} {rule}, got {value!r}; {remedy}")

@@ -16,23 +16,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from ..errors import BadDataError
 
 NO_SCORE = "no_score"
-"""The kind whose policy is a separate knob, `reward_failure`."""
-POLICIES: Mapping[str, tuple[str, ...]] = {
-    "nonfinite_logprobs": ("fail", "drop"),
-    "empty_answer": ("drop", "fail"),
-    "all_masked": ("drop", "fail", "keep"),
-    "long_prompt": ("drop", "fail", "keep"),
-    "missing_answers": ("drop", "fail"),
-}
-"""The policies that each kind of flaw allows; the first is the default."""
-KINDS = (*POLICIES, NO_SCORE)
+"""The kind whose policy is a knob of the reward, `reward.failure`."""
 OF_SCORES = {"fail": "fail", "drop": "drop", "score": "keep"}
-"""The policy that each value of `reward_failure` means."""
+"""Values of `reward.failure` as policies."""
 HOPELESS = ("long_prompt",)
 """Kinds that another attempt would only repeat."""
 MANY_DROPPED = 64
@@ -43,24 +34,32 @@ SHOWN = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Policies:
-    """The policy for each kind of flaw; see `POLICIES`."""
-
-    nonfinite_logprobs: str = "fail"
-    """The log-probability of a token is NaN or infinite: the replica computes wrong values, or its
-    weights are wrong.
+    """What happens to a group whose data is bad, by kind: fail (the run ends and names the group and, where
+    they are known, the replica and version that wrote it), drop (the prompt is generated again), or keep
+    where the kind permits it. async_pipeline/bad_data/* counts each kind.
     """
-    empty_answer: str = "drop"
-    """A response without a token."""
-    all_masked: str = "drop"
-    """No token of any response counts, for example because all are too long: only a KL term could learn."""
-    long_prompt: str = "drop"
-    """More tokens than data.max_prompt_length; keep: verl cuts off its beginning."""
-    missing_answers: str = "drop"
+
+    nonfinite_logprobs: Literal["fail", "drop"] = "fail"
+    """The rollout returned NaN or infinity for the log-prob of a token: its replica computes wrong values."""
+    empty_answer: Literal["drop", "fail"] = "drop"
+    """A response has no token."""
+    all_masked: Literal["drop", "fail", "keep"] = "drop"
+    """The response mask of every response is 0, as where all are too long: only a KL term learns from it."""
+    long_prompt: Literal["drop", "fail", "keep"] = "drop"
+    """The prompt has more tokens than data.max_prompt_length. keep: verl cuts off its beginning."""
+    missing_answers: Literal["drop", "fail"] = "drop"
     """The agent loop returned nothing for a response, so the group is smaller than rollout.n."""
 
     def by_kind(self, reward_failure: str) -> dict[str, str]:
-        """Return the policy of each kind. `reward_failure`: the knob."""
+        """The policy of each kind. `reward_failure`: the value of `reward.failure`."""
         return {**asdict(self), NO_SCORE: OF_SCORES[reward_failure]}
+
+
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(Policies).items()
+}
+"""The policies of each kind, the default first."""
+KINDS = (*POLICIES, NO_SCORE)
 
 
 class Flaw(NamedTuple):
@@ -257,4 +256,4 @@ class BadData:
 
 
 def _knob(kind: str) -> str:
-    return "reward_failure" if kind == NO_SCORE else f"bad_data.{kind}"
+    return "reward.failure" if kind == NO_SCORE else f"faults.bad_data.{kind}"

@@ -39,11 +39,11 @@ from .staleness import Versions
 
 Order = Literal["drawn", "finished"]
 """Which groups a step takes: the next ones in the order of their draws, or the finished ones."""
-Stale = Literal["wait", "resume", "drop"]
+Straggler = Literal["wait", "regenerate", "drop"]
 """What becomes of an unfinished group that holds up a step: the step waits, or the group is generated again,
 or given up.
 """
-Verdict = Literal["resume", "drop"]
+Verdict = Literal["regenerate", "drop"]
 
 
 @dataclass(kw_only=True)
@@ -89,7 +89,7 @@ class MessageQueue:
         first_step: int = 1,
         oldest_share: float = 1.0,
         order: Order = "drawn",
-        stale: Stale = "wait",
+        straggler: Straggler = "wait",
     ) -> None:
         """`batch`: groups of a step. `oldest_share`: the share of a step that may have the full lag."""
         if max_lag < 0 or first_step < 1 or batch < 1:
@@ -101,7 +101,7 @@ class MessageQueue:
         self.max_lag, self.depth = max_lag, max_lag
         """`depth` may be lowered and raised again during use: it bounds later admissions."""
         self._versions, self.batch = versions, batch
-        self._order, self._stale = order, stale
+        self._order, self._straggler = order, straggler
         self._oldest = share_of(oldest_share, batch)
         self._taken_step, self._last_step = first_step - 1, last_step
         self._taken: dict[int, tuple[Group, ...]] = {}
@@ -231,7 +231,7 @@ class MessageQueue:
         chosen = dict(finished[: self.batch])
         in_the_way = self._overtaken(chosen) if self._order == "drawn" else self._left_over(step, chosen)
         if in_the_way is None:
-            self._held_up = self._what_holds_up(step, chosen) if self._stale == "wait" else None
+            self._held_up = self._what_holds_up(step, chosen) if self._straggler == "wait" else None
             return None
         for uid in in_the_way:
             self._recall(uid)
@@ -331,7 +331,7 @@ class MessageQueue:
         """
         last = max(self._entries[uid].number for uid in chosen)
         before = [uid for uid, e in self._entries.items() if e.number < last and e.group is None]
-        if before and self._stale == "wait":
+        if before and self._straggler == "wait":
             return None
         return before if all(self._entries[uid].recall for uid in before) else None
 
@@ -346,14 +346,14 @@ class MessageQueue:
         in_the_way: list[str] = []
         again = self._versions.served + self.max_lag
         while (due := self._first_excess(step, dues)) is not None:
-            if self._stale == "wait" or (self._stale == "resume" and again <= due):
+            if self._straggler == "wait" or (self._straggler == "regenerate" and again <= due):
                 return None
             if not recallable or recallable[0][0] > due:
                 return None
             was_due, uid = recallable.popleft()
             in_the_way.append(uid)
             dues.remove(was_due)
-            if self._stale == "resume":
+            if self._straggler == "regenerate":
                 insort(dues, again)
         return in_the_way
 
@@ -370,8 +370,8 @@ class MessageQueue:
         entry = self._entries[uid]
         assert entry.recall is not None
         recall, entry.recall = entry.recall, None
-        self._verdicts[uid] = "drop" if self._stale == "drop" else "resume"
-        if self._stale == "drop":
+        self._verdicts[uid] = "drop" if self._straggler == "drop" else "regenerate"
+        if self._straggler == "drop":
             self.give_back(uid)
             self._on_drop(uid)
         else:

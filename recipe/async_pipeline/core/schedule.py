@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from .message_queue import MessageQueue, Order, Stale
+from .message_queue import MessageQueue, Order, Straggler
 from .staleness import Versions
 
 OldLogp = Literal["trainer", "logp_pool", "rollout"]
@@ -53,7 +53,7 @@ class Schedule:
     """Batches ahead of the one that trains, if fewer than `max_lag`."""
     oldest_share: float = 1.0
     """Share of a batch that may have the full `max_lag`."""
-    straggler: Stale = "wait"
+    straggler: Straggler = "wait"
     """What happens to an unfinished group that holds up a step."""
     sync_every: int = 1
     """Optimizer steps between publications."""
@@ -77,7 +77,7 @@ class Schedule:
             last_step=self.last_step,
             oldest_share=self.oldest_share if self.max_lag else 1.0,
             order=self.order,
-            stale=self.straggler,
+            straggler=self.straggler,
         )
         if self.depth is not None:
             queue.depth = min(self.depth, self.max_lag)

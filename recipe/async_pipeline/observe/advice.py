@@ -145,7 +145,7 @@ def slow_environment(facts: Facts) -> Advice | None:
         finding=f"pool {pool} was idle {share:.0%} of the time while all open responses were in agent "
         "loops, tools or reward functions",
         change="keep more responses open (a larger max_lag or batch), or speed up agent loops and rewards "
-        "(rollout.agent.num_workers, reward_concurrency, reward_batch)",
+        "(rollout.agent.num_workers, reward.concurrency, reward.batch)",
     )
 
 
@@ -162,8 +162,8 @@ def heavy_weights(facts: Facts) -> Advice | None:
     return Advice(
         rule="heavy_weights",
         finding=f"weight updates took {share:.0%} of pool {pool}'s time",
-        change="set sync_every=2, which publishes every other version"
-        + (", or stage=device, which shortens the load" if pool != "train" else ""),
+        change="set weight_sync.every=2, which publishes every other version"
+        + (", or weight_sync.load_staging=device, which shortens the load" if pool != "train" else ""),
         gain=gain if gain >= WORTH_IT else None,
     )
 
@@ -233,8 +233,8 @@ def slow_reward(facts: Facts) -> Advice | None:
 
 _REMEDIES = {
     "filtered": "remove prompts that are too easy or too hard: equal scores within a group give no gradient",
-    "expired": "set stale=resume to continue expired groups, or raise max_lag to let them finish",
-    "failed": "fix the scoring of these groups; see reward_timeout_s, reward_failure and the run's log",
+    "expired": "set staleness.straggler=regenerate to continue expired groups, or raise staleness.max_lag",
+    "failed": "fix the scoring of these groups; see reward.timeout_s, reward.failure and the log of the run",
 }
 
 

@@ -49,8 +49,8 @@ WATCHED: dict[Lost, tuple[Quantity, ...]] = {
 }
 """Quantities that `warning` checks; filters select by reward on purpose."""
 REMEDY: dict[Lost, str] = {
-    "dropped": "if these responses were late, raise max_lag or set stale=wait; if their data or rewards were "
-    "bad, see bad_data/* and failed",
+    "dropped": "if these responses were late, raise staleness.max_lag or set staleness.straggler=wait; if "
+    "their data or rewards were bad, see bad_data/* and failed",
     "filtered": "relax the filter if it is not meant to select by this quantity",
 }
 MORE_OR_LESS: dict[Quantity, tuple[str, str]] = {

@@ -70,7 +70,7 @@ def side_by_side(run: RunLog, profile: Profile, *, seed: int = 1) -> dict[str, A
     return {
         "run": run.directory.name,
         "strategy": knobs.strategy,
-        "max_lag": knobs.max_lag,
+        "max_lag": knobs.staleness.max_lag,
         "profile": profile.note,
         "predicted_step_s": round(predicted, 6),
         "measured_step_s": round(measured, 6),
@@ -85,7 +85,7 @@ def _window(run: RunLog) -> tuple[int, int]:
 
     The second half may include steps of the warm-up; the prediction covers the same steps.
     """
-    steps, lag = len(run.step_ends_s), run.knobs.max_lag
+    steps, lag = len(run.step_ends_s), run.knobs.staleness.max_lag
     first = min(2 * (lag + 1), steps // 2)
     last = max(first + LEAST_STEPS, steps - (lag + 1))
     if last > steps:

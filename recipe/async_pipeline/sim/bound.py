@@ -155,8 +155,8 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
     profile, knobs = setting.profile, setting.knobs
     work = work or work_of(profile, setting.groups, setting.steps, setting.seed)
     stages, sync = profile.stages, profile.sync
-    depth = knobs.max_lag if knobs.depth is None else knobs.depth
-    stall_s = 0.0 if setting.shared else sync.stall_s / knobs.sync_every
+    depth = knobs.staleness.batches_ahead
+    stall_s = 0.0 if setting.shared else sync.stall_s / knobs.weight_sync.every
 
     terms = {pool: seconds for pool, seconds in _pools(setting, work).items() if seconds}
     generating = generate_s(setting, work, depth + 1, stall_s)
@@ -169,7 +169,7 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
 
     after_s = stages.update.seconds(work.trained_tokens, setting.devices_of("train")) + weights_s(setting)
     terms["loop"] = (max(work.tail_s, generate_s(setting, work, depth + 1, 0.0)) + after_s) / (
-        knobs.max_lag + 1
+        knobs.staleness.max_lag + 1
     )
     terms["littles"] = (work.group_s + after_s) / (depth + 1)
     return terms
@@ -201,7 +201,7 @@ def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:
 
 def _pools(setting: Setting, work: BatchWork) -> dict[str, float]:
     """Return the seconds per step that each pool computes, except generation."""
-    placement, every = setting.placement, setting.knobs.sync_every
+    placement, every = setting.placement, setting.knobs.weight_sync.every
     seconds = dict.fromkeys((pool.name for pool in placement.pools), 0.0)
     for role, taken in _stage_seconds(setting, work).items():
         pool = placement.pool_of("critic" if role == "values" else role)
@@ -242,14 +242,14 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
     after_s += stages.advantage.seconds(0, 0) + stages.assemble.seconds(0, 0) + weights_s(setting)
     alone = setting.profile.decode.step_s(1)
 
-    depth = knobs.max_lag if knobs.depth is None else knobs.depth
+    depth = knobs.staleness.batches_ahead
 
     def needed(step_s: float) -> float:
         slower_s = _step_at(setting, work.written_tokens / setting.replicas / step_s) - alone
         tail_s = work.tail_s + slower_s * work.tail_tokens
         # A finished group waits for its step, half a step on average.
         group_s = work.group_s + slower_s * work.tail_tokens * work.group_s / work.tail_s + step_s / 2
-        return max((tail_s + after_s) / (knobs.max_lag + 1), (group_s + after_s) / (depth + 1))
+        return max((tail_s + after_s) / (knobs.staleness.max_lag + 1), (group_s + after_s) / (depth + 1))
 
     low, high = bound, max(bound, needed(bound))
     for _ in range(_HALVINGS):

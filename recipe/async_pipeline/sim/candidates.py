@@ -51,7 +51,11 @@ class Candidate:
 def by_estimate(candidate: Candidate) -> tuple[float, int, int]:
     """Sort key: the estimate per group, then the lag, then the number of pools."""
     setting = candidate.setting
-    return candidate.per_group(candidate.estimate_s), setting.knobs.max_lag, len(setting.placement.pools)
+    return (
+        candidate.per_group(candidate.estimate_s),
+        setting.knobs.staleness.max_lag,
+        len(setting.placement.pools),
+    )
 
 
 def candidates_of(profile: Profile, devices: int, max_lag: int, seed: int) -> Iterator[Candidate]:
@@ -65,7 +69,7 @@ def candidates_of(profile: Profile, devices: int, max_lag: int, seed: int) -> It
                 continue
 
             for knobs in _strategies(max_lag):
-                steps = 3 * (knobs.max_lag + 1) + max(LEAST_STEPS, MEASURED_STEPS)
+                steps = 3 * (knobs.staleness.max_lag + 1) + max(LEAST_STEPS, MEASURED_STEPS)
                 setting = Setting(
                     profile=profile, placement=placement, knobs=knobs, groups=groups, steps=steps, seed=seed
                 )

@@ -92,7 +92,7 @@ def knobs_of(
     max_lag: int | None = None,
     depth: int | None = None,
     *,
-    stale: str = "wait",
+    straggler: str = "wait",
     sync_every: int = 1,
 ) -> AsyncPipelineConfig:
     """Return the settings of a strategy. Raises ConfigError if it is unknown or contradicts an option."""
@@ -100,9 +100,14 @@ def knobs_of(
     implied = schedule_class(name).implied_lag
     if max_lag is None:
         max_lag = DEFAULT_AHEAD if implied is None else implied
-
-    return AsyncPipelineConfig(
-        strategy=name, max_lag=max_lag, depth=depth, stale=stale, sync_every=sync_every
+    return AsyncPipelineConfig.of(
+        {
+            "strategy": name,
+            "staleness.max_lag": max_lag,
+            "staleness.depth": depth,
+            "staleness.straggler": straggler,
+            "weight_sync.every": sync_every,
+        }
     )
 
 

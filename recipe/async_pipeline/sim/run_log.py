@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
+from ..config.settings_file import of_settings
 from ..core.events import LogRecord
 from ..errors import ConfigError
 from ..observe.event_file import read_events
@@ -47,11 +48,7 @@ class RunLog:
     @property
     def knobs(self) -> AsyncPipelineConfig:
         """The run's settings that decide its schedule."""
-        names = ("strategy", "max_lag", "depth", "oldest_share", "stale", "sync_every", "old_logp")
-        found = {name: self.settings[name] for name in names}
-        # Runs of earlier versions did not write it.
-        found |= {name: self.settings[name] for name in ("ref_refresh_every",) if name in self.settings}
-        return AsyncPipelineConfig(**found)
+        return of_settings(self.settings)
 
     @cached_property
     def step_ends_s(self) -> list[float]:

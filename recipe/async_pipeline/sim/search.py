@@ -171,13 +171,13 @@ def overrides(found: Found) -> list[str]:
         f"data.train_batch_size={setting.groups}",
     ]
     if knobs.strategy in ("n_step_ahead", "fully_async"):
-        lines.append(f"++{own}.max_lag={knobs.max_lag}")
+        lines.append(f"++{own}.staleness.max_lag={knobs.staleness.max_lag}")
     if setting.profile.stages.ref_logp is not None:
         lines.append("actor_rollout_ref.actor.use_kl_loss=True")
     if setting.profile.stages.critic is not None:
         lines.append("algorithm.adv_estimator=gae")
-    if knobs.depth is not None:
-        lines.append(f"++{own}.depth={knobs.depth}")
+    if knobs.staleness.depth is not None:
+        lines.append(f"++{own}.staleness.depth={knobs.staleness.depth}")
 
     node = setting.profile.devices_per_node
     nodes = -(-setting.placement.devices // node)
@@ -218,7 +218,7 @@ def judge(best: Found, max_lag: int) -> tuple[Literal["async", "sync"], str]:
     else:
         reason = "a synchronous step keeps its devices busy, so there is little to overlap"
     return "sync", (
-        f"asynchrony does not pay: at best {result} with max_lag {setting.knobs.max_lag}; {reason}"
+        f"asynchrony does not pay: at best {result} with max_lag {setting.knobs.staleness.max_lag}; {reason}"
     )
 
 
@@ -279,6 +279,7 @@ def _prefer_less_lag(found: list[Found]) -> list[Found]:
     limit = found[0].candidate.per_group(found[0].step_s) * (1 + AS_GOOD)
     as_good = [f for f in found if f.candidate.per_group(f.step_s) <= limit]
     first = min(
-        as_good, key=lambda f: (f.candidate.setting.knobs.max_lag, len(f.candidate.setting.placement.pools))
+        as_good,
+        key=lambda f: (f.candidate.setting.knobs.staleness.max_lag, len(f.candidate.setting.placement.pools)),
     )
     return [first, *(f for f in found if f is not first)]

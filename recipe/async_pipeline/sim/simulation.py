@@ -80,7 +80,7 @@ def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
 
     Raises ConfigError if there are too few steps for the lag; errors of the flow propagate.
     """
-    first, last = over or window(setting.steps, setting.knobs.max_lag)
+    first, last = over or window(setting.steps, setting.knobs.staleness.max_lag)
     trainer = SimulatedTrainer(setting)
     flow = AsyncTrainingFlow(trainer, keep_records=1)
     accountant, steps = Accountant(), _Steps()

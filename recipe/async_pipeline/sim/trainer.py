@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ..config.placement import Placement, proximal_policy
 from ..config.scheduling import schedule_of
-from ..config.schema import AsyncPipelineConfig, loads_at_once
+from ..config.schema import AsyncPipelineConfig, concurrent_loads
 from ..core.degradation import Caution, Change
 from ..core.flow import GRAPH
 from ..core.flow_state import FlowState
@@ -57,11 +57,12 @@ class Setting:
     @property
     def loads_at_once(self) -> int:
         """Replicas that load at the same time; all of them if training and generation take turns."""
-        return self.replicas if self.shared else loads_at_once(self.profile.sync.loads_at_once, self.replicas)
+        asked = self.profile.sync.loads_at_once
+        return self.replicas if self.shared else concurrent_loads(asked, self.replicas)
 
     @property
     def old_logp(self) -> str:
-        """One of `schema.OLD_LOGP`."""
+        """One of `schema.OldLogp`."""
         return proximal_policy(self.knobs, self.placement, bypass=False)
 
     @property

@@ -12,6 +12,9 @@ from ..core.role import RoleStateMachine, register_role
 if TYPE_CHECKING:
     from ..core.flow import AsyncTrainingFlow
 
+FATES = {"regenerate": "resume", "drop": "drop"}
+"""Verdicts of the message queue, and their names in `events.jsonl`."""
+
 
 @register_role("generate")
 class GenerateStateMachine(RoleStateMachine):
@@ -75,7 +78,7 @@ class GenerateStateMachine(RoleStateMachine):
                 verdict = queue.verdict(uid)
                 if verdict is None:  # the run is being stopped
                     raise
-            self.note("RECALLED", key=uid, fate=verdict)
+            self.note("RECALLED", key=uid, fate=FATES[verdict])
             if verdict == "drop":
                 return None
             self.pipeline.ledger.answer_again(uid, "stale", self.pipeline.versions.served)

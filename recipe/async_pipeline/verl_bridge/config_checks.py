@@ -22,10 +22,10 @@ from verl.trainer.ppo.utils import need_reference_policy
 from ..checkpoint.resume import check_keys
 from ..config.aliases import BYPASS
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
-from ..config.paths import hint, select
+from ..config.paths import OWN, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
 from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss
-from ..config.schema import OWN, AsyncPipelineConfig
+from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class
 from ..core.flow import GRAPH, OPTIONAL, graph_of
@@ -168,7 +168,7 @@ def _require_resolvable(config: DictConfig) -> None:
 
 def _require_importable(knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError: a strategy or role of one's own names a class that cannot be found."""
-    roles = [(f"{OWN}.custom_roles", spec.partition("@")[0]) for spec in knobs.custom_roles]
+    roles = [(f"{OWN}.custom_stages", spec.partition("@")[0]) for spec in knobs.custom_stages]
     for path, target in [(f"{OWN}.strategy", knobs.strategy), *roles]:
         if ":" in target:
             find_class(target, path)
@@ -178,19 +178,19 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
     """Raises ConfigError: a reward function that is not there, or limits for the calls of one that verl
     has built in.
     """
-    if not knobs.reward_while_generating:
+    if not knobs.reward.while_generating:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             raise ConfigError(
-                f"{OWN}.reward_while_generating must be True with algorithm.filter_groups, got False; "
+                f"{OWN}.reward.while_generating must be True with algorithm.filter_groups, got False; "
                 "groups are filtered by their rewards as they are finished"
             )
-        if knobs.reward_failure == "drop":
+        if knobs.reward.failure == "drop":
             raise ConfigError(
-                f"{OWN}.reward_failure must not be drop with reward_while_generating=False, got 'drop'; "
+                f"{OWN}.reward.failure must not be drop with reward.while_generating=False, got 'drop'; "
                 "use fail or score"
             )
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
-    if knobs.reward_timeout_s is None:
+    if knobs.reward.timeout_s is None:
         # The workers load it, each within its own limits; here it only has to be there.
         if path and not str(path).startswith(PACKAGE) and not Path(str(path).removeprefix(FILE)).is_file():
             raise ConfigError(
@@ -200,7 +200,7 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
         return
     if not path:
         raise ConfigError(
-            f"{OWN}.reward_timeout_s wants a reward function of your own, got {path!r}; set "
+            f"{OWN}.reward.timeout_s wants a reward function of your own, got {path!r}; set "
             "reward.custom_reward_function.path"
         )
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
@@ -211,6 +211,6 @@ def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> N
     critic, reference = has_critic(config), need_reference_policy(config)
     roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
     try:
-        insert_custom_roles(graph_of(roles), knobs.custom_roles)
+        insert_custom_roles(graph_of(roles), knobs.custom_stages)
     except ConfigError as error:
-        raise ConfigError(f"{OWN}.custom_roles: {error}") from None
+        raise ConfigError(f"{OWN}.custom_stages: {error}") from None

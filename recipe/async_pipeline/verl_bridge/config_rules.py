@@ -14,8 +14,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
+from ..config.paths import OWN
 from ..config.placement import Placement, check_divides
-from ..config.schema import OWN, AsyncPipelineConfig
+from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
@@ -172,15 +173,16 @@ def reward_model_devices(config: DictConfig) -> int:
 
 def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError: a forward-only model is to load published weights, and cannot."""
-    if knobs.ref_refresh_every and not need_reference_policy(config):
+    every = knobs.training.ref_refresh_every
+    if every and not need_reference_policy(config):
         raise ConfigError(
-            f"{OWN}.ref_refresh_every must be 0 without a reference policy, got {knobs.ref_refresh_every}; "
+            f"{OWN}.training.ref_refresh_every must be 0 without a reference policy, got {every}; "
             "set actor_rollout_ref.actor.use_kl_loss=True for one"
         )
     strategy, rank = config.actor_rollout_ref.actor.strategy, _adapter_rank(config)
     cases = (
         (placement.own_pool_of("logp") is not None, "logp", "let logp share the training devices"),
-        (knobs.ref_refresh_every > 0, "ref_logp", f"leave {OWN}.ref_refresh_every out"),
+        (every > 0, "ref_logp", f"leave {OWN}.training.ref_refresh_every out"),
     )
     for loads, role, other in cases:
         if loads and strategy != "fsdp2":
@@ -242,7 +244,7 @@ RULES = (
         f"{_ENGINE}.update_weights_bucket_megabytes",
         lambda v: v == 2048,
         "must be left alone",
-        f"set {OWN}.preduce_bucket_size_mb instead",
+        f"set {OWN}.weight_sync.gather_bucket_size_mb instead",
     ),
     (
         f"{ROLLOUT}.agent.agent_loop_manager_class",

@@ -8,7 +8,6 @@ verl's entry point (patched) calls `prepare` with the whole config before it sta
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import importlib.metadata
 import os
 import sys
@@ -21,9 +20,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from ..checkpoint.resume import check_ledger, origin_of
 from ..config.aliases import FOREIGN
 from ..config.loss_modes import LOSS_CONFIG
+from ..config.misplaced import SWITCHES
+from ..config.paths import OWN, RUNTIME
 from ..config.rollout_correction import correction_in_words
-from ..config.schema import OWN, AsyncPipelineConfig, is_strategy
-from ..config.translation import SWITCHES
+from ..config.runtime import RuntimeConfig
+from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
 from .config_checks import STOCK_LOSS_CONFIG, Checked, _update, checked
@@ -69,8 +70,8 @@ def _prepare(config: DictConfig) -> None:
     for note in found.translation.notes:
         _say(note)
     knobs = found.translation.config
-    correction = correction_in_words(config, found.old_logp, knobs.max_lag)
-    if knobs.max_lag and correction.startswith("none"):
+    correction = correction_in_words(config, found.old_logp, knobs.staleness.max_lag)
+    if knobs.staleness.max_lag and correction.startswith("none"):
         _say(f"correction for age: {correction}")
 
 
@@ -84,49 +85,52 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
 
 
 def _rewrite(config: DictConfig, found: Checked) -> None:
+    """Have the config start our trainer, and say what it is to do."""
     knobs = found.translation.config
-    own = dataclasses.asdict(knobs)
-    own["placement"] = found.placement.as_list()
-    own["old_logp"] = found.old_logp
-    own["custom_roles"] = list(knobs.custom_roles)
-    own["run_dir"] = str(_make_run_dir(config, knobs))
+    run_dir = _make_run_dir(config, knobs)
     origin = origin_of(
         cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True)),
         knobs,
         found.placement,
         importlib.metadata.version("verl"),
-        Path(own["run_dir"]),
+        run_dir,
         _say,
     )
     if origin.found is not None:
-        check_ledger(Path(own["run_dir"]), origin.found)
-    own["run"], own["identity"] = origin.run, dict(origin.identity)
-    own["resume_from"] = None if origin.found is None else str(origin.found.folder)
-    own["started_unix"] = float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time())
+        check_ledger(run_dir, origin.found)
+    manager = OmegaConf.to_container(config.reward.reward_manager, resolve=True)
+    runtime = RuntimeConfig(
+        run=origin.run,
+        identity=origin.identity,
+        run_dir=run_dir,
+        resume_from=None if origin.found is None else origin.found.folder,
+        started_unix=float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time()),
+        placement=found.placement,
+        old_logp=found.old_logp,
+        reward_manager=None if knobs.reward.timeout_s is None else cast("dict[str, Any]", manager),
+    )
     with open_dict(config):
-        for path in (*SWITCHES, *(path for key in FOREIGN for path in key.paths)):
+        for path in (*SWITCHES, *(key.path for key in FOREIGN)):
             _remove(config, path)
-        config.trainer.v1.async_pipeline = own
+        _update(config, {OWN: plain(knobs), RUNTIME: runtime.plain()})
         config.trainer.v1.trainer_mode = knobs.strategy
         config.trainer.default_local_dir = str(origin.root)
         config.actor_rollout_ref.hybrid_engine = False
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER
-        if knobs.reward_timeout_s is not None:
-            own["reward_manager"] = OmegaConf.to_container(config.reward.reward_manager, resolve=True)
-            config.trainer.v1.async_pipeline = own
+        if knobs.reward.timeout_s is not None:
             config.reward.reward_manager.source = "importlib"
             config.reward.reward_manager.module.path = REWARDS_MODULE
             config.reward.reward_manager.name = "GuardedRewardManager"
         losses = config.actor_rollout_ref.actor.policy_loss
         if losses.get("_target_") == STOCK_LOSS_CONFIG:
             losses._target_ = LOSS_CONFIG
-        engine = rollout.checkpoint_engine
+        engine, sync = rollout.checkpoint_engine, knobs.weight_sync
         engine.backend = "dual_buffer"
         engine.custom_backend_module = ENGINE_MODULE
-        engine.update_weights_bucket_megabytes = knobs.preduce_bucket_size_mb
+        engine.update_weights_bucket_megabytes = sync.gather_bucket_size_mb
         engine.engine_kwargs = {
-            "dual_buffer": {"rollout_dtype": str(rollout.dtype), "proof_tensors": knobs.proof_tensors}
+            "dual_buffer": {"rollout_dtype": str(rollout.dtype), "proof_tensors": sync.verify_tensors}
         }
         logger = config.trainer.logger
         names = [logger] if isinstance(logger, str) else list(logger or [])

@@ -25,7 +25,7 @@ def checks_module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.agent_loop.sample_checks")
 
 
-def checks(checks_module: ModuleType, **policies: str) -> Any:
+def checks(checks_module: ModuleType, **policies: Any) -> Any:
     return checks_module.Checks(Policies(**policies).by_kind("fail"), 8)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from recipe.async_pipeline.config.paths import OWN, RUNTIME, nested
+from recipe.async_pipeline.config.placement import Placement
+from recipe.async_pipeline.config.runtime import RuntimeConfig
 from recipe.async_pipeline.errors import RewardError
 from tests import FAKES
 from tests.conftest import Load
@@ -29,19 +33,27 @@ def manager(load: Load) -> Iterator[Make]:
 
     def make(on_failure: str) -> Any:
         own = {
-            "reward_timeout_s": 20.0,
-            "reward_attempts": 1,
-            "reward_concurrency": 1,
-            "reward_batch": None,
-            "reward_memory_mb": None,
-            "reward_cpu_s": None,
-            "reward_failure": on_failure,
-            "reward_default": -1.0,
-            "reward_manager": {"source": "register", "name": "naive"},
+            "reward": {
+                "timeout_s": 20.0,
+                "attempts": 1,
+                "concurrency": 1,
+                "failure": on_failure,
+                "default": -1.0,
+            }
         }
+        runtime = RuntimeConfig(
+            run="r",
+            identity={},
+            run_dir=Path("run"),
+            resume_from=None,
+            started_unix=0.0,
+            placement=Placement(()),
+            old_logp="trainer",
+            reward_manager={"source": "register", "name": "naive"},
+        )
         config = OmegaConf.create(
             {
-                "trainer": {"v1": {"async_pipeline": own}},
+                **nested({OWN: own, RUNTIME: runtime.plain()}),
                 "reward": {
                     "custom_reward_function": {
                         "path": FUNCTIONS,

@@ -108,7 +108,7 @@ WAIT_S = 0.2
 
 def client_of(ours: ModuleType, balancer: Balancer) -> Any:
     rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
-    v1 = SimpleNamespace(async_pipeline=SimpleNamespace(wait_timeout_s=WAIT_S))
+    v1 = SimpleNamespace(async_pipeline=SimpleNamespace(faults=SimpleNamespace(wait_timeout_s=WAIT_S)))
     config = SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(v1=v1)
     )

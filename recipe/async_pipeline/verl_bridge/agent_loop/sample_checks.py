@@ -105,8 +105,8 @@ def flaws_together(
 
 
 class Scores:
-    """The handling of a response that the reward function could not score: `reward_failure`,
-    `reward_default`.
+    """The handling of a response that the reward function could not score: `reward.failure`,
+    `reward.default`.
     """
 
     def __init__(self, on_failure: str, default: float) -> None:

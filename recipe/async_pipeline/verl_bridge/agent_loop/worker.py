@@ -16,10 +16,11 @@ from tensordict import TensorDict
 from verl.experimental.agent_loop import agent_loop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from ...core.bad_data import Flaw, Policies
+from ...core.bad_data import Flaw
 from ...core.items import Trajectory
 from ...errors import RolloutError
 from ..reward.worker import PlainCaller
+from ..run_config import knobs_of
 from ..sample_columns import Columns
 from ..sample_grouping import joinable
 from .hydra_cache import hydra_with_factories
@@ -85,14 +86,14 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             self.reward_loop_worker_handles = [
                 PlainCaller(worker) for worker in self.reward_loop_worker_handles
             ]
-        own = self.config.trainer.v1.async_pipeline
-        policies = Policies(**own.bad_data).by_kind(own.reward_failure)
+        knobs = knobs_of(self.config)
+        policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
         self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
-        self._scores = Scores(own.reward_failure, float(own.reward_default))
+        self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
         # Read for each response, for which a config is too slow.
         self._scores_at_once, self._saves = (
-            bool(own.reward_while_generating),
+            knobs.reward.while_generating,
             self.config.trainer.save_freq > 0,
         )
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
@@ -214,7 +215,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """Score as verl does, unless the batch is scored after generation.
 
-        A response without a score gets the default or ends the run, as `reward_failure` says.
+        A response without a score gets the default or ends the run, as `reward.failure` says.
         """
         if not self._scores_at_once and not _VALIDATING.get():
             return

@@ -61,7 +61,7 @@ def score_batch(
     round_robin = itertools.cycle(workers)
     calls = [next(round_robin).compute_score.remote(row) for row in rows]
     results: list[Mapping[str, Any]] = got(
-        calls, knobs.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} responses"
+        calls, knobs.faults.wait_timeout_s, owner="rollout", what=f"scores of {len(rows)} responses"
     )
     results = [_finite(result, knobs) for result in results]
 
@@ -82,9 +82,9 @@ def _finite(result: Mapping[str, Any], knobs: AsyncPipelineConfig) -> Mapping[st
     score = result["reward_score"]
     if is_finite(score):
         return result
-    if knobs.reward_failure == "fail":
+    if knobs.reward.failure == "fail":
         raise RewardError(f"invalid: the score must be a finite number, got {score!r}"[:500])
-    return {**result, "reward_score": knobs.reward_default}
+    return {**result, "reward_score": knobs.reward.default}
 
 
 def _row(prompt: torch.Tensor, response: torch.Tensor, others: Mapping[str, Any]) -> DataProto:

@@ -10,6 +10,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
 from ...errors import RewardError
+from ..run_config import knobs_of, runtime_of
 from .executor import Function, Limits, RewardGuard
 
 UNSCORED = "unscored"
@@ -21,8 +22,8 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
 
     def __init__(self, config: DictConfig, tokenizer: Any, compute_score: Any, **more: Any) -> None:
         super().__init__(config, tokenizer, compute_score)
-
-        own = config.trainer.v1.async_pipeline
+        knobs = knobs_of(config).reward
+        assert knobs.timeout_s is not None, "without a limit verl's own manager is used"
         described = config.reward.custom_reward_function
         kwargs = (
             OmegaConf.to_container(described.get("reward_kwargs") or {}, resolve=True)
@@ -34,20 +35,20 @@ class GuardedRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._guard = RewardGuard(
             Function(str(described.path), str(described.name), {str(k): v for k, v in kwargs.items()}),
             Limits(
-                timeout_s=own.reward_timeout_s,
-                attempts=own.reward_attempts,
-                concurrency=own.reward_concurrency,
-                batch=own.reward_batch,
-                memory_mb=own.reward_memory_mb,
-                cpu_s=own.reward_cpu_s,
+                timeout_s=knobs.timeout_s,
+                attempts=knobs.attempts,
+                concurrency=knobs.concurrency,
+                batch=knobs.batch,
+                memory_mb=knobs.memory_mb,
+                cpu_s=knobs.cpu_s,
             ),
         )
 
-        self._on_failure, self._default = own.reward_failure, float(own.reward_default)
+        self._on_failure, self._default = knobs.failure, float(knobs.default)
         self._names: list[str] = ["acc"]
         """Names of the extra values that the function last returned in addition to the score."""
         inner = resolve_reward_manager_cls(
-            OmegaConf.create({"reward": {"reward_manager": own.reward_manager}})
+            OmegaConf.create({"reward": {"reward_manager": runtime_of(config).reward_manager}})
         )
         self._inner = inner(config=config, tokenizer=tokenizer, compute_score=self._score, **more)
 

@@ -201,7 +201,7 @@ class PipelineLLMClient(LLMServerClient):
     async def _any_replica_serves(self) -> bool:
         """Wait for a serving replica; return False if none returned in time."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + float(self.config.trainer.v1.async_pipeline.wait_timeout_s)
+        deadline = loop.time() + float(self.config.trainer.v1.async_pipeline.faults.wait_timeout_s)
         while True:
             asked = self._load_balancer.get_all_servers.remote()
             if await within(asked, ASK_S, owner="an agent loop", what="the balancer to name the replicas"):

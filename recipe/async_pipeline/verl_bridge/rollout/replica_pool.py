@@ -10,7 +10,7 @@ from typing import Any
 from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from ...config.schema import loads_at_once
+from ...config.schema import concurrent_loads
 from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError
 from ...weight_sync.manifest import Ticket
@@ -109,7 +109,7 @@ class RolloutPool:
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
-            max_concurrent_loads=loads_at_once(max_concurrent_loads, len(manager.get_replicas())),
+            max_concurrent_loads=concurrent_loads(max_concurrent_loads, len(manager.get_replicas())),
             note=note,
         )
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import ray
@@ -29,8 +28,7 @@ from verl.utils.device import get_device_name
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from ...config.placement import Placement
-from ...config.schema import AsyncPipelineConfig
+from ...config.settings_file import as_settings
 from ...core.bad_data import BadData, Verdict
 from ...core.clock import within
 from ...core.degradation import Caution, Change
@@ -63,6 +61,7 @@ from ..reward.batch_scoring import score_batch
 from ..reward.worker_manager import install as install_reward_workers
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import ColocatedLoadBalancer, PipelineServerManager, devices_of_a_node
+from ..run_config import knobs_of
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
 from .checkpointing import PARTITION
@@ -106,20 +105,18 @@ class AsyncPipelineTrainer(LogProbTrainer):
         install_reward_workers()
         ColocatedLoadBalancer.use()
         super().__init__(config)
-        own = self.own
-        self.started_unix = float(own.get("started_unix") or time.time())
-        self._watched = bool(own.get("started_unix"))
-        """Somebody shows our lines to the user, and keeps one line that replaces itself."""
-        self.knobs = AsyncPipelineConfig.of({str(name): value for name, value in own.items()})
-        self.placement = Placement.from_list(own["placement"])
-        self.caution = Caution(after=self.knobs.step_down_after, clean=self.knobs.step_up_after)
-        self.wait_timeout_s: float | None = self.knobs.wait_timeout_s
-        self.run_dir = Path(str(self.knobs.run_dir))
+        self.started_unix = self.runtime.started_unix
+        self.knobs = knobs = knobs_of(config)
+        self.placement = self.runtime.placement
+        faults = knobs.faults
+        self.caution = Caution(after=faults.degrade_after_failures, clean=faults.restore_after_successes)
+        self.wait_timeout_s: float | None = faults.wait_timeout_s
+        self.run_dir = self.runtime.run_dir
         self.replay_buffer.poll_interval = VALIDATION_POLL_S
         self._filter_metric = self._resolve_filter_groups_metric()
-        self._meters = SampleMeters(config, self.knobs.max_lag)
-        policies = self.knobs.bad_data.by_kind(self.knobs.reward_failure)
-        self._bad_data = BadData(policies, self.knobs.prompt_attempts, _say)
+        self._meters = SampleMeters(config, knobs.staleness.max_lag)
+        policies = faults.bad_data.by_kind(knobs.reward.failure)
+        self._bad_data = BadData(policies, faults.max_prompt_attempts, _say)
         self._last_publication: Publication | None = None
         self._tickets = {}
         self._may_generate = asyncio.Event()
@@ -146,7 +143,8 @@ class AsyncPipelineTrainer(LogProbTrainer):
             teacher_client=None,
             reward_loop_worker_handles=self.get_reward_handles(),
         )
-        start_s = max(START_S, self.knobs.wait_timeout_s)
+        faults, sync = self.knobs.faults, self.knobs.weight_sync
+        start_s = max(START_S, faults.wait_timeout_s)
         self._server_manager.ready(start_s)
         (trainer_node,) = self._nodes_of(self.actor_rollout_wg.workers[:1])
         rollout = self.config.actor_rollout_ref.rollout
@@ -154,11 +152,11 @@ class AsyncPipelineTrainer(LogProbTrainer):
             self._server_manager,
             _say,
             trainer_node=trainer_node,
-            piece_bytes=self.knobs.consume_bucket_size_mb << 20,
-            load_timeout_s=self.knobs.publish_timeout_s,
-            restart_timeout_s=self.knobs.wait_timeout_s,
-            how=LoadMode(self.knobs.in_flight, self.knobs.stage, self.knobs.reuse_prefixes),
-            max_concurrent_loads=self.knobs.loads_at_once,
+            piece_bytes=sync.load_bucket_size_mb << 20,
+            load_timeout_s=sync.timeout_s,
+            restart_timeout_s=faults.wait_timeout_s,
+            how=LoadMode(sync.in_flight_policy, sync.load_staging, sync.reuse_prefixes),
+            max_concurrent_loads=sync.max_concurrent_loads,
             note=self._note_replica,
         )
         if self._logp_group is not None:
@@ -166,7 +164,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
                 self._logp_group, start_s, owner="the trainer", what="the workers of logp to start"
             )
             self._copies["logp"] = self._policy_copy("logp", group)
-        if self.knobs.ref_refresh_every:
+        if self.knobs.training.ref_refresh_every:
             self._copies["ref_logp"] = self._policy_copy("ref_logp", self.ref_policy_wg)
             self._load_reference()
         _say(f"{len(self.rollout_pool.replicas)} rollout replica(s) are up ({rollout.name})")
@@ -275,10 +273,8 @@ class AsyncPipelineTrainer(LogProbTrainer):
         event log.
         """
         rollout = self.config.actor_rollout_ref.rollout
-        lag = ("strategy", "max_lag", "depth", "oldest_share", "stale")
-        knobs = (*lag, "sync_every", "ref_refresh_every", "old_logp")
         return {
-            **{name: getattr(self.knobs, name) for name in knobs},
+            **as_settings(self.knobs, self.runtime.old_logp),
             "placement": self.placement.as_list(),
             "groups": self.config.data.train_batch_size,
             "answers": rollout.n,
@@ -294,14 +290,16 @@ class AsyncPipelineTrainer(LogProbTrainer):
             keep_records=KEPT_RECORDS,
             startup_s=lambda: max(0.0, time.time() - self.started_unix),
         )
-        insert_custom_roles(flow.graph, self.knobs.custom_roles)
+        insert_custom_roles(flow.graph, self.knobs.custom_stages)
         overlap = OverlapMeter()
         flow.log.subscribe(overlap)
         flow.log.subscribe(self._accounts)
         if is_insight_enabled():
             flow.log.subscribe(InsightStates(self._threads.submit))
         failure: BaseException | None = None
-        watchdog = Watchdog(self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.loop_stall_s, say=_say)
+        watchdog = Watchdog(
+            self.run_dir / "diagnosis.txt", stalled_after_s=self.knobs.faults.loop_stall_s, say=_say
+        )
 
         def expired(wait: Wait) -> str:
             diagnosis = diagnose(flow, wait)
@@ -425,7 +423,7 @@ class AsyncPipelineTrainer(LogProbTrainer):
             extra_info={"temperature": self.config.actor_rollout_ref.rollout.temperature},
         )
         timing = {}
-        if not self.knobs.reward_while_generating:
+        if not self.knobs.reward.while_generating:
             started = time.perf_counter()
             ordered = await self._score(ordered, meta)
             timing["reward"] = time.perf_counter() - started
@@ -530,15 +528,14 @@ class AsyncPipelineTrainer(LogProbTrainer):
             samples=len(trajectories),
         )
         _echo(row.render())
-        if self._watched:
-            _echo(
-                progress(
-                    row,
-                    untrained=facts["queue/untrained"],
-                    finished=facts["queue/finished"],
-                    critical=critical,
-                )
+        _echo(
+            progress(
+                row,
+                untrained=facts["queue/untrained"],
+                finished=facts["queue/finished"],
+                critical=critical,
             )
+        )
 
     def _publication_metrics(self) -> dict[str, float]:
         """The newest publication, with the metrics of the step during which it happened."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from ray.exceptions import RayError
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -32,6 +32,7 @@ from ...observe.run_files import rows_until, run_of, set_aside
 from ...observe.summary import RunRecorder, one_line
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.partial_rollouts import WRITTEN_S, RecordedRequest, tokens_in
+from ..run_config import runtime_of
 from ..workers.policy_copy import PolicyCopy
 from . import checkpoint_contents
 from .checkpoint_contents import (
@@ -85,10 +86,7 @@ class ResumableTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
-        self.own = cast(
-            "dict[str, Any]", OmegaConf.to_container(config.trainer.v1.async_pipeline, resolve=True)
-        )
-        """Our section of the config, with what `launch` has added."""
+        self.runtime = runtime_of(config)
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
 
     async def _call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -138,7 +136,7 @@ class ResumableTrainer(PPOTrainer):
             batch=self.config.data.train_batch_size,
             first_step=1 if self.resumed is None else self.resumed.step + 1,
             last_step=int(min(self.total_training_steps, by_epochs)),
-            old_logp=self.knobs.old_logp,
+            old_logp=self.runtime.old_logp,
             validate_every=max(0, trainer.test_freq),
             validate_first=bool(trainer.get("val_before_train", True)),
             save_every=max(0, trainer.save_freq),
@@ -146,14 +144,14 @@ class ResumableTrainer(PPOTrainer):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        return {"run": self.own["run"], "unix": round(time.time(), 3), **self.own["identity"]}
+        return {"run": self.runtime.run, "unix": round(time.time(), 3), **self.runtime.identity}
 
     def _load_checkpoint(self) -> None:
         """Called by verl once its workers are there."""
         self.global_steps = 0
-        if self.own["resume_from"] is None:
+        if self.runtime.resume_from is None:
             return
-        self._restored = restored = checkpoint_contents.read(Path(self.own["resume_from"]))
+        self._restored = restored = checkpoint_contents.read(self.runtime.resume_from)
         state = restored.state
         self.resumed, self.global_steps = state.flow, state.flow.step
         self.actor_rollout_wg.load_checkpoint(
@@ -190,7 +188,7 @@ class ResumableTrainer(PPOTrainer):
         self.run_dir.mkdir(parents=True, exist_ok=True)
         metrics, ledger = self.run_dir / "metrics.jsonl", self.run_dir / "ledger.jsonl"
         self._rows: list[dict[str, Any]] = []
-        goes_on = self.resumed is not None and run_of(ledger) == self.own["run"]
+        goes_on = self.resumed is not None and run_of(ledger) == self.runtime.run
         if self.resumed is not None:
             self._rows = rows_until(metrics, self.resumed.step) if goes_on else []
             set_aside(metrics)
@@ -277,8 +275,8 @@ class ResumableTrainer(PPOTrainer):
         ]
         return Checkpoints(
             root=Path(trainer.default_local_dir),
-            run=self.own["run"],
-            identity=self.own["identity"],
+            run=self.runtime.run,
+            identity=self.runtime.identity,
             keep=None if None in kept else max(kept),
             partition=PARTITION,
             save_models=self._save_models,

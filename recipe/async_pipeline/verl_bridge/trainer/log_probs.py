@@ -111,7 +111,7 @@ class LogProbTrainer(ResumableTrainer):
                 "checkpoint"
             )
         started = time.perf_counter()
-        await self._call(policy.load, self._tickets[version], self.knobs.publish_timeout_s)
+        await self._call(policy.load, self._tickets[version], self.knobs.weight_sync.timeout_s)
         return time.perf_counter() - started
 
     def _policy_copy(self, role: str, group: Any) -> PolicyCopy:

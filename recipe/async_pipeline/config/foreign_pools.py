@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts as other systems write them, as ratios or as lists of roles, turned into our `pools`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from ..errors import ConfigError
+from .placement import (
+    PLACED,
+    POOLS,
+    RATIOS,
+    TASK_RATIOS,
+    TASKS,
+    TOLERANCE,
+    check_share,
+    role_called,
+    wishes_of,
+)
+
+
+def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]]:
+    """`[train, logp, ref_logp, generate]`: equal neighbours of the first three share a pool where all then
+    sum to 1.
+
+    So `[0.5, 0.5, 0.5, 0.5]` is one pool for the three and one for generation, `[0.25, 0.25, 0.25, 0.25]`
+    four pools.
+    Raises ConfigError.
+    """
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 4:
+        raise ConfigError(
+            f"{path} must be [train, logp, ref_logp, generate], got {ratios!r}; e.g. [0.5,0.5,0.5,0.5]"
+        )
+    for ratio in ratios:
+        check_share(ratio, path)
+    train, logp, ref, generate = (float(ratio) for ratio in ratios)
+    shares = (train, logp, ref)
+    fitting = []
+    for cuts in (cut for size in range(3) for cut in combinations((1, 2), size)):
+        groups = [shares[a:b] for a, b in zip((0, *cuts), (*cuts, 3), strict=True)]
+        equal = all(max(group) - min(group) < TOLERANCE for group in groups)
+        if equal and abs(sum(group[0] for group in groups) + generate - 1) < TOLERANCE:
+            fitting.append(groups)
+    if len(fitting) != 1:
+        why = "no sharing of pools makes them sum to 1"
+        if fitting:
+            why = (
+                f"they sum to 1 in {len(fitting)} ways, "
+                f"{' and '.join(_as_shared(groups) for groups in fitting)}"
+            )
+        raise ConfigError(
+            f"{path}: {why}, got {list(ratios)}; where neighbours of train, logp, ref_logp are equal they "
+            f"may share a pool; or set {POOLS}"
+        )
+    names, pools = iter(("train", "logp", "ref_logp")), {}
+    for group in fitting[0]:
+        roles = [next(names) for _ in group]
+        pools[roles[0]] = {"roles": roles, "share": group[0]}
+    return pools | {"generate": {"roles": ["generate"], "share": generate}}
+
+
+def _as_shared(groups: Sequence[Sequence[float]]) -> str:
+    names = iter(("train", "logp", "ref_logp"))
+    return " | ".join("+".join(next(names) for _ in group) for group in groups)
+
+
+def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
+    """`[[logp, actor-train], ref_logp, generate]` with a share for each entry. Raises ConfigError."""
+    if not isinstance(tasks, Sequence) or isinstance(tasks, str) or not tasks:
+        raise ConfigError(
+            f"{TASKS} must be a list of roles and lists of roles, got {tasks!r}; e.g. "
+            "[[logp,actor-train],ref_logp,generate]"
+        )
+    if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != len(tasks):
+        raise ConfigError(
+            f"{TASK_RATIOS} must have a share for each of the {len(tasks)} entries of {TASKS}, got "
+            f"{ratios!r}; add it"
+        )
+    pools: dict[str, dict[str, Any]] = {}
+    for task, ratio in zip(tasks, ratios, strict=True):
+        roles = sorted(
+            (role_called(role, TASKS) for role in (task if isinstance(task, list | tuple) else [task])),
+            key=PLACED.index,
+        )
+        check_share(ratio, TASK_RATIOS)
+        name = roles[0] if roles else ""
+        if name in pools:
+            raise ConfigError(f"{TASKS} names {name} twice, got {tasks!r}; a role is on one pool")
+        pools[name] = {"roles": roles, "share": float(ratio)}
+    wishes_of(pools, TASKS)
+    return pools

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Knobs as typed fields of nested dataclasses: list them, check their values, build them from plain values.
+
+A field's annotation says what it accepts, and nothing else does:
+
+    max_lag: Annotated[int, Bounds(least=0)] = 1        a number within bounds
+    straggler: Literal["wait", "drop"] = "wait"         one of these words
+    depth: int | None = None                            None: derived from other knobs
+    staleness: StalenessConfig = StalenessConfig()      a section, which has knobs itself
+
+Error messages have one line: path, rule, value, remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
+
+from ..errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a number may be, and what to do about one outside."""
+
+    least: float | None = None
+    above: float | None = None
+    """Exclusive, unlike `least`."""
+    most: float | None = None
+    remedy: str = "leave it out for the default"
+
+    def holds(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+        )
+
+    def __str__(self) -> str:
+        parts = (("> {:g}", self.above), (">= {:g}", self.least), ("at most {:g}", self.most))
+        return " and ".join(form.format(bound) for form, bound in parts if bound is not None)
+
+
+class Knob(NamedTuple):
+    """One field that the user may set."""
+
+    path: str
+    """Below the root, e.g. `staleness.max_lag`."""
+    kind: Any
+    """The annotation without `Annotated` and `None`."""
+    bounds: Bounds | None
+    default: Any
+    section: type
+    """The dataclass that has the field."""
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Words that the knob accepts; empty if it is no choice."""
+        return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
+
+    def check(self, value: Any, path: str) -> None:
+        """Raises ConfigError if the value has the wrong type or lies outside the bounds."""
+        rule = self._violated(value)
+        if rule is not None:
+            remedy = self.bounds.remedy if self.bounds else self._remedy()
+            written = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{path} must be {rule}, got {written!r}; {remedy}")
+
+    def _violated(self, value: Any) -> str | None:
+        if self.choices:
+            is_choice = isinstance(value, str) and value in self.choices
+            return None if is_choice else f"one of {', '.join(self.choices)}"
+        if self.kind is bool:
+            return None if isinstance(value, bool) else "True or False"
+        if self.kind is str:
+            return None if isinstance(value, str) else "text"
+        if self.kind in (int, float):
+            numbers = int if self.kind is int else (int, float)
+            if isinstance(value, bool) or not isinstance(value, numbers):
+                return "a whole number" if self.kind is int else "a number"
+            return str(self.bounds) if self.bounds and not self.bounds.holds(value) else None
+        if typing.get_origin(self.kind) is tuple:
+            texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+            return None if texts else "a list of texts"
+        return None  # a mapping, which has rules of its own
+
+    def _remedy(self) -> str:
+        return f"{self.choices[0]} is the default" if self.choices else "leave it out for the default"
+
+
+def knobs_of(root: type) -> tuple[Knob, ...]:
+    """Every knob of a dataclass and of its sections, in the order of their fields."""
+    return tuple(_knobs(root, ""))
+
+
+def sections_of(root: type) -> Mapping[str, type]:
+    """Every section below a dataclass by its path, outer ones first."""
+    found: dict[str, type] = {}
+    for name, kind in _kinds(root).items():
+        if dataclasses.is_dataclass(kind):
+            inner = typing.cast("type", kind)
+            found |= {name: inner} | {f"{name}.{path}": cls for path, cls in sections_of(inner).items()}
+    return found
+
+
+def build(root: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass from the values of its knobs, by their paths. A knob that is None or missing keeps
+    its default. Raises ConfigError.
+    """
+    arguments: dict[str, Any] = {}
+    for name, kind in _kinds(root).items():
+        if dataclasses.is_dataclass(kind):
+            inner = {path[len(name) + 1 :]: v for path, v in values.items() if path.startswith(f"{name}.")}
+            arguments[name] = build(typing.cast("type", kind), inner)
+        elif values.get(name) is not None:
+            value = values[name]
+            # The check refuses anything else.
+            is_list = typing.get_origin(kind) is tuple and isinstance(value, list)
+            arguments[name] = tuple(value) if is_list else value
+    return root(**arguments)
+
+
+def check_fields(section: Any, path: str) -> None:
+    """Check every knob of a section against its annotation. Raises ConfigError."""
+    for knob in knobs_of(type(section)):
+        value = section
+        for part in knob.path.split("."):
+            value = getattr(value, part)
+        if value is not None or knob.default is not None:
+            knob.check(value, f"{path}.{knob.path}")
+
+
+def _knobs(cls: type, prefix: str) -> Iterator[Knob]:
+    hints, kinds = typing.get_type_hints(cls, include_extras=True), _kinds(cls)
+    for item in dataclasses.fields(cls):
+        kind = kinds[item.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _knobs(typing.cast("type", kind), f"{prefix}{item.name}.")
+        else:
+            bounds = next((part for part in _parts(hints[item.name]) if isinstance(part, Bounds)), None)
+            yield Knob(f"{prefix}{item.name}", kind, bounds, item.default, cls)
+
+
+def _kinds(cls: type) -> Mapping[str, Any]:
+    """The annotation of each field without `Annotated` and `None`."""
+    hints = typing.get_type_hints(cls)
+    return {item.name: _without_none(hints[item.name]) for item in dataclasses.fields(cls)}
+
+
+def _without_none(hint: Any) -> Any:
+    if typing.get_origin(hint) not in (Union, types.UnionType):
+        return hint
+    (kind,) = (part for part in typing.get_args(hint) if part is not type(None))
+    return kind
+
+
+def _parts(hint: Any) -> Sequence[Any]:
+    """What annotates a hint or, if it may be None, its other half."""
+    if typing.get_origin(hint) is Annotated:
+        return typing.get_args(hint)
+    return [part for inner in typing.get_args(hint) for part in _parts(inner)]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of knobs as users write them: flatten sections to paths, refuse unknown names and those of before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from ..core.bad_data import NO_SCORE
+from ..errors import ConfigError
+from ..redaction import shown
+from .knobs import knobs_of, sections_of
+from .paths import OWN
+
+RENAMED: Mapping[str, str] = {
+    "max_lag": "staleness.max_lag",
+    "depth": "staleness.depth",
+    "oldest_share": "staleness.oldest_share",
+    "stale": "staleness.straggler",
+    "single_mini_batch": "training.single_mini_batch",
+    "old_logp": "training.old_logp",
+    "ref_refresh_every": "training.ref_refresh_every",
+    "sync_every": "weight_sync.every",
+    "publish_timeout_s": "weight_sync.timeout_s",
+    "in_flight": "weight_sync.in_flight_policy",
+    "stage": "weight_sync.load_staging",
+    "loads_at_once": "weight_sync.max_concurrent_loads",
+    "reuse_prefixes": "weight_sync.reuse_prefixes",
+    "proof_tensors": "weight_sync.verify_tensors",
+    "preduce_bucket_size_mb": "weight_sync.gather_bucket_size_mb",
+    "consume_bucket_size_mb": "weight_sync.load_bucket_size_mb",
+    "reward_while_generating": "reward.while_generating",
+    "reward_timeout_s": "reward.timeout_s",
+    "reward_attempts": "reward.attempts",
+    "reward_concurrency": "reward.concurrency",
+    "reward_batch": "reward.batch",
+    "reward_memory_mb": "reward.memory_mb",
+    "reward_cpu_s": "reward.cpu_s",
+    "reward_failure": "reward.failure",
+    "reward_default": "reward.default",
+    "wait_timeout_s": "faults.wait_timeout_s",
+    "loop_stall_s": "faults.loop_stall_s",
+    "step_down_after": "faults.degrade_after_failures",
+    "step_up_after": "faults.restore_after_successes",
+    "bad_data": "faults.bad_data",
+    "prompt_attempts": "faults.max_prompt_attempts",
+    "custom_roles": "custom_stages",
+}
+"""Flat names of before, and their paths now. No path equals a name on the left."""
+_RENAMED_VALUES = {"stale": "; its value resume is now regenerate"}
+
+
+def current_path(path: str) -> str:
+    """The path that a knob has now, given its whole path of now or before."""
+    name = path.removeprefix(f"{OWN}.")
+    return f"{OWN}.{RENAMED[name]}" if path != name and name in RENAMED else path
+
+
+def flattened(root: type, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values below `root` by the paths of their knobs. Raises ConfigError for a name that is no
+    knob and for a section that is not one.
+    """
+    return _flattened(root, own, "")
+
+
+def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    known, sections = {knob.path for knob in knobs_of(root)}, sections_of(root)
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        path = f"{prefix}{name}"
+        if path in known:
+            found[path] = value
+        elif path not in sections:
+            raise ConfigError(unknown(root, path, f", got {shown(path, value)}"))
+        elif isinstance(value, Mapping):
+            found |= _flattened(root, value, f"{path}.")
+        elif value is not None:
+            knobs = ", ".join(knob.name for knob in knobs_of(sections[path]))
+            raise ConfigError(f"{OWN}.{path} must be a section, got {value!r}; set one of its knobs: {knobs}")
+    return found
+
+
+def unknown(root: type, path: str, got: str = "") -> str:
+    """What to say of a path below our section that is no knob: its new path, or the nearest knob."""
+    first, _, rest = path.partition(".")
+    if first in RENAMED:
+        now = f"{RENAMED[first]}.{rest}" if rest else RENAMED[first]
+        return f"{OWN}.{path} is now {OWN}.{now}; rename it{_RENAMED_VALUES.get(first, '')}"
+    if path == f"faults.bad_data.{NO_SCORE}":
+        return f"{OWN}.{path} is unknown{got}; set {OWN}.reward.failure for responses without a score"
+    paths = [knob.path for knob in knobs_of(root)]
+    near = _nearest(path, paths)
+    known = f" (did you mean {near!r}?)" if near else f"; knobs: {', '.join(paths)}"
+    return f"{OWN}.{path} is unknown{got}{known}"
+
+
+def _nearest(path: str, paths: list[str]) -> str | None:
+    """The knob that a path seems to mean: by its last part in any section, or as a whole."""
+    by_name = {known.rpartition(".")[2]: known for known in reversed(paths)}
+    name = path.rpartition(".")[2]
+    if name in by_name or name in RENAMED:
+        return by_name.get(name, RENAMED.get(name))
+    near = get_close_matches(path, paths, n=1, cutoff=0.8)
+    if near:
+        return near[0]
+    close = get_close_matches(name, list(by_name), n=1)
+    return by_name[close[0]] if close else None

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A key of ours in a wrong place, or almost one, is an error that names the right one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.misplaced import BESIDE, COMMON, HIGHER, unknown_key
+from recipe.async_pipeline.config.names import RENAMED
+from recipe.async_pipeline.config.paths import OWN, RUNTIME
+from recipe.async_pipeline.config.schema import knob_paths
+from recipe.async_pipeline.config.translation import resolve
+from recipe.async_pipeline.errors import ConfigError
+from tests.config.test_translation import assert_one_line, own
+from tests.fakes.alias_values import ROLLOUT, nested
+
+ABOVE = [parent for parent in HIGHER if parent != "trainer.async_pipeline."]
+"""The one left out is itself misplaced."""
+
+
+def test_a_key_of_no_config() -> None:
+    assert unknown_key("trainer.v1.async_pipeline.staleness.max_lag").endswith(
+        "write +trainer.v1.async_pipeline.staleness.max_lag=... to add it"
+    )
+    assert "did you mean 'faults.wait_timeout_s'" in unknown_key("trainer.v1.async_pipeline.wait_timeout")
+    assert unknown_key("trainer.nope") == (
+        "trainer.nope is not a key of this config; check its spelling, or write +trainer.nope=... to add it"
+    )
+
+
+def test_an_unknown_knob_gets_a_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(own({"max_lagg": 7}))
+    assert_one_line(caught, f"{OWN}.max_lagg", "7", "did you mean 'staleness.max_lag'?")
+    assert "verify_tensors" not in str(caught.value)
+    with pytest.raises(ConfigError, match="; knobs: .*verify_tensors"):
+        resolve(own({"zzz": 7}))
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("staleness.max_lag", f"{OWN}.staleness.max_lag"),
+        ("trainer.max_lag", f"{OWN}.staleness.max_lag"),
+        ("trainer.async_pipeline", OWN),
+        ("trainer.async_strategy", "actor_rollout_ref.async_strategy"),
+        ("generate_ahead_steps", "trainer.generate_ahead_steps"),
+        ("rollout.with_reward", f"{ROLLOUT}.with_reward"),
+        (f"{OWN}.async_strategy", "async_strategy"),
+    ],
+)
+def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested((path, 5)))
+    assert_one_line(caught, f"{path} is misplaced", "got 5", place)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("async_strateg", "async_strategy"),
+        ("async_stategy", "async_strategy"),
+        ("async_pipelin", "async_pipeline"),
+        ("trainer.generate_ahead_step", "generate_ahead_steps"),
+        ("actor_rollout_ref.rollout.enable_dual_bufer", "enable_dual_buffer"),
+    ],
+)
+def test_a_key_that_is_almost_ours_is_not_ignored(path: str, meant: str) -> None:
+    raw: dict[str, Any] = {}
+    node = raw
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[leaf] = "x"
+    with pytest.raises(ConfigError, match=f"{path} is unknown, got 'x'; did you mean '{meant}'"):
+        resolve(raw)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "strategy",
+        "run_dir",
+        "preduce_bucket_size_mb",
+        "stale",
+        "depth",
+        "single_mini_batch",
+        "stage",
+        "validation",
+        "pools",
+    ],
+)
+@pytest.mark.parametrize("section", ["", "trainer"])
+def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None:
+    raw = {section: {name: 3}} if section else {name: 3}
+    with pytest.raises(ConfigError, match="is misplaced, got 3; it belongs at trainer.v1.async_pipeline"):
+        resolve(raw)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        (
+            {"stalenes_threshold": 0.5},
+            r"async_training\.stalenes_threshold is unknown, got 0.5; understood are .*staleness_threshold",
+        ),
+        (
+            {"use_rollout_log_probs": True},
+            r"async_training\.use_rollout_log_probs is unknown, got True; .*leave it out",
+        ),
+        (5, "async_training must be a section with some of .*, got 5; correct it"),
+    ],
+)
+def test_what_verls_own_section_says_is_understood_or_refused(section: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve({"async_training": section})
+
+
+def test_a_loss_that_is_almost_named_is_not_ignored() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"actor_rollout_ref\.actor\.pg_varient is unknown, got 'tis'; did you mean 'pg_variant'",
+    ):
+        resolve(nested(("actor_rollout_ref.actor.pg_varient", "tis")))
+
+
+@pytest.mark.parametrize("path", [path for path in knob_paths() if "bad_data" not in path])
+def test_every_knob_is_recognized_in_a_section_of_verl(path: str) -> None:
+    name = path.rpartition(".")[2]
+    parents = ABOVE if name == "strategy" else [*ABOVE, *BESIDE]
+    for parent in parents if name in COMMON else [*parents, "critic.", "somewhere.else."]:
+        with pytest.raises(ConfigError, match=f"^{parent}{name} is misplaced, got 3; it belongs at .*{path}"):
+            resolve(nested((f"{parent}{name}", 3)))
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_name_of_before_is_recognized_one_level_too_high(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"it belongs at .*{OWN}.{RENAMED[name]}"):
+        resolve(nested((f"trainer.{name}", 3)))
+
+
+@pytest.mark.parametrize("section", ["staleness", "training", "weight_sync", "faults"])
+def test_a_section_one_level_too_high_is_misplaced(section: str) -> None:
+    for parent in ABOVE:
+        with pytest.raises(
+            ConfigError, match=f"{parent}{section} is misplaced, .*belongs at {OWN}.{section}"
+        ):
+            resolve(nested((f"{parent}{section}", {"x": 1})))
+
+
+def test_a_knob_in_another_section_is_sent_to_its_own() -> None:
+    with pytest.raises(ConfigError, match=f"weight_sync.max_lag is misplaced, .* {OWN}.staleness.max_lag"):
+        resolve(own({"weight_sync.max_lag": 1}))
+    with pytest.raises(ConfigError, match="staleness.every is unknown, .*did you mean 'weight_sync.every'"):
+        resolve(own({"staleness.every": 1}))
+
+
+def test_the_state_of_a_run_is_not_for_users_to_set() -> None:
+    with pytest.raises(ConfigError, match=f"{RUNTIME} is written by the launch of a run; remove it"):
+        resolve(nested((f"{RUNTIME}.run_dir", "x")))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that are no knobs: those of before are answered with the new path, others with the nearest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.misplaced import unknown_key
+from recipe.async_pipeline.config.names import RENAMED, current_path, flattened, unknown
+from recipe.async_pipeline.config.paths import OWN, nested
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig, knob_paths
+from recipe.async_pipeline.config.translation import resolve
+from recipe.async_pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_flat_name_of_before_is_an_error_that_names_the_new_path(name: str) -> None:
+    expected = f"{OWN}.{name} is now {OWN}.{RENAMED[name]}; rename it"
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested({f"{OWN}.{name}": 1}))
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+    assert unknown_key(f"{OWN}.{name}").startswith(expected), "also where hydra refuses the key"
+
+
+def test_every_new_path_is_a_knob_and_no_old_name_is() -> None:
+    sections = {"faults.bad_data"}
+    assert {*RENAMED.values()} <= {*knob_paths(), *sections}
+    assert not {*RENAMED} & {*knob_paths()}
+
+
+def test_a_renamed_value_is_named_too() -> None:
+    with pytest.raises(ConfigError, match="straggler; rename it; its value resume is now regenerate"):
+        resolve(nested({f"{OWN}.stale": "resume"}))
+
+
+def test_a_kind_of_bad_data_by_its_name_of_before() -> None:
+    assert unknown_key(f"{OWN}.bad_data.all_masked") == (
+        f"{OWN}.bad_data.all_masked is now {OWN}.faults.bad_data.all_masked; rename it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("max_lagg", "staleness.max_lag"),
+        ("every", "weight_sync.every"),
+        ("staleness.wait_timeout", "faults.wait_timeout_s"),
+        ("weight_sync.in_flight", "weight_sync.in_flight_policy"),
+        ("weight_sync.evry", "weight_sync.every"),
+        ("faults.bad_data.empty_answers", "faults.bad_data.empty_answer"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_knob(path: str, nearest: str) -> None:
+    text = unknown(AsyncPipelineConfig, path)
+    assert text == f"{OWN}.{path} is unknown (did you mean {nearest!r}?)"
+
+
+def test_a_name_like_no_other_gets_all_knobs() -> None:
+    assert unknown(AsyncPipelineConfig, "zzz").endswith(f"; knobs: {', '.join(knob_paths())}")
+
+
+def test_sections_become_paths() -> None:
+    own: dict[str, Any] = {
+        "run_dir": "x",
+        "staleness": {"max_lag": 2},
+        "reward": None,
+        "faults": {"bad_data": {"all_masked": "keep"}},
+        "pools": {"a": {"devices": 1}},
+    }
+    assert flattened(AsyncPipelineConfig, own) == {
+        "run_dir": "x",
+        "staleness.max_lag": 2,
+        "faults.bad_data.all_masked": "keep",
+        "pools": {"a": {"devices": 1}},
+    }
+
+
+@pytest.mark.parametrize("value", [3, "x", [1], True])
+def test_a_section_must_be_one(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        flattened(AsyncPipelineConfig, {"reward": value})
+    assert str(caught.value).startswith(
+        f"{OWN}.reward must be a section, got {value!r}; set one of its knobs: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "now"),
+    [
+        (f"{OWN}.max_lag", f"{OWN}.staleness.max_lag"),
+        (f"{OWN}.staleness.max_lag", f"{OWN}.staleness.max_lag"),
+        ("max_lag", "max_lag"),
+        ("trainer.project_name", "trainer.project_name"),
+    ],
+)
+def test_the_path_of_today(path: str, now: str) -> None:
+    assert current_path(path) == now
