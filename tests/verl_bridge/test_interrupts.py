@@ -32,8 +32,9 @@ def ctrl_c() -> Iterator[None]:
 
 
 class Trainer:
-    """An actor as verl's: a method that blocks while its event loop turns. With an async method Ray would
-    make it another kind.
+    """An actor like verl's: a synchronous method that runs an event loop.
+
+    With an async method Ray would make it an asyncio actor.
     """
 
     def run(self, log: Path, how: str) -> str:
@@ -65,7 +66,7 @@ def press_ctrl_c_once(log: Path) -> threading.Thread:
     return thread
 
 
-def test_ctrl_c_lets_the_run_write_down_how_it_ended(tmp_path: Path) -> None:
+def test_ctrl_c_lets_the_run_write_its_files(tmp_path: Path) -> None:
     log = tmp_path / "log"
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(log, "for ever")
     pressed = press_ctrl_c_once(log)
@@ -73,11 +74,11 @@ def test_ctrl_c_lets_the_run_write_down_how_it_ended(tmp_path: Path) -> None:
         interrupts.wait_for(running)
     pressed.join()
     assert log.read_text() == "interrupted\n"
-    assert ray.wait([running], timeout=0)[0] == [running], "it has ended, too"
+    assert ray.wait([running], timeout=0)[0] == [running], "the run has ended"
 
 
 @pytest.mark.parametrize("how", ["return", "fail"])
-def test_a_run_that_ends_is_left_to_its_caller(tmp_path: Path, how: str) -> None:
+def test_the_outcome_of_a_run_is_left_to_the_caller(tmp_path: Path, how: str) -> None:
     running = ray.remote(Trainer).options(num_cpus=0).remote().run.remote(tmp_path / "log", how)
     interrupts.wait_for(running)
     if how == "return":
@@ -87,7 +88,7 @@ def test_a_run_that_ends_is_left_to_its_caller(tmp_path: Path, how: str) -> None
             ray.get(running)
 
 
-def test_a_run_that_does_not_hear_does_not_hold_up_the_end(
+def test_a_run_that_ignores_ctrl_c_does_not_delay_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Deaf:
@@ -108,7 +109,7 @@ def test_a_run_that_does_not_hear_does_not_hold_up_the_end(
 
 @pytest.fixture
 def cancelled(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set: Ray says that the task is cancelled."""
+    """An event that marks the Ray task as cancelled when set."""
     event = asyncio.Event()
     monkeypatch.setattr(interrupts, "_wait_for_cancellation", event.wait)
     return event
@@ -118,11 +119,11 @@ def on_loop(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(interrupts.until_cancelled(work))
 
 
-def test_what_the_run_returns_comes_through(cancelled: asyncio.Event) -> None:
+def test_the_result_of_the_run_is_returned(cancelled: asyncio.Event) -> None:
     assert on_loop(asyncio.sleep(0, 3)) == 3
 
 
-def test_what_the_run_raises_comes_through(cancelled: asyncio.Event) -> None:
+def test_the_error_of_the_run_propagates(cancelled: asyncio.Event) -> None:
     async def fails() -> None:
         raise ValueError("mine")
 
@@ -130,7 +131,7 @@ def test_what_the_run_raises_comes_through(cancelled: asyncio.Event) -> None:
         on_loop(fails())
 
 
-def test_the_run_gets_the_time_to_clean_up(cancelled: asyncio.Event) -> None:
+def test_the_run_gets_time_to_clean_up(cancelled: asyncio.Event) -> None:
     cleaned: list[str] = []
 
     async def work() -> None:
@@ -146,7 +147,7 @@ def test_the_run_gets_the_time_to_clean_up(cancelled: asyncio.Event) -> None:
     assert cleaned == ["after an await"]
 
 
-def test_where_ray_cannot_say_it_the_error_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_cancellation_poll_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken() -> None:
         raise RuntimeError("not in a worker")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl finds the plugin by itself, and the plugin changes only what the CPU platform asks for."""
+"""verl finds the plugin by its entry point, and the plugin changes only the CPU platform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import Load
 
 
-def test_the_entry_point_names_a_module_of_ours() -> None:
+def test_the_entry_point_names_a_module_of_this_package() -> None:
     (point,) = [
         p for p in importlib.metadata.entry_points(group="verl.plugins") if p.name == "async_pipeline"
     ]
@@ -20,7 +20,7 @@ def test_the_entry_point_names_a_module_of_ours() -> None:
 
 
 @pytest.mark.real_engine
-def test_importing_verl_loads_it(load: Load) -> None:
+def test_importing_verl_loads_the_plugin(load: Load) -> None:
     load("verl")
     assert "recipe.async_pipeline.verl_bridge.plugin" in sys.modules
     assert load("recipe.async_pipeline.verl_bridge.plugin").is_loaded()
@@ -37,7 +37,7 @@ def test_importing_verl_loads_it(load: Load) -> None:
         (None, None, None),
     ],
 )
-def test_engines_of_cuda_serve_the_cpu_platform_alone(
+def test_cuda_engines_are_used_on_the_cpu_platform_only(
     load: Load, monkeypatch: pytest.MonkeyPatch, platform: str | None, before: str | None, after: str | None
 ) -> None:
     plugin = load("recipe.async_pipeline.verl_bridge.plugin")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray can start a worker again, whatever it was made with; with real Ray."""
+"""Ray can restart a worker with any constructor arguments; with real Ray."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.conftest import Load
 pytestmark = pytest.mark.real_engine
 
 LARGE = 1 << 20
-"""Bytes; Ray passes what is larger than 100 kB by way of its object store."""
+"""Bytes; Ray passes arguments above 100 kB through its object store."""
 
 
 @pytest.fixture
-def ours(load: Load) -> Iterator[ModuleType]:
+def module(load: Load) -> Iterator[ModuleType]:
     module = load("recipe.async_pipeline.verl_bridge.restartable_actors")
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
@@ -39,11 +39,11 @@ class Worker:
         os._exit(1)
 
 
-def test_a_worker_with_a_large_config_starts_again_more_than_once(ours: ModuleType) -> None:
+def test_a_worker_with_a_large_config_can_restart_repeatedly(module: ModuleType) -> None:
     config = bytes(LARGE)
-    workers = ours.restartable(Worker, 2)
+    workers = module.restartable(Worker, 2)
     first, second = (workers.options(name=f"worker_{i}").remote(config, None) for i in range(2))
-    assert len(workers._kept) == 2, "the config is there once, for both, and the address"
+    assert len(workers._kept) == 2, "the config is stored once for both, and the address"
     pids = set()
     for _ in range(2):
         size, pid = ray.get(first.answer.remote(), timeout=60)

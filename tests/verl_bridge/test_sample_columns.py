@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransferQueue sees, and sends, the same as of verl's TensorDict."""
+"""TransferQueue stores and sends the same as with verl's TensorDict."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def columns(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.sample_columns")
 
 
-def answer(prompt: int, response: int, number: int) -> dict[str, Any]:
-    """What an agent loop stores of an answer, by its lengths."""
+def response_fields(prompt: int, response: int, number: int) -> dict[str, Any]:
+    """Return what an agent loop stores for a response, by its lengths."""
     import torch
 
     return {
@@ -42,16 +42,16 @@ def answer(prompt: int, response: int, number: int) -> dict[str, Any]:
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=100, deadline=None)
-def test_transfer_queue_is_told_and_sends_the_same(
-    ours: ModuleType, lengths: list[tuple[int, int]], random: Any
+def test_transfer_queue_stores_and_sends_the_same(
+    columns: ModuleType, lengths: list[tuple[int, int]], random: Any
 ) -> None:
     import torch
     from transfer_queue.metadata import extract_field_schema
     from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-    rows = [answer(prompt, response, i) for i, (prompt, response) in enumerate(lengths)]
-    plain, verls = ours.Columns(rows), list_of_dict_to_tensordict(rows)
+    rows = [response_fields(prompt, response, i) for i, (prompt, response) in enumerate(lengths)]
+    plain, verls = columns.Columns(rows), list_of_dict_to_tensordict(rows)
     assert plain.batch_size[0] == verls.batch_size[0]
     assert list(plain.keys()) == list(verls.keys())
     told, verls_told = extract_field_schema(plain), extract_field_schema(verls)
@@ -70,16 +70,16 @@ def test_transfer_queue_is_told_and_sends_the_same(
             assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_training_workers_get_what_can_be_computed_with(
-    ours: ModuleType, monkeypatch: pytest.MonkeyPatch
+def test_training_workers_fetch_numeric_columns_only(
+    columns: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transfer_queue import KVBatchMeta
 
-    asked = []
+    requested = []
 
     class Client:
         def kv_retrieve_meta(self, keys: list[str], partition_id: str) -> Any:
-            asked.append((keys, partition_id))
+            requested.append((keys, partition_id))
             names = {
                 "responses": False,
                 "advantages": False,
@@ -91,8 +91,8 @@ def test_training_workers_get_what_can_be_computed_with(
                 field_schema={name: {"is_non_tensor": flag} for name, flag in names.items()}
             )
 
-    monkeypatch.setattr(ours.tq, "get_client", Client)
+    monkeypatch.setattr(columns.tq, "get_client", Client)
     batch = KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
-    assert ours.trained_columns(batch, pictures=False) == ["responses", "advantages"]
-    assert ours.trained_columns(batch, pictures=True) == ["responses", "advantages", "multi_modal_inputs"]
-    assert asked == [(["a_0_0"], "train")] * 2
+    assert columns.trained_columns(batch, pictures=False) == ["responses", "advantages"]
+    assert columns.trained_columns(batch, pictures=True) == ["responses", "advantages", "multi_modal_inputs"]
+    assert requested == [(["a_0_0"], "train")] * 2

@@ -7,7 +7,7 @@ import torch
 from recipe.async_pipeline.verl_bridge.sample_grouping import joinable
 
 
-def test_answers_of_any_length_go_together() -> None:
+def test_responses_of_any_length_join() -> None:
     lengths = (3, 5, 3)
     assert joinable([{"responses": torch.zeros(n), "uid": "u"} for n in lengths]) == [[0, 1, 2]]
 
@@ -21,7 +21,9 @@ def test_answers_of_any_length_go_together() -> None:
         pytest.param({"a": torch.zeros(4, 2)}, {"a": torch.zeros(4, 3)}, id="longer in a later dimension"),
     ],
 )
-def test_what_would_be_lost_in_joining_goes_apart(one: dict[str, object], other: dict[str, object]) -> None:
+def test_trajectories_that_would_lose_data_do_not_join(
+    one: dict[str, object], other: dict[str, object]
+) -> None:
     assert joinable([one, other, one]) == [[0, 2], [1]]
 
 
@@ -29,5 +31,5 @@ def test_order_of_fields_does_not_matter() -> None:
     assert joinable([{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == [[0, 1]]
 
 
-def test_nothing_is_in_no_group() -> None:
+def test_no_trajectories_give_no_groups() -> None:
     assert joinable([]) == []
