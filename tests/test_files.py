@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,15 @@ TEXT = [name for name in tracked_files() if Path(name).suffix not in BINARY]
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 TEST_SCRIPT = (REPOSITORY / "run_scripts" / "test.sh").read_text(encoding="utf-8")
 TIERS = {"--quick", "--lint", "--unit", "--engine", "--e2e", "--nightly"}
+
+
+def test_no_ignored_file_is_tracked() -> None:
+    """A link to an environment that was committed once replaces the environment of every checkout."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("not a git checkout, so nothing is tracked")
+    listed = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    found = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    assert found.stdout.split() == []
 
 
 def test_text_files_end_in_one_newline() -> None:
