@@ -66,7 +66,13 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/rollout/vllm/prefork_imports.py": "verl_bridge/rollout/vllm/test_prefork.py",
     # Live in processes of Ray and of vLLM, with models in them.
     "verl_bridge/trainer/async_trainer.py": WHOLE_JOB,
+    "verl_bridge/trainer/composition.py": WHOLE_JOB,
+    "verl_bridge/trainer/generation.py": WHOLE_JOB,
     "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
+    "verl_bridge/trainer/run_loop.py": WHOLE_JOB,
+    "verl_bridge/trainer/startup.py": WHOLE_JOB,
+    "verl_bridge/trainer/step_report.py": WHOLE_JOB,
+    "verl_bridge/trainer/weight_publisher.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "verl_bridge/bench/agent_loop.py": "e2e/test_bench.py",
     "verl_bridge/bench/job.py": "e2e/test_bench.py",

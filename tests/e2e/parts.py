@@ -109,9 +109,11 @@ class Reference(AsyncPipelineTrainer):  # type: ignore[misc]
     schedule_class = Schedule
 
     def fit(self, agent_loop_manager: Any) -> None:
-        self.agent_loop_manager = agent_loop_manager
-        self._open_run()
+        self.open_run(agent_loop_manager)
         asyncio.run(self._loop())
+
+    def _note(self, stage: str, event: str, **fields: Any) -> None:
+        """There is no pipeline, and so no log of its events."""
 
     async def _loop(self) -> None:
         await self.publish(0, await self.gather(0))

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-import recipe.async_pipeline
 import recipe.async_pipeline.verl_bridge as bridge
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.observe.table import MARK
-from recipe.async_pipeline.verl_bridge import hooks
+from recipe.async_pipeline.verl_bridge import hooks, trainer
 from tests import REPOSITORY
 
 
@@ -41,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     replace(bridge, "launch", "prepare", "start_sample_store")
     replace(bridge, "interrupts", "wait_for")
-    replace(recipe.async_pipeline, "strategies", "begin")
+    replace(trainer, "registration", "begin")
     return made
 
 
@@ -112,7 +111,7 @@ def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> No
     assert calls == [
         ("launch.start_sample_store", ours),
         ("interrupts.wait_for", "running"),
-        ("strategies.begin", ours),
+        ("registration.begin", ours),
     ]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
 
 from ..core.schedule import Schedule
 from ..errors import ConfigError
@@ -57,11 +56,6 @@ def schedule_class(strategy: str) -> type[Schedule]:
             "without a schedule; see docs/strategies.md"
         )
     return schedule
-
-
-def begin(config: Any) -> None:
-    """Hand on to verl_bridge; the patch of verl's entry point calls it here."""
-    importlib.import_module("recipe.async_pipeline.verl_bridge.trainer.registration").begin(config)
 
 
 __all__ = [

@@ -70,9 +70,9 @@ def begin(config: DictConfig) -> None:
     """
     if not _has_our_trainer(config):
         return
-    from .. import strategies
+    from .trainer import registration
 
-    strategies.begin(config)
+    registration.begin(config)
 
 
 def _has_our_trainer(config: DictConfig) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from itertools import count
 from typing import Any
 
 import verl.trainer.ppo.v1 as verl_v1
@@ -31,6 +32,8 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
     class Probed(trainer):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
+            # Shared by the views of the trainer that its stages run on.
+            self._references = count(1)
             if poll_s is not None:
                 self.replay_buffer.poll_interval = poll_s
 
@@ -45,8 +48,7 @@ def probed(trainer: Any, spans: SpanFile, poll_s: float | None) -> Any:
             )
             with spans.measure("ref_log_prob_apart" if separate else "ref_log_prob"):
                 if waits is not None:
-                    self._references = getattr(self, "_references", 0) + 1
-                    time.sleep(waits[1].draw(waits[0], "reference", self._references))
+                    time.sleep(waits[1].draw(waits[0], "reference", next(self._references)))
                 return super()._compute_ref_log_prob(batch, metrics=metrics)
 
         def _compute_advantage(self, batch: Any, metrics: Any) -> Any:

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run verl's blocking code in threads, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from ...core.clock import within
+
+T = TypeVar("T")
+CALL_THREADS = 16
+"""Blocking calls that may run at once: each stage has at most one, validation one more."""
+
+
+class BlockingCalls:
+    """The threads of a run, and the deadline of each call that the event loop waits for."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
+
+    async def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return what `function` returns.
+
+        Waits for: the function. Raises WaitTimeout if it does not return in time; its thread is abandoned.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        called = loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
+        name = getattr(function, "__name__", type(function).__name__)
+        return await within(called, self.timeout_s, owner=task.get_name(), what=f"the call {name} to return")
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Start a call that nothing on the event loop waits for."""
+        return self._threads.submit(function, *args)
+
+    def close(self) -> None:
+        """Start no more calls, and wait for none: a thread may be stuck."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give each part of the trainer what it needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..agent_loop.manager import PushAgentLoopManager
+from .checkpointing import Checkpointing
+from .generation import PARTITION, Generation
+from .ray_metrics import RayGauges
+from .step_report import StepReport
+
+if TYPE_CHECKING:
+    from .async_trainer import AsyncPipelineTrainer
+
+
+def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> Generation:
+    """Return what generates groups through the agent loops of `manager`."""
+    return Generation(
+        manager=manager,
+        prompts=trainer.prompts,
+        calls=trainer.calls,
+        stages=trainer.stages,
+        meters=trainer.meters,
+        bad_data=trainer.bad_data,
+        knobs=trainer.knobs,
+        temperature=trainer.config.actor_rollout_ref.rollout.temperature,
+        filter_metric=trainer._resolve_filter_groups_metric(),
+        reward_workers=lambda: trainer.reward_loop_manager.reward_loop_workers,
+        note=lambda event, **fields: trainer._note("generate", event, **fields),
+    )
+
+
+def step_report(trainer: AsyncPipelineTrainer) -> StepReport:
+    """Return what finishes the steps of a run whose trackers are open."""
+    return StepReport(
+        schedule=trainer.schedule,
+        calls=trainer.calls,
+        stages=trainer.stages,
+        publisher=trainer.publisher,
+        meters=trainer.meters,
+        bad_data=trainer.bad_data,
+        accounts=trainer.accounts,
+        recorder=trainer.recorder,
+        gauges=RayGauges(trainer.config.trainer.experiment_name),
+        logger=trainer.logger,
+        steps_per_epoch=trainer.steps_per_epoch,
+        rollout_data_dir=trainer.config.trainer.get("rollout_data_dir"),
+    )
+
+
+def checkpointing(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> Checkpointing:
+    """Return what writes checkpoints of the run."""
+
+    def tell(step: int, folder: str) -> None:
+        trainer.checkpoint_callback.on_save(
+            trainer=trainer.stages.at(step), global_step=step, checkpoint_dir=folder, async_save=False
+        )
+
+    critic: Any | None = trainer.critic_wg if trainer.use_critic else None
+    return Checkpointing(
+        run=trainer.runtime.run,
+        identity=trainer.runtime.identity,
+        config=trainer.config.trainer,
+        schedule=trainer.schedule,
+        calls=trainer.calls,
+        stages=trainer.stages,
+        actor_group=trainer.actor_rollout_wg,
+        critic_group=critic,
+        copies=trainer.log_probs.copies,
+        prompts=trainer.prompts,
+        manager=manager,
+        bad_data=trainer.bad_data,
+        recorder=trainer.recorder,
+        ledger=trainer.folder.ledger,
+        partition=PARTITION,
+        rejects=trainer.generation.rejects,
+        on_save=tell,
+    )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prompt to the batch of a step: generate groups, reject bad data, balance rows over ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import transfer_queue as tq
+import xxhash
+from transfer_queue import KVBatchMeta
+
+from ...config.schema import AsyncPipelineConfig
+from ...core.bad_data import BadData, Verdict
+from ...core.clock import within
+from ...core.items import Group, Prompt, PromptBatch, StepBatch, Ticket, Trajectory
+from ...errors import RolloutError
+from ..agent_loop.manager import PushAgentLoopManager
+from ..agent_loop.version_spans import cost_columns
+from ..agent_loop.worker import Details
+from ..reward.batch_scoring import score_batch
+from .calls import BlockingCalls
+from .prompt_source import PromptSource
+from .sample_metrics import SampleMeters
+from .verl_stages import VerlStages, own_copy
+
+PARTITION = "train"
+"""Of the sample store, for the samples of training."""
+
+
+class Generation:
+    """Generates groups, decides which of them can be trained, and assembles batches."""
+
+    def __init__(
+        self,
+        *,
+        manager: PushAgentLoopManager,
+        prompts: PromptSource,
+        calls: BlockingCalls,
+        stages: VerlStages,
+        meters: SampleMeters,
+        bad_data: BadData,
+        knobs: AsyncPipelineConfig,
+        temperature: float,
+        filter_metric: str | None,
+        reward_workers: Callable[[], Sequence[Any]],
+        note: Callable[..., object],
+    ) -> None:
+        """`filter_metric` is what DAPO's filter compares, or None. `reward_workers` score whole batches.
+
+        `note(event, **fields)` writes an event of the stage `generate`.
+        """
+        self._manager, self._prompts, self._calls, self._stages = manager, prompts, calls, stages
+        self._meters, self._bad_data, self._knobs = meters, bad_data, knobs
+        self._temperature, self._filter_metric = temperature, filter_metric
+        self._reward_workers, self._note = reward_workers, note
+        self._allowed = asyncio.Event()
+        self._allowed.set()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Start no group inside the context; those that were started are finished."""
+        self._allowed.clear()
+        try:
+            yield
+        finally:
+            self._allowed.set()
+
+    async def draw(self, ticket: Ticket) -> PromptBatch:
+        """Return the next prompts of the dataset, as many as the ticket says."""
+        while self._prompts.lacks(ticket.prompts):
+            self._prompts.add(await self._calls(self._prompts.draw))
+        return PromptBatch(
+            step=ticket.step, prompts=self._prompts.deal(ticket.prompts), admitted_version=ticket.version
+        )
+
+    async def generate(self, prompt: Prompt) -> Group:
+        """Return the finished group of a prompt. Raises what the rollout raised."""
+        await within(self._allowed.wait(), self._calls.timeout_s, owner="generate", what="validation to end")
+        identity = _identity(prompt)
+        refused = self._bad_data.refuse(identity)
+        if refused is not None:
+            return _group(prompt, (), refused)
+
+        started = time.perf_counter()
+        try:
+            answered = await self._manager.run_group(self._prompts.begin(prompt))
+        except asyncio.CancelledError:
+            self._meters.cancelled(time.perf_counter() - started)
+            raise
+        seconds = time.perf_counter() - started
+
+        costs = cost_columns([details.cost for details in answered.details])
+        self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)
+        pairs = sorted(
+            zip(answered.trajectories, answered.details, strict=True), key=lambda pair: pair[0].key
+        )
+        trajectories = tuple(
+            replace(one, seconds=seconds, filter_by=self._filter_by(one, details)) for one, details in pairs
+        )
+        self._meters.finished(prompt.uid, trajectories)
+
+        verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
+        columns = [details.columns for _, details in pairs]
+        alike = all(one == columns[0] for one in columns)
+        return _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
+
+    def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
+        """Return why a finished group is not trained, or None if it is.
+
+        A group whose data is bad has failed. One whose responses are all alike is filtered (DAPO, arXiv
+        2503.14476): they have no advantage over each other.
+        """
+        if group.flaw:
+            return "failed"
+        alike = len({t.filter_by for t in group.trajectories}) == 1
+        filtered = self._filter_metric is not None and alike and len(group.trajectories) > 1
+        return "filtered" if filtered else None
+
+    async def discard(self, group: Group) -> None:
+        """Free the samples of a group that is not trained."""
+        self._meters.discarded(group.uid)
+        if group.flaw:  # the agent loop has not stored it
+            return
+        await self._calls(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
+
+    async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
+        """Join groups, in the order of their prompts, into a batch that divides over the training ranks."""
+        ordered = tuple(sorted(groups, key=lambda g: self._prompts.place(g.uid)))
+        meta = KVBatchMeta(
+            partition_id=PARTITION,
+            keys=[t.key for g in ordered for t in g.trajectories],
+            tags=[dict(t.payload) for g in ordered for t in g.trajectories],
+            extra_info={"temperature": self._temperature},
+        )
+        timing = {}
+        if not self._knobs.reward.while_generating:
+            started = time.perf_counter()
+            ordered = await self._score(ordered, meta)
+            timing["reward"] = time.perf_counter() - started
+        meta, metrics = await self._stages.balance(step, meta)
+        return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics, timing_s=timing)
+
+    async def _score(self, groups: Sequence[Group], meta: KVBatchMeta) -> tuple[Group, ...]:
+        scored = await self._calls(score_batch, self._reward_workers(), own_copy(meta), self._knobs)
+        rewards = iter(scored)
+
+        def with_rewards(group: Group) -> Group:
+            found = (replace(t, reward=float(next(rewards)["reward_score"])) for t in group.trajectories)
+            return replace(group, trajectories=tuple(found))
+
+        return tuple(with_rewards(group) for group in groups)
+
+    def _filter_by(self, trajectory: Trajectory, details: Details) -> float | None:
+        """Raises RolloutError if the reward function did not return what groups are filtered by."""
+        metric = self._filter_metric
+        if metric is None:
+            return None
+        value = trajectory.reward if metric == "reward" else details.reward_info.get(metric)
+        if value is None:
+            known = ", ".join(["reward", *details.reward_info])
+            raise RolloutError(
+                "algorithm.filter_groups.metric must be something that the reward function returns, got "
+                f"{metric!r}; choose one of {known}"
+            )
+        return float(value)
+
+
+def _identity(prompt: Prompt) -> str:
+    """Return the same text for the same prompt, whatever epoch it is drawn in."""
+    payload: Mapping[str, Any] = prompt.payload
+    return xxhash.xxh3_128_hexdigest(str(payload["raw_prompt"][0]).encode())
+
+
+def _group(
+    prompt: Prompt,
+    trajectories: tuple[Trajectory, ...],
+    verdict: Verdict | None,
+    columns: Sequence[Sequence[str]] = (),
+) -> Group:
+    flaw, again = verdict or ("", False)
+    return Group(
+        uid=prompt.uid, step=prompt.step, trajectories=trajectories, flaw=flaw, again=again, payload=columns
+    )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the flow of a trainer, with everything that listens to it, and write the summary at the end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ...core.diagnosis import diagnose
+from ...core.flow import AsyncTrainingFlow
+from ...core.wait_graph import Wait, waits_of
+from ...observe.event_file import EventFile
+from ...observe.overlap import OverlapMeter
+from ...observe.summary import write_atomically
+from ...observe.table import closing, header
+from ...observe.watchdog import Watchdog
+from ...stages.custom import insert_custom_roles
+from .insight_spans import InsightStates
+from .insight_spans import is_enabled as is_insight_enabled
+from .terminal import echo, say
+
+if TYPE_CHECKING:
+    from .async_trainer import AsyncPipelineTrainer
+
+KEPT_RECORDS = 10_000
+"""Events kept in memory; `events.jsonl` has them all."""
+
+
+async def run_flow(trainer: AsyncPipelineTrainer) -> None:
+    """Train to the end. Raises the first error of any stage, after the summary was written."""
+    folder, knobs, schedule = trainer.folder, trainer.knobs, trainer.schedule
+    flow = trainer._flow = AsyncTrainingFlow(
+        trainer=trainer,
+        enable_async_rl=True,
+        keep_records=KEPT_RECORDS,
+        startup_s=lambda: max(0.0, time.time() - trainer.runtime.started_unix),
+    )
+    insert_custom_roles(flow.graph, knobs.custom_stages)
+    overlap = OverlapMeter()
+    flow.log.subscribe(overlap)
+    flow.log.subscribe(trainer.accounts)
+    if is_insight_enabled():
+        flow.log.subscribe(InsightStates(trainer.calls.submit))
+    flow.fates.subscribe(trainer.prompts.settled)
+    flow.fates.subscribe(trainer.meters.settled)
+
+    watchdog = Watchdog(folder.path / "diagnosis.txt", stalled_after_s=knobs.faults.loop_stall_s, say=say)
+
+    def expired(wait: Wait) -> str:
+        diagnosis = diagnose(flow, wait)
+        watchdog.tell(diagnosis)
+        return diagnosis.cause
+
+    waits_of().on_expiry = expired
+    failure: BaseException | None = None
+    with EventFile(folder.path / "events.jsonl") as events, folder.ledger as ledger, watchdog:
+        flow.log.subscribe(events)
+        flow.ledger.subscribe(ledger)
+        steps = f"{schedule.first_step}..{schedule.last_step}"
+        say(f"{knobs.strategy}, max_lag {schedule.max_lag}, steps {steps}")
+        echo(header())
+        trainer.report.begin()
+        try:
+            await flow.run()
+            await trainer.calls(ledger.sync)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            await trainer.rollout_pool.close()
+            summary = trainer.recorder.summarize(flow.result(), overlap.seconds, time.time(), failure)
+            summary |= trainer.accounts.summary()
+            summary["bad_data"] = trainer.bad_data.summary()
+            write_atomically(folder.path / "summary.json", summary)
+            for line in closing(summary):
+                echo(line)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Place workers on the pools of the run, and start rollout servers beside the training workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from verl.single_controller.ray import RayWorkerGroup
+from verl.trainer.ppo.utils import Role
+from verl.utils.device import get_device_name
+
+from ...config.placement import Placement
+from ...config.schema import AsyncPipelineConfig
+from ...weight_sync.versioned_engine import LoadMode
+from ..ray_calls import result_of
+from ..rollout.replica_pool import RolloutPool
+from ..rollout.server_manager import PipelineServerManager
+from ..workers.log_prob_group import start_group
+from ..workers.training_worker import PipelineCritic, PipelineWorker
+from .calls import BlockingCalls
+from .log_probs import nodes_of, verls_name
+from .terminal import say
+
+START_S = 1800.0
+"""Least time for engines and models to start, however short the waits of a started run may be."""
+WORKERS = ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role.Critic, PipelineCritic))
+"""Our worker classes in the place of verl's."""
+
+
+class Startup:
+    """What starts while verl starts its workers: rollout servers, and workers of a pool for `logp`."""
+
+    def __init__(
+        self, config: DictConfig, knobs: AsyncPipelineConfig, placement: Placement, calls: BlockingCalls
+    ) -> None:
+        self._config, self._knobs, self._placement, self._calls = config, knobs, placement, calls
+        self._deadline_s = max(START_S, knobs.faults.wait_timeout_s)
+        self._logp_group: Future[RayWorkerGroup] | None = None
+        self.servers: PipelineServerManager
+        """Set once the training devices are reserved."""
+
+    def place_workers(self, worker_classes: dict[Any, Any], pools: Any) -> None:
+        """Add the pools of the placement to verl's, and put our worker classes in the place of verl's."""
+        for role, worker in WORKERS:
+            if role in worker_classes:
+                worker_classes[role] = ray.remote(worker)
+        for pool in self._placement.pools:
+            if "train" in pool.roles or "generate" in pool.roles:
+                continue
+            pools.resource_pool_spec[verls_name(pool)] = list(pool.per_node)
+            for stage, role in (("ref_logp", Role.RefPolicy), ("critic", Role.Critic)):
+                if stage in pool.roles:
+                    pools.mapping[role] = verls_name(pool)
+
+        create = pools.create_resource_pool
+
+        def create_and_start() -> None:
+            create()
+            self._reserve(pools)
+
+        pools.create_resource_pool = create_and_start
+
+    def _reserve(self, pools: Any) -> None:
+        """Reserve the training devices first: those of a node have to be together. Then start the servers."""
+        for pool in pools.resource_pool_dict.values():
+            pool.get_placement_groups(device_name=get_device_name())
+        own = self._placement.own_pool_of("logp")
+        if own is not None:
+            # OmegaConf is not thread-safe: give the thread its own copy.
+            config = copy.deepcopy(self._config)
+            pool = pools.resource_pool_dict[verls_name(own)]
+            self._logp_group = self._calls.submit(start_group, "logp", pool, config)
+        self.servers = PipelineServerManager.started(self._config)
+
+    def rollout_pool(self, actor_group: Any, note: Callable[[str, str, int | None], None]) -> RolloutPool:
+        """Return the replicas, once all of them have started. Blocks."""
+        self.servers.ready(self._deadline_s)
+        (trainer_node,) = nodes_of(actor_group.workers[:1])
+        sync = self._knobs.weight_sync
+        return RolloutPool(
+            self.servers,
+            say,
+            trainer_node=trainer_node,
+            piece_bytes=sync.load_bucket_size_mb << 20,
+            load_timeout_s=sync.timeout_s,
+            restart_timeout_s=self._knobs.faults.wait_timeout_s,
+            how=LoadMode(sync.in_flight_policy, sync.load_staging, sync.reuse_prefixes),
+            max_concurrent_loads=sync.max_concurrent_loads,
+            note=note,
+        )
+
+    def logp_group(self) -> Any | None:
+        """Return the workers of a pool for `logp`, once they have started, or None without one. Blocks."""
+        if self._logp_group is None:
+            return None
+        return result_of(
+            self._logp_group, self._deadline_s, owner="the trainer", what="the workers of logp to start"
+        )

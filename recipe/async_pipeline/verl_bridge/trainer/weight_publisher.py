@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather the trained weights, publish them to the replicas, and lend them to copies of the policy."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ...core.items import Publication
+from ...errors import WeightSyncError
+from ...weight_sync.manifest import Ticket
+from ..rollout.replica_pool import RolloutPool
+from ..workers.policy_copy import PolicyCopy
+from .calls import BlockingCalls
+
+METRICS = (
+    "version",
+    "num_bytes",
+    "gather_s",
+    "transfer_s",
+    "load_s",
+    "stall_s",
+    "tensors_proved",
+    "tokens_read_again",
+)
+"""Figures of a publication that are metrics of the step in which it happened."""
+
+
+class WeightPublisher:
+    """The two newest versions lie in the arenas of the training workers; their tickets are kept here."""
+
+    def __init__(
+        self, actor_group: Any, rollout_pool: RolloutPool, calls: BlockingCalls, load_timeout_s: float
+    ) -> None:
+        self.rollout_pool = rollout_pool
+        self._actor_group, self._calls, self._load_timeout_s = actor_group, calls, load_timeout_s
+        self._tickets: dict[int, Ticket] = {}
+        self._last: Publication | None = None
+
+    async def gather(self, version: int) -> Ticket:
+        """Copy the weights into an arena; the training devices are free afterwards.
+
+        Raises WeightSyncError if no training rank reports the version.
+        """
+        tickets = await self._calls(self._actor_group.gather_weights, version)
+        ticket: Ticket | None = next((t for t in tickets if t is not None), None)
+        if ticket is None:
+            raise WeightSyncError(f"no training rank returned a ticket of version {version}")
+        newest = max(self._tickets, default=version)
+        self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: ticket}
+        return ticket
+
+    async def publish(self, ticket: Ticket) -> Publication:
+        """Have every replica load and verify a version."""
+        self._last = await self.rollout_pool.publish(ticket)
+        return self._last
+
+    async def load_into(self, policy: PolicyCopy, version: int | None) -> float:
+        """Have a copy of the policy hold a version; returns the seconds that this took.
+
+        Raises WeightSyncError if the version lies in no arena any more.
+        """
+        if version is None or version == policy.version:
+            return 0.0
+        if version not in self._tickets:
+            raise WeightSyncError(
+                f"{policy.role} needs version {version}, which is no longer in memory; resume from a "
+                "checkpoint"
+            )
+        started = time.perf_counter()
+        await self._calls(policy.load, self._tickets[version], self._load_timeout_s)
+        return time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures of the newest publication, or nothing before the first."""
+        if self._last is None:
+            return {}
+        return {f"async_pipeline/param_update/{name}": float(getattr(self._last, name)) for name in METRICS}

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocking calls have a deadline, and the error names the call."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from recipe.async_pipeline.errors import WaitTimeout
+from recipe.async_pipeline.verl_bridge.trainer.calls import BlockingCalls
+
+
+def test_it_returns_what_the_function_returns_or_raises() -> None:
+    calls = BlockingCalls(60.0)
+    assert asyncio.run(calls(divmod, 7, 2)) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(calls(divmod, 7, 0))
+    assert calls.submit(int, "3").result(60) == 3
+    calls.close()
+
+
+def test_a_call_that_does_not_return_is_named() -> None:
+    calls, over = BlockingCalls(0.01), threading.Event()
+
+    async def main() -> None:
+        try:
+            await calls(over.wait)
+        finally:
+            over.set()
+
+    with pytest.raises(WaitTimeout, match="the call wait to return"):
+        asyncio.run(main())
+    calls.close()

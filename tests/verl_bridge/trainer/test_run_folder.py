@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run finds in its folder, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+ROWS = [{"step": step, "data": {"x": step}} for step in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.trainer.run_folder")
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, Any, Any]] = []
+
+    def log(self, *, data: Any, step: int, backend: Any) -> None:
+        self.rows.append((step, data, backend))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the run `r`, which was killed after step 3."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "ledger.jsonl").write_text(json.dumps({"n": 1, "kind": "open", "run": "r"}) + "\n")
+    for name in ("events.jsonl", "summary.json", "trace.json", "report.html"):
+        (tmp_path / name).write_text("{}\n")
+    return tmp_path
+
+
+def test_a_resumed_run_keeps_its_ledger_and_the_metrics_up_to_the_checkpoint(
+    ours: ModuleType, folder: Path
+) -> None:
+    one, logger = ours.RunFolder(folder, "r", 2), Logger()
+    one.repeat_rows(logger)
+    with one.ledger:
+        pass
+    assert logger.rows == [(1, {"x": 1}, ["file"]), (2, {"x": 2}, ["file"])]
+    assert json.loads((folder / "ledger.jsonl").read_text())["run"] == "r"
+    assert not (folder / "summary.json").exists()
+    assert not (folder / "metrics.jsonl").exists() and not (folder / "events.jsonl").exists()
+    assert os.environ["VERL_FILE_LOGGER_PATH"] == str(folder / "metrics.jsonl")
+
+
+def test_the_ledger_of_another_run_is_set_aside(ours: ModuleType, folder: Path) -> None:
+    one = ours.RunFolder(folder, "another", 2)
+    with one.ledger:
+        pass
+    assert one.rows == []
+    assert (folder / "ledger.jsonl").read_text() == ""
+    assert [path for path in folder.iterdir() if path.name.startswith("ledger.") and path.stat().st_size]

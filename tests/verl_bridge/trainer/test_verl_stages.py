@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's stages run as of the step of their batch; several steps at once do not see each other."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.core.items import StepBatch
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+
+@pytest.fixture(scope="module")
+def ours(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.trainer.verl_stages")
+
+
+class Trainer:
+    """Stands for verl's trainer: its methods read the step, and advance the KL controller."""
+
+    def __init__(self, coefficient: float | None = None) -> None:
+        self.global_steps = 0
+        self.processor = None
+        self.both_inside = threading.Barrier(2)
+        if coefficient is not None:
+            self.kl_ctrl_in_reward = SimpleNamespace(value=coefficient)
+
+    def _balance_batch(self, meta: Any, metrics: dict[str, Any]) -> Any:
+        before = self.global_steps
+        self.both_inside.wait(60)
+        metrics["steps"] = (before, self.global_steps)
+        return meta
+
+    def _compute_advantage(self, meta: Any, metrics: dict[str, Any]) -> Any:
+        metrics["kl"] = self.kl_ctrl_in_reward.value
+        self.kl_ctrl_in_reward.value += self.global_steps
+        return meta
+
+
+@pytest.fixture
+def meta(load: Load) -> Any:
+    return load("transfer_queue").KVBatchMeta(partition_id="train", keys=["a"], tags=[{}], extra_info={})
+
+
+def stages_of(load: Load, ours: ModuleType, trainer: Trainer) -> Any:
+    calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
+    stages = ours.VerlStages(trainer, calls)
+    stages.start(trainer.global_steps)
+    return stages
+
+
+def test_two_steps_at_once_each_see_their_own(load: Load, ours: ModuleType, meta: Any) -> None:
+    trainer = Trainer()
+    stages = stages_of(load, ours, trainer)
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(*(stages.balance(step, ours.own_copy(meta)) for step in (3, 4)))
+
+    assert [metrics["steps"] for _, metrics in asyncio.run(main())] == [(3, 3), (4, 4)]
+    assert trainer.global_steps == 0, "nothing writes the trainer's own"
+
+
+def test_the_kl_coefficient_is_handed_from_step_to_step(load: Load, ours: ModuleType, meta: Any) -> None:
+    trainer = Trainer(coefficient=0.5)
+    stages = stages_of(load, ours, trainer)
+
+    async def main() -> list[Any]:
+        return [(await stages.advantages(StepBatch(step=s, groups=(), payload=meta))) for s in (1, 2, 3)]
+
+    assert [batch.metrics["kl"] for batch in asyncio.run(main())] == [0.5, 1.5, 3.5]
+    assert [stages.kl_coefficient(step) for step in (1, 2, 3)] == [1.5, 3.5, 6.5]
+    assert trainer.kl_ctrl_in_reward.value == 0.5
+
+
+def test_without_a_kl_penalty_there_is_no_coefficient(load: Load, ours: ModuleType) -> None:
+    assert stages_of(load, ours, Trainer()).kl_coefficient(1) is None
+
+
+def test_a_stage_works_on_its_own_copy(ours: ModuleType, meta: Any) -> None:
+    copied = ours.own_copy(meta)
+    copied.extra_info["x"] = 1
+    copied.tags[0]["y"] = 2
+    copied.keys.append("b")
+    assert (meta.extra_info, meta.tags, meta.keys) == ({}, [{}], ["a"])
