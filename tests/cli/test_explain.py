@@ -29,7 +29,7 @@ def test_the_plan_is_printed_as_text(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "write +async_generation_ratio=... to add it" in capsys.readouterr().err
     assert main([*SMOKE, "+async_pipeline=True", "+async_generation_ratio=1.5"]) == 0
     out = capsys.readouterr().out
-    assert "async_generation_ratio=1.5 -> max_lag=2, oldest_share=0.5" in out
+    assert "async_generation_ratio=1.5 -> staleness.max_lag=2, staleness.oldest_share=0.5" in out
     assert "strategy        n_step_ahead" in out
     assert "at most 40 groups = 320 answers" in out
     assert (
@@ -118,7 +118,7 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
             "weight_sync.every must be at most 2",
         ),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
-        (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "did you mean 'max_lag'"),
+        (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "mean 'staleness.max_lag'"),
     ],
 )
 def test_settings_that_a_run_would_refuse_are_refused(

@@ -100,6 +100,7 @@ def knobs_of(
     implied = schedule_class(name).implied_lag
     if max_lag is None:
         max_lag = DEFAULT_AHEAD if implied is None else implied
+
     return AsyncPipelineConfig.of(
         {
             "strategy": name,
