@@ -119,7 +119,7 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
         ),
         (
             {f"{OWN}.reward.timeout_s": 5, "reward.custom_reward_function.path": None},
-            "wants a reward function of your own, got None",
+            "requires your own reward function, got None",
         ),
         (
             {f"{OWN}.reward.timeout_s": 5, "reward.custom_reward_function.name": "nothing"},

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a resolved verl config before Ray starts. Every complaint is one line."""
+"""Check a verl config before Ray starts: one list of checks, `CHECKS`. Error messages have one line."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -47,42 +48,88 @@ class Checked(NamedTuple):
     translation: Translation
     placement: Placement
     old_logp: str
-    """Whose policy old log-probs are of; see `placement.proximal_policy`."""
+    """The policy of old log-probs; see `placement.proximal_policy`."""
+
+
+@dataclass
+class Review:
+    """A config under check, and what the checks have found. Each check may use what earlier ones set."""
+
+    raw: Mapping[str, Any]
+    """As the user wrote it, without interpolations resolved."""
+    config: DictConfig
+    """A copy, in which verl's own keys take the values that our keys mean."""
+    translation: Translation = field(init=False)
+    resolved: Mapping[str, Any] = field(init=False)
+    placement: Placement = field(init=False)
+    old_logp: str = field(init=False)
+
+    @property
+    def knobs(self) -> AsyncPipelineConfig:
+        return self.translation.config
+
+    @property
+    def bypass(self) -> bool:
+        """Whether verl takes old log-probs from the rollout."""
+        return bool(OmegaConf.select(self.config, BYPASS))
 
 
 def checked(config: DictConfig) -> Checked | None:
-    """What the pipeline makes of a config; None: it is not asked for. Raises ConfigError: it could not
-    run.
+    """Run `CHECKS` on a config. Returns what they found, or None if the config does not ask for the pipeline.
+
+    Raises ConfigError or PatchedVerlRequired if the pipeline could not run; leaves the config as it is.
     """
     raw = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
     if not is_enabled(raw):
         require_no_stray_keys(raw)
         return None
+    review = Review(raw, copy.deepcopy(config))
+    for check in CHECKS:
+        check(review)
+    return Checked(review.translation, review.placement, review.old_logp)
+
+
+def _require_plugin(review: Review) -> None:
+    """Raises PatchedVerlRequired if verl has not loaded our plugin."""
     if not plugin.is_loaded():
         raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
+
+
+def _require_patches(review: Review) -> None:
+    """Raises PatchedVerlRequired if verl lacks our patches."""
     require_patched(find_verl_root())
-    _require_resolvable(config)
-    check_sections(config)
-    translation = resolve(raw)
-    _require_importable(translation.config)
-    _require_reward_function(config, translation.config)
-    config = copy.deepcopy(config)
-    _update(config, translation.verl)
-    check_verl_config(config)
-    _require_roles_that_fit(config, translation.config)
-    bypass = bool(OmegaConf.select(config, BYPASS))
-    _require_corrections_that_work(config, bypass=bypass)
-    resolved = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    check_keys(resolved)
-    layout = next((path for path in (RATIOS, TASK_RATIOS) if select(raw, path) is not None), POOLS)
-    placement = placement_of(resolved, translation.config.pools, _placed_roles(config, bypass=bypass), layout)
-    old_logp = proximal_policy(translation.config, placement, bypass=bypass)
-    check_devices(config, placement, translation.config)
-    return Checked(translation, placement, old_logp)
+
+
+def _translate(review: Review) -> None:
+    """Raises ConfigError if a key of ours is unknown, misplaced, contradictory or has a wrong value."""
+    review.translation = resolve(review.raw)
+
+
+def _apply_translation(review: Review) -> None:
+    """Set the keys of verl that our keys decide."""
+    _update(review.config, review.translation.verl)
+
+
+def _check_resume(review: Review) -> None:
+    """Raises ConfigError if verl's keys for checkpoints contradict each other."""
+    review.resolved = cast("dict[str, Any]", OmegaConf.to_container(review.config, resolve=True))
+    check_keys(review.resolved)
+
+
+def _place(review: Review) -> None:
+    """Raises ConfigError if the stages do not fit the devices."""
+    layout = next((path for path in (RATIOS, TASK_RATIOS) if select(review.raw, path) is not None), POOLS)
+    roles = _placed_roles(review.config, bypass=review.bypass)
+    review.placement = placement_of(review.resolved, review.knobs.pools, roles, layout)
+
+
+def _choose_old_logp(review: Review) -> None:
+    """Raises ConfigError if the placement does not permit the chosen policy of old log-probs."""
+    review.old_logp = proximal_policy(review.knobs, review.placement, bypass=review.bypass)
 
 
 def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
-    """Raises ConfigError: verl would leave out the rollout correction that is asked for, and say nothing."""
+    """Raises ConfigError if verl would silently leave out the chosen rollout correction."""
     asked = {
         name: value
         for name in ("rollout_is", "rollout_rs")
@@ -97,7 +144,7 @@ def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
             f"old_logp=rollout), got {value!r}; "
             "verl corrects nothing there, the loss has to: set it to null"
         )
-    # Where other code may register losses in the workers, they are not known here.
+    # Losses that an external library registers in the workers are unknown here.
     check_loss(
         config,
         None
@@ -117,8 +164,9 @@ def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
 
 
 def _try_correction(section: Mapping[str, Any]) -> None:
-    """On one token, by verl's own functions. Raises ConfigError: they refuse it, or the token gets no
-    weight.
+    """Try the correction on one token with verl's own functions.
+
+    Raises ConfigError if they refuse it, or if the token gets no weight.
     """
     token, mask = torch.zeros(1, 1), torch.ones(1, 1)
     for name, compute, example in (
@@ -156,7 +204,7 @@ def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
 
 
 def _require_resolvable(config: DictConfig) -> None:
-    """Raises ConfigError: an interpolation such as ${oc.env:NAME} has no value."""
+    """Raises ConfigError if an interpolation such as ${oc.env:NAME} has no value."""
     try:
         OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -167,7 +215,7 @@ def _require_resolvable(config: DictConfig) -> None:
 
 
 def _require_importable(knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a strategy or role of one's own names a class that cannot be found."""
+    """Raises ConfigError if a custom strategy or stage names a class that cannot be found."""
     roles = [(f"{OWN}.custom_stages", spec.partition("@")[0]) for spec in knobs.custom_stages]
     for path, target in [(f"{OWN}.strategy", knobs.strategy), *roles]:
         if ":" in target:
@@ -175,9 +223,7 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a reward function that is not there, or limits for the calls of one that verl
-    has built in.
-    """
+    """Raises ConfigError if the reward function is missing, or if a built-in one of verl has limits."""
     if not knobs.reward.while_generating:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             raise ConfigError(
@@ -200,17 +246,39 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
         return
     if not path:
         raise ConfigError(
-            f"{OWN}.reward.timeout_s wants a reward function of your own, got {path!r}; set "
+            f"{OWN}.reward.timeout_s requires your own reward function, got {path!r}; set "
             "reward.custom_reward_function.path"
         )
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
-def _require_roles_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a role of one's own is none, or there is no such edge."""
+def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if a custom stage is not a stage, or if its edge does not exist."""
     critic, reference = has_critic(config), need_reference_policy(config)
     roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
     try:
         insert_custom_roles(graph_of(roles), knobs.custom_stages)
     except ConfigError as error:
         raise ConfigError(f"{OWN}.custom_stages: {error}") from None
+
+
+CHECKS: tuple[Callable[[Review], None], ...] = (
+    _require_plugin,
+    _require_patches,
+    lambda review: _require_resolvable(review.config),
+    lambda review: check_sections(review.config),
+    _translate,
+    lambda review: _require_importable(review.knobs),
+    lambda review: _require_reward_function(review.config, review.knobs),
+    _apply_translation,
+    lambda review: check_verl_config(review.config),
+    lambda review: _require_stages_that_fit(review.config, review.knobs),
+    lambda review: _require_corrections_that_work(review.config, bypass=review.bypass),
+    _check_resume,
+    _place,
+    _choose_old_logp,
+    lambda review: check_devices(review.config, review.placement, review.knobs),
+)
+"""From the user's config to one that the pipeline can run, in this order: a mistake gets the message of the
+first check that finds it.
+"""
