@@ -136,6 +136,15 @@ def test_exceptions_are_still_needed(module: str) -> None:
     assert not (REPOSITORY / "tests" / mirror_of(module)).exists(), "it has a mirror now: drop its line"
 
 
+TESTS = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py"))
+
+
+def test_no_test_module_imports_another() -> None:
+    """What tests share is in tests/fakes and conftest.py: a moved test must not break its neighbours."""
+    importing = re.compile(r"^\s*(?:from|import) tests(?:\.\w+)*\.test_", re.MULTILINE)
+    assert [str(path) for path in TESTS if importing.search((REPOSITORY / path).read_text("utf-8"))] == []
+
+
 # Layers.
 
 

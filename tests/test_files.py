@@ -15,6 +15,8 @@ from tests import REPOSITORY, tracked_files
 
 MAX_BYTES = 300_000
 LARGE = {"run_scripts/cpu.lock.txt"}
+MAX_LINES = 400
+"""Of a module of the package: more than one idea rarely fits into fewer."""
 BINARY = {".png"}
 VERBATIM = {".patch"}
 """An empty context line of a diff is one space."""
@@ -57,6 +59,15 @@ def test_no_line_ends_in_whitespace() -> None:
 def test_tracked_files_are_small() -> None:
     sizes = {name: (REPOSITORY / name).stat().st_size for name in tracked_files() if name not in LARGE}
     assert {name: size for name, size in sizes.items() if size > MAX_BYTES} == {}
+
+
+def test_modules_of_the_package_are_short() -> None:
+    lengths = {
+        name: len((REPOSITORY / name).read_text(encoding="utf-8").splitlines())
+        for name in TEXT
+        if name.startswith("recipe/") and name.endswith(".py")
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
 def test_no_link_is_tracked() -> None:

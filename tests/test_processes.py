@@ -15,7 +15,7 @@ import pytest
 
 from recipe.async_pipeline.processes import descendants, gain_no_rights
 from tests import REPOSITORY
-from tests.cli.test_watch import DEADLINE_S, until
+from tests.fakes.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 PARENT = '''

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,8 +24,7 @@ from recipe.async_pipeline.cli.watch import Screen
 from recipe.async_pipeline.observe.table import MARK, TRANSIENT
 from recipe.async_pipeline.processes import descendants
 from tests import REPOSITORY
-
-DEADLINE_S = 60.0
+from tests.fakes.waiting import DEADLINE_S
 
 SLEEPER = (
     "import subprocess, sys; p = subprocess.Popen(['sleep', '1000'], start_new_session={detached}); "
@@ -42,13 +41,6 @@ HURRIED = (
     "sys.exit(watch.Watcher(sys.argv[1:]).run())"
 )
 """A watcher with short deadlines."""
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.01)
 
 
 def is_gone(pid: int) -> bool:

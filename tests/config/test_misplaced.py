@@ -13,8 +13,7 @@ from recipe.async_pipeline.config.paths import OWN, RUNTIME
 from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.errors import ConfigError
-from tests.config.test_translation import assert_one_line, own
-from tests.fakes.alias_values import ROLLOUT, nested
+from tests.fakes.alias_values import ROLLOUT, assert_one_line, nested, own
 
 ABOVE = [parent for parent in HIGHER if parent != "trainer.async_pipeline."]
 """The one left out is itself misplaced."""

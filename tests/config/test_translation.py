@@ -23,7 +23,7 @@ from recipe.async_pipeline.config.schema import (
 from recipe.async_pipeline.config.translation import Translation, is_enabled, resolve
 from recipe.async_pipeline.core.bad_data import POLICIES, Policies
 from recipe.async_pipeline.errors import ConfigError
-from tests.fakes.alias_values import LOSS, ROLLOUT, UNDERSTOOD, nested
+from tests.fakes.alias_values import LOSS, ROLLOUT, UNDERSTOOD, assert_one_line, nested, own
 
 BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -52,18 +52,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("trainer.sperated_node_tasks", "train", "must be a list of roles"),
     ("trainer.sperated_node_ratios", [1], "without it; add it"),
 ]
-
-
-def own(knobs: Mapping[str, Any]) -> dict[str, Any]:
-    return nested(*((f"{OWN}.{path}", value) for path, value in knobs.items()))
-
-
-def assert_one_line(caught: pytest.ExceptionInfo[ConfigError], *parts: str) -> None:
-    """Path, value and remedy are on one line."""
-    text = str(caught.value)
-    assert "\n" not in text
-    for part in parts:
-        assert part in text
 
 
 # What is understood.

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.errors import ConfigError
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -67,3 +73,15 @@ def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
             node = node.setdefault(folder, {})
         node[leaf] = value
     return root
+
+
+def own(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    return nested(*((f"{OWN}.{path}", value) for path, value in knobs.items()))
+
+
+def assert_one_line(caught: pytest.ExceptionInfo[ConfigError], *parts: str) -> None:
+    """Path, value and remedy are on one line."""
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
