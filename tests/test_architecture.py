@@ -168,6 +168,40 @@ def test_what_decides_imports_the_standard_library_and_itself(module: str) -> No
         assert own or name.split(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
 
 
+GROUND = {"errors", "console", "redaction", "processes"}
+LAYERS: Mapping[str, set[str]] = {
+    "core": set(),
+    "patching": set(),
+    "toy": set(),
+    "stages": {"core"},
+    "strategies": {"core"},
+    "observe": {"core"},
+    "weight_sync": {"core"},
+    "config": {"core", "strategies"},
+    "checkpoint": {"config", "observe"},
+    "sim": {"config", "core", "observe", "strategies"},
+    "bench": {"core", "observe", "toy", "weight_sync"},
+    "soak": {"bench", "core", "observe", "toy", "weight_sync"},
+    "verl_bridge": {
+        *("bench", "checkpoint", "config", "core", "observe", "patching", "stages", "strategies"),
+        "weight_sync",
+    },
+}
+"""What each folder may import; the table in docs/architecture.md. `cli` may import all of them."""
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.split("/")[0] in LAYERS])
+def test_layers_import_what_is_below_them(module: str) -> None:
+    folder = module.split("/")[0]
+    allowed = GROUND | LAYERS[folder] | {folder}
+    ours = {name.split(".")[2] for name in imports(module) if name.startswith(f"{OWN_NAME}.")}
+    assert ours <= allowed, f"{module} imports {', '.join(sorted(ours - allowed))}"
+
+
+def test_every_folder_has_a_layer_or_is_the_command_line() -> None:
+    assert {m.split("/")[0] for m in MODULES if "/" in m} == {*LAYERS, "cli"}
+
+
 def test_a_relative_import_is_resolved() -> None:
     assert f"{OWN_NAME}.errors" in set(imports("core/role.py"))
     assert f"{OWN_NAME}.core.channel" in set(imports("core/flow.py"))

@@ -10,8 +10,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.bench import arms
 from recipe.async_pipeline.bench.arms import ARMS, DEVICES, hydra_overrides, parse_arms
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 
 
 def test_arms_keep_the_order_of_their_turns() -> None:
@@ -77,3 +79,7 @@ def test_a_separate_reference_has_an_additional_device() -> None:
     assert sum(pool["devices"] for pool in pools.values()) == DEVICES + 1
     assert ARMS["one_step_off_ref_apart"].overrides["trainer.n_gpus_per_node"] == DEVICES
     assert ARMS["one_step_off_ref_apart"].overrides["ray_kwargs.ray_init.num_gpus"] == DEVICES + 1
+
+
+def test_stock_arms_use_the_executor_of_our_servers() -> None:
+    assert arms.IN_PROCESS_EXECUTOR == IN_PROCESS

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..verl_bridge.rollout.vllm.plugin import IN_PROCESS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _BRIDGE = "recipe.async_pipeline.verl_bridge"
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The executor that our own servers choose on CPUs; the bridge names the same one."""
 DEVICES = 2
 """Devices of every arm, with one thread each; one arm has a third device for its reference policy."""
 
@@ -21,7 +22,7 @@ DEVICES = 2
 # The pipeline sets them itself.
 _STOCK: dict[str, Any] = {
     f"{_VLLM}.worker_extension_cls": f"{_BRIDGE}.rollout.vllm.worker.PipelineWorkerExtension",
-    f"{_VLLM}.distributed_executor_backend": IN_PROCESS,
+    f"{_VLLM}.distributed_executor_backend": IN_PROCESS_EXECUTOR,
 }
 # Both devices train, and both generate.
 _SHARED: dict[str, Any] = {"trainer.n_gpus_per_node": DEVICES, f"{_ROLLOUT}.nnodes": 0}
