@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only part of this package that may import verl or Ray, and the one that acts on them.
+"""The only subpackage that may import verl or Ray.
 
-Importing it imports neither. In the process of a rollout server it starts loading the engine, which takes
-long; see `rollout/vllm/prefork.py`.
+Importing it imports neither. In the process of a rollout server, it starts to load the engine in the
+background, which takes seconds; see `rollout/vllm/prefork.py`.
 """
 
 from .rollout.vllm import prefork

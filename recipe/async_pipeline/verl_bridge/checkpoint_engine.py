@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`checkpoint_engine.backend=dual_buffer`: weight versions through shared host memory.
 
-The trainer of this package calls `gather_parts`, or `gather` if the engine has to assemble its tensors,
-and the replicas pull the manifest; only the gather blocks training. verl's own managers may drive the
-same engine through `send_weights` and `receive_weights`, which wait as verl's engines do.
+The trainer of this package calls `gather_parts`, or `gather` if the training engine has to assemble its
+tensors, and the replicas pull the manifest; only the gather blocks training. verl's managers can also use
+this engine, through `send_weights` and `receive_weights`, which block as in verl's engines.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.002
 
 @CheckpointEngineRegistry.register("dual_buffer")
 class DualBufferCheckpointEngine(CheckpointEngine):
-    """One per worker process. Only the master of the training side owns arenas."""
+    """The engine of one worker process. Only the master of the training side owns arenas."""
 
     def __init__(
         self,
@@ -39,9 +39,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         proof_tensors: int = 16,
         timeout_s: float = 600.0,
     ) -> None:
-        """Cast floating-point tensors to `rollout_dtype`; None keeps their dtype. `bucket_size` is in
-        bytes.
-        """
+        """Cast floating-point tensors to `rollout_dtype`, unless it is None. `bucket_size` is in bytes."""
         dtype = None if rollout_dtype is None else getattr(torch, rollout_dtype)
         self._new_writer = partial(ArenaWriter, bucket_size, proof_tensors, dtype)
         self._is_master = is_master
@@ -52,12 +50,14 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         self._board: Board | None = None
 
     def gather(self, weights: Generator[tuple[str, torch.Tensor], None, None], version: int) -> Ticket | None:
-        """Copy assembled weights in. A collective; the master returns the ticket, other ranks None.
+        """Copy assembled weights into an arena. A collective.
 
-        Raises WeightSyncError if the version is not newer than the last.
+        Returns the ticket on the master and None on other ranks. Raises WeightSyncError if the version is not
+        newer than the last one.
         """
         if not self._is_master:
-            for _ in weights:  # take part in the collectives
+            # Consume the weights to take part in the collectives.
+            for _ in weights:
                 pass
             return None
         self._writer = self._writer or self._new_writer()
@@ -66,13 +66,14 @@ class DualBufferCheckpointEngine(CheckpointEngine):
     def gather_parts(
         self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
     ) -> Ticket | None:
-        """Copy each rank's blocks in without assembling a tensor; otherwise as `gather`. For ranks of one
-        host.
+        """Copy the blocks of each rank into an arena without assembling tensors; otherwise like `gather`.
+
+        All ranks must be on one host.
         """
         self._writer = self._writer or self._new_writer(ranks)
         return self._writer.gather_parts(version, parts, adapter)
 
-    # verl's own protocol. The ticket is left on a board in shared memory whose name `prepare` returns.
+    # verl's protocol. The ticket is posted on a board in shared memory, whose name `prepare` returns.
 
     def prepare(self) -> dict[str, Any]:
         if not self._is_master:
@@ -126,7 +127,7 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         raise WeightSyncError(f"the trainer published no weights within {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """Unlink the arenas at an orderly end; after a kill, the worker's resource tracker does it."""
+        """Unlink the arenas at a clean exit; after a kill, the worker's resource tracker does it."""
         if self._writer is not None:
             self._writer.close()
         if self._is_master and self._board is not None:

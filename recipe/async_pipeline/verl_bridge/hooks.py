@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front door for the patches on verl: the only module of this package that they import.
+"""Hooks for the patches on verl: the only module of this package that they import.
 
-verl's entry point (patched) calls these three, in this order:
+verl's patched entry point calls these functions in this order:
 
     main         driver         `prepare`      before verl validates the config
     run_ppo      driver         `wait_for`     after the trainer's process was started
     TaskRunner   trainer's      `begin`        before verl looks its trainer up
 
-A run without the switch gets one check of its keys and nothing else. Importing this module loads neither
+A run without the switch only has its keys checked. Importing this module loads neither
 torch, verl nor Ray, so a fault in the rest of the package cannot stop such a run.
 """
 
@@ -26,7 +26,7 @@ from ..observe.table import MARK
 
 
 def prepare(config: DictConfig) -> None:
-    """Turn a config that asks for the pipeline into one that verl runs with it; leave others unchanged.
+    """Rewrite a config that enables the pipeline so that verl runs it; leave other configs unchanged.
 
     Exits with status 2 and one line on standard error if the config cannot run, if it sets a key of this
     package without the switch, or if it has the switch and this package cannot be imported.
@@ -52,8 +52,9 @@ def prepare(config: DictConfig) -> None:
 def wait_for(running: Any, config: DictConfig) -> None:
     """Start the sample store while the trainer's process imports, then wait for the run to end.
 
-    `running` is Ray's reference of the run; its result is left to the caller. Returns at once if the run has
-    a trainer of verl's. Raises KeyboardInterrupt after Ctrl-C, once the run has ended or its time is up.
+    `running` is Ray's reference to the run; its result is left to the caller. Returns immediately if the run
+    uses one of verl's trainers. Raises KeyboardInterrupt after Ctrl-C, once the run has ended or its time to
+    end is over.
     """
     if not _has_our_trainer(config):
         return
@@ -64,9 +65,9 @@ def wait_for(running: Any, config: DictConfig) -> None:
 
 
 def begin(config: DictConfig) -> None:
-    """Register our trainers with verl and start the rollout servers early.
+    """Register this package's trainers with verl and start the rollout servers early.
 
-    Returns at once if the run has a trainer of verl's.
+    Returns immediately if the run uses one of verl's trainers.
     """
     if not _has_our_trainer(config):
         return
@@ -76,7 +77,7 @@ def begin(config: DictConfig) -> None:
 
 
 def _has_our_trainer(config: DictConfig) -> bool:
-    """Return whether `prepare` chose the trainer. The section alone is no sign: it may be composed in."""
+    """Return whether `prepare` chose the trainer. The section alone may also come from a default config."""
     return is_strategy(str(OmegaConf.select(config, "trainer.v1.trainer_mode")))
 
 

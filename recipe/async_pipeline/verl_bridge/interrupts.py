@@ -24,10 +24,9 @@ END_S = 10.0
 
 
 def wait_for(running: Any) -> None:
-    """Wait for a run to end, successfully or not. `running`: the run's ObjectRef.
+    """Wait for a run, given as its ObjectRef, to end, successfully or not.
 
-    Raises KeyboardInterrupt on Ctrl-C, after the run was cancelled and has ended or END_S seconds have
-    passed.
+    Raises KeyboardInterrupt on Ctrl-C, after cancelling the run and waiting at most END_S for its end.
     """
     try:
         ray.wait([running])
@@ -40,7 +39,7 @@ def wait_for(running: Any) -> None:
 async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` and return its result, or cancel it once the surrounding Ray task is cancelled.
 
-    Raises what `work` raises; CancelledError, also inside `work`, if the task was cancelled.
+    Raises any error of `work`, and CancelledError, also inside `work`, if the task was cancelled.
     """
     running = asyncio.ensure_future(work)
     cancelled = asyncio.create_task(_wait_for_cancellation())
@@ -58,5 +57,5 @@ async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
 
 async def _wait_for_cancellation() -> None:
     """Return once Ray has marked the surrounding task as cancelled."""
-    while not ray.get_runtime_context().is_canceled():  # noqa: ASYNC110 - Ray offers a flag in its C++ core, no event
+    while not ray.get_runtime_context().is_canceled():  # noqa: ASYNC110 - Ray has a flag, not an event
         await asyncio.sleep(POLL_S)

@@ -2,8 +2,8 @@
 """Transfer buckets to replicas on other hosts through Ray's object store.
 
 A courier on the trainer's host maps the trainer's arenas, so the trainer and its devices are not
-involved. It puts each bucket into the object store once, however many replicas pull it; Ray distributes
-it from host to host. The actor's process imports this module, so it imports neither verl nor vllm.
+involved. It puts each bucket into the object store once, regardless of the number of replicas; Ray
+transfers it between hosts. The actor's process imports this module, so it imports neither verl nor vllm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..weight_sync.receiver import Fetch, header_of
 
 
 class Courier:
-    """The actor. Keeps the buckets of one version at a time."""
+    """The actor that offers buckets. Keeps one version at a time."""
 
     def __init__(self) -> None:
         self._reader = ArenaReader()
@@ -27,14 +27,16 @@ class Courier:
         self._offered: dict[int, ray.ObjectRef[Any]] = {}
 
     def announced(self, ticket: Ticket, timeout_s: float) -> bytes:
-        """Return the encoded manifest once the trainer has posted it. Raises WeightSyncError like
-        `await_manifest`.
+        """Return the encoded manifest once the trainer has posted it.
+
+        Raises WeightSyncError if `await_manifest` does.
         """
         return encode(await_manifest(ticket, timeout_s))
 
     def offer(self, manifest: bytes, sequence: int, fresh: bool) -> list[ray.ObjectRef[Any]]:
-        """Return a reference to header and bytes of a bucket; `fresh` copies it again after a bad
-        transfer.
+        """Return a list with a reference to the header and bytes of a bucket.
+
+        `fresh` copies the bucket again, after a failed transfer.
         """
         described = decode(manifest)
         if described.version != self._version:
@@ -43,7 +45,7 @@ class Courier:
             self._offered[sequence] = ray.put(
                 (header_of(described, sequence), self._bytes(described, sequence))
             )
-        # Inside a list, Ray returns the reference itself and not its object.
+        # Ray resolves a reference that is returned directly, but not one in a list.
         return [self._offered[sequence]]
 
     def _bytes(self, described: Manifest, sequence: int) -> Any:
@@ -57,12 +59,12 @@ def start_on(node: str) -> Any:
 
 
 def pull_through(courier: Any, manifest: bytes) -> Fetch:
-    """Return the function with which an `Inbox` fetches the buckets of a version."""
-    asked: set[int] = set()
+    """Return a function with which an `Inbox` fetches the buckets of a version."""
+    requested: set[int] = set()
 
     async def fetch(sequence: int) -> tuple[bytes, Any]:
-        (bucket,) = await courier.offer.remote(manifest, sequence, sequence in asked)
-        asked.add(sequence)
+        (bucket,) = await courier.offer.remote(manifest, sequence, sequence in requested)
+        requested.add(sequence)
         header, payload = await bucket
         return header, payload
 

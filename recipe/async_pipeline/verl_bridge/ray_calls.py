@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocking waits of threads, each with a deadline, an owner and a name. On an event loop,
-`core.clock.within` does it.
+"""Blocking waits in threads, with a deadline and an error that names the owner and the awaited work.
+
+On an event loop, use `core.clock.within`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ..errors import WaitTimeout
 
 T = TypeVar("T")
 ASK_S = 60.0
-"""For a question that an actor answers from memory; one that is alive takes milliseconds."""
+"""Timeout of a request that an actor serves from memory, normally in milliseconds."""
 
 
 def got(refs: Any, timeout_s: float, *, owner: str, what: str) -> Any:
-    """What `ray.get` returns. Raises WaitTimeout: nobody answered in time; else what the actor raised."""
+    """Return the result of `ray.get`. Raises WaitTimeout after `timeout_s`, and any error of the actor."""
     try:
         return ray.get(refs, timeout=timeout_s)
     except GetTimeoutError:
@@ -28,15 +29,16 @@ def got(refs: Any, timeout_s: float, *, owner: str, what: str) -> Any:
 
 
 def result_of(future: Future[T], timeout_s: float, *, owner: str, what: str) -> T:
-    """What a thread's work comes to. Raises WaitTimeout: it is not done in time; else what it raised."""
+    """Return the result of a future. Raises WaitTimeout after `timeout_s`, and any error of its work."""
     try:
         return future.result(timeout_s)
     except FutureTimeout:
-        if future.done():  # an error of its own
+        if future.done():
+            # The work itself raised a TimeoutError.
             raise
         raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}") from None
 
 
 def cause_of(error: Exception) -> BaseException:
-    """What was raised in the other process, if it was another one."""
+    """Return the error that was raised in the actor's process, or `error` if it was raised in this one."""
     return error.cause if isinstance(error, RayTaskError) else error

@@ -10,8 +10,7 @@ import ray
 RESTARTS = 10
 """Restarts of one actor in a run, on another node if needed.
 
-Ray retries unanswered calls without limit: until it notices that a node is lost, every attempt fails
-immediately.
+Retries of calls are not limited: until Ray notices that a node is lost, every attempt fails immediately.
 """
 
 

@@ -13,8 +13,8 @@ import torch
 def joinable(trajectories: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Return indices of trajectories, grouped so that verl joins each group into one TensorDict without loss.
 
-    verl takes the fields of the first trajectory for all and does not pad: tensors may differ in dimension
-    0 only. Position ids of images, (4, length), therefore only join with others of the same length.
+    verl uses the fields of the first trajectory for all and does not pad: tensors may differ in dimension
+    0 only. Position ids of images, of shape (4, length), therefore only join with others of equal length.
     """
     alike: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
     for index, fields in enumerate(trajectories):

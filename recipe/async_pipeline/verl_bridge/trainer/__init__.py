@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer that verl runs, and what it is composed of."""
+"""The trainer that verl runs, and the parts that it is composed of."""

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's V1 PPOTrainer as the executor of the pipeline: the trainer that verl sees.
 
-`fit` runs `AsyncTrainingFlow`, whose stages call the coroutines below. The work is done by the objects that
-the trainer is composed of:
+`fit` runs `AsyncTrainingFlow`, whose stages call the coroutines below. They delegate to the objects that the
+trainer is composed of:
 
-    Startup          places workers, starts rollout servers beside them        startup.py
-    Generation       a prompt becomes a group, groups become a batch           generation.py
-    VerlStages       verl's own stages, as of the step of a batch              verl_stages.py
-    LogProbs         old and reference log-probs, also on their own devices    log_probs.py
-    WeightPublisher  gather and publish                                        weight_publisher.py
+    Startup          place workers, start rollout servers                      startup.py
+    Generation       generate groups, assemble them into a batch               generation.py
+    VerlStages       verl's stages, as of the step of a batch                  verl_stages.py
+    LogProbs         old and reference log-probs, also on separate devices     log_probs.py
+    WeightPublisher  gather and publish weights                                weight_publisher.py
     Checkpointing    checkpoints                                               checkpointing.py
     StepReport       metrics and the step table                                step_report.py
 
-Each of them runs blocking code in threads (`BlockingCalls`). Decisions about order and age are in the
-`schedule`.
+They run blocking code in threads (`BlockingCalls`). The `schedule` decides about order and lag.
 """
 
 from __future__ import annotations
@@ -71,30 +70,30 @@ from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
 
 CLOSE_S = 5.0
-"""Seconds that the workers get to unlink their shared memory at the end."""
+"""Seconds for the workers to unlink their shared memory at the end."""
 TRACE_S = 60.0
-"""Seconds that the trace of the run may take; `async-pipeline report` writes it later otherwise."""
+"""Seconds for writing the trace of the run; after a timeout, `async-pipeline report` can write it later."""
 VALIDATION_POLL_S = 0.05
-"""verl polls the sample store during validation, by default every 2 s."""
+"""Polling interval of the sample store during validation, in seconds; verl's default is 2."""
 
 
 class AsyncPipelineTrainer(PPOTrainer):
-    """The trainer of all strategies; see `strategies` for what differs between them."""
+    """The trainer of all strategies, which differ in their schedule; see `strategies`."""
 
     _enable_hybrid_replicas = False
-    """verl reads this: no rollout engine on the training devices."""
+    """Read by verl: no rollout engine on the training devices."""
     schedule_class: ClassVar[type[Schedule] | None] = None
-    """The schedule of a strategy that is a trainer, or None for the one that the strategy names."""
+    """The schedule of a custom trainer class, or None to use the schedule of the configured strategy."""
 
     trainer_mode: str
-    """verl's name for the strategy; several of its methods ask whether this is `sync`."""
+    """verl's name for the strategy; several of its methods check whether it is `sync`."""
     rollout_pool: RolloutPool
     resumed: FlowState | None = None
     _restored: Restored | None = None
     _flow: AsyncTrainingFlow
 
     def __init__(self, config: DictConfig) -> None:
-        """Raises PatchedVerlRequired if the worker's verl lacks our plugin or patches."""
+        """Raises PatchedVerlRequired if verl in this process lacks the plugin or the patches."""
         if not plugin.is_loaded():
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
@@ -116,10 +115,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         policies = faults.bad_data.by_kind(self.knobs.reward.failure)
         self.bad_data = BadData(policies, faults.max_prompt_attempts, say)
 
-    # verl's start-up, in the order in which it calls these.
+    # verl's start-up: verl calls these methods in this order.
 
     def _init_dataloader(self) -> None:
-        """Draw whole batches, as verl's sync trainer does, so that both see the same prompts in one order."""
+        """Draw whole batches, as verl's sync trainer does, to see the same prompts in the same order."""
         mode, self.trainer_mode = self.trainer_mode, "sync"
         try:
             super()._init_dataloader()
@@ -153,14 +152,15 @@ class AsyncPipelineTrainer(PPOTrainer):
             self.meters.finished(group.uid, group.trajectories)
         say(
             f"resumed from {restored.folder}: step {self.global_steps}, {len(groups)} finished groups, "
-            f"{len(state.flow.in_flight())} prompts to be answered again"
+            f"{len(state.flow.in_flight())} prompts to be generated again"
         )
 
     def _setup(self) -> None:
-        """Start training workers and rollout servers side by side: neither needs the other."""
+        """Start training workers and rollout servers concurrently: they do not depend on each other."""
         say("starting training workers and rollout servers")
         super()._setup()
         say("training workers are up")
+
         self.startup.servers.attach(self.llm_server_manager.global_load_balancer)
         PushAgentLoopManager.start_early(
             config=self.config,
@@ -168,6 +168,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             teacher_client=None,
             reward_loop_worker_handles=self.get_reward_handles(),
         )
+
         self.rollout_pool = self.startup.rollout_pool(self.actor_rollout_wg, self._note_replica)
         self.publisher = WeightPublisher(
             self.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
@@ -189,10 +190,10 @@ class AsyncPipelineTrainer(PPOTrainer):
         replicas, name = len(self.rollout_pool.replicas), self.config.actor_rollout_ref.rollout.name
         say(f"{replicas} rollout replica(s) are up ({name})")
 
-    # What verl asks.
+    # Methods that verl calls.
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """Return a multiple that divides over the devices of other pools as well."""
+        """Return a multiple that is also divisible by the number of devices of each other pool."""
         pools = map(self.placement.own_pool_of, ("logp", "ref_logp", "critic"))
         others = [pool.devices for pool in pools if pool is not None]
         return math.lcm(super()._get_required_batch_multiple(dp_size), *others)
@@ -215,7 +216,7 @@ class AsyncPipelineTrainer(PPOTrainer):
     # The run.
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train to the end. Raises the first error of any stage, after the summary was written."""
+        """Train until the last step. Raises the first error of any stage, after writing the summary."""
         self.open_run(agent_loop_manager)
         try:
             asyncio.run(until_cancelled(run_flow(self)))
@@ -228,7 +229,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self._shutdown_dump_executor()
 
     def open_run(self, agent_loop_manager: PushAgentLoopManager) -> None:
-        """Open the run's folder and trackers, and make what works on prompts and steps."""
+        """Open the run's folder and trackers, and create the parts that work on prompts and steps."""
         resumed_step = None if self.resumed is None else self.resumed.step
         self.folder = RunFolder(self.runtime.run_dir, self.runtime.run, resumed_step)
         settings = redacted(OmegaConf.to_container(self.config, resolve=True))
@@ -266,7 +267,7 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The schedule of this process, once a checkpoint has been loaded."""
+        """The schedule of this process; do not read it before the checkpoint is loaded."""
         trainer = self.config.trainer
         by_epochs = self.steps_per_epoch * trainer.total_epochs
         return schedule_of(
@@ -306,7 +307,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         return await self.generation.draw(ticket)
 
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
-        """Return the prompts with what was generated for them so far, in their payload."""
+        """Return the prompts, with the partial responses of the earlier process in their payload."""
         return self.prompts.found(uids)
 
     async def generate_group(self, prompt: Prompt) -> Group:
@@ -352,13 +353,16 @@ class AsyncPipelineTrainer(PPOTrainer):
         return await self.publisher.publish(snapshot)
 
     def stepped(self, change: Change) -> None:
-        say(f"weight updates are {change.level.name.lower().replace('_', '-')} from here on: {change.why}")
+        say(f"weight updates are now {change.level.name.lower().replace('_', '-')}: {change.why}")
 
     async def watch(self) -> None:
         await self.rollout_pool.watch()
 
     async def validate(self, version: int) -> float | None:
-        """Validate a version that was just served, if it is due. Replicas keep it until this is done."""
+        """Validate a version that replicas have just loaded, if it is due. They keep it meanwhile.
+
+        Returns the duration in seconds, or None if the version is not validated.
+        """
         if not self.schedule.validates(version):
             return None
         if self.knobs.validation == "pause":

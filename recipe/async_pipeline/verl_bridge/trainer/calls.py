@@ -13,20 +13,20 @@ from ...core.clock import within
 
 T = TypeVar("T")
 CALL_THREADS = 16
-"""Blocking calls that may run at once: each stage has at most one, validation one more."""
+"""Maximum number of concurrent blocking calls: at most one per stage, and one of validation."""
 
 
 class BlockingCalls:
-    """The threads of a run, and the deadline of each call that the event loop waits for."""
+    """Runs calls in the threads of a run, with a deadline if the event loop waits for them."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(CALL_THREADS, thread_name_prefix="verl-call")
 
     async def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return what `function` returns.
+        """Call `function` in a thread and return its result.
 
-        Waits for: the function. Raises WaitTimeout if it does not return in time; its thread is abandoned.
+        Raises WaitTimeout if it does not return in time, which abandons its thread; else its error.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -39,5 +39,5 @@ class BlockingCalls:
         return self._threads.submit(function, *args)
 
     def close(self) -> None:
-        """Start no more calls, and wait for none: a thread may be stuck."""
+        """Start no more calls. Does not wait for running calls: a thread may be stuck."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -97,18 +97,19 @@ class Checkpoints:
         save_models: Callable[[Path, RunState], object],
         sync_ledger: Callable[[], object],
     ) -> None:
-        """`save_models` makes the workers write into a folder; `sync_ledger` waits until it is on disk."""
+        """`save_models` makes the workers write to a folder; `sync_ledger` flushes the ledger to disk."""
         self._root, self._run, self._identity, self._keep = root, run, identity, keep
         self._partition, self._save_models, self._sync_ledger = partition, save_models, sync_ledger
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint. Returns its folder. A failure removes all of its files.
+        """Write a checkpoint and return its folder. A failure removes all of its files.
 
         Raises OSError, or torch's error in its place, if the disk fails, and CheckpointError if a sample
         requires pickle or the files of some ranks are missing.
         """
         step = snapshot.state.flow.step
         part = store.begin(self._root, step)
+
         try:
             self._save_models(part, snapshot.state)
             _require_all_ranks(part / ACTOR)
@@ -125,6 +126,7 @@ class Checkpoints:
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
+
         store.prune(self._root, self._run, self._keep)
         return folder
 
@@ -172,7 +174,7 @@ def _keys(group: Group) -> list[str]:
 
 
 def _require_all_ranks(folder: Path) -> None:
-    """Raise CheckpointError if files of some ranks are missing, as if hosts write to local disks."""
+    """Raise CheckpointError if files of some ranks are missing, e.g. because hosts write to local disks."""
     found = sorted(folder.glob("model_world_size_*_rank_*.pt"))
     ranks = int(found[0].name.split("_")[3]) if found else 0
     if len(found) != ranks or not ranks:
@@ -186,7 +188,7 @@ def _require_all_ranks(folder: Path) -> None:
 
 
 def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
-    """Return key to the columns that the rollout wrote, for each response of the groups.
+    """Return a map from key to the columns that the rollout wrote, for each response of the groups.
 
     `Group.payload` has the names of the columns, for each response or one entry for all.
     """

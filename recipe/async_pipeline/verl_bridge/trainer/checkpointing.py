@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write checkpoints, and read the one that a run resumes from.
+"""Write checkpoints, and load the models of the checkpoint that a run resumes from.
 
-Which checkpoint that is was decided before Ray started (`checkpoint.resume`).
+`checkpoint.resume` has chosen that checkpoint before Ray started.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NOT_WRITTEN = (
     "No space left",
     "SafetensorError",
 )
-"""What torch and safetensors say about a full disk, in errors that are not an OSError."""
+"""Messages of torch and safetensors about a full disk, in errors that are not an OSError."""
 
 
 class Checkpointing:
-    """Writes a checkpoint of everything that a run consists of."""
+    """Writes checkpoints of the complete state of a run."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Checkpointing:
     async def save(self, state: FlowState) -> bool:
         """Write a checkpoint.
 
-        Returns False if the disk is full: earlier checkpoints stay and the run continues, unless this was its
-        last step. Raises CheckpointError if it could not be written to any disk.
+        Returns False if the disk is full: earlier checkpoints stay and the run continues. Raises that
+        error at the last step, and any other error, such as CheckpointError for invalid contents.
         """
         snapshot = self._snapshot(state)
         snapshot = snapshot._replace(transcripts=await self._partial_rollouts(state.in_flight()))
@@ -99,7 +99,7 @@ class Checkpointing:
             flow=state,
             prompts=prompts,
             kept=tuple(group.uid for group in groups),
-            # This step's own version is published again when the run resumes.
+            # The version of this step is published again when the run resumes.
             reference=None if reference == state.step else reference,
             kl_coef=self._stages.kl_coefficient(state.step),
             meters={"recorder": self._recorder.state(), "bad_data": self._bad_data.state()},
@@ -107,21 +107,21 @@ class Checkpointing:
         return Snapshot(kept, groups, loader, self._prompts.loader_state, {})
 
     async def _partial_rollouts(self, in_flight: Sequence[str]) -> dict[str, list[list[RecordedRequest]]]:
-        """Return what agent loop workers have generated so far.
+        """Return the requests that agent loop workers have recorded so far, by prompt.
 
-        There is nothing of prompts that finish meanwhile; a resumed run generates them again.
+        Prompts that finish meanwhile are missing; a resumed run generates them again.
         """
         try:
             found = await within(
                 self._manager.transcripts(),
                 2 * WRITTEN_S,
                 owner="train",
-                what="what was written so far",
+                what="the partial responses",
             )
         except (WaitTimeout, RayError) as error:
             say(f"partial responses are not kept: {one_line(error)}")
             return {}
-        # A prompt whose generation was not begun again still has what this process was resumed with.
+        # A prompt whose generation has not begun in this process still has its requests from the checkpoint.
         kept = {uid: found.get(uid) or self._prompts.resumed(uid) for uid in in_flight}
         return {uid: responses for uid, responses in kept.items() if tokens_in(responses)}
 
@@ -156,14 +156,14 @@ def load_models(restored: Restored, actor_group: Any, critic_group: Any | None) 
 
 
 def load_reference(restored: Restored, copy: PolicyCopy) -> None:
-    """Load the reference policy, if it is not the one that the run started with. Blocks."""
+    """Load the reference policy, unless it is still the initial one. Blocks."""
     if restored.state.reference is not None:
         copy.group.load_reference(str(restored.folder / REFERENCE))
         copy.version = restored.state.reference
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether the disk is at fault, and not the program."""
+    """Return whether the disk, not the program, caused the error."""
     if isinstance(error, OSError):
         return not isinstance(error, TimeoutError | ConnectionError)
     return any(text in str(error) for text in NOT_WRITTEN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give each part of the trainer what it needs."""
+"""Create the parts of the trainer with their dependencies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> Generation:
-    """Return what generates groups through the agent loops of `manager`."""
+    """Return the part that generates groups through the agent loops of `manager`."""
     return Generation(
         manager=manager,
         prompts=trainer.prompts,
@@ -33,7 +33,7 @@ def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> 
 
 
 def step_report(trainer: AsyncPipelineTrainer) -> StepReport:
-    """Return what finishes the steps of a run whose trackers are open."""
+    """Return the part that finishes steps. The trackers of the run must be open."""
     return StepReport(
         schedule=trainer.schedule,
         calls=trainer.calls,
@@ -51,9 +51,9 @@ def step_report(trainer: AsyncPipelineTrainer) -> StepReport:
 
 
 def checkpointing(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> Checkpointing:
-    """Return what writes checkpoints of the run."""
+    """Return the part that writes checkpoints."""
 
-    def tell(step: int, folder: str) -> None:
+    def on_save(step: int, folder: str) -> None:
         trainer.checkpoint_callback.on_save(
             trainer=trainer.stages.at(step), global_step=step, checkpoint_dir=folder, async_save=False
         )
@@ -76,5 +76,5 @@ def checkpointing(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) 
         ledger=trainer.folder.ledger,
         partition=PARTITION,
         rejects=trainer.generation.rejects,
-        on_save=tell,
+        on_save=on_save,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a prompt to the batch of a step: generate groups, reject bad data, balance rows over ranks."""
+"""Generate groups of responses, reject bad data, and assemble the batch of a step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .sample_metrics import SampleMeters
 from .verl_stages import VerlStages, own_copy
 
 PARTITION = "train"
-"""Of the sample store, for the samples of training."""
+"""Partition of the sample store for training samples."""
 
 
 class Generation:
-    """Generates groups, decides which of them can be trained, and assembles batches."""
+    """Generates groups, decides which of them are trained, and assembles batches."""
 
     def __init__(
         self,
@@ -50,9 +50,10 @@ class Generation:
         reward_workers: Callable[[], Sequence[Any]],
         note: Callable[..., object],
     ) -> None:
-        """`filter_metric` is what DAPO's filter compares, or None. `reward_workers` score whole batches.
+        """`filter_metric` is the name of the metric that DAPO's filter compares, or None.
 
-        `note(event, **fields)` writes an event of the stage `generate`.
+        `reward_workers` returns the workers that score whole batches. `note(event, **fields)` logs an event
+        of the stage `generate`.
         """
         self._manager, self._prompts, self._calls, self._stages = manager, prompts, calls, stages
         self._meters, self._bad_data, self._knobs = meters, bad_data, knobs
@@ -63,7 +64,7 @@ class Generation:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Start no group inside the context; those that were started are finished."""
+        """Start no groups inside the context; started groups continue."""
         self._allowed.clear()
         try:
             yield
@@ -71,7 +72,7 @@ class Generation:
             self._allowed.set()
 
     async def draw(self, ticket: Ticket) -> PromptBatch:
-        """Return the next prompts of the dataset, as many as the ticket says."""
+        """Return the next prompts of the dataset; the ticket has their number."""
         while self._prompts.lacks(ticket.prompts):
             self._prompts.add(await self._calls(self._prompts.draw))
         return PromptBatch(
@@ -79,7 +80,10 @@ class Generation:
         )
 
     async def generate(self, prompt: Prompt) -> Group:
-        """Return the finished group of a prompt. Raises what the rollout raised."""
+        """Return the finished group of a prompt.
+
+        Raises any error of the rollout, and WaitTimeout if validation pauses generation for too long.
+        """
         await within(self._allowed.wait(), self._calls.timeout_s, owner="generate", what="validation to end")
         identity = _identity(prompt)
         refused = self._bad_data.refuse(identity)
@@ -88,23 +92,21 @@ class Generation:
 
         started = time.perf_counter()
         try:
-            answered = await self._manager.run_group(self._prompts.begin(prompt))
+            done = await self._manager.run_group(self._prompts.begin(prompt))
         except asyncio.CancelledError:
             self._meters.cancelled(time.perf_counter() - started)
             raise
         seconds = time.perf_counter() - started
 
-        costs = cost_columns([details.cost for details in answered.details])
+        costs = cost_columns([details.cost for details in done.details])
         self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)
-        pairs = sorted(
-            zip(answered.trajectories, answered.details, strict=True), key=lambda pair: pair[0].key
-        )
+        pairs = sorted(zip(done.trajectories, done.details, strict=True), key=lambda pair: pair[0].key)
         trajectories = tuple(
             replace(one, seconds=seconds, filter_by=self._filter_by(one, details)) for one, details in pairs
         )
         self._meters.finished(prompt.uid, trajectories)
 
-        verdict = self._bad_data.judge(prompt.uid, identity, answered.flaws)
+        verdict = self._bad_data.judge(prompt.uid, identity, done.flaws)
         columns = [details.columns for _, details in pairs]
         alike = all(one == columns[0] for one in columns)
         return _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
@@ -112,8 +114,8 @@ class Generation:
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Return why a finished group is not trained, or None if it is.
 
-        A group whose data is bad has failed. One whose responses are all alike is filtered (DAPO, arXiv
-        2503.14476): they have no advantage over each other.
+        A group with bad data has failed. A group whose responses all have the same metric is filtered (DAPO,
+        arXiv 2503.14476), because their advantages are zero.
         """
         if group.flaw:
             return "failed"
@@ -124,12 +126,12 @@ class Generation:
     async def discard(self, group: Group) -> None:
         """Free the samples of a group that is not trained."""
         self._meters.discarded(group.uid)
-        if group.flaw:  # the agent loop has not stored it
+        if group.flaw:  # its samples were never stored
             return
         await self._calls(tq.kv_clear, keys=[t.key for t in group.trajectories], partition_id=PARTITION)
 
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
-        """Join groups, in the order of their prompts, into a batch that divides over the training ranks."""
+        """Return a batch of groups, in the order of their prompts, balanced over the training ranks."""
         ordered = tuple(sorted(groups, key=lambda g: self._prompts.place(g.uid)))
         meta = KVBatchMeta(
             partition_id=PARTITION,
@@ -137,11 +139,13 @@ class Generation:
             tags=[dict(t.payload) for g in ordered for t in g.trajectories],
             extra_info={"temperature": self._temperature},
         )
+
         timing = {}
         if not self._knobs.reward.while_generating:
             started = time.perf_counter()
             ordered = await self._score(ordered, meta)
             timing["reward"] = time.perf_counter() - started
+
         meta, metrics = await self._stages.balance(step, meta)
         return StepBatch(step=step, groups=ordered, payload=meta, metrics=metrics, timing_s=timing)
 
@@ -156,7 +160,10 @@ class Generation:
         return tuple(with_rewards(group) for group in groups)
 
     def _filter_by(self, trajectory: Trajectory, details: Details) -> float | None:
-        """Raises RolloutError if the reward function did not return what groups are filtered by."""
+        """Return the value of the filter metric, or None without a filter.
+
+        Raises RolloutError if the reward function did not return it.
+        """
         metric = self._filter_metric
         if metric is None:
             return None
@@ -164,14 +171,14 @@ class Generation:
         if value is None:
             known = ", ".join(["reward", *details.reward_info])
             raise RolloutError(
-                "algorithm.filter_groups.metric must be something that the reward function returns, got "
+                "algorithm.filter_groups.metric must be a value that the reward function returns, got "
                 f"{metric!r}; choose one of {known}"
             )
         return float(value)
 
 
 def _identity(prompt: Prompt) -> str:
-    """Return the same text for the same prompt, whatever epoch it is drawn in."""
+    """Return a hash of the prompt's text, which is the same in every epoch."""
     payload: Mapping[str, Any] = prompt.payload
     return xxhash.xxh3_128_hexdigest(str(payload["raw_prompt"][0]).encode())
 

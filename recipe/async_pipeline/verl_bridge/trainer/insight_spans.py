@@ -20,7 +20,7 @@ _SHOWN = {
 
 
 class InsightStates:
-    """A subscriber of the event log that reports spans in another thread, so the event loop never waits."""
+    """A subscriber of the event log that reports spans in another thread, to keep the event loop free."""
 
     def __init__(self, submit: Callable[..., Any], now_ns: Callable[[], int] = time.time_ns) -> None:
         """`submit` calls a function with its arguments in another thread."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KL coefficient of each step: verl's controller, whose state belongs to the batch that it was used for.
+"""The KL coefficient of each step, from one state of verl's controller per step.
 
 Batches of later steps pass the reward stage while an earlier step trains, or while its checkpoint is written.
-So there is a controller after each step, instead of one that every batch advances.
+A single controller would already contain their updates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class KlControl:
-    """The controllers after the newest steps. Batches pass in the order of their steps."""
+    """The controllers after the newest steps. Batches arrive in the order of their steps."""
 
     def __init__(self, controller: Any, step: int) -> None:
         """Start with the state after `step`; `controller` is verl's, with a `value`."""

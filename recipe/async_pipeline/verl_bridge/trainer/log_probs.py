@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Old and reference log-probs: on the training workers, or on workers with devices of their own.
+"""Old and reference log-probs, on the training workers or on workers with separate devices.
 
-The latter are copies of the policy, which hold a version that was gathered and is not overwritten yet; see
-`PolicyCopy`. Their workers are restarted if they die.
+The latter are copies of the policy (`PolicyCopy`), which load a version from the arenas. They are restarted
+if they die.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class LogProbs:
         reference_group: Any | None,
         note: Callable[..., object],
     ) -> None:
-        """`pools` returns verl's resource pools by name. `old_group` is that of a pool for `logp`, if any.
+        """`pools` returns verl's resource pools by name. `old_group` has the workers of a pool for `logp`.
 
-        `note(stage, event, **fields)` writes an event. Blocks on Ray calls.
+        `note(stage, event, **fields)` logs an event. Blocks on Ray calls.
         """
         self._config, self._placement, self._schedule = config, placement, schedule
         self._stages, self._calls, self._publisher, self._pools = stages, calls, publisher, pools
@@ -65,18 +65,21 @@ class LogProbs:
             self._set_copy("ref_logp", reference_group)
 
     async def old(self, batch: StepBatch) -> StepBatch:
-        """Add the log-probs of the policy that the schedule names."""
+        """Add the log-probs of the policy that the schedule chooses."""
         if "logp" in self.copies:
-            return await self._with_restarts("logp", lambda: self._old_of_the_copy(batch))
+            return await self._with_restarts("logp", lambda: self._old_from_copy(batch))
         stage = self._stages.at(batch.step)._compute_old_log_prob
         return await self._stages.run_on_workers(batch, stage, "old_log_prob")
 
     async def reference(self, batch: StepBatch) -> StepBatch:
         """Add the log-probs of the reference policy of the step."""
-        return await self._with_restarts("ref_logp", lambda: self._of_reference(batch))
+        return await self._with_restarts("ref_logp", lambda: self._from_reference(batch))
 
     def compute_reference(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Compute as verl does, through a column that old log-probs of another batch cannot overwrite."""
+        """Compute as verl does, but through a separate column.
+
+        In verl's column, old log-probs of another batch could overwrite the result.
+        """
         assert self.reference_group is not None
         batch.extra_info.update(
             calculate_entropy=False,
@@ -84,6 +87,7 @@ class LogProbs:
             temperature=self._config.actor_rollout_ref.rollout.temperature,
         )
         self.reference_group.compute_ref_log_prob(batch)
+
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=[REF_COLUMN, "response_mask"]
         )
@@ -91,10 +95,10 @@ class LogProbs:
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data.select("ref_log_prob"))
         return batch
 
-    async def _old_of_the_copy(self, batch: StepBatch) -> StepBatch:
+    async def _old_from_copy(self, batch: StepBatch) -> StepBatch:
         policy = self.copies["logp"]
         loaded_s = await self._publisher.load_into(policy, self._schedule.old_policy(batch.step))
-        # verl's own code, which asks its trainer for no more than this.
+        # verl's code reads only these attributes of its trainer.
         view = SimpleNamespace(config=self._config, actor_rollout_wg=policy.group)
 
         def compute(meta: KVBatchMeta, metrics: dict[str, Any]) -> Any:
@@ -103,7 +107,7 @@ class LogProbs:
         done = await self._stages.run_on_workers(batch, compute, "old_log_prob")
         return done.with_results(old_log_prob_load=loaded_s)
 
-    async def _of_reference(self, batch: StepBatch) -> StepBatch:
+    async def _from_reference(self, batch: StepBatch) -> StepBatch:
         policy, loaded_s = self.copies.get("ref_logp"), 0.0
         if policy is not None:
             loaded_s = await self._publisher.load_into(policy, self._schedule.reference(batch.step))
@@ -112,22 +116,22 @@ class LogProbs:
         return done.with_results(ref_load=loaded_s)
 
     async def _with_restarts(self, stage: str, work: Callable[[], Awaitable[StepBatch]]) -> StepBatch:
-        """Do the work again on new workers if workers with devices of their own die."""
-        own = self._placement.own_pool_of(stage)
-        if own is None:
+        """Run `work` again on new workers if workers with separate devices die."""
+        pool = self._placement.own_pool_of(stage)
+        if pool is None:
             return await work()
 
         async def restart(error: Exception) -> None:
             say(f"a worker of {stage} died; restarting all of them. {one_line(error)}")
             self._note(stage, "FENCED", replica=stage)
-            await self._calls(self._restart, stage, self._pools()[verls_name(own)])
+            await self._calls(self._restart, stage, self._pools()[verls_name(pool)])
             self._note(stage, "REJOINED", replica=stage)
             say(f"the workers of {stage} compute again")
 
         return await retry_on_actor_death(work, restart)
 
     def _restart(self, stage: str, pool: Any) -> None:
-        """Start workers on the same devices; they hold what the run started with."""
+        """Start workers on the same devices, with the initial weights."""
         end_group(self.copies["logp"].group if stage == "logp" else self.reference_group)
         group = start_group(stage, pool, self._config)
         if stage == "ref_logp":
@@ -142,11 +146,11 @@ class LogProbs:
 
 def nodes_of(workers: Sequence[Any]) -> list[str]:
     """Return the Ray node of each worker. Blocks."""
-    asked = [worker.__ray_call__.remote(node_id) for worker in workers]
-    nodes: list[str] = got(asked, ASK_S, owner="the trainer", what="workers to say where they are")
+    refs = [worker.__ray_call__.remote(node_id) for worker in workers]
+    nodes: list[str] = got(refs, ASK_S, owner="the trainer", what="the workers to report their nodes")
     return nodes
 
 
 def verls_name(pool: Pool) -> str:
-    """Return the name that a pool has in verl, which has some of its own."""
+    """Return the name of a pool in verl; the prefix avoids the names of verl's pools."""
     return f"pipeline_{pool.name}"

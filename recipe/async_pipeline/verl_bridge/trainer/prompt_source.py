@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Provide prompts in the order of the dataset, and recover the prompts that an earlier process had drawn.
+"""Provide prompts in the order of the dataset, and restore the prompts that an earlier process had drawn.
 
 Prompts are drawn in whole batches, as verl does, and wait here until they are admitted. A prompt is
-identified by its place: the number of its batch and its row. A checkpoint contains places instead of prompts,
-which may be images, and the dataloader's state before the oldest of their batches. A resumed run draws the
-same rows again from there; a fingerprint of each row detects changed data.
+identified by its place: the number of its batch and its row. A checkpoint contains places instead of prompts
+(which may include images) and the dataloader's state before the oldest of their batches. A resumed run draws
+the same rows again from there; a fingerprint of each row detects changed data.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PromptSource:
         return self._states[self._drawn]
 
     def lacks(self, prompts: int) -> bool:
-        """Return whether a batch must be drawn before this many prompts are available."""
+        """Return whether fewer than this many prompts are available, so that a batch must be drawn."""
         return len(self._undealt) < prompts
 
     def draw(self) -> Drawn:
@@ -83,8 +83,8 @@ class PromptSource:
         number = self._drawn + 1
         rows = self._next_batch()
         tu.assign_non_tensor_data(rows, "global_steps", number)
-        prints = [fingerprint(rows[row : row + 1]) for row in range(len(rows))]
-        return Drawn(number, rows, prints, self._loader.state_dict())
+        fingerprints = [fingerprint(rows[row : row + 1]) for row in range(len(rows))]
+        return Drawn(number, rows, fingerprints, self._loader.state_dict())
 
     def add(self, drawn: Drawn) -> None:
         """Add a drawn batch, and forget dataloader states that no checkpoint can need."""
@@ -106,7 +106,7 @@ class PromptSource:
         return self._places[uid]
 
     def settled(self, settled: Settlement) -> None:
-        """Forget prompts that have a fate. Subscribes to the register."""
+        """Forget prompts that have a fate. Called by the register of fates."""
         for uid in settled.uids:
             del self._places[uid]
             self._found.pop(uid, None)
@@ -140,8 +140,8 @@ class PromptSource:
         uids = {(place.batch, place.row): uid for uid, place in state.places.items()}
         for number in range(state.before + 1, state.drawn + 1):
             drawn = self.draw()
-            names = [uids.get((number, row), uid) for row, uid in enumerate(map(str, drawn.rows["uid"]))]
-            tu.assign_non_tensor_stack(drawn.rows, "uid", names)
+            restored = [uids.get((number, row), uid) for row, uid in enumerate(map(str, drawn.rows["uid"]))]
+            tu.assign_non_tensor_stack(drawn.rows, "uid", restored)
             self.add(drawn)
 
         redrawn, self._places = self._places, dict(state.places)
@@ -158,20 +158,20 @@ class PromptSource:
         self._found = {uid: with_resumed(prompts[uid], responses.get(uid, ())) for uid in state.in_flight}
 
     def found(self, uids: Sequence[str]) -> list[Prompt]:
-        """Return prompts that were in flight in the earlier process."""
+        """Return prompts that were in flight in the earlier process, by uid."""
         return [self._found[uid] for uid in uids]
 
     def begin(self, prompt: Prompt) -> Any:
         """Return the row to generate from.
 
-        Only the first attempt continues what an earlier process generated; a further attempt follows from a
-        decision to discard it.
+        Only the first attempt continues the responses of an earlier process: a further attempt means that
+        they were discarded.
         """
         first = self._found.pop(prompt.uid, None) is not None
         return prompt.payload if first else without_resumed(prompt.payload)
 
     def resumed(self, uid: str) -> list[list[RecordedRequest]]:
-        """Return what an earlier process generated for a prompt whose generation has not begun here."""
+        """Return the requests that an earlier process recorded for a prompt, until its generation begins."""
         return resumed_in(self._found[uid].payload) if uid in self._found else []
 
 

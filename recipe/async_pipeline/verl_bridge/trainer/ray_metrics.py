@@ -25,7 +25,7 @@ class RayGauges:
         self._gauges: dict[str, Gauge] = {}
 
     def show(self, metrics: Mapping[str, object]) -> None:
-        """Set the gauges of the pipeline's numeric metrics; verl's trackers report the other metrics."""
+        """Set the gauges of the pipeline's numeric metrics; other metrics are left to verl's trackers."""
         for metric, value in metrics.items():
             if not metric.startswith(PREFIX) or not isinstance(value, int | float):
                 continue

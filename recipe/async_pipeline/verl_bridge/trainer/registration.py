@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register the strategies with verl, which looks its trainer up by name. Imports verl (seconds)."""
+"""Register the strategies with verl, which looks up its trainer by name. Imports verl (seconds)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ for _name in STRATEGIES:
 
 
 def begin(config: DictConfig) -> None:
-    """Prepare the process that trains, before verl starts anything else in it.
+    """Prepare the trainer's process, before verl starts workers from it.
 
-    Registers a strategy named `module:Class` and starts the rollout servers while verl starts the rest. Ray
-    keeps what verl prints from here on (its whole config, for one) in files that others may read, so secrets
-    are hidden. A stock trainer, into whose config our defaults were composed, is left alone.
+    Registers a strategy named `module:Class` and starts the rollout servers while verl starts the training
+    workers. Hides secrets in the output of this process: verl prints its whole config, and Ray stores it in
+    files that other users may read. Returns immediately for one of verl's trainers.
     """
     mode = str(config.trainer.v1.trainer_mode)
     if is_strategy(mode):
@@ -33,7 +33,7 @@ def begin(config: DictConfig) -> None:
 
 
 def ensure_registered(name: str) -> None:
-    """Register the strategy `module:Class`, a schedule or a trainer. Strategies of the table are known.
+    """Register the strategy `module:Class`, a schedule or a trainer, unless the table contains it.
 
     Raises ConfigError if it cannot be imported or is neither.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: what an earlier process left there, and the files that this one appends to."""
+"""The folder of a run: set aside or continue the files of an earlier process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ...observe.event_file import EventFile
 from ...observe.run_files import rows_until, run_of, set_aside
 from ..rollout.server_manager import devices_of_a_node
 
-OF_THE_END = ("summary.json", "trace.json", "report.html")
-"""What another process made of its end, which is not the end of this run."""
+END_FILES = ("summary.json", "trace.json", "report.html")
+"""Files that an earlier process wrote at its end; they do not describe this run."""
 
 
 class RunFolder:
-    """A resumed run appends to its own ledger, and keeps its metrics up to the checkpoint."""
+    """The files of a run. A resumed run appends to its ledger, and keeps its metrics up to the checkpoint."""
 
     def __init__(self, path: Path, run: str, resumed_step: int | None) -> None:
-        """`resumed_step` is that of the checkpoint, or None if the run starts from the beginning."""
+        """`resumed_step` is the step of the checkpoint, or None if the run does not resume."""
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
+
         metrics, ledger = path / "metrics.jsonl", path / "ledger.jsonl"
         same_run = resumed_step is not None and run_of(ledger) == run
         self.rows: list[dict[str, Any]] = []
@@ -37,10 +38,11 @@ class RunFolder:
             set_aside(path / "events.jsonl")
             if not same_run:
                 set_aside(ledger)
+
         self.ledger = EventFile(ledger, append=same_run)
-        # verl's file tracker takes its path from here.
+        # verl's file tracker reads its path from this variable.
         os.environ["VERL_FILE_LOGGER_PATH"] = str(metrics)
-        for name in OF_THE_END:
+        for name in END_FILES:
             (path / name).unlink(missing_ok=True)
 
     def repeat_rows(self, logger: Any) -> None:
@@ -51,7 +53,7 @@ class RunFolder:
 
 
 def speed_settings(config: DictConfig, knobs: AsyncPipelineConfig, runtime: RuntimeConfig) -> dict[str, Any]:
-    """Return what the speed of the run depends on; a profile is made of it and of the event log."""
+    """Return the settings that determine the speed of the run, as a profile stores them."""
     rollout = config.actor_rollout_ref.rollout
     return {
         **as_settings(knobs, runtime.old_logp),

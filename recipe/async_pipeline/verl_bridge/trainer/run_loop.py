@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the flow of a trainer, with everything that listens to it, and write the summary at the end."""
+"""Run the flow of a trainer with its subscribers, and write the summary at the end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from .async_trainer import AsyncPipelineTrainer
 
 KEPT_RECORDS = 10_000
-"""Events kept in memory; `events.jsonl` has them all."""
+"""Number of events kept in memory; `events.jsonl` has all of them."""
 
 
 async def run_flow(trainer: AsyncPipelineTrainer) -> None:
-    """Train to the end. Raises the first error of any stage, after the summary was written."""
+    """Train until the last step. Raises the first error of any stage, after writing the summary."""
     folder, knobs, schedule = trainer.folder, trainer.knobs, trainer.schedule
     flow = trainer._flow = AsyncTrainingFlow(
         trainer=trainer,
@@ -35,6 +35,7 @@ async def run_flow(trainer: AsyncPipelineTrainer) -> None:
         keep_records=KEPT_RECORDS,
         startup_s=lambda: max(0.0, time.time() - trainer.runtime.started_unix),
     )
+
     insert_custom_roles(flow.graph, knobs.custom_stages)
     overlap = OverlapMeter()
     flow.log.subscribe(overlap)

@@ -19,7 +19,7 @@ SELECTION: Mapping[Fate, selection_bias.Fate] = {
     "expired": "dropped",
     "failed": "dropped",
 }
-"""How the responses to a prompt count, by its fate."""
+"""The fate of a prompt to the fate of its responses in the selection metrics."""
 
 
 class SampleMeters:
@@ -38,31 +38,31 @@ class SampleMeters:
         """Finished responses to prompts without a fate, by prompt."""
 
     def finished(self, uid: str, trajectories: tuple[Trajectory, ...]) -> None:
-        """Count the responses to a prompt; what becomes of them is decided later."""
+        """Count the finished responses to a prompt; their fate is not known yet."""
         self._undecided[uid] = trajectories
         self._record("finished", trajectories)
 
     def settled(self, settled: Settlement) -> None:
-        """Count the responses to prompts that have a fate. Subscribes to the register."""
+        """Count the responses to prompts that have a fate. Called by the register of fates."""
         groups = {group.uid: group.trajectories for group in settled.groups}
         for uid in settled.uids:
             finished = self._undecided.pop(uid, ())
             self._record(SELECTION[settled.fate], groups.get(uid, finished))
 
     def discarded(self, uid: str) -> None:
-        """Count the responses to a prompt as dropped, unless its fate has decided about them."""
+        """Count the responses to a prompt as dropped, unless they are already counted with its fate."""
         self._record("dropped", self._undecided.pop(uid, ()))
 
     def cancelled(self, seconds: float) -> None:
         """Count responses to one prompt that were cancelled `seconds` after they were requested.
 
-        Nothing else is known of them.
+        Their number of tokens and their reward are not known.
         """
         for _ in range(self._responses):
             self._selection.record("dropped", seconds=seconds)
 
     def selection(self) -> tuple[dict[str, float], str | None]:
-        """Return metrics of all samples so far, and a warning if the trained ones are a biased selection."""
+        """Return metrics of recent samples, and a warning if the trained ones are a biased selection."""
         return self._selection.metrics(), self._selection.warning()
 
     def _record(self, fate: selection_bias.Fate, trajectories: Iterable[Trajectory]) -> None:
@@ -74,11 +74,12 @@ class SampleMeters:
     def distances(self, batch: StepBatch) -> dict[str, float]:
         """Return metrics of the lag and the off-policy distance of a batch. Blocks on the sample store."""
         trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
-        # verl pads a batch with rows so that it divides over the ranks.
+        # verl pads a batch with rows to make it divisible by the number of ranks.
         keys = [key for key in batch.payload.keys if key in trajectories]
         names = ["loss_mask", "old_log_probs", *self._sampled]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.payload.partition_id, select_fields=names)
         rows = {name: [row.float().numpy() for row in data[name].unbind()] for name in names}
+
         return off_policy_metrics(
             [trajectories[key] for key in keys],
             trainer_version=batch.step - 1,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Place workers on the pools of the run, and start rollout servers beside the training workers."""
+"""Place workers on the pools of the run, and start rollout servers while the training workers start."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .log_probs import nodes_of, verls_name
 from .terminal import say
 
 START_S = 1800.0
-"""Least time for engines and models to start, however short the waits of a started run may be."""
+"""Minimum timeout for the start of engines and models, if `wait_timeout_s` is shorter."""
 WORKERS = ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role.Critic, PipelineCritic))
-"""Our worker classes in the place of verl's."""
+"""Worker classes that replace verl's."""
 
 
 class Startup:
-    """What starts while verl starts its workers: rollout servers, and workers of a pool for `logp`."""
+    """Starts rollout servers, and the workers of a pool for `logp`, while verl starts its workers."""
 
     def __init__(
         self, config: DictConfig, knobs: AsyncPipelineConfig, placement: Placement, calls: BlockingCalls
@@ -45,7 +45,7 @@ class Startup:
         """Set once the training devices are reserved."""
 
     def place_workers(self, worker_classes: dict[Any, Any], pools: Any) -> None:
-        """Add the pools of the placement to verl's, and put our worker classes in the place of verl's."""
+        """Add the pools of the placement to verl's pools, and replace verl's worker classes."""
         for role, worker in WORKERS:
             if role in worker_classes:
                 worker_classes[role] = ray.remote(worker)
@@ -66,14 +66,17 @@ class Startup:
         pools.create_resource_pool = create_and_start
 
     def _reserve(self, pools: Any) -> None:
-        """Reserve the training devices first: those of a node have to be together. Then start the servers."""
+        """Reserve the training devices, then start the servers.
+
+        In this order, the servers cannot take devices of a node that training needs as a whole.
+        """
         for pool in pools.resource_pool_dict.values():
             pool.get_placement_groups(device_name=get_device_name())
-        own = self._placement.own_pool_of("logp")
-        if own is not None:
+        logp_pool = self._placement.own_pool_of("logp")
+        if logp_pool is not None:
             # OmegaConf is not thread-safe: give the thread its own copy.
             config = copy.deepcopy(self._config)
-            pool = pools.resource_pool_dict[verls_name(own)]
+            pool = pools.resource_pool_dict[verls_name(logp_pool)]
             self._logp_group = self._calls.submit(start_group, "logp", pool, config)
         self.servers = PipelineServerManager.started(self._config)
 
@@ -95,7 +98,7 @@ class Startup:
         )
 
     def logp_group(self) -> Any | None:
-        """Return the workers of a pool for `logp`, once they have started, or None without one. Blocks."""
+        """Return the workers of the pool for `logp` once they have started, or None without it. Blocks."""
         if self._logp_group is None:
             return None
         return result_of(

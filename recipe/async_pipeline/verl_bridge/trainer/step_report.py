@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is reported of each step: verl's metrics and ours to the trackers, one line to the user."""
+"""Report each step: all metrics to the trackers, and one line to the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .verl_stages import VerlStages, own_copy
 from .weight_publisher import WeightPublisher
 
 SHOWN_REPLICAS = 16
-"""Up to so many replicas have a metric each for the version that they serve."""
+"""Maximum number of replicas for which each replica's served version is a metric."""
 
 
 class StepReport:
@@ -51,10 +51,10 @@ class StepReport:
         self._steps_per_epoch, self._rollout_data_dir = steps_per_epoch, rollout_data_dir
         self._last_finish = time.perf_counter()
         self._logged = 0
-        """The newest step whose metrics the trackers have."""
+        """The newest step with logged metrics."""
 
     def begin(self) -> None:
-        """Measure the first step from now."""
+        """Start the clock of the first step."""
         self._last_finish = time.perf_counter()
 
     async def finish(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
@@ -71,14 +71,14 @@ class StepReport:
     async def log_validation(self, version: int, metrics: dict[str, Any], seconds: float) -> None:
         """Log the metrics of a validated version."""
         metrics["async_pipeline/validation/version"] = version
-        # A tracker may drop what comes after a later step; the key above names the version.
+        # A tracker may drop metrics of a step before the newest; the metric above has the version.
         await self._calls(self._logger.log, data=metrics, step=max(version, self._logged))
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
         say(f"validation of version {version}: {shown} in {seconds:.1f} s")
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:
         timing = {**batch.timing_s, "step": step_s}
-        metrics = {**batch.metrics, **self._own_metrics(batch, facts)}
+        metrics = {**batch.metrics, **self._pipeline_metrics(batch, facts)}
         view = self._stages.at(batch.step)
         view._compute_metrics(
             own_copy(batch.payload),
@@ -96,20 +96,21 @@ class StepReport:
         self._logged = batch.step
         self._logger.log(data=metrics, step=batch.step)
 
-    def _own_metrics(self, batch: StepBatch, facts: Mapping[str, float]) -> dict[str, Any]:
-        ours: dict[str, Any] = {**facts, **self._bad_data.metrics()}
+    def _pipeline_metrics(self, batch: StepBatch, facts: Mapping[str, float]) -> dict[str, Any]:
+        found: dict[str, Any] = {**facts, **self._bad_data.metrics()}
         served = self._publisher.rollout_pool.versions
-        ours["version/replicas"] = len(served)
+        found["version/replicas"] = len(served)
         if len(served) <= SHOWN_REPLICAS:
-            ours |= {f"version/{name.replace(' ', '_')}": version for name, version in served.items()}
+            found |= {f"version/{name.replace(' ', '_')}": version for name, version in served.items()}
+
         for name, version in (
             ("old_logp", self._schedule.old_policy(batch.step)),
             ("ref_logp", self._schedule.reference(batch.step)),
         ):
             if version is not None:
-                ours[f"version/{name}"] = version
-        ours |= self._meters.distances(batch)
-        return {f"async_pipeline/{name}": value for name, value in ours.items()} | self._publisher.metrics()
+                found[f"version/{name}"] = version
+        found |= self._meters.distances(batch)
+        return {f"async_pipeline/{name}": value for name, value in found.items()} | self._publisher.metrics()
 
     def _show(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines for the user from the trainer's process; `watch` finds them in the output of a run."""
+"""Write lines for the user from the trainer's process; `watch` finds them in the output of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ...observe.table import MARK
 
 
 def say(text: str) -> None:
-    """A line for the user."""
+    """Write a line for the user, with the mark that `watch` looks for."""
     echo(f"{MARK} {text}")
 
 
 def echo(line: str) -> None:
+    """Write a line without the mark."""
     # Ray forwards the standard output of this actor to the user's terminal.
     os.write(1, f"{line}\n".encode())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run verl's own stages on one batch: in a thread, as of the batch's step, on a copy of its metadata."""
+"""Run verl's stages on one batch: in a thread, as of the batch's step, on a copy of its metadata."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .kl_control import KlControl
 
 
 class VerlStages:
-    """What verl's trainer computes for a step.
+    """Runs methods of verl's trainer for a step.
 
-    verl's methods read attributes of their trainer that belong to a step (`global_steps`, the KL controller).
-    Several steps are in the pipeline at once, so each call gets a view of the trainer as of its own step, and
-    nothing writes these attributes of the trainer itself.
+    These methods read attributes of their trainer that belong to a step (`global_steps`, the KL controller).
+    Several steps are in the pipeline at once, so each call gets a view of the trainer with the values of its
+    step; the attributes of the trainer itself are never written.
     """
 
     def __init__(self, trainer: Any, calls: BlockingCalls) -> None:
@@ -30,7 +30,7 @@ class VerlStages:
         self._kl: KlControl | None = None
 
     def start(self, step: int) -> None:
-        """Take over the state after `step`, once a checkpoint has been loaded."""
+        """Take the state after `step` from the trainer. Call this after loading a checkpoint."""
         controller = getattr(self._trainer, "kl_ctrl_in_reward", None)
         self._kl = None if controller is None else KlControl(controller, step)
 
@@ -45,14 +45,14 @@ class VerlStages:
         return None if self._kl is None else self._kl.value_after(step)
 
     async def run(self, batch: StepBatch, stage: Callable[..., Any], timer: str) -> StepBatch:
-        """Return the batch with the metrics and seconds of `stage(meta, metrics=...)`."""
+        """Run `stage(meta, metrics=...)` and return the batch with its metrics and its seconds."""
         metrics: dict[str, Any] = {}
         started = time.perf_counter()
         await self._calls(stage, own_copy(batch.payload), metrics=metrics)
         return batch.with_results(metrics=metrics, **{timer: time.perf_counter() - started})
 
     async def run_on_workers(self, batch: StepBatch, stage: Callable[..., Any], timer: str) -> StepBatch:
-        """Like `run`, for a stage that hands the batch to training workers: only columns they need travel."""
+        """Run a stage like `run`, but let the training workers fetch only the columns that they need."""
 
         @wraps(stage)
         def with_columns(meta: KVBatchMeta, metrics: dict[str, Any]) -> Any:
@@ -73,7 +73,7 @@ class VerlStages:
         return await self.run_on_workers(batch, self.at(batch.step)._update_actor, "update_actor")
 
     async def advantages(self, batch: StepBatch) -> StepBatch:
-        """Compute advantages, with the KL coefficient that the step before left."""
+        """Compute advantages, with the KL coefficient after the previous step."""
         view = self.at(batch.step)
         if self._kl is not None:
             view.kl_ctrl_in_reward = self._kl.before(batch.step)
@@ -83,7 +83,7 @@ class VerlStages:
         return done
 
     async def balance(self, step: int, meta: KVBatchMeta) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Return the rows of a batch dealt out evenly to the training ranks, padded as `step` needs it."""
+        """Return a batch that is balanced over the training ranks and padded for `step`, and its metrics."""
         metrics: dict[str, Any] = {}
         return await self._calls(self.at(step)._balance_batch, meta, metrics=metrics), metrics
 

@@ -23,11 +23,11 @@ METRICS = (
     "tensors_proved",
     "tokens_read_again",
 )
-"""Figures of a publication that are metrics of the step in which it happened."""
+"""Values of a weight update that are logged as metrics of a step."""
 
 
 class WeightPublisher:
-    """The two newest versions lie in the arenas of the training workers; their tickets are kept here."""
+    """Keeps the tickets of the two newest versions, which are in the arenas of the training workers."""
 
     def __init__(
         self, actor_group: Any, rollout_pool: RolloutPool, calls: BlockingCalls, load_timeout_s: float
@@ -51,14 +51,14 @@ class WeightPublisher:
         return ticket
 
     async def publish(self, ticket: Ticket) -> Publication:
-        """Have every replica load and verify a version."""
+        """Make every replica load and verify a version."""
         self._last = await self.rollout_pool.publish(ticket)
         return self._last
 
     async def load_into(self, policy: PolicyCopy, version: int | None) -> float:
-        """Have a copy of the policy hold a version; returns the seconds that this took.
+        """Load a version into a copy of the policy, unless it has it, and return the seconds that this took.
 
-        Raises WeightSyncError if the version lies in no arena any more.
+        Raises WeightSyncError if the version is no longer in an arena.
         """
         if version is None or version == policy.version:
             return 0.0
@@ -72,7 +72,7 @@ class WeightPublisher:
         return time.perf_counter() - started
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the newest publication, or nothing before the first."""
+        """Return the metrics of the newest weight update, or an empty mapping before the first."""
         if self._last is None:
             return {}
         return {f"async_pipeline/param_update/{name}": float(getattr(self._last, name)) for name in METRICS}
