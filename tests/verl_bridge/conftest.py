@@ -32,7 +32,7 @@ def base() -> DictConfig:
 
 @pytest.fixture
 def smoke(base: DictConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
-    """The shipped smoke config with changes, run from an empty folder."""
+    """Return a factory of changed copies of the shipped smoke config; the test runs in an empty folder."""
     monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path / "task"))
     monkeypatch.chdir(tmp_path)
 
@@ -54,12 +54,12 @@ def launch(load: Load) -> ModuleType:
 
 
 def refused(launch: ModuleType, config: DictConfig, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on standard error with which `prepare` ends the process."""
+    """Require that `prepare` ends the process, and return its one line on standard error."""
     before = copy.deepcopy(config)
     with pytest.raises(SystemExit) as ended:
         launch.prepare(config)
     assert ended.value.code == 2
-    assert config == before, "what is refused is not touched"
+    assert config == before, "a refused config is unchanged"
     error = capsys.readouterr().err
     assert error.startswith(f"{MARK} ") and error.count("\n") == 1
     return error

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of several real training ranks: shards a model with FSDP2 and gathers it. Run as a script: RANK COUNT
-FILE.
+"""Shard a model with FSDP2 and gather it, as one of several ranks. Arguments: RANK COUNT FILE.
 
-The first one prints a line for each tensor that did not arrive as it is.
+Rank 0 prints a line for each tensor whose gathered values differ.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
 
 
 def make_model() -> torch.nn.Module:
-    """Heights that do not divide, one that is less than the ranks, and a buffer."""
+    """Return a model with sizes that the ranks do not divide, one smaller than their number, and a buffer."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1), torch.nn.Linear(1, 300)
@@ -32,7 +31,7 @@ def make_model() -> torch.nn.Module:
 
 
 def load_back(model: torch.nn.Module, manifest: Manifest, version: int) -> None:
-    """Into another model that is sharded alike, which then computes with what was published."""
+    """Load a published version into an equally sharded model, and print the tensors that differ."""
     published = ArenaReader().tensors(manifest)
     parts = [part_of(name, weight, replicated=True) for name, weight in model.state_dict().items()]
     load_parts(version, published, parts)
@@ -50,17 +49,16 @@ def main(rank: int, count: int, file: str) -> None:
         if count < 4
         else init_device_mesh("cpu", (2, count // 2), mesh_dim_names=("replicate", "shard"))
     )
-    model = make_model()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    copy = make_model()
-    for layer in copy:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(copy, mesh=mesh)
+    model, copy = make_model(), make_model()
+    for one in (model, copy):
+        for layer in one:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(one, mesh=mesh)
+
     ranks = TrainingRanks("this host")
     assert ranks.on_one_host
     assert not TrainingRanks(f"host {rank}").on_one_host or count == 1
+
     writer = ArenaWriter(512, 4, torch.bfloat16, ranks)
     for version in range(3):
         with torch.no_grad():
@@ -73,17 +71,19 @@ def main(rank: int, count: int, file: str) -> None:
         assert ticket is not None
         load_back(copy, await_manifest(ticket, 30), version)
         ranks.barrier()
+
         whole = {n: w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()}
         if rank == 0:
             manifest = await_manifest(ticket, 30)
             reader = ArenaReader()
             reader.verify(manifest)
             for name, found in reader.tensors(manifest).items():
-                wanted = whole.pop(name)
-                wanted = wanted.bfloat16() if wanted.is_floating_point() else wanted
-                if not torch.equal(found, wanted):
-                    sys.stdout.write(f"v{version} {name}: {found} instead of {wanted}\n")
+                expected = whole.pop(name)
+                expected = expected.bfloat16() if expected.is_floating_point() else expected
+                if not torch.equal(found, expected):
+                    sys.stdout.write(f"v{version} {name}: {found} instead of {expected}\n")
             assert not whole, whole.keys()
+
     writer.close()
     dist.destroy_process_group()
 

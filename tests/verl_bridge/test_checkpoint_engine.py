@@ -64,7 +64,7 @@ def test_verl_finds_it_by_name(engines: Engines, load: Load) -> None:
 
 
 def connect(kind: Any, trainers: list[Any], receivers: list[Any]) -> Path:
-    """What verl's manager does before each version; returns where the ticket will be."""
+    """Do what verl's manager does before each version, and return the path of the board."""
     metadata = [engine.prepare() for engine in (*trainers, *receivers)]
     topology = kind.build_topology(len(trainers), len(receivers), metadata)
     for some, arguments in zip((trainers, receivers), topology, strict=True):
@@ -82,17 +82,17 @@ async def transfer(trainers: list[Any], receivers: list[Any], version: int) -> l
     return list(await asyncio.gather(*waiting))
 
 
-def test_versions_go_from_two_trainer_ranks_to_two_replicas(engines: Engines) -> None:
+def test_two_trainer_ranks_send_versions_to_two_replicas(engines: Engines) -> None:
     trainers = [engines.make(is_master=True), engines.make()]
     receivers = [engines.make(), engines.make()]
     for version in (1, 2, 3):
         board = connect(engines.kind, trainers, receivers)
-        assert not board.exists(), "the ticket of the version before must not be read again"
+        assert not board.exists(), "the ticket of the previous version must not be read again"
         for received in asyncio.run(transfer(trainers, receivers, version)):
             assert list(received) == list(weights(version))
             for name, tensor in weights(version).items():
-                wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
-                assert torch.equal(received[name], wanted)
+                expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+                assert torch.equal(received[name], expected)
         assert stat.S_IMODE(board.stat().st_mode) == 0o600
         for engine in (*trainers, *receivers):
             engine.finalize()
@@ -123,13 +123,13 @@ def test_a_version_is_gathered_once(engines: Engines) -> None:
         master.gather(iter(weights(0).items()), 3)
 
 
-def test_a_receiver_does_not_wait_for_ever(engines: Engines) -> None:
+def test_a_receiver_has_a_deadline(engines: Engines) -> None:
     receiver = engines.make(timeout_s=0.01)
     receiver.init_process_group(board=new_name())
     with pytest.raises(WeightSyncError, match="published no weights within 0.01 s"):
         asyncio.run(collect(receiver, 0))
 
 
-def test_a_receiver_must_know_where_to_look(engines: Engines) -> None:
+def test_receiving_requires_a_board(engines: Engines) -> None:
     with pytest.raises(WeightSyncError, match="receive_weights before init_process_group"):
         asyncio.run(collect(engines.make(), 0))

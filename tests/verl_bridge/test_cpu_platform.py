@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's device abstraction on the host: complete, and only when asked for."""
+"""verl's device abstraction on CPU is complete, and used only if configured."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.cpu_platform")
 
 
 @pytest.fixture
-def platform(ours: ModuleType) -> Any:
-    return ours.PlatformCPU()
+def platform(module: ModuleType) -> Any:
+    return module.PlatformCPU()
 
 
-def test_it_is_registered_once(ours: ModuleType, load: Load) -> None:
+def test_it_is_registered_once(module: ModuleType, load: Load) -> None:
     registry = load("verl.plugin.platform.platform_manager").PlatformRegistry
-    ours.register()
-    assert registry.get("cpu") is ours.PlatformCPU
+    module.register()
+    assert registry.get("cpu") is module.PlatformCPU
 
 
-def test_the_environment_chooses_it(ours: ModuleType, load: Load) -> None:
+def test_the_environment_chooses_it(module: ModuleType, load: Load) -> None:
     manager = load("verl.plugin.platform.platform_manager")
     assert manager._detect_platform_name() == "cpu"
 
@@ -42,7 +42,7 @@ def test_it_is_never_chosen_by_detection(platform: Any) -> None:
     assert platform.is_platform_available(use_smi_check=True) is False
 
 
-def test_every_question_of_verl_has_an_answer(platform: Any, load: Load) -> None:
+def test_every_abstract_method_of_verl_is_implemented(platform: Any, load: Load) -> None:
     base = load("verl.plugin.platform.platform_base").PlatformBase
     for name in base.__abstractmethods__:
         member = inspect.getattr_static(platform, name)
@@ -57,7 +57,7 @@ def test_every_question_of_verl_has_an_answer(platform: Any, load: Load) -> None
         getattr(platform, name)(*needed)
 
 
-def test_tensors_go_where_verl_sends_them(platform: Any) -> None:
+def test_tensors_are_moved_to_the_host(platform: Any) -> None:
     tensor = torch.ones(3).to(platform.current_device())
     assert tensor.device.type == platform.device_name == "cpu"
     assert platform.communication_backend_name() == "gloo"
@@ -67,13 +67,13 @@ def test_tensors_go_where_verl_sends_them(platform: Any) -> None:
         pass
 
 
-def test_the_device_module_answers_for_the_host(platform: Any) -> None:
+def test_the_device_module_describes_the_host(platform: Any) -> None:
     module = platform.device_module
     free, total = module.mem_get_info()
     assert 0 < free <= total
     assert module.memory_allocated() == module.max_memory_reserved() == 0
     assert module.get_device_name() == "cpu"
-    assert module.is_available is torch.cpu.is_available, "what it does not know it asks torch.cpu"
+    assert module.is_available is torch.cpu.is_available, "other attributes are torch.cpu's"
     module.empty_cache()
     module.synchronize()
     with pytest.raises(AttributeError):
@@ -94,6 +94,6 @@ def test_random_state_is_the_hosts(platform: Any) -> None:
 
 
 @pytest.mark.parametrize(("value", "expected"), [("cpu", True), (" CPU", True), ("cuda", False), ("", False)])
-def test_is_cpu(ours: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+def test_is_cpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
     monkeypatch.setenv("VERL_PLATFORM", value)
-    assert ours.is_cpu() is expected
+    assert module.is_cpu() is expected

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C cancels the run, which gets time to write its files; with real Ray."""
+
 from __future__ import annotations
 
 import asyncio
@@ -25,7 +27,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Handle Ctrl-C as in a terminal; a shell has its background jobs ignore it."""
+    """Handle Ctrl-C as in a terminal; a shell makes background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

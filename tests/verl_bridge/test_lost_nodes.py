@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What outlives a node; with real Ray nodes on this machine, but without an engine."""
+"""Actors and replicas recover from a lost node; with real Ray nodes on one machine, without an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOON = {
     "health_check_period_ms": 200,
     "health_check_failure_threshold": 3,
 }
-"""Ray holds a node for lost within a second."""
+"""Settings with which Ray detects a lost node within a second."""
 
 
 class Nodes:
@@ -41,7 +41,7 @@ class Nodes:
         return self.cluster.add_node(num_cpus=4, num_gpus=1, node_ip_address=f"127.0.0.{1 + self.others}")
 
     def lose(self, node: Any, pid: int) -> None:
-        """Its actors end when they notice; this one at once."""
+        """Remove a node and kill the process `pid`; other actors of the node end when they notice."""
         self.cluster.remove_node(node, allow_graceful=False)
         os.kill(pid, signal.SIGKILL)
 
@@ -60,9 +60,7 @@ class Worker:
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
 
-def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_before(
-    load: Load, nodes: Nodes
-) -> None:
+def test_an_actor_restarts_on_another_node_and_serves_pending_calls(load: Load, nodes: Nodes) -> None:
     actor_class = load("recipe.async_pipeline.verl_bridge.restartable_actors").restartable(Worker)
     lost = nodes.add()
     there = NodeAffinitySchedulingStrategy(lost.node_id, soft=True)
@@ -70,17 +68,17 @@ def test_an_actor_starts_again_on_another_node_and_answers_what_it_was_asked_bef
     node, pid = ray.get(worker.where.remote(), timeout=LIMIT_S)
     assert node == lost.node_id
     nodes.lose(lost, pid)
-    # Ray does not know yet that it is gone.
+    # Ray has not noticed yet that the node is lost.
     node, again = ray.get(worker.where.remote(), timeout=LIMIT_S)
     assert node != lost.node_id and again != pid
 
 
-def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
-    ours = load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
+def test_the_balancer_runs_on_the_trainers_node(load: Load, nodes: Nodes) -> None:
+    module = load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
     for _ in range(3):
         nodes.add()
     config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout={"full_determinism": False}))
-    manager = object.__new__(ours.ColocatedLoadBalancer)
+    manager = object.__new__(module.ColocatedLoadBalancer)
     manager.rollout_config, manager._load_balancer_cls = config.actor_rollout_ref.rollout, None
     for _ in range(4):
         asyncio.run(manager._init_global_load_balancer())
@@ -90,10 +88,10 @@ def test_the_balancer_is_where_the_trainer_is(load: Load, nodes: Nodes) -> None:
         assert ray.get(where, timeout=LIMIT_S) == ray.get_runtime_context().get_node_id()
 
 
-def replica_of(ours: ModuleType) -> Any:
-    """A replica on one device, whose servers nobody starts."""
+def replica_of(module: ModuleType) -> Any:
+    """Return a replica on one device that records where it would start servers."""
 
-    class Replica(ours.PipelineVLLMReplica):  # type: ignore[name-defined,misc]
+    class Replica(module.PipelineVLLMReplica):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             self.replica_rank, self.name_suffix, self.gpus_per_replica_node, self.nnodes = 0, "", 1, 1
             self._plain_suffix, self._restarts = "", 0
@@ -109,26 +107,26 @@ def replica_of(ours: ModuleType) -> Any:
     return Replica()
 
 
-def test_a_replica_gets_devices_of_another_node_as_soon_as_there_are_any(load: Load, nodes: Nodes) -> None:
+def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: Nodes) -> None:
     replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"))
     lost = nodes.add()
 
-    async def story() -> None:
+    async def main() -> None:
         await replica.init_standalone()
         await replica.restart()
-        assert replica.launched == [lost.node_id] * 2, "the same devices, as long as they are there"
+        assert replica.launched == [lost.node_id] * 2, "the same devices, while they exist"
         nodes.lose(lost, await replica.workers[0]._holder.__ray_call__.remote(lambda holder: os.getpid()))
         with pytest.raises(TimeoutError):
-            # As long as it takes Ray to see that the node is lost, and then some.
+            # Longer than Ray needs to detect the lost node.
             await asyncio.wait_for(replica.restart(), 10.0)
         other = nodes.add()
         await asyncio.wait_for(replica.restart(), LIMIT_S)
         assert replica.launched == [lost.node_id] * 2 + [other.node_id]
 
-    asyncio.run(story())
+    asyncio.run(main())
     pending = [
         group
         for group in ray.util.placement_group_table().values()
         if group["state"] not in ("CREATED", "REMOVED")
     ]
-    assert pending == [], "nobody waits for devices any more"
+    assert pending == [], "no placement group is still waiting for devices"

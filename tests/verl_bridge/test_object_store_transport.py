@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets go from one Ray node to another through the object store, with real Ray and two nodes."""
+"""Buckets are transferred between Ray nodes through the object store; with real Ray and two nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[tuple[str, str]]:
-    """Ray's ids of two nodes, each with an object store of its own: the trainer's and a replica's."""
+    """Yield Ray's ids of the trainer's and a replica's node, which have separate object stores."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     other = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
@@ -48,8 +48,9 @@ class Replica:
     async def load(
         self, manifest: bytes, courier: Any, spoil: int | None
     ) -> tuple[dict[str, float], list[str]]:
-        """Sums of the tensors that arrived, and what became of each bucket. `spoil`: one comes broken at
-        first.
+        """Return the sums of the received tensors, and the verdicts about buckets.
+
+        `spoil` is the number of a bucket whose first transfer is truncated.
         """
         pull = pull_through(courier, manifest)
         pulled: list[int] = []
@@ -57,8 +58,8 @@ class Replica:
         async def fetch(sequence: int) -> tuple[bytes, Any]:
             header, payload = await pull(sequence)
             pulled.append(sequence)
-            spoilt = sequence == spoil and pulled.count(sequence) == 1
-            return header, payload[:-1] if spoilt else payload
+            truncated = sequence == spoil and pulled.count(sequence) == 1
+            return header, payload[:-1] if truncated else payload
 
         local = await self.inbox.receive(decode(manifest), fetch)
         reader = ArenaReader()
@@ -72,11 +73,12 @@ class Replica:
         return node
 
 
-def test_a_version_arrives_whole_on_another_node(nodes: tuple[str, str]) -> None:
+def test_a_version_arrives_complete_on_another_node(nodes: tuple[str, str]) -> None:
     here, there = nodes
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(there, soft=False)
     replica: Any = ray.remote(Replica).options(num_cpus=0, scheduling_strategy=strategy).remote()
     assert ray.get(replica.node.remote()) == there != here
+
     courier = start_on(here)
     writer = ArenaWriter(BUCKET_BYTES, 4, None)
     try:
@@ -86,6 +88,7 @@ def test_a_version_arrives_whole_on_another_node(nodes: tuple[str, str]) -> None
             manifest = ray.get(courier.announced.remote(ticket, 30.0))
             buckets = len(decode(manifest).buckets)
             assert buckets > 2
+
             spoil = 1 if version == 1 else None
             sums, verdicts = ray.get(replica.load.remote(manifest, courier, spoil))
             assert sums == {name: float(t.double().sum()) for name, t in weights.items()}
@@ -94,7 +97,7 @@ def test_a_version_arrives_whole_on_another_node(nodes: tuple[str, str]) -> None
         writer.close()
 
 
-def test_all_replicas_pull_the_same_copy_and_a_bad_one_is_replaced(nodes: tuple[str, str]) -> None:
+def test_replicas_pull_the_same_copy_and_a_failed_one_is_replaced(nodes: tuple[str, str]) -> None:
     courier = start_on(nodes[0])
     writer = ArenaWriter(BUCKET_BYTES, 4, None)
     try:

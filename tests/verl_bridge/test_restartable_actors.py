@@ -32,7 +32,7 @@ class Worker:
     def __init__(self, config: bytes, address: str | None) -> None:
         self.size = len(config)
 
-    def answer(self) -> tuple[int, int]:
+    def report(self) -> tuple[int, int]:
         return self.size, os.getpid()
 
     def die(self) -> None:
@@ -46,11 +46,11 @@ def test_a_worker_with_a_large_config_can_restart_repeatedly(module: ModuleType)
     assert len(workers._kept) == 2, "the config is stored once for both, and the address"
     pids = set()
     for _ in range(2):
-        size, pid = ray.get(first.answer.remote(), timeout=60)
+        size, pid = ray.get(first.report.remote(), timeout=60)
         assert size == LARGE
         pids.add(pid)
         first.die.options(max_task_retries=0).remote()
-        size, pid = ray.get(first.answer.remote(), timeout=60)
+        size, pid = ray.get(first.report.remote(), timeout=60)
         pids.add(pid)
     assert len(pids) == 3
-    assert ray.get(second.answer.remote(), timeout=60)[0] == LARGE
+    assert ray.get(second.report.remote(), timeout=60)[0] == LARGE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launch writes into verl's config, its processes read."""
+"""Processes read the knobs and run state that the launch wrote into verl's config."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_knobs_and_run_state_are_read_from_a_prepared_config(
     monkeypatch.setenv("ASYNC_PIPELINE_STARTED_UNIX", "1234.5")
     config = smoke({f"{OWN}.weight_sync.verify_tensors": 4, f"{OWN}.run_dir": "mine"})
     launch.prepare(config)
-    ours = load("recipe.async_pipeline.verl_bridge.run_config")
-    knobs, runtime = ours.knobs_of(config), ours.runtime_of(config)
+    module = load("recipe.async_pipeline.verl_bridge.run_config")
+    knobs, runtime = module.knobs_of(config), module.runtime_of(config)
     assert (knobs.weight_sync.verify_tensors, knobs.run_dir) == (4, "mine")
     assert (runtime.run_dir.name, runtime.run_dir.is_absolute()) == ("mine", True)
     assert (runtime.started_unix, runtime.old_logp, runtime.resume_from) == (1234.5, "trainer", None)

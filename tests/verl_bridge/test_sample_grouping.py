@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Trajectories are grouped so that verl joins them without loss."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request outlives the replica that answers it, as long as there is another."""
+"""A request is sent to another replica when its replica dies, if there is one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.real_engine
 
 
 class EngineDeadError(RuntimeError):
-    """Named as vLLM's."""
+    """Has the name of vLLM's error."""
 
 
 def raised_remotely(cause: Exception) -> Exception:
@@ -29,20 +29,20 @@ def raised_remotely(cause: Exception) -> Exception:
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.rollout.client")
 
 
 class Balancer:
-    """verl's, without its actor: sends every request to the first server."""
+    """Stands for verl's load balancer: sends every request to the first server."""
 
     by_default = False
-    """Does it decide as verl's does by default, so that a client may decide itself?"""
+    """Whether it uses verl's default policy, which lets the client choose a server itself."""
 
     def __init__(self, **servers: Callable[[], Awaitable[Any]]) -> None:
         self.servers = servers
         self.given_up: list[str] = []
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.released: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -69,11 +69,11 @@ class Balancer:
         return name, self._handle(name)
 
     def _handle(self, name: str) -> Any:
-        answer = self.servers[name]
+        respond = self.servers[name]
 
         def generate(**kwargs: Any) -> Any:
-            self.asked.append(name)
-            return asyncio.ensure_future(answer())
+            self.requested.append(name)
+            return asyncio.ensure_future(respond())
 
         give_up = SimpleNamespace(remote=lambda request: self.given_up.append(f"{name}: {request}"))
         return SimpleNamespace(generate=SimpleNamespace(remote=generate), give_up=give_up)
@@ -97,28 +97,27 @@ async def well() -> Any:
 
 
 def failing(error: Exception) -> Callable[[], Awaitable[Any]]:
-    async def answer() -> Any:
+    async def respond() -> Any:
         raise error
 
-    return answer
+    return respond
 
 
 WAIT_S = 0.2
 
 
-def client_of(ours: ModuleType, balancer: Balancer) -> Any:
+def client_of(module: ModuleType, balancer: Balancer) -> Any:
     rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
     v1 = SimpleNamespace(async_pipeline=SimpleNamespace(faults=SimpleNamespace(wait_timeout_s=WAIT_S)))
     config = SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(v1=v1)
     )
-    return ours.PipelineLLMClient(config=config, load_balancer_handle=balancer)
+    return module.PipelineLLMClient(config=config, load_balancer_handle=balancer)
 
 
-def generate(ours: ModuleType, balancer: Balancer, times: int = 1) -> Any:
-    """The answer to the last of some requests, one after the other."""
-
-    client = client_of(ours, balancer)
+def generate(module: ModuleType, balancer: Balancer, times: int = 1) -> Any:
+    """Send requests one after another, and return the response to the last one."""
+    client = client_of(module, balancer)
 
     async def main() -> Any:
         try:
@@ -133,45 +132,43 @@ def generate(ours: ModuleType, balancer: Balancer, times: int = 1) -> Any:
     return asyncio.run(main())
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["verl decides", "the client decides"])
-def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ours: ModuleType) -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["verl decides", "client decides"])
+def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     monkeypatch.setattr(Balancer, "by_default", request.param)
-    monkeypatch.setattr(ours, "REFRESH_S", 0.01)
-    # Among equals, the first.
-    monkeypatch.setattr(ours, "Router", lambda: Router(choose=lambda names: names[0]))
+    monkeypatch.setattr(module, "REFRESH_S", 0.01)
+    # Choose the first of equally busy servers.
+    monkeypatch.setattr(module, "Router", lambda: Router(choose=lambda names: names[0]))
 
 
 DEATHS = [ActorDiedError(), raised_remotely(EngineDeadError("died"))]
 
 
-@pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
-def test_another_replica_answers(ours: ModuleType, death: Exception) -> None:
+@pytest.mark.parametrize("death", DEATHS, ids=["server", "engine"])
+def test_another_replica_responds(module: ModuleType, death: Exception) -> None:
     balancer = Balancer(a=failing(death), b=well)
-    assert generate(ours, balancer).token_ids == [1]
-    assert balancer.asked == ["a", "b"]
+    assert generate(module, balancer).token_ids == [1]
+    assert balancer.requested == ["a", "b"]
     assert balancer.released == ([] if Balancer.by_default else ["a", "b"])
-    assert list(balancer.servers) == ["b"], "nobody else is sent to the dead one"
+    assert list(balancer.servers) == ["b"], "no other request is sent to the dead replica"
 
 
-@pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
-def test_the_last_death_is_what_the_caller_gets(ours: ModuleType, death: Exception) -> None:
+@pytest.mark.parametrize("death", DEATHS, ids=["server", "engine"])
+def test_the_caller_gets_the_last_death(module: ModuleType, death: Exception) -> None:
     balancer = Balancer(a=failing(ActorDiedError()), b=failing(death))
     with pytest.raises(type(death)):
-        generate(ours, balancer)
-    assert balancer.asked == ["a", "b"]
+        generate(module, balancer)
+    assert balancer.requested == ["a", "b"]
 
 
-def test_whoever_comes_too_late_learns_what_the_last_one_died_of(ours: ModuleType) -> None:
+def test_a_later_request_gets_the_last_death_of_an_empty_pool(module: ModuleType) -> None:
     balancer = Balancer(a=failing(raised_remotely(EngineDeadError("died"))))
     with pytest.raises(EngineDeadError):
-        generate(ours, balancer, times=2)
-    assert balancer.asked == ["a"]
+        generate(module, balancer, times=2)
+    assert balancer.requested == ["a"]
 
 
-@pytest.mark.parametrize("death", DEATHS, ids=["the server", "the engine"])
-def test_where_nobody_is_left_a_request_waits_for_whoever_comes_back(
-    ours: ModuleType, death: Exception
-) -> None:
+@pytest.mark.parametrize("death", DEATHS, ids=["server", "engine"])
+def test_a_request_to_an_empty_pool_waits_for_a_replica(module: ModuleType, death: Exception) -> None:
     balancer = Balancer()
 
     async def dies() -> Any:
@@ -179,68 +176,68 @@ def test_where_nobody_is_left_a_request_waits_for_whoever_comes_back(
         raise death
 
     balancer.servers["a"] = dies
-    assert generate(ours, balancer).token_ids == [1]
-    assert balancer.asked == ["a", "b"]
+    assert generate(module, balancer).token_ids == [1]
+    assert balancer.requested == ["a", "b"]
 
 
-def test_a_request_that_everybody_dies_of_is_not_asked_again(ours: ModuleType) -> None:
+def test_a_request_that_kills_every_replica_is_not_retried_forever(module: ModuleType) -> None:
     balancer = Balancer()
 
-    def next_one() -> Callable[[], Awaitable[Any]]:
+    def next_server() -> Callable[[], Awaitable[Any]]:
         async def dies() -> Any:
-            balancer.servers[f"s{len(balancer.asked)}"] = next_one()
+            balancer.servers[f"s{len(balancer.requested)}"] = next_server()
             raise ActorDiedError
 
         return dies
 
-    balancer.servers["s0"] = next_one()
+    balancer.servers["s0"] = next_server()
     with pytest.raises(ActorDiedError):
-        generate(ours, balancer)
-    assert len(balancer.asked) == ours.DEATHS
+        generate(module, balancer)
+    assert len(balancer.requested) == module.DEATHS
 
 
-def test_a_pool_that_was_never_there_is_said_to_be_empty(ours: ModuleType) -> None:
+def test_a_pool_without_servers_is_reported_as_empty(module: ModuleType) -> None:
     with pytest.raises(RuntimeError) as caught:
-        generate(ours, Balancer())
-    assert "No available servers" in str(ours.cause_of(caught.value))
+        generate(module, Balancer())
+    assert "No available servers" in str(module.cause_of(caught.value))
 
 
-def test_what_is_no_death_comes_through(ours: ModuleType) -> None:
+def test_other_errors_propagate(module: ModuleType) -> None:
     balancer = Balancer(a=failing(raised_remotely(ValueError("prompt too long"))), b=well)
     with pytest.raises(ValueError, match="traceback"):
-        generate(ours, balancer)
-    assert balancer.asked == ["a"]
+        generate(module, balancer)
+    assert balancer.requested == ["a"]
 
 
-OUT_OF_REACH = ActorUnavailableError("the connection is gone", b"x" * 16)
+UNREACHABLE = ActorUnavailableError("the connection is gone", b"x" * 16)
 
 
-def test_a_replica_out_of_reach_is_left_out_by_who_noticed_and_by_nobody_else(ours: ModuleType) -> None:
-    """It may be there again before anybody else has noticed."""
-    balancer = Balancer(a=failing(OUT_OF_REACH), b=well)
-    assert generate(ours, balancer).token_ids == [1]
-    assert balancer.asked == ["a", "b"]
+def test_only_the_client_that_noticed_avoids_an_unreachable_replica(module: ModuleType) -> None:
+    """It may be reachable again before another client notices."""
+    balancer = Balancer(a=failing(UNREACHABLE), b=well)
+    assert generate(module, balancer).token_ids == [1]
+    assert balancer.requested == ["a", "b"]
     assert list(balancer.servers) == (["a", "b"] if Balancer.by_default else ["b"])
 
 
-def test_the_only_replica_is_asked_again_until_it_is_in_reach(ours: ModuleType) -> None:
+def test_the_only_replica_is_retried_until_it_is_reachable(module: ModuleType) -> None:
     balancer = Balancer()
-    answers = iter([OUT_OF_REACH, OUT_OF_REACH, None])
+    errors = iter([UNREACHABLE, UNREACHABLE, None])
 
-    async def answer() -> Any:
-        error = next(answers)
+    async def respond() -> Any:
+        error = next(errors)
         if error is not None:
-            balancer.servers.setdefault("a", answer)
-            asyncio.get_running_loop().call_later(WAIT_S / 4, balancer.servers.update, {"a": answer})
+            balancer.servers.setdefault("a", respond)
+            asyncio.get_running_loop().call_later(WAIT_S / 4, balancer.servers.update, {"a": respond})
             raise error
         return await well()
 
-    balancer.servers["a"] = answer
-    assert generate(ours, balancer).token_ids == [1]
-    assert balancer.asked == ["a", "a", "a"]
+    balancer.servers["a"] = respond
+    assert generate(module, balancer).token_ids == [1]
+    assert balancer.requested == ["a", "a", "a"]
 
 
-def test_a_request_that_is_cancelled_is_given_up_by_its_replica(ours: ModuleType) -> None:
+def test_a_cancelled_request_is_cancelled_on_its_replica(module: ModuleType) -> None:
     begun = asyncio.Event()
 
     async def never() -> Any:
@@ -248,7 +245,7 @@ def test_a_request_that_is_cancelled_is_given_up_by_its_replica(ours: ModuleType
         await asyncio.Event().wait()
 
     balancer = Balancer(a=never)
-    client = client_of(ours, balancer)
+    client = client_of(module, balancer)
 
     async def main() -> None:
         task = asyncio.create_task(client.generate("r", prompt_ids=[1], sampling_params={}))
@@ -263,10 +260,10 @@ def test_a_request_that_is_cancelled_is_given_up_by_its_replica(ours: ModuleType
     asyncio.run(main())
 
 
-def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ours, "REFRESH_S", 0.0)
+def test_a_replica_that_is_added_later_is_used(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFRESH_S", 0.0)
     balancer = Balancer(a=well)
-    client = client_of(ours, balancer)
+    client = client_of(module, balancer)
 
     async def main() -> None:
         await client.generate("first", prompt_ids=[1], sampling_params={})
@@ -275,28 +272,28 @@ def test_a_replica_that_came_later_is_found(ours: ModuleType, monkeypatch: pytes
             await client.generate(f"later {number}", prompt_ids=[1], sampling_params={})
 
     asyncio.run(main())
-    assert balancer.asked[0] == "a"
-    assert balancer.asked[-1] == "b"
+    assert balancer.requested[0] == "a"
+    assert balancer.requested[-1] == "b"
 
 
-# Answers that an earlier process has begun.
+# Responses that an earlier process has begun.
 
 
-def said(ours: ModuleType, tokens: list[int], stop: str | None) -> Any:
+def recorded_request(module: ModuleType, tokens: list[int], stop: str | None) -> Any:
     return importlib.import_module(
         "recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts"
     ).RecordedRequest([1], tokens, [-0.5] * len(tokens), [[3, 0]], stop, "replica 0")
 
 
 async def resumed(
-    ours: ModuleType, before: list[Any], answers: list[Any], prompts: list[list[int]]
+    module: ModuleType, before: list[Any], responses: list[Any], prompts: list[list[int]]
 ) -> tuple[list[Any], Any, list[Any]]:
-    """The outputs to some prompts, the transcript after them, and what servers were asked for."""
+    """Return the outputs for some prompts, the transcript after them, and the requests to servers."""
     transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    async def answer() -> Any:
-        return answers[len(asked) - 1]
+    async def respond() -> Any:
+        return responses[len(requests) - 1]
 
     class Server(Balancer):
         def _handle(self, name: str) -> Any:
@@ -304,19 +301,19 @@ async def resumed(
             generate = handle.generate.remote
 
             def recorded(**kwargs: Any) -> Any:
-                asked.append((kwargs["prompt_ids"], kwargs["sampling_params"]))
+                requests.append((kwargs["prompt_ids"], kwargs["sampling_params"]))
                 return generate(**kwargs)
 
             handle.generate.remote = recorded
             return handle
 
     transcript = transcripts.Transcript(before)
-    client = transcripts.RecordingClient(client_of(ours, Server(a=answer)), transcript)
+    client = transcripts.RecordingClient(client_of(module, Server(a=respond)), transcript)
     outputs = [
         await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7})
         for i, prompt in enumerate(prompts)
     ]
-    return outputs, transcript, asked
+    return outputs, transcript, requests
 
 
 def output(tokens: list[int], version: int) -> Any:
@@ -333,33 +330,41 @@ def output(tokens: list[int], version: int) -> Any:
     )
 
 
-def test_what_was_answered_is_not_asked_for_again(ours: ModuleType) -> None:
-    (again,), transcript, asked = asyncio.run(resumed(ours, [said(ours, [5, 6], "completed")], [], [[1]]))
-    assert asked == []
+def test_a_finished_response_is_not_requested_again(module: ModuleType) -> None:
+    (again,), transcript, requests = asyncio.run(
+        resumed(module, [recorded_request(module, [5, 6], "completed")], [], [[1]])
+    )
+    assert requests == []
     assert (again.token_ids, again.log_probs, again.extra_fields["version_spans"]) == (
         [5, 6],
         [-0.5, -0.5],
         [[3, 0]],
     )
     assert (again.extra_fields["min_global_steps"], again.extra_fields["max_global_steps"]) == (3, 3)
-    assert [one.token_ids for one in transcript.said] == [[5, 6]], "the next checkpoint has it as well"
+    assert [one.token_ids for one in transcript.said] == [[5, 6]], "the next checkpoint contains it"
 
 
-def test_what_was_begun_goes_on(ours: ModuleType) -> None:
-    (whole, other), transcript, asked = asyncio.run(
-        resumed(ours, [said(ours, [5, 6], None)], [output([7], 4), output([8], 4)], [[1], [2]])
+def test_a_partial_response_is_continued(module: ModuleType) -> None:
+    (whole, other), transcript, requests = asyncio.run(
+        resumed(
+            module, [recorded_request(module, [5, 6], None)], [output([7], 4), output([8], 4)], [[1], [2]]
+        )
     )
-    assert asked == [([1, 5, 6], {"seed": 7, "max_tokens": 8}), ([2], {"seed": 7})], "10 tokens are allowed"
+    assert requests == [([1, 5, 6], {"seed": 7, "max_tokens": 8}), ([2], {"seed": 7})], (
+        "10 tokens are allowed"
+    )
     assert (whole.token_ids, whole.log_probs) == ([5, 6, 7], [-0.5, -0.5, -1.0])
     assert whole.extra_fields["version_spans"] == [[3, 0], [4, 2]]
     assert (whole.extra_fields["min_global_steps"], whole.extra_fields["max_global_steps"]) == (3, 4)
-    assert other.token_ids == [8], "another prompt has nothing to do with it"
+    assert other.token_ids == [8], "another prompt does not continue it"
     assert [(list(one.prompt_ids), one.token_ids) for one in transcript.said] == [
         ([1], [5, 6, 7]),
         ([2], [8]),
     ]
 
 
-def test_what_was_begun_and_may_not_be_longer_is_finished(ours: ModuleType) -> None:
-    (whole,), _, asked = asyncio.run(resumed(ours, [said(ours, list(range(10)), None)], [], [[1]]))
-    assert asked == [] and (whole.token_ids, whole.stop_reason) == (list(range(10)), "completed")
+def test_a_partial_response_of_maximum_length_is_finished(module: ModuleType) -> None:
+    (whole,), _, requests = asyncio.run(
+        resumed(module, [recorded_request(module, list(range(10)), None)], [], [[1]])
+    )
+    assert requests == [] and (whole.token_ids, whole.stop_reason) == (list(range(10)), "completed")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor that only holds devices: it answers where it is, and costs no import of the stack."""
+"""The actor that reserves devices reports its node and ends processes without importing verl."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from recipe.async_pipeline.verl_bridge.rollout.device_holder import DeviceReserv
 from tests import REPOSITORY
 
 
-async def answer() -> tuple[str, dict[str, list[str]]]:
+async def where() -> tuple[str, dict[str, list[str]]]:
     return "node-7", {"GPU": ["3"], "NPU": []}
 
 
-def test_it_answers_the_question_that_verl_asks_a_worker() -> None:
-    device: Any = ReservedDevice(SimpleNamespace(where=SimpleNamespace(remote=answer)), "GPU")
+def test_it_reports_its_node_and_device_to_verl() -> None:
+    device: Any = ReservedDevice(SimpleNamespace(where=SimpleNamespace(remote=where)), "GPU")
 
-    async def ask() -> list[tuple[str, str]]:
+    async def main() -> list[tuple[str, str]]:
         return list(await asyncio.gather(*[w.__ray_call__.remote(lambda self: None) for w in [device]]))
 
-    assert asyncio.run(ask()) == [("node-7", "3")]
+    assert asyncio.run(main()) == [("node-7", "3")]
 
 
-def test_it_ends_the_processes_that_it_is_told_and_no_others() -> None:
+def test_it_ends_only_the_given_processes() -> None:
     with subprocess.Popen(["sleep", "600"]) as doomed, subprocess.Popen(["sleep", "600"]) as spared:
         started = psutil.Process(doomed.pid).create_time()
         another = psutil.Process(spared.pid).create_time() - 1.0
-        gone = 2**22 + 1  # beyond the largest id that Linux gives
+        gone = 2**22 + 1  # larger than any process id on Linux
         try:
             assert DeviceReservation().end([(doomed.pid, started), (spared.pid, another), (gone, 0.0)]) == 1
             assert doomed.wait(timeout=10) == -signal.SIGKILL
-            assert spared.poll() is None, "its id was another process's once"
+            assert spared.poll() is None, "its id belonged to another process before"
         finally:
             spared.kill()
 
 
 @pytest.mark.slow
-def test_it_loads_nothing_of_the_stack() -> None:
+def test_it_imports_neither_verl_nor_an_engine() -> None:
     code = (
         "import sys, recipe.async_pipeline.verl_bridge.rollout.device_holder; "
         "sys.stdout.write(' '.join({'torch', 'verl', 'vllm', 'transformers'} & set(sys.modules)))"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads are rolling and add up; a replica that fails comes back; one on another host gets a courier."""
+"""Replicas load in turn; a failed replica is restarted; a replica on another host gets a courier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TICKET = Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25)
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.rollout.replica_pool")
 
 
@@ -38,7 +38,7 @@ class Method:
 
 
 class Server:
-    """A server's handle: answers after two seconds, keeps a log with everybody else."""
+    """Stands for a server's handle: loads in two seconds, and writes a log that all servers share."""
 
     courier: str | None = None
     dead: ClassVar[set[str]] = set()
@@ -71,7 +71,7 @@ class Server:
 
 
 class Balancer:
-    """The balancer's handle: who gets requests."""
+    """Stands for the balancer's handle: records the servers that get requests."""
 
     def __init__(self) -> None:
         self.servers: dict[str, Any] = {}
@@ -102,13 +102,13 @@ def balancer() -> Balancer:
 
 
 @pytest.fixture
-def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setattr(ours, "got", lambda refs, timeout_s, **said: list(refs))
+def pool(module: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    monkeypatch.setattr(module, "got", lambda refs, timeout_s, **names: list(refs))
 
     def make(*replicas: Replica, **more: Any) -> Any:
         balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}
         manager = SimpleNamespace(get_replicas=lambda: list(replicas), global_load_balancer=balancer)
-        return ours.RolloutPool(
+        return module.RolloutPool(
             manager,
             lambda line: None,
             trainer_node="a",
@@ -125,6 +125,7 @@ def pool(ours: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) 
 def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
     log: list[str] = []
     made = pool(Replica(0, Server("a", log)), Replica(1, Server("b", log)))
+
     assert run_virtual(made.publish(TICKET)) == Publication(
         version=5,
         num_bytes=330,
@@ -138,7 +139,8 @@ def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
         replicas=2,
         tokens_read_again=40,
     )
-    assert log == ["a begins", "a serves", "b begins", "b serves"], "the pool never stands still as a whole"
+
+    assert log == ["a begins", "a serves", "b begins", "b serves"], "one replica serves while the other loads"
 
 
 def test_the_servers_of_one_replica_load_together(pool: Callable[..., Any]) -> None:
@@ -168,7 +170,7 @@ def test_a_replica_that_fails_gets_no_requests_until_it_serves_again(
     assert log[-2:] == ["bad, restarted begins", "bad, restarted serves"]
 
 
-def test_an_engine_that_dies_between_publications_is_replaced(
+def test_an_engine_that_dies_between_weight_updates_is_replaced(
     pool: Callable[..., Any], balancer: Balancer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[tuple[str, str, int | None]] = []
@@ -191,14 +193,14 @@ def test_an_engine_that_dies_between_publications_is_replaced(
     assert notes == [("FENCED", "replica 0", None), ("REJOINED", "replica 0", 5)]
 
 
-def test_what_the_only_replica_raises_comes_through(pool: Callable[..., Any]) -> None:
+def test_the_error_of_the_only_replica_propagates(pool: Callable[..., Any]) -> None:
     error = ProofError("v5: other values")
     with pytest.raises(ProofError) as caught:
         run_virtual(pool(Replica(0, Server("a", [], error=error))).publish(TICKET))
     assert caught.value is error
 
 
-def test_what_happened_in_the_server_is_said_without_rays_account_of_it(pool: Callable[..., Any]) -> None:
+def test_the_error_of_a_server_propagates_without_rays_wrapper(pool: Callable[..., Any]) -> None:
     error = RayTaskError("load_version", "a traceback", ValueError("the disk is full")).as_instanceof_cause()
     with pytest.raises(ValueError, match="^the disk is full$"):
         run_virtual(pool(Replica(0, Server("a", [], error))).publish(TICKET))
@@ -209,8 +211,8 @@ def test_a_pool_needs_a_replica(pool: Callable[..., Any]) -> None:
         pool()
 
 
-def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
-    ours: ModuleType, pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_replicas_on_other_hosts_share_one_courier(
+    module: ModuleType, pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
     started: list[str] = []
@@ -219,10 +221,10 @@ def test_a_replica_on_another_host_gets_a_courier_and_all_share_one(
         started.append(node)
         return "the courier"
 
-    monkeypatch.setattr(ours, "start_on", start_on)
+    monkeypatch.setattr(module, "start_on", start_on)
     servers = [Server("here", log), Server("there", log, node="b"), Server("far", log, node="c")]
     for server, courier in zip(servers, (None, "the courier", "the courier"), strict=True):
         server.courier = courier
     publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(TICKET))
     assert publication.replicas == 3
-    assert started == ["a"], "it runs where the trainer's memory is"
+    assert started == ["a"], "the courier runs on the trainer's host"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router: least busy first, turns together, and replicas that come and go."""
+"""The router chooses the least busy replica and keeps the turns of a request together."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def acquired(made: Router, request: str) -> str:
     return name
 
 
-def test_the_least_busy_replica_is_next() -> None:
+def test_the_least_busy_replica_is_chosen() -> None:
     made = router("a", "b")
     assert [acquired(made, f"r{i}") for i in range(4)] == ["a", "b", "a", "b"]
     made.release("b")
     assert acquired(made, "r9") == "b"
 
 
-def test_later_turns_go_where_the_first_one_went() -> None:
+def test_later_turns_use_the_replica_of_the_first() -> None:
     made = router("a", "b")
     assert acquired(made, "x") == "a"
     made.release("a")
     assert [acquired(made, "y"), acquired(made, "x")] == ["a", "a"]
 
 
-def test_without_replicas_there_is_none() -> None:
+def test_an_empty_router_returns_none() -> None:
     assert Router().acquire("x") is None
     made = router("a")
     made.remove("a")
@@ -48,7 +48,7 @@ def test_without_replicas_there_is_none() -> None:
     assert made.servers == ()
 
 
-def test_a_request_whose_replica_is_gone_goes_to_another() -> None:
+def test_a_request_moves_when_its_replica_is_removed() -> None:
     made = router("a", "b")
     assert acquired(made, "x") == "a"
     made.remove("a")
@@ -58,7 +58,7 @@ def test_a_request_whose_replica_is_gone_goes_to_another() -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))
-def test_open_turns_are_even(requests: list[int]) -> None:
+def test_open_turns_are_balanced(requests: list[int]) -> None:
     made = router("a", "b", "c")
     counts = dict.fromkeys("abc", 0)
     for number, _ in enumerate(requests):

@@ -14,25 +14,25 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
 
 
-def test_our_replicas_are_started(ours: ModuleType) -> None:
-    assert ours.PipelineServerManager.rollout_replica_class is ours.PipelineVLLMReplica
+def test_the_manager_starts_pipeline_replicas(module: ModuleType) -> None:
+    assert module.PipelineServerManager.rollout_replica_class is module.PipelineVLLMReplica
 
 
 @pytest.mark.parametrize(("devices", "early"), [([2], True), ([2, 0], True), ([2, 1], False)])
 def test_replicas_start_early_only_where_they_cannot_split_the_training_devices(
-    ours: ModuleType, monkeypatch: pytest.MonkeyPatch, devices: list[int], early: bool
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, devices: list[int], early: bool
 ) -> None:
     nodes = [{"Alive": True, "Resources": {"GPU": count} if count else {}} for count in devices]
     gone = {"Alive": False, "Resources": {"GPU": 8}}
-    monkeypatch.setattr(ours.ray, "nodes", lambda: [*nodes, gone])
-    monkeypatch.setattr(ours, "get_resource_name", lambda: "GPU")
+    monkeypatch.setattr(module.ray, "nodes", lambda: [*nodes, gone])
+    monkeypatch.setattr(module, "get_resource_name", lambda: "GPU")
     begun: list[object] = []
 
-    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+    class Manager(module.PipelineServerManager):  # type: ignore[misc,name-defined]
         def __init__(self, config: object) -> None:
             begun.append(config)
 
@@ -42,13 +42,13 @@ def test_replicas_start_early_only_where_they_cannot_split_the_training_devices(
     assert begun == ["config"], "once"
 
 
-def test_servers_start_with_a_config_of_their_own(ours: ModuleType) -> None:
-    """In another thread, while the trainer copies and resolves its own."""
+def test_servers_start_with_a_copy_of_the_config(module: ModuleType) -> None:
+    """They start in another thread, while the trainer copies and resolves its config."""
     from omegaconf import OmegaConf
 
     seen: list[Any] = []
 
-    class Manager(ours.PipelineServerManager):  # type: ignore[misc,name-defined]
+    class Manager(module.PipelineServerManager):  # type: ignore[misc,name-defined]
         async def _initialize_llm_servers(self, start_rank: int | None = None) -> None:
             seen.append(self.config)
 

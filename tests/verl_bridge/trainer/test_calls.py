@@ -12,7 +12,7 @@ from recipe.async_pipeline.errors import WaitTimeout
 from recipe.async_pipeline.verl_bridge.trainer.calls import BlockingCalls
 
 
-def test_it_returns_what_the_function_returns_or_raises() -> None:
+def test_results_and_errors_are_passed_on() -> None:
     calls = BlockingCalls(60.0)
     assert asyncio.run(calls(divmod, 7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
@@ -21,7 +21,7 @@ def test_it_returns_what_the_function_returns_or_raises() -> None:
     calls.close()
 
 
-def test_a_call_that_does_not_return_is_named() -> None:
+def test_a_timeout_names_the_call() -> None:
     calls, over = BlockingCalls(0.01), threading.Event()
 
     async def main() -> None:

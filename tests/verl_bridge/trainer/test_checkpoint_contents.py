@@ -83,13 +83,13 @@ def flow_state(store: Store) -> FlowState:
 def with_columns(group: Group) -> Group:
     import dataclasses
 
-    answers = tuple(
+    responses = tuple(
         dataclasses.replace(one, payload={"status": "success", "response_len": np.int64(3)})
         for one in group.trajectories
     )
     alike = sum(group.uid.encode()) % 2
     return dataclasses.replace(
-        group, trajectories=answers, payload=[sorted(sample(1))] * (1 if alike else len(answers))
+        group, trajectories=responses, payload=[sorted(sample(1))] * (1 if alike else len(responses))
     )
 
 

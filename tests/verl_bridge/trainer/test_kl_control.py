@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each step has its own KL coefficient, however many steps are in the pipeline."""
+"""Each step has its own KL coefficient, with any number of steps in the pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Adaptive:
         self.value *= 2
 
 
-def test_a_checkpoint_has_the_coefficient_of_its_own_step() -> None:
+def test_each_step_has_its_coefficient() -> None:
     control = KlControl(Adaptive(1.0), step=4)
     for step in (5, 6, 7):
         controller = control.before(step)
@@ -25,7 +25,7 @@ def test_a_checkpoint_has_the_coefficient_of_its_own_step() -> None:
     assert [control.value_after(step) for step in (4, 5, 6, 7)] == [1.0, 2.0, 4.0, 8.0]
 
 
-def test_a_stage_that_is_repeated_starts_from_the_same_state() -> None:
+def test_a_repeated_stage_starts_from_the_same_state() -> None:
     control = KlControl(Adaptive(1.0), step=0)
     control.before(1).update()
     assert control.before(1).value == 1.0

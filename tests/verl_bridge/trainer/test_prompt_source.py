@@ -67,7 +67,7 @@ def deal(source: Any, prompts: int) -> tuple[Prompt, ...]:
     return dealt
 
 
-def says(prompts: Sequence[Prompt]) -> list[str]:
+def texts(prompts: Sequence[Prompt]) -> list[str]:
     return [prompt.payload["raw_prompt"][0][0]["content"] for prompt in prompts]
 
 
@@ -76,12 +76,12 @@ def written_and_read(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("dealt", [0, 1, 3, 4, 9, 13, 22])
-@pytest.mark.parametrize("answered", [0, 1, 2])
-def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int, answered: int) -> None:
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int, every: int) -> None:
     before = make()
     prompts = list(deal(before, dealt)) if dealt else []
-    # Every `answered`-th is trained; one is finished.
-    trained = {p.uid for i, p in enumerate(prompts) if answered and i % answered == 0}
+    # Every `every`-th prompt is trained; one other is finished.
+    trained = {p.uid for i, p in enumerate(prompts) if every and i % every == 0}
     before.settled(Settlement(fate="trained", uids=tuple(trained), step=1))
     left = [p for p in prompts if p.uid not in trained]
     finished, in_flight = [p.uid for p in left[:1]], [p.uid for p in left[1:]]
@@ -91,23 +91,23 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
     after.restore(written_and_read(state), loader, {})
     found = after.found(in_flight)
     assert [p.uid for p in found] == in_flight
-    assert says(found) == says(left[1:])
+    assert texts(found) == texts(left[1:])
     assert [p.step for p in found] == [p.step for p in left[1:]]
     assert [after.place(uid) for uid in (*finished, *in_flight)] == [
         before.place(uid) for uid in (*finished, *in_flight)
     ]
     for number in (1, 5, 2, 8):
-        ours, theirs = deal(after, number), deal(before, number)
-        assert says(ours) == says(theirs)
-        assert [p.step for p in ours] == [p.step for p in theirs]
-        assert all(p.payload["uid"][0] == p.uid for p in ours)
+        resumed, undisturbed = deal(after, number), deal(before, number)
+        assert texts(resumed) == texts(undisturbed)
+        assert [p.step for p in resumed] == [p.step for p in undisturbed]
+        assert all(p.payload["uid"][0] == p.uid for p in resumed)
 
 
 def test_a_source_can_be_resumed_repeatedly(make: Any) -> None:
-    undisturbed = says(deal(make(), 60))
+    undisturbed = texts(deal(make(), 60))
     source, seen = make(), []
     for _ in range(10):
-        seen += says(deal(source, 6))
+        seen += texts(deal(source, 6))
         state, loader = source.state([], [])
         source = make()
         source.restore(written_and_read(state), loader, {})
@@ -133,7 +133,7 @@ def test_changed_data_is_rejected(make: Any, change: dict[str, Any]) -> None:
         make(**change).restore(state, loader, {})
 
 
-def test_what_an_earlier_process_generated_travels_in_the_payload_once(make: Any, load: Load) -> None:
+def test_partial_responses_are_in_the_payload_of_the_first_attempt_only(make: Any, load: Load) -> None:
     rollouts = load("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
     before = make()
     uids = [prompt.uid for prompt in deal(before, 3)]
@@ -148,7 +148,7 @@ def test_what_an_earlier_process_generated_travels_in_the_payload_once(make: Any
     row = pickle.loads(pickle.dumps(after.begin(prompts[0])))
     assert rollouts.resumed_in(row) == begun
     assert row["uid"][0] == uids[0]
-    assert after.resumed(uids[0]) == [], "its agent loop has them now"
+    assert after.resumed(uids[0]) == [], "the agent loop has them now"
     again = after.begin(prompts[0])
     assert rollouts.resumed_in(again) == [], "responses that were discarded are not continued"
     assert again["raw_prompt"][0] == row["raw_prompt"][0]

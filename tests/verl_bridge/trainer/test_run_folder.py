@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run finds in its folder, and what it leaves alone."""
+"""A run keeps or sets aside the files of an earlier process in its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = [{"step": step, "data": {"x": step}} for step in (1, 2, 3)]
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.trainer.run_folder")
 
 
@@ -32,7 +32,7 @@ class Logger:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the run `r`, which was killed after step 3."""
+    """Return the folder of the run `r`, which was killed after step 3."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "ledger.jsonl").write_text(json.dumps({"n": 1, "kind": "open", "run": "r"}) + "\n")
@@ -42,9 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_resumed_run_keeps_its_ledger_and_the_metrics_up_to_the_checkpoint(
-    ours: ModuleType, folder: Path
+    module: ModuleType, folder: Path
 ) -> None:
-    one, logger = ours.RunFolder(folder, "r", 2), Logger()
+    one, logger = module.RunFolder(folder, "r", 2), Logger()
     one.repeat_rows(logger)
     with one.ledger:
         pass
@@ -55,8 +55,8 @@ def test_a_resumed_run_keeps_its_ledger_and_the_metrics_up_to_the_checkpoint(
     assert os.environ["VERL_FILE_LOGGER_PATH"] == str(folder / "metrics.jsonl")
 
 
-def test_the_ledger_of_another_run_is_set_aside(ours: ModuleType, folder: Path) -> None:
-    one = ours.RunFolder(folder, "another", 2)
+def test_the_ledger_of_another_run_is_set_aside(module: ModuleType, folder: Path) -> None:
+    one = module.RunFolder(folder, "another", 2)
     with one.ledger:
         pass
     assert one.rows == []

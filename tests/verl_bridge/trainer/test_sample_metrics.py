@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every finished response counts a second time when its prompt has a fate, or when it is discarded."""
+"""Every finished response is counted again when its prompt has a fate, or when it is discarded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def register(meters: Any, uid: str) -> FateRegister:
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_a_fate_decides_about_the_responses_once(meters: Any, fate: Fate) -> None:
+def test_responses_count_once_with_their_fate(meters: Any, fate: Fate) -> None:
     fates = register(meters, "a")
     if fate == "trained":
         fates.train(1, [Group(uid="a", step=1, trajectories=responses("a", tokens=16))])
@@ -61,11 +61,11 @@ def test_a_fate_decides_about_the_responses_once(meters: Any, fate: Fate) -> Non
     if fate == "trained":
         found, _ = meters.selection()
         assert (found["bias/tokens/finished_mean"], found["bias/tokens/trained_mean"]) == (8, 16), (
-            "as they were trained: rewards may be added after they finish"
+            "trained responses may differ: rewards may be added after they finish"
         )
 
 
-def test_discarded_responses_are_dropped_though_the_prompt_has_no_fate(meters: Any) -> None:
+def test_discarded_responses_are_dropped_before_the_prompt_has_a_fate(meters: Any) -> None:
     fates = register(meters, "a")
     meters.discarded("a")
     assert counted(meters) == {"finished": 2, "dropped": 2}

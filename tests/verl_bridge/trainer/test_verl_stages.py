@@ -17,7 +17,7 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.trainer.verl_stages")
 
 
@@ -48,27 +48,27 @@ def meta(load: Load) -> Any:
     return load("transfer_queue").KVBatchMeta(partition_id="train", keys=["a"], tags=[{}], extra_info={})
 
 
-def stages_of(load: Load, ours: ModuleType, trainer: Trainer) -> Any:
+def stages_of(load: Load, module: ModuleType, trainer: Trainer) -> Any:
     calls = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(60.0)
-    stages = ours.VerlStages(trainer, calls)
+    stages = module.VerlStages(trainer, calls)
     stages.start(trainer.global_steps)
     return stages
 
 
-def test_two_steps_at_once_each_see_their_own(load: Load, ours: ModuleType, meta: Any) -> None:
+def test_concurrent_steps_see_their_own_step(load: Load, module: ModuleType, meta: Any) -> None:
     trainer = Trainer()
-    stages = stages_of(load, ours, trainer)
+    stages = stages_of(load, module, trainer)
 
     async def main() -> list[Any]:
-        return await asyncio.gather(*(stages.balance(step, ours.own_copy(meta)) for step in (3, 4)))
+        return await asyncio.gather(*(stages.balance(step, module.own_copy(meta)) for step in (3, 4)))
 
     assert [metrics["steps"] for _, metrics in asyncio.run(main())] == [(3, 3), (4, 4)]
-    assert trainer.global_steps == 0, "nothing writes the trainer's own"
+    assert trainer.global_steps == 0, "the trainer's attribute is not written"
 
 
-def test_the_kl_coefficient_is_handed_from_step_to_step(load: Load, ours: ModuleType, meta: Any) -> None:
+def test_the_kl_coefficient_continues_from_step_to_step(load: Load, module: ModuleType, meta: Any) -> None:
     trainer = Trainer(coefficient=0.5)
-    stages = stages_of(load, ours, trainer)
+    stages = stages_of(load, module, trainer)
 
     async def main() -> list[Any]:
         return [(await stages.advantages(StepBatch(step=s, groups=(), payload=meta))) for s in (1, 2, 3)]
@@ -78,12 +78,12 @@ def test_the_kl_coefficient_is_handed_from_step_to_step(load: Load, ours: Module
     assert trainer.kl_ctrl_in_reward.value == 0.5
 
 
-def test_without_a_kl_penalty_there_is_no_coefficient(load: Load, ours: ModuleType) -> None:
-    assert stages_of(load, ours, Trainer()).kl_coefficient(1) is None
+def test_a_run_without_kl_penalty_has_no_coefficient(load: Load, module: ModuleType) -> None:
+    assert stages_of(load, module, Trainer()).kl_coefficient(1) is None
 
 
-def test_a_stage_works_on_its_own_copy(ours: ModuleType, meta: Any) -> None:
-    copied = ours.own_copy(meta)
+def test_a_stage_works_on_its_own_copy(module: ModuleType, meta: Any) -> None:
+    copied = module.own_copy(meta)
     copied.extra_info["x"] = 1
     copied.tags[0]["y"] = 2
     copied.keys.append("b")

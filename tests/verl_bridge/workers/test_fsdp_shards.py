@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank's parts make up the whole: of FSDP2 on real ranks, and of fused experts under verl's own
-names.
-"""
+"""The parts of all ranks form the whole tensors: of FSDP2 on real ranks, and of fused experts."""
 
 from __future__ import annotations
 
@@ -24,9 +22,10 @@ PARTS = "recipe.async_pipeline.verl_bridge.workers.fsdp_shards"
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> None:
-    """Two ranks shard; four are two replicas of two shards."""
+    """Two ranks form one mesh of shards; four ranks form two replicas of two shards."""
     script = str(REPOSITORY / "tests" / "verl_bridge" / "sharded_gather.py")
     environment = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(count), str(tmp_path / "meet")],
@@ -38,6 +37,7 @@ def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> No
         )
         for rank in range(count)
     ]
+
     for process in ranks:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-3000:]
@@ -45,7 +45,7 @@ def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> No
 
 
 def assembled(parts: list[list[Part]]) -> dict[str, torch.Tensor]:
-    """The whole tensors, from the parts of all ranks. Each element is written exactly once."""
+    """Return the whole tensors. Fails unless the parts of all ranks write each element exactly once."""
     found: dict[str, torch.Tensor] = {}
     for part in parts[0]:
         found[part.name] = torch.full(part.shape, float("nan"))
@@ -62,10 +62,11 @@ def assembled(parts: list[list[Part]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-def test_fused_experts_are_taken_apart_as_verl_does(load: Load, name: str, dim: int, count: int) -> None:
+def test_fused_experts_are_split_as_in_verl(load: Load, name: str, dim: int, count: int) -> None:
     whole = torch.randn(4, 6, 8)
     full_name = f"model.layers.0.mlp.experts.{name}"
     verl = load("verl.workers.engine.fsdp.utils").unfuse_moe_params([(full_name, whole)], "qwen3_moe")
+
     offset, parts = 0, []
     for block in whole.chunk(count, dim):
         at = tuple(offset if d == dim else 0 for d in range(3))
@@ -79,6 +80,7 @@ def test_fused_experts_are_taken_apart_as_verl_does(load: Load, name: str, dim: 
             )
         )
     )
+
     found = assembled(parts)
     for expected_name, expected in verl:
         assert torch.equal(found.pop(expected_name), expected)
@@ -100,7 +102,7 @@ def test_other_tensors_stay_as_they_are(
     assert list(load(PARTS).unfused(part, model_type)) == [part]
 
 
-def test_an_engine_of_another_kind_assembles_its_own_tensors(load: Load) -> None:
+def test_other_engines_assemble_their_tensors(load: Load) -> None:
     assert load(PARTS).held_by(SimpleNamespace(module=torch.nn.Linear(2, 2))) is None
     fsdp = load("verl.workers.engine.fsdp.transformer_impl").FSDPEngine
     engine = object.__new__(fsdp)

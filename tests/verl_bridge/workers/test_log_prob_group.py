@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on devices of its own outlives the workers that do it."""
+"""Work on separate devices is retried on new workers when its workers die."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ pytestmark = pytest.mark.real_engine
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.workers.log_prob_group")
 
 
 class Workers:
-    """They die of the first pieces of work."""
+    """Workers that die during the first `deaths` attempts."""
 
     def __init__(self, deaths: int, error: Exception | None = None) -> None:
         self.deaths, self.error, self.started = deaths, error or ActorDiedError(), 0
@@ -35,21 +35,21 @@ class Workers:
         self.started += 1
 
 
-def test_work_is_begun_again_on_workers_that_were_started_anew(ours: ModuleType) -> None:
-    workers = Workers(deaths=ours.ATTEMPTS - 1)
-    assert run_virtual(ours.retry_on_actor_death(workers.work, workers.restart)) == "done"
-    assert workers.started == ours.ATTEMPTS - 1
+def test_work_is_retried_on_restarted_workers(module: ModuleType) -> None:
+    workers = Workers(deaths=module.ATTEMPTS - 1)
+    assert run_virtual(module.retry_on_actor_death(workers.work, workers.restart)) == "done"
+    assert workers.started == module.ATTEMPTS - 1
 
 
-def test_workers_that_die_again_and_again_end_it(ours: ModuleType) -> None:
-    workers = Workers(deaths=ours.ATTEMPTS)
+def test_attempts_are_limited(module: ModuleType) -> None:
+    workers = Workers(deaths=module.ATTEMPTS)
     with pytest.raises(ActorDiedError):
-        run_virtual(ours.retry_on_actor_death(workers.work, workers.restart))
-    assert workers.started == ours.ATTEMPTS - 1
+        run_virtual(module.retry_on_actor_death(workers.work, workers.restart))
+    assert workers.started == module.ATTEMPTS - 1
 
 
-def test_what_is_no_death_comes_through(ours: ModuleType) -> None:
+def test_other_errors_propagate(module: ModuleType) -> None:
     workers = Workers(deaths=1, error=ValueError("a batch of nothing"))
     with pytest.raises(ValueError, match="a batch of nothing"):
-        run_virtual(ours.retry_on_actor_death(workers.work, workers.restart))
+        run_virtual(module.retry_on_actor_death(workers.work, workers.restart))
     assert workers.started == 0

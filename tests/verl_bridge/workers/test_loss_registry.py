@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every `pg_variant` through verl's registry: against loops in plain Python floats, whole and in parts."""
+"""Every `pg_variant` of verl's registry equals loops in plain Python floats, also in micro batches."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ LOW, HIGH, DUAL, TAU = 0.1, 0.3, 1.4, 0.2
 """Clip range of ppo and cispo; constant of the dual clip; tau of kimi15."""
 TIS = (0.2, 1.5)
 WEIGHTS = (0.5, 2.0)
-"""Of the two parts of topr."""
+"""Weights of positive and negative tokens in topr."""
 few = settings(max_examples=12, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
-def ours(load: Load) -> ModuleType:
+def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.workers.loss_registry")
 
 
 @pytest.fixture(scope="module")
-def algos(load: Load, ours: ModuleType) -> ModuleType:
+def algos(load: Load, module: ModuleType) -> ModuleType:
     return load("verl.trainer.ppo.core_algos")
 
 
@@ -49,8 +49,8 @@ MakeConfig = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def make_config(load: Load, ours: ModuleType) -> MakeConfig:
-    """An actor config of verl's with parameters that no default has."""
+def make_config(load: Load, module: ModuleType) -> MakeConfig:
+    """Return a factory of verl's actor config, with parameters that differ from all defaults."""
     actor_config = load("verl.workers.config").ActorConfig
 
     def make(info: Mapping[str, Any] | None = None, section: Any = None, **others: Any) -> Any:
@@ -66,7 +66,7 @@ def make_config(load: Load, ours: ModuleType) -> MakeConfig:
             strategy="fsdp2",
             rollout_n=1,
             use_dynamic_bsz=True,
-            policy_loss=section if section is not None else ours.OffPolicyLossConfig(**parameters),
+            policy_loss=section if section is not None else module.OffPolicyLossConfig(**parameters),
             global_batch_info=dict(info or {}),
             **{**clips, **others},
         )
@@ -74,7 +74,7 @@ def make_config(load: Load, ours: ModuleType) -> MakeConfig:
     return make
 
 
-# The same in plain floats: loss of a token and its gradient in log pi, of log pi, log pi_old and A.
+# The loss of a token and its gradient by log pi in plain floats, from log pi, log pi_old and A.
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -90,20 +90,20 @@ def ppo(now: float, old: float, a: float, *, c: float = DUAL) -> tuple[float, fl
     return -surrogate, -ratio * a if kept else 0.0
 
 
-def weighed(weight: float, now: float, a: float) -> tuple[float, float]:
+def weighted_loss(weight: float, now: float, a: float) -> tuple[float, float]:
     return -weight * a * now, -weight * a
 
 
 def topr(now: float, old: float, a: float) -> tuple[float, float]:
-    return weighed(WEIGHTS[0] if a > 0 else WEIGHTS[1] * min(math.exp(now - old), 1.0), now, a)
+    return weighted_loss(WEIGHTS[0] if a > 0 else WEIGHTS[1] * min(math.exp(now - old), 1.0), now, a)
 
 
 PER_TOKEN: Mapping[str, Callable[[float, float, float], tuple[float, float]]] = {
-    "vanilla": lambda now, old, a: weighed(1.0, now, a),
+    "vanilla": lambda now, old, a: weighted_loss(1.0, now, a),
     "ppo": ppo,
-    "tis": lambda now, old, a: weighed(clip(math.exp(now - old), *TIS), now, a),
+    "tis": lambda now, old, a: weighted_loss(clip(math.exp(now - old), *TIS), now, a),
     "topr": topr,
-    "cispo": lambda now, old, a: weighed(clip(math.exp(now - old), 1 - LOW, 1 + HIGH), now, a),
+    "cispo": lambda now, old, a: weighted_loss(clip(math.exp(now - old), 1 - LOW, 1 + HIGH), now, a),
     "kimi15": lambda now, old, a: (-a * now + TAU / 2 * (now - old) ** 2, -a + TAU * (now - old)),
 }
 WITHOUT_STOP_GRADIENT = ("vanilla", "ppo", "kimi15")
@@ -111,7 +111,7 @@ WITHOUT_STOP_GRADIENT = ("vanilla", "ppo", "kimi15")
 
 @dataclasses.dataclass
 class Batch:
-    """Answers padded to the longest, of lengths that differ much, some of them empty."""
+    """Responses of very different lengths, padded to the longest; some are empty."""
 
     now: torch.Tensor
     old: torch.Tensor
@@ -120,7 +120,7 @@ class Batch:
     weights: torch.Tensor
 
     def rows(self, chosen: list[int]) -> Batch:
-        """Some rows, padded to the longest of them only; their log-probs stay connected to mine."""
+        """Return some rows, padded to their longest; gradients flow to the log-probs of this batch."""
         width = max(1, int(self.mask[chosen].sum(dim=-1).max()))
         return Batch(*(getattr(self, f.name)[chosen, :width] for f in dataclasses.fields(self)))
 
@@ -169,7 +169,7 @@ def gradient_of(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 def expected(variant: str, batch: Batch, weighted: bool) -> tuple[float, dict[tuple[int, int], float]]:
-    """Mean over all tokens, and its gradient."""
+    """Return the mean over all tokens, and its gradient for each token."""
     count = max(1, int(batch.mask.sum()))
     loss, gradient = 0.0, {}
     for i, t in batch.tokens():
@@ -184,14 +184,14 @@ def expected(variant: str, batch: Batch, weighted: bool) -> tuple[float, dict[tu
 @pytest.mark.parametrize("variant", VARIANTS)
 @few
 @given(seed=seeds, sign=st.sampled_from((-1, 0, 1)), weighted=st.booleans())
-def test_every_variant_is_its_formula(
+def test_every_variant_equals_its_formula(
     algos: ModuleType, make_config: MakeConfig, variant: str, seed: int, sign: int, weighted: bool
 ) -> None:
     batch = make_batch(seed, sign=sign)
     loss, _ = call(algos, variant, batch, make_config(), weighted=weighted)
     found = gradient_of(loss, batch)
-    wanted, slopes = expected(variant, batch, weighted)
-    assert loss.item() == pytest.approx(wanted, rel=1e-10, abs=1e-14)
+    mean, slopes = expected(variant, batch, weighted)
+    assert loss.item() == pytest.approx(mean, rel=1e-10, abs=1e-14)
     for i in range(len(batch.mask)):
         for t in range(batch.mask.shape[1]):
             assert found[i, t].item() == pytest.approx(slopes.get((i, t), 0.0), rel=1e-10, abs=1e-14)
@@ -215,7 +215,7 @@ def test_gradients_agree_with_finite_differences(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("log_ratio", [-100.0, 100.0])
-def test_a_ratio_far_outside_stays_finite(
+def test_an_extreme_ratio_gives_finite_values(
     algos: ModuleType, make_config: MakeConfig, variant: str, log_ratio: float
 ) -> None:
     batch = make_batch(1)
@@ -226,22 +226,22 @@ def test_a_ratio_far_outside_stays_finite(
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-# What ROLL and AReaL have under other names.
+# Losses that ROLL and AReaL have under other names.
 
 
-def test_no_name_of_ours_is_one_of_verls(algos: ModuleType, ours: ModuleType) -> None:
+def test_loss_names_differ_from_verls(algos: ModuleType, module: ModuleType) -> None:
     source = Path(str(algos.__file__)).read_text(encoding="utf-8")
-    theirs = set(re.findall(r'@register_policy_loss\("(\w+)"\)', source))
-    assert {"vanilla", "gpg", "dro", "cispo"} <= theirs
-    assert not theirs & set(OWN_LOSSES)
+    verls = set(re.findall(r'@register_policy_loss\("(\w+)"\)', source))
+    assert {"vanilla", "gpg", "dro", "cispo"} <= verls
+    assert not verls & set(OWN_LOSSES)
     assert set(OWN_LOSSES) <= set(algos.POLICY_LOSS_REGISTRY)
-    assert set(LOSS_OF_VARIANT.values()) <= theirs | set(OWN_LOSSES)
-    assert f"{ours.__name__}.{ours.OffPolicyLossConfig.__name__}" == LOSS_CONFIG
+    assert set(LOSS_OF_VARIANT.values()) <= verls | set(OWN_LOSSES)
+    assert f"{module.__name__}.{module.OffPolicyLossConfig.__name__}" == LOSS_CONFIG
 
 
 @few
 @given(seed=seeds)
-def test_tis_is_cispo_between_other_bounds(algos: ModuleType, make_config: MakeConfig, seed: int) -> None:
+def test_tis_is_cispo_with_other_bounds(algos: ModuleType, make_config: MakeConfig, seed: int) -> None:
     batch = make_batch(seed)
     same = make_config(clip_ratio_low=1 - TIS[0], clip_ratio_high=TIS[1] - 1)
     tis, cispo = (call(algos, variant, batch, same)[0] for variant in ("tis", "cispo"))
@@ -250,7 +250,7 @@ def test_tis_is_cispo_between_other_bounds(algos: ModuleType, make_config: MakeC
 
 
 WIDE = 1e9
-"""Of a dual clip or a threshold: no ratio gets there, verl bounds it to exp(20)."""
+"""A dual clip or threshold that no ratio reaches: verl bounds ratios to exp(20)."""
 
 
 @few
@@ -258,17 +258,17 @@ WIDE = 1e9
 def test_verls_rollout_correction_is_decoupled_ppo(
     algos: ModuleType, make_config: MakeConfig, load: Load, seed: int, kind: str
 ) -> None:
-    """Behaviour, proximal and current policy apart (arXiv 2505.24298): `rollout_is=token` with `vanilla`.
+    """`rollout_is=token` with `vanilla` separates behaviour, proximal and current policy (arXiv 2505.24298).
 
-    The paper's weight pi_prox / pi_behave is whole; verl truncates it at the threshold. AReaL's program drops
-    tokens above a cap instead, which is verl's threshold "lower_upper".
+    The paper does not truncate the weight pi_prox / pi_behave; verl truncates it at the threshold. AReaL's
+    code drops tokens above a cap instead, which is verl's threshold "lower_upper".
     """
     cap = 1.2
     threshold: Any = {"whole": WIDE, "truncated": cap, "filtered": f"1e-9_{cap}"}[kind]
     batch = make_batch(seed)
     behaviour = make_batch(seed + 1).now.detach() - make_batch(seed + 1).old + batch.old
     if not batch.mask.any():
-        batch.mask[0, 0] = True  # verl refuses to correct a batch without a token
+        batch.mask[0, 0] = True  # verl cannot correct an empty batch
     weights, _ = load("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights(
         log_ratio=batch.old - behaviour,
         response_mask=batch.mask,
@@ -292,7 +292,7 @@ def test_verls_rollout_correction_is_decoupled_ppo(
     assert loss.item() == pytest.approx(total, rel=1e-10, abs=1e-14)
 
 
-# A batch in parts, and no batch at all.
+# Micro batches and empty batches.
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -303,7 +303,7 @@ def test_verls_rollout_correction_is_decoupled_ppo(
 def test_uneven_micro_batches_add_up_to_the_batch(
     algos: ModuleType, make_config: MakeConfig, variant: str, mode: str, ranks: int, seed: int
 ) -> None:
-    """Each padded to its own longest answer; gradients are averaged over the ranks, as verl's engines do."""
+    """Each is padded to its longest response; gradients are averaged over the ranks, as in verl's engines."""
     batch = make_batch(seed, rows=8, width=9)
     info = {
         "dp_size": ranks,
@@ -323,7 +323,7 @@ def test_uneven_micro_batches_add_up_to_the_batch(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_batch_without_a_token_has_no_loss(
+def test_the_loss_of_an_empty_batch_is_zero(
     algos: ModuleType, make_config: MakeConfig, variant: str, mode: str, known: bool
 ) -> None:
     batch = make_batch(4)
@@ -336,7 +336,7 @@ def test_a_batch_without_a_token_has_no_loss(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_answer_without_a_token_changes_nothing(
+def test_an_empty_response_does_not_change_the_loss(
     algos: ModuleType, make_config: MakeConfig, variant: str
 ) -> None:
     batch = make_batch(9)
@@ -351,7 +351,7 @@ def test_an_answer_without_a_token_changes_nothing(
 # Metrics.
 
 
-def test_metrics_say_how_far_off_policy_a_batch_is(algos: ModuleType, make_config: MakeConfig) -> None:
+def test_metrics_measure_how_far_off_policy_a_batch_is(algos: ModuleType, make_config: MakeConfig) -> None:
     log_ratio = torch.tensor([[0.0, math.log(2.0), -math.log(10.0), 9.9]], dtype=torch.float64)
     batch = Batch(
         now=(log_ratio - 1.0).requires_grad_(),
@@ -360,6 +360,7 @@ def test_metrics_say_how_far_off_policy_a_batch_is(algos: ModuleType, make_confi
         mask=torch.tensor([[True, True, True, False]]),
         weights=torch.ones(1, 4, dtype=torch.float64),
     )
+
     drift = pytest.approx((-math.log(2.0) + math.log(10.0)) / 3, rel=1e-6)
     assert call(algos, "vanilla", batch, make_config())[1] == {"actor/ppo_kl": drift}
     assert call(algos, "tis", batch, make_config())[1] == {
@@ -376,7 +377,7 @@ def test_metrics_say_how_far_off_policy_a_batch_is(algos: ModuleType, make_confi
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_verl_averages_every_metric(algos: ModuleType, make_config: MakeConfig, variant: str) -> None:
+def test_every_metric_can_be_averaged(algos: ModuleType, make_config: MakeConfig, variant: str) -> None:
     _, metrics = call(algos, variant, make_batch(2), make_config())
     assert "actor/ppo_kl" in metrics
     assert all(isinstance(value, float) for value in metrics.values())
@@ -387,7 +388,7 @@ def test_verl_averages_every_metric(algos: ModuleType, make_config: MakeConfig, 
 
 
 def section_of(load: Load, **overrides: Any) -> Any:
-    """The actor's section of verl's own config, with other values, as a worker makes objects of it."""
+    """Return verl's default section with other values, converted to a dataclass as a worker does."""
     actor = OmegaConf.load(
         Path(str(load("verl").__file__)).parent / "trainer" / "config" / "actor" / "actor.yaml"
     )
@@ -395,9 +396,9 @@ def section_of(load: Load, **overrides: Any) -> Any:
     return load("verl.utils.config").omega_conf_to_dataclass(section)
 
 
-def test_our_section_lets_our_parameters_in(load: Load, ours: ModuleType) -> None:
+def test_the_loss_section_accepts_its_parameters(load: Load, module: ModuleType) -> None:
     section = section_of(load, _target_=LOSS_CONFIG, loss_mode="tis", tis_upper_bound=2.0, dro_beta=0.1)
-    assert isinstance(section, ours.OffPolicyLossConfig)
+    assert isinstance(section, module.OffPolicyLossConfig)
     assert (section.loss_mode, section.tis_lower_bound, section.tis_upper_bound) == ("tis", 0.0, 2.0)
     assert section.get("dro_beta") == 0.1
 
@@ -405,13 +406,13 @@ def test_our_section_lets_our_parameters_in(load: Load, ours: ModuleType) -> Non
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"tis_upper_bound": 2.0},  # verl's own section does not know it
+        {"tis_upper_bound": 2.0},  # not in verl's section
         {"_target_": LOSS_CONFIG, "tis_uper_bound": 2.0},
         {"_target_": LOSS_CONFIG, "tis_upper_bound": -1.0},
     ],
 )
-def test_a_parameter_that_nobody_reads_or_that_is_wrong_is_an_error(
-    load: Load, ours: ModuleType, overrides: dict[str, Any]
+def test_an_unknown_or_invalid_parameter_is_an_error(
+    load: Load, module: ModuleType, overrides: dict[str, Any]
 ) -> None:
     with pytest.raises(InstantiationException, match="tis_up"):
         section_of(load, **overrides)
@@ -430,18 +431,18 @@ def test_a_parameter_that_nobody_reads_or_that_is_wrong_is_an_error(
         ("topr_ratio_level", "batch"),
     ],
 )
-def test_parameters_are_checked(ours: ModuleType, name: str, value: Any) -> None:
+def test_parameters_are_checked(module: ModuleType, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"actor.policy_loss.*{name}.*default"):
-        ours.OffPolicyLossConfig(**{name: value})
+        module.OffPolicyLossConfig(**{name: value})
 
 
-def test_verls_own_section_means_the_defaults(
-    algos: ModuleType, ours: ModuleType, make_config: MakeConfig, load: Load
+def test_verls_section_uses_the_defaults(
+    algos: ModuleType, module: ModuleType, make_config: MakeConfig, load: Load
 ) -> None:
     batch = make_batch(7)
     for section in (load("verl.workers.config").PolicyLossConfig(), {"loss_mode": "tis"}):
         loss, _ = call(algos, "tis", batch, make_config(section=section))
-        default, _ = call(algos, "tis", batch, make_config(section=ours.OffPolicyLossConfig()))
+        default, _ = call(algos, "tis", batch, make_config(section=module.OffPolicyLossConfig()))
         assert loss.item() == default.item()
     with pytest.raises(TypeError, match="tis_uper_bound"):
         call(algos, "tis", batch, make_config(section={"tis_uper_bound": 2.0}))
@@ -451,30 +452,32 @@ def test_verls_own_section_means_the_defaults(
 
 
 def micro_batch(load: Load, batch: Batch, scores: list[float]) -> tuple[dict[str, Any], Any]:
-    """What verl's engine gives to its loss: the output of the model, and jagged columns."""
+    """Return the arguments of verl's loss function: the output of the model, and jagged columns."""
     lengths = [max(1, int(row.sum())) for row in batch.mask]
     prompt = 2
 
     def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    def answers(tensor: torch.Tensor) -> torch.Tensor:
+    def responses(tensor: torch.Tensor) -> torch.Tensor:
         return jagged([row[:length] for row, length in zip(tensor, lengths, strict=True)])
 
-    # The log-prob of a token stands where the token before it is read.
+    # The log-prob of a token is at the position of the token before it.
     pad = torch.zeros(prompt, dtype=torch.float64)
     shifted = [torch.cat([pad[1:], row[:n], pad[:1]]) for row, n in zip(batch.now, lengths, strict=True)]
+
     last = torch.zeros_like(batch.old)
     for i, (length, score) in enumerate(zip(lengths, scores, strict=True)):
         last[i, length - 1] = score
+
     data = load("tensordict").TensorDict(
         {
             "prompts": jagged([torch.zeros(prompt, dtype=torch.long) for _ in lengths]),
             "responses": jagged([torch.zeros(length, dtype=torch.long) for length in lengths]),
-            "response_mask": answers(batch.mask.long()),
-            "old_log_probs": answers(batch.old),
-            "advantages": answers(batch.advantages),
-            "rm_scores": answers(last),
+            "response_mask": responses(batch.mask.long()),
+            "old_log_probs": responses(batch.old),
+            "advantages": responses(batch.advantages),
+            "rm_scores": responses(last),
         },
         batch_size=len(lengths),
     )
@@ -485,37 +488,38 @@ def micro_batch(load: Load, batch: Batch, scores: list[float]) -> tuple[dict[str
 
 
 @pytest.mark.parametrize("split", ["advantage", "score"])
-def test_topr_can_be_told_the_scores(
-    ours: ModuleType, load: Load, make_config: MakeConfig, split: str
+def test_topr_can_split_by_score_or_advantage(
+    module: ModuleType, load: Load, make_config: MakeConfig, split: str
 ) -> None:
     batch = make_batch(21)
     batch.mask[:, 0] = True
     scores = [1.0, -1.0, 0.0, 2.0]
-    config = make_config(section=ours.OffPolicyLossConfig(loss_mode="topr", topr_split=split))
+    config = make_config(section=module.OffPolicyLossConfig(loss_mode="topr", topr_split=split))
     output, data = micro_batch(load, batch, scores)
-    loss, metrics = ours.ppo_loss_with_scores(config=config, model_output=output, data=data)
-    count, wanted = int(batch.mask.sum()), 0.0
+    loss, metrics = module.ppo_loss_with_scores(config=config, model_output=output, data=data)
+
+    count, expected_loss = int(batch.mask.sum()), 0.0
     for i, t in batch.tokens():
         now, old, a = (x[i, t].item() for x in (batch.now, batch.old, batch.advantages))
         positive = (a if split == "advantage" else scores[i]) > 0
-        wanted += weighed(1.0 if positive else min(math.exp(now - old), 1.0), now, a)[0] / count
-    assert loss.item() == pytest.approx(wanted, rel=1e-10)
+        expected_loss += weighted_loss(1.0 if positive else min(math.exp(now - old), 1.0), now, a)[0] / count
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-10)
     assert "actor/topr_positive_frac" in metrics
 
 
 def test_a_split_by_score_without_scores_is_an_error(
-    algos: ModuleType, ours: ModuleType, make_config: MakeConfig
+    algos: ModuleType, module: ModuleType, make_config: MakeConfig
 ) -> None:
-    config = make_config(section=ours.OffPolicyLossConfig(topr_split="score"))
+    config = make_config(section=module.OffPolicyLossConfig(topr_split="score"))
     with pytest.raises(ConfigError, match="ppo_loss_with_scores"):
         call(algos, "topr", make_batch(0), config)
 
 
 def test_scores_do_not_outlive_their_micro_batch(
-    ours: ModuleType, load: Load, make_config: MakeConfig
+    module: ModuleType, load: Load, make_config: MakeConfig
 ) -> None:
     batch = make_batch(21)
     batch.mask[:, 0] = True
-    config = make_config(section=ours.OffPolicyLossConfig(loss_mode="topr", topr_split="score"))
-    ours.ppo_loss_with_scores(config, *micro_batch(load, batch, [1.0] * 4))
-    assert ours._positive.get() is None
+    config = make_config(section=module.OffPolicyLossConfig(loss_mode="topr", topr_split="score"))
+    module.ppo_loss_with_scores(config, *micro_batch(load, batch, [1.0] * 4))
+    assert module._positive.get() is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The off-policy losses, token by token against loops in plain Python floats, their gradients too."""
+"""The off-policy losses and their gradients equal loops over tokens in plain Python floats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ few = settings(max_examples=40, deadline=None)
 
 @dataclass
 class Batch:
-    """Some answers: padded to the longest, some without a token."""
+    """Responses, padded to the longest; some are empty."""
 
     log_prob: Matrix
     old: Matrix
@@ -52,7 +52,11 @@ def as_tensor(rows: Matrix) -> Any:
 
 
 def make_batch(seed: int, *, sign: int = 0, drift: float = 1.0) -> Batch:
-    """`sign` of all advantages, 0: both. `drift`: how far the policies are apart."""
+    """Return a random batch.
+
+    `sign` is the sign of all advantages, or 0 for both signs. `drift` is the standard deviation of the log
+    ratio between the policies.
+    """
     draw = random.Random(seed)
     rows, width = draw.randint(1, 4), draw.randint(1, 6)
 
@@ -81,7 +85,7 @@ batches = st.builds(
 def check(
     batch: Batch, found: TokenLosses, log_prob: Any, weight_of: Callable[[int, int], float], behaviour: bool
 ) -> None:
-    """The loss of a token is -w A log pi, its gradient -w A, with w as the test has it; 0 anywhere else."""
+    """Require the loss -w A log pi and the gradient -w A with w = `weight_of`, and 0 outside the mask."""
     tokens = set(batch.each_token())
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_prob)
     for i, row in enumerate(batch.mask):
@@ -91,8 +95,8 @@ def check(
                 weight = weight_of(i, t)
                 assert found.weight[i, t].item() == pytest.approx(weight, rel=1e-12)
                 factor = -weight * batch.advantages[i][t] * (batch.weights[i][t] if behaviour else 1.0)
-            wanted = factor * batch.log_prob[i][t]
-            assert found.loss[i, t].item() == pytest.approx(wanted, rel=1e-12, abs=1e-300)
+            expected = factor * batch.log_prob[i][t]
+            assert found.loss[i, t].item() == pytest.approx(expected, rel=1e-12, abs=1e-300)
             assert gradient[i, t].item() == pytest.approx(factor, rel=1e-12, abs=1e-300)
 
 
@@ -101,7 +105,7 @@ def check(
 
 @few
 @given(batch=batches, bounds=st.sampled_from(((0.0, 1.0), (0.5, 2.0), (1.0, 1.0))), behaviour=st.booleans())
-def test_tis_weighs_by_the_ratio_between_its_bounds(
+def test_tis_weights_are_the_clipped_ratio(
     batch: Batch, bounds: tuple[float, float], behaviour: bool
 ) -> None:
     tensors = batch.tensors()
@@ -118,7 +122,7 @@ def test_tis_weighs_by_the_ratio_between_its_bounds(
         assert found.truncated[i, t].item() == (not lower <= math.exp(batch.log_ratio(i, t)) <= upper)
 
 
-def test_a_token_beyond_the_bound_is_still_learned_from() -> None:
+def test_a_token_beyond_the_bound_has_a_gradient() -> None:
     log_prob = as_tensor([[-0.1]]).requires_grad_()
     found = tis(log_prob, as_tensor([[-5.0]]), as_tensor([[2.0]]), torch.tensor([[True]]))
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_prob)
@@ -154,7 +158,7 @@ def test_topr_tapers_negative_tokens_only(
 
 @few
 @given(batch=batches)
-def test_topr_may_taper_by_the_ratio_of_the_answer(batch: Batch) -> None:
+def test_topr_can_taper_by_the_ratio_of_the_response(batch: Batch) -> None:
     tensors = batch.tensors()
     found = topr(**tensors, ratio_level="sequence")
 
@@ -167,7 +171,7 @@ def test_topr_may_taper_by_the_ratio_of_the_answer(batch: Batch) -> None:
 
 @few
 @given(batch=batches, draw=st.randoms(use_true_random=False))
-def test_topr_may_split_by_score(batch: Batch, draw: random.Random) -> None:
+def test_topr_can_split_by_score(batch: Batch, draw: random.Random) -> None:
     tensors = batch.tensors()
     scores = [[draw.choice((-1.0, 0.0, 1.0)) for _ in row] for row in batch.mask]
     found = topr(**tensors, positive=positive_scores(as_tensor(scores)))
@@ -179,7 +183,7 @@ def test_topr_may_split_by_score(batch: Batch, draw: random.Random) -> None:
 
 
 def descend(positive: Any) -> float:
-    """Where 200 steps take the log-prob of a token with A = -1 that started at -0.5."""
+    """Return the log-prob of a token with A = -1 after 200 gradient steps from -0.5."""
     log_prob = torch.tensor([[-0.5]], dtype=torch.float64, requires_grad=True)
     start, down = log_prob.detach().clone(), torch.tensor([[-1.0]], dtype=torch.float64)
     for _ in range(200):
@@ -189,27 +193,27 @@ def descend(positive: Any) -> float:
     return float(log_prob.item())
 
 
-def test_only_the_split_by_advantage_keeps_a_disliked_token_from_falling_without_end() -> None:
-    """The worse of two right answers: its score is positive, its advantage is not."""
+def test_only_the_split_by_advantage_bounds_the_fall_of_a_negative_token() -> None:
+    """In the worse of two correct responses, the score is positive and the advantage negative."""
     assert descend(None) == pytest.approx(-0.5 - math.log(1 + 100), abs=0.5)
     assert descend(torch.tensor([[True]])) == pytest.approx(-0.5 - 100)
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_topr_with_advantages_of_one_sign_is_one_of_its_parts(sign: int) -> None:
+def test_topr_with_advantages_of_one_sign_is_a_tis_loss(sign: int) -> None:
     batch = make_batch(5, sign=sign)
     part = {-1: tis(**batch.tensors()), 1: tis(**batch.tensors(), lower=1.0, upper=1.0)}[sign]
     assert torch.equal(topr(**batch.tensors()).loss, part.loss)
 
 
-# Of both.
+# Both losses.
 
 LOSSES = [tis, topr, lambda **tensors: topr(**tensors, ratio_level="sequence")]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("log_ratio", [-1e4, -800.0, 800.0, 1e4])
-def test_a_ratio_far_outside_gives_a_finite_loss_and_gradient(
+def test_an_extreme_ratio_gives_a_finite_loss_and_gradient(
     loss: Callable[..., TokenLosses], log_ratio: float
 ) -> None:
     old = min(0.0, -log_ratio)
@@ -228,12 +232,13 @@ def test_a_ratio_far_outside_gives_a_finite_loss_and_gradient(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
-def test_what_stands_in_the_padding_does_not_matter(loss: Callable[..., TokenLosses], junk: float) -> None:
-    """A row without a token, and the end of another."""
+def test_values_in_the_padding_are_ignored(loss: Callable[..., TokenLosses], junk: float) -> None:
+    """The mask contains an empty row and a padded row."""
     mask = torch.tensor([[True, False], [False, False]])
     filled = [torch.full((2, 2), junk, dtype=torch.float64) for _ in range(3)]
     for tensor, value in zip(filled, (-1.0, -2.0, -0.5), strict=True):
         tensor[0, 0] = value
+
     log_prob = filled[0].requires_grad_()
     found = loss(
         log_prob=log_prob,
@@ -242,6 +247,7 @@ def test_what_stands_in_the_padding_does_not_matter(loss: Callable[..., TokenLos
         mask=mask,
         behaviour_weight=torch.where(mask, 1.0, junk),
     )
+
     (gradient,) = torch.autograd.grad(found.loss.sum(), log_prob)
     assert found.loss.tolist() == [[-0.5, 0.0], [0.0, 0.0]]
     assert gradient.tolist() == [[0.5, 0.0], [0.0, 0.0]]
@@ -250,7 +256,7 @@ def test_what_stands_in_the_padding_does_not_matter(loss: Callable[..., TokenLos
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_nothing_but_the_log_probs_in_training_has_a_gradient(loss: Callable[..., TokenLosses]) -> None:
+def test_only_the_current_log_probs_have_a_gradient(loss: Callable[..., TokenLosses]) -> None:
     batch = make_batch(11)
     tensors = batch.tensors()
     others = [tensors[name].requires_grad_() for name in ("old_log_prob", "advantages")]
@@ -263,6 +269,6 @@ def test_nothing_but_the_log_probs_in_training_has_a_gradient(loss: Callable[...
 
 @few
 @given(scores=st.lists(st.tuples(*[st.sampled_from((-1.0, 0.0, 2.0))] * 3), min_size=1, max_size=4))
-def test_an_answer_is_positive_if_its_score_is_above_zero(scores: Sequence[Sequence[float]]) -> None:
+def test_a_response_is_positive_if_its_score_is_above_zero(scores: Sequence[Sequence[float]]) -> None:
     found = positive_scores(as_tensor([list(row) for row in scores]))
     assert found.tolist() == [[sum(row) > 0] for row in scores]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a copy of the policy says that it holds, it holds on every rank."""
+"""A copy of the policy reports a version only if every rank holds it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def copy_of(load: Any) -> PolicyCopy:
 
 
 def test_every_rank_loads_the_version() -> None:
-    asked = []
+    loads = []
 
     def load(*arguments: Any) -> list[int]:
-        asked.append(arguments)
+        loads.append(arguments)
         return [4, 4]
 
     policy = copy_of(load)
     assert policy.version is None
     policy.load(TICKET, 2.0)
     assert policy.version == 4
-    assert asked == [(TICKET, "courier", 2.0)]
+    assert loads == [(TICKET, "courier", 2.0)]
 
 
-def test_ranks_that_differ() -> None:
+def test_ranks_with_different_versions_are_an_error() -> None:
     policy = copy_of(lambda *arguments: [4, 3])
     with pytest.raises(
         WeightSyncError, match=r"logp should have loaded version 4, but its ranks hold \[3, 4\]"
@@ -42,7 +42,7 @@ def test_ranks_that_differ() -> None:
     assert policy.version is None
 
 
-def test_after_a_load_that_failed_nothing_is_held() -> None:
+def test_no_version_is_held_after_a_failed_load() -> None:
     def load(*arguments: Any) -> list[int]:
         if policy.version is None and arguments[0] == NEXT:
             raise ProofError("differs")

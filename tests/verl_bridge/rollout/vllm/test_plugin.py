@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core gets a load that counts tokens."""
+"""The plugin adds a method to the engine core that loads weights and counts tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import load_snapshot,
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> type:
-    """In the place of vLLM's engine core, new for each test: the real one takes seconds to import."""
+    """Replace vLLM's engine core, whose import takes seconds, by a new class for each test."""
     module = ModuleType("vllm.v1.engine.core")
     module.EngineCore = type("EngineCore", (), {})  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
@@ -27,7 +27,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> type:
 
 def test_every_engine_core_can_load(monkeypatch: pytest.MonkeyPatch, core: Any) -> None:
     register()
-    assert not hasattr(core, "load_snapshot"), "other processes have no core"
+    assert not hasattr(core, "load_snapshot"), "only engine core processes get it"
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
     register()
     assert core.load_snapshot is load_snapshot
@@ -36,7 +36,7 @@ def test_every_engine_core_can_load(monkeypatch: pytest.MonkeyPatch, core: Any) 
 def test_a_load_counts_the_tokens_of_live_requests() -> None:
     def collective_rpc(method: str, timeout_s: float, args: tuple[Any, ...]) -> list[Any]:
         assert (method, timeout_s, args) == ("load_snapshot", 9.0, (b"manifest", 64))
-        # `done` is finished; of `a` the last token is not known to the scheduler yet; `b` waits.
+        # `done` is finished; the scheduler does not know the last token of `a` yet; `b` waits.
         return [({"load_s": 1.0}, {"a": 4, "done": 7}), ({"load_s": 2.0}, {"a": 4})]
 
     live = {"a": SimpleNamespace(num_output_tokens=3), "b": SimpleNamespace(num_output_tokens=2)}
@@ -47,7 +47,7 @@ def test_a_load_counts_the_tokens_of_live_requests() -> None:
 
 
 @pytest.mark.real_engine
-def test_vllm_has_what_is_used() -> None:
+def test_vllm_has_the_methods_that_are_used() -> None:
     from vllm.v1.engine.core import EngineCore
 
     assert {"collective_rpc"} <= set(dir(EngineCore))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine core's process begins with its server's, and knows what its server has learned since. (Whole
-jobs run with it.)
+"""The fork server for engine cores starts early, and its processes get the current environment.
+
+End-to-end tests run whole jobs with it.
 """
 
 from __future__ import annotations
@@ -19,71 +20,71 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.prefork import EARLY, HOME, 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the fork server was told, instead of starting one."""
-    said: list[Any] = []
-    monkeypatch.setattr(forkserver, "set_forkserver_preload", said.append)
+    """Record the settings and starts of the fork server, without starting one."""
+    calls: list[Any] = []
+    monkeypatch.setattr(forkserver, "set_forkserver_preload", calls.append)
     monkeypatch.setattr(
         forkserver,
         "ensure_running",
-        lambda: said.append((EARLY in os.environ, util.abstract_sockets_supported)),
+        lambda: calls.append((EARLY in os.environ, util.abstract_sockets_supported)),
     )
     monkeypatch.setattr(util, "abstract_sockets_supported", True)
     monkeypatch.setattr(prefork, "_begun", type(prefork._begun)())
-    return said
+    return calls
 
 
-def test_only_the_process_of_a_server_begins_one(started: list[Any]) -> None:
+def test_only_a_server_process_starts_the_fork_server(started: list[Any]) -> None:
     begin({})
     assert not started
     assert not prefork._begun.is_set()
     prefork.use()
 
 
-def test_a_server_begins_one_that_is_told_of_no_server(
+def test_the_fork_server_does_not_inherit_the_switch(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(EARLY, "1")
     begin()
-    assert started == [[HOME], (False, False)], "and its socket is in a folder of its own"
+    assert started == [[HOME], (False, False)], "without the switch; with a socket in a private folder"
     assert prefork._begun.is_set()
 
 
 @pytest.mark.slow
-def test_vllm_is_given_processes_that_are_forked_from_there(
+def test_vllm_forks_processes_from_the_fork_server(
     started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = pytest.importorskip("vllm.v1.engine.utils")
-    asked = []
-    monkeypatch.setattr(utils, "get_mp_context", lambda: asked.append("vLLM's own"))
+    calls = []
+    monkeypatch.setattr(utils, "get_mp_context", lambda: calls.append("vLLM's own"))
     begin({EARLY: "1"})
     prefork.use()
     assert utils.get_mp_context().get_start_method() == "forkserver"
-    assert asked == ["vLLM's own"]
+    assert calls == ["vLLM's own"]
 
 
-def _tell(file: Path) -> None:
+def _write_environment(file: Path) -> None:
     pytest.importorskip("setproctitle").setproctitle("VLLM::EngineCore")
-    said = dict(os.environ) | {"title": Path("/proc/self/cmdline").read_text().rstrip("\0")}
-    file.write_text(json.dumps(said))
+    found = dict(os.environ) | {"title": Path("/proc/self/cmdline").read_text().rstrip("\0")}
+    file.write_text(json.dumps(found))
 
 
-def test_a_process_has_the_environment_of_the_one_that_made_it(
+def test_a_process_has_the_environment_of_its_creator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BEFORE", "there when the fork server was started")
+    monkeypatch.setenv("BEFORE", "set when the fork server started")
     forkserver.ensure_running()
     monkeypatch.delenv("BEFORE")
     monkeypatch.setenv("AFTER", "1")
-    process = _Context().Process(target=_tell, args=(tmp_path / "environment",))
+    process = _Context().Process(target=_write_environment, args=(tmp_path / "environment",))
     process.start()
     process.join()
-    said = json.loads((tmp_path / "environment").read_text())
-    assert said["AFTER"] == "1"
-    assert "BEFORE" not in said
-    assert said["title"] == "VLLM::EngineCore", "by which people, and our own measurements, know it"
+    found = json.loads((tmp_path / "environment").read_text())
+    assert found["AFTER"] == "1"
+    assert "BEFORE" not in found
+    assert found["title"] == "VLLM::EngineCore", "users and `bench` identify the process by its title"
 
 
-def test_ray_is_told_beside_what_verl_tells_it() -> None:
+def test_the_switch_is_added_to_verls_runtime_environment() -> None:
     class Class:
         def options(self, **options: Any) -> dict[str, Any]:
             return options
