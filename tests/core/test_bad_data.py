@@ -59,7 +59,7 @@ def test_a_log_prob_that_is_no_finite_number_is_counted_and_its_writer_named(val
     (flaw,) = answer(logprobs=[-1.0, value, -1.0, value])
     assert flaw == Flaw(
         "nonfinite_logprobs",
-        f"2 of 4 log-probs of answer k are not finite, the first {value!r} at token 1",
+        f"2 of 4 log-probs of response k are not finite, the first {value!r} at token 1",
         "replica 1",
     )
     assert str(flaw).endswith(", written by replica 1")
@@ -79,12 +79,12 @@ def test_a_group_that_is_incomplete_masked_or_not_scored() -> None:
 
     assert group() == []
     assert group(present=1, unmasked=[3]) == [
-        "missing_answers: 1 of 2 answers are missing: the agent loop returned nothing"
+        "missing_answers: 1 of 2 responses are missing: the agent loop returned nothing"
     ]
     assert group(present=0, unmasked=[]) == [
-        "missing_answers: 2 of 2 answers are missing: the agent loop returned nothing"
+        "missing_answers: 2 of 2 responses are missing: the agent loop returned nothing"
     ]
-    assert group(unmasked=[0, 0]) == ["all_masked: no token of its 2 answers counts"]
+    assert group(unmasked=[0, 0]) == ["all_masked: no token of its 2 responses counts"]
     assert group(unscored=["raised: x"]) == ["no_score: raised: x"]
 
 

@@ -14,17 +14,17 @@ def test_down_two_levels_and_up_again() -> None:
     policy = StepDown(Caution(after=2, clean=3))
     assert policy.failed("a timeout") is None
     assert policy.failed("a timeout") == Change(
-        Level.BLOCKING, "2 publications in a row failed; the last, because a timeout"
+        Level.BLOCKING, "2 weight updates in a row failed; the last, because a timeout"
     )
     assert policy.failed("a crash") is None
     assert policy.failed("a crash") == Change(
-        Level.ON_POLICY, "2 publications in a row failed; the last, because a crash"
+        Level.ON_POLICY, "2 weight updates in a row failed; the last, because a crash"
     )
     assert [policy.failed("a crash") for _ in range(5)] == [None] * 5
     assert [policy.succeeded() for _ in range(2)] == [None, None]
-    assert policy.succeeded() == Change(Level.BLOCKING, "3 publications in a row were good")
+    assert policy.succeeded() == Change(Level.BLOCKING, "3 weight updates in a row were good")
     assert [policy.succeeded() for _ in range(2)] == [None, None]
-    assert policy.succeeded() == Change(Level.ASYNCHRONOUS, "3 publications in a row were good")
+    assert policy.succeeded() == Change(Level.ASYNCHRONOUS, "3 weight updates in a row were good")
     assert policy.succeeded() is None
 
 

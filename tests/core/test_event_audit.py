@@ -91,7 +91,7 @@ def second_tenant(log: Log) -> None:
         (tampered(is_event("TRAINED"), version=2), "step 2 is trained after step 2"),
         (
             tampered(is_event("TRAINED"), **{"lag/max": 2.0}),
-            "step 3 trains on answers with lag 2; 1 is allowed",
+            "step 3 trains on responses with lag 2; 1 is allowed",
         ),
         (
             tampered(lambda r: r["role"] == "train" and r["event"] == "ITEM", state="RUNNING"),

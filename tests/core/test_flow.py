@@ -532,7 +532,7 @@ def test_insert_says_what_is_wrong(audit: list[int]) -> None:
     flow = AsyncTrainingFlow(SimTrainer())
     with pytest.raises(ConfigError, match="no edge train->logp"):
         flow.insert("audit", after="train", before="logp")
-    with pytest.raises(ConfigError, match="no role is called 'unknown'"):
+    with pytest.raises(ConfigError, match="no stage is called 'unknown'"):
         flow.insert("unknown", after="reward", before="train")
     flow.insert("audit", after="reward", before="train")
     with pytest.raises(ConfigError, match="in the pipeline already"):

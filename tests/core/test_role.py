@@ -100,7 +100,7 @@ def test_create_by_name() -> None:
 
 def test_create_names_the_roles_that_there_are() -> None:
     trainer = SimTrainer()
-    with pytest.raises(ConfigError, match=r"no role is called 'ecco'.*echo.*train"):
+    with pytest.raises(ConfigError, match=r"no stage is called 'ecco'.*echo.*train"):
         create_role_state_machine("ecco", AsyncTrainingFlow(trainer), trainer)
 
 

@@ -15,7 +15,7 @@ from .statistics import spread
 STEP, PUBLICATION, LIMITS = "engine_step", "publication", "limits"
 """Names of spans.
 
-A step has the id of its process. A publication has the costs of a weight update and the pause of the trainer.
+A step has the id of its process, a publication the costs of a weight update and the pause of the trainer.
 Limits have the rates of a plain copy during generation.
 """
 

@@ -88,14 +88,14 @@ def flaws_of(
     """
     found = []
     if answer_tokens == 0:
-        found.append(Flaw("empty_answer", f"answer {key} has no token", writer(0)))
+        found.append(Flaw("empty_answer", f"response {key} has no token", writer(0)))
     if prompt_tokens > prompt_limit:
         found.append(long_prompt(prompt_tokens, prompt_limit))
     bad = [i for i, value in enumerate(logprobs or ()) if not is_finite(value)]
     if bad:
         assert logprobs is not None
         why = (
-            f"{len(bad)} of {len(logprobs)} log-probs of answer {key} are not finite, the first "
+            f"{len(bad)} of {len(logprobs)} log-probs of response {key} are not finite, the first "
             f"{logprobs[bad[0]]!r} at token {bad[0]}"
         )
         found.append(Flaw("nonfinite_logprobs", why, writer(bad[0])))
@@ -115,11 +115,11 @@ def flaws_of_group(
         found.append(
             Flaw(
                 "missing_answers",
-                f"{expected - present} of {expected} answers are missing: the agent loop returned nothing",
+                f"{expected - present} of {expected} responses are missing: the agent loop returned nothing",
             )
         )
     if unmasked and not any(unmasked):
-        found.append(Flaw("all_masked", f"no token of its {len(unmasked)} answers counts"))
+        found.append(Flaw("all_masked", f"no token of its {len(unmasked)} responses counts"))
     return found + [Flaw(NO_SCORE, why) for why in unscored]
 
 

@@ -65,7 +65,7 @@ class StepDown:
             return None
         count, self._failed_in_a_row = self._failed_in_a_row, 0
         self._level = Level(self._level + 1)
-        return Change(self._level, f"{count} publications in a row failed; the last, because {reason}")
+        return Change(self._level, f"{count} weight updates in a row failed; the last, because {reason}")
 
     def succeeded(self) -> Change | None:
         """Count a successful weight update; returns the change of level, or None."""
@@ -77,4 +77,4 @@ class StepDown:
             return None
         self._good_in_a_row = 0
         self._level = Level(self._level - 1)
-        return Change(self._level, f"{self._clean} publications in a row were good")
+        return Change(self._level, f"{self._clean} weight updates in a row were good")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe why a pipeline makes no progress: what each role waits for, its state, and the last events.
+"""Describe why a pipeline makes no progress: what each stage waits for, its state, and the last events.
 
-The text is composed from what is in memory and nothing is changed, so `diagnose` may be called at any moment
-on the loop. It is called when the deadline of a wait passes, before the roles are stopped.
+`diagnose` only reads state in memory, so it may be called at any time on the loop. It is called when the
+deadline of a wait passes, before the stages are stopped.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class EventAudit:
             self._say(f"step {version} is trained after step {self._trained}")
         self._trained = version
         if (lag := float(record.get("lag/max", 0))) > self._max_lag:
-            self._say(f"step {version} trains on answers with lag {lag:g}; {self._max_lag} is allowed")
+            self._say(f"step {version} trains on responses with lag {lag:g}; {self._max_lag} is allowed")
 
     def _gather(self, version: int, record: Mapping[str, Any]) -> None:
         if version > self._trained:

@@ -16,14 +16,14 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class LogRecord:
-    """One event of one role."""
+    """One event of one stage."""
 
     t: float
     """Seconds since the log was opened."""
     role: str
     event: str
     state: str | None
-    """State of the role's lane after the event; None if the event does not change a state."""
+    """State of the stage's lane after the event; None if the event does not change a state."""
     fields: Mapping[str, Any]
     """Where they apply: lane, step, version, key, why, ..."""
 

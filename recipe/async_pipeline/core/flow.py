@@ -307,7 +307,7 @@ class AsyncTrainingFlow:
 
 def _role(name: str) -> type[RoleStateMachine]:
     if name not in ROLES:
-        raise ConfigError(f"no role is called {name!r}; registered: {', '.join(sorted(ROLES))}")
+        raise ConfigError(f"no stage is called {name!r}; registered: {', '.join(sorted(ROLES))}")
     return ROLES[name]
 
 
@@ -319,12 +319,12 @@ def graph_of(roles: Iterable[str]) -> dict[str, tuple[str, ...]]:
     wanted = set(roles)
     unknown = wanted - GRAPH.keys()
     if unknown:
-        raise ConfigError(f"unknown roles {sorted(unknown)}; the pipeline has {', '.join(GRAPH)}")
+        raise ConfigError(f"unknown stages {sorted(unknown)}; the pipeline has {', '.join(GRAPH)}")
     missing = GRAPH.keys() - wanted - set(OPTIONAL)
     if missing:
-        raise ConfigError(f"roles {sorted(missing)} cannot be left out; only {', '.join(OPTIONAL)} can")
+        raise ConfigError(f"stages {sorted(missing)} cannot be left out; only {', '.join(OPTIONAL)} can")
     if ("values" in wanted) != ("critic" in wanted):
-        raise ConfigError("roles values and critic belong together; name both or neither")
+        raise ConfigError("stages values and critic belong together; name both or neither")
     return {a: tuple(b for b in bs if b in wanted) for a, bs in GRAPH.items() if a in wanted}
 
 
@@ -335,10 +335,10 @@ def insert_role(graph: dict[str, tuple[str, ...]], role_name: str, *, after: str
     """
     if role_name not in ROLES:
         raise ConfigError(
-            f"no role is called {role_name!r}; decorate its class with @register_role({role_name!r})"
+            f"no stage is called {role_name!r}; decorate its class with @register_role({role_name!r})"
         )
     if role_name in graph:
-        raise ConfigError(f"role {role_name!r} is in the pipeline already")
+        raise ConfigError(f"stage {role_name!r} is in the pipeline already")
     if before not in graph.get(after, ()):
         edges = ", ".join(f"{a}->{b}" for a, bs in graph.items() for b in bs)
         raise ConfigError(f"there is no edge {after}->{before} to insert {role_name!r} on; edges: {edges}")

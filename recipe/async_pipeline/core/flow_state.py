@@ -7,7 +7,7 @@ Every prompt that was drawn is in exactly one place then:
     trained, filtered, expired, failed   in the counts of the register only
     taken by a later step                `QueueState.taken`: that step will train these groups
     finished                             an entry with a group: it waits in the queue
-    answered                             an entry with an answer: not decided yet whether it is trained
+    answered                             an entry with a response: not decided yet whether it is trained
     in flight                            an entry with neither: its prompt is dispatched again
     not entered                          with the trainer, which hands prompts out in the order of its draws
 

@@ -21,7 +21,7 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One prompt, to be answered by `n` responses."""
+    """One prompt, for which `n` responses are generated."""
 
     uid: str
     step: int

@@ -223,7 +223,7 @@ def register_role(name: str) -> Callable[[R], R]:
     def decorate(cls: R) -> R:
         known = ROLES.get(name)
         if known is not None and known.__qualname__ != cls.__qualname__:
-            raise ConfigError(f"role {name!r} is already {known.__qualname__}; choose another name")
+            raise ConfigError(f"stage {name!r} is already {known.__qualname__}; choose another name")
         cls.role = name
         ROLES[name] = cls
         return cls
@@ -246,14 +246,14 @@ def create_role_state_machine(
     """
     if use_async_rl != pipeline.enable_async_rl:
         raise ConfigError(
-            f"role {role_name!r}: use_async_rl={use_async_rl} but the flow has enable_async_rl="
+            f"stage {role_name!r}: use_async_rl={use_async_rl} but the flow has enable_async_rl="
             f"{pipeline.enable_async_rl}; give both the same value"
         )
     try:
         cls = ROLES[role_name]
     except KeyError:
         raise ConfigError(
-            f"no role is called {role_name!r}; registered: {', '.join(sorted(ROLES))}"
+            f"no stage is called {role_name!r}; registered: {', '.join(sorted(ROLES))}"
         ) from None
     return cls(pipeline=pipeline, trainer=trainer, lane=lane)
 

@@ -56,7 +56,7 @@ class Schedule:
     straggler: Straggler = "wait"
     """What happens to an unfinished group that holds up a step."""
     sync_every: int = 1
-    """Optimizer steps between publications."""
+    """Optimizer steps between weight updates."""
     ref_refresh_every: int = 0
     """Steps after which the reference policy becomes the trained one, or 0 if it never does."""
     old_logp: OldLogp = "trainer"

@@ -3,7 +3,7 @@
 
 Version 0 is the starting weights; the optimizer step `s` starts at version s-1 and makes version s. A
 version is *trained* once its step ended, *gathered* once its full weights are in host memory, and
-*served* once every replica serves it and has proved it.
+*served* once every replica serves and has verified it.
 """
 
 from __future__ import annotations

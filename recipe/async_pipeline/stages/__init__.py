@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roles, one file each: eight, and two more with a critic. Importing this package registers them."""
+"""The stages, one file each: eight, and two more with a critic. Importing this package registers them."""
 
 from .critic import CriticStateMachine
 from .dataloader import DataloaderStateMachine

@@ -193,7 +193,7 @@ def prove(manifest: Manifest, model: ServedModel) -> int:
             _compare(manifest.version, sample, target, shapes, dtypes[sample.name], model)
             compared += 1
     if compared == 0:
-        raise ProofError(f"v{manifest.version}: nothing could be compared, so nothing is proved")
+        raise ProofError(f"v{manifest.version}: nothing could be compared, so the version is not verified")
     return compared
 
 

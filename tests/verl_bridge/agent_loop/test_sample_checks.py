@@ -71,7 +71,7 @@ def test_a_turn_that_does_not_say_who_it_was(checks_module: ModuleType, load: Lo
     flaws: list[Flaw] = []
     with checks_module.found_flaws(flaws):
         assert not checks(checks_module).passes("u_0_0", output(load, answer=0, logprobs=[]), [])
-    assert flaws == [Flaw("empty_answer", "answer u_0_0 has no token")]
+    assert flaws == [Flaw("empty_answer", "response u_0_0 has no token")]
 
 
 def test_in_validation_all_pass(checks_module: ModuleType, load: Load) -> None:
