@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -128,6 +129,14 @@ class Reference(AsyncPipelineTrainer):  # type: ignore[misc]
             await self.finish_step(trained, dict.fromkeys(SHOWN, 0.0))
             await self.publish(step, await self.gather(step))
             batch = ahead or []
+        await self._save_actor(self.schedule.last_step)
+
+    async def _save_actor(self, step: int) -> None:
+        """Write what the trained weights are read from, where a checkpoint would have it."""
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{step}" / "actor"
+        await self.calls(
+            self.actor_rollout_wg.save_checkpoint, str(folder), None, step, max_ckpt_to_keep=None
+        )
 
     async def _generate(self, step: int) -> list[Group]:
         drawn = await self.draw_prompts(
