@@ -31,21 +31,22 @@ def test_the_plan_is_printed_as_text(capsys: pytest.CaptureFixture[str], tmp_pat
     out = capsys.readouterr().out
     assert "async_generation_ratio=1.5 -> staleness.max_lag=2, staleness.oldest_share=0.5" in out
     assert "strategy        n_step_ahead" in out
-    assert "at most 40 groups = 320 answers" in out
+    assert "at most 40 groups = 320 responses" in out
     assert (
-        "loss            vanilla (pg_variant ppo): current policy against version s-1; one update a step"
-        in out
+        "loss            vanilla (pg_variant ppo): "
+        "ratio of the current policy to version s-1; one update per step" in out
     )
     assert (
-        "correction      a token weighs by version s-1 against the versions that wrote it, at most 2.0" in out
+        "correction      weight of a token: "
+        "ratio of version s-1 to the versions that generated it, at most 2.0" in out
     )
     assert list(tmp_path.iterdir()) == [], "explain creates no files"
     assert main([*SMOKE, "+async_generation_ratio=1.5", "data.train_batch_size=20"]) == 0, (
         "asking is switch enough"
     )
     assert (
-        "160 samples in 2 mini-batch(es), 128 samples of each on a rank; the last is filled up with 96 "
-        "empty ones" in capsys.readouterr().out
+        "160 samples in 2 mini-batches; 128 per mini-batch and training rank; the last is padded with 96 "
+        "empty samples" in capsys.readouterr().out
     )
 
 
@@ -100,7 +101,7 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
     assert plan["notes"] == [
         "async_strategy=fully_async -> strategy=fully_async",
         "require_batches=2 -> data.train_batch_size of 2 x actor_rollout_ref.actor.ppo_mini_batch_size",
-        "data.train_batch_size becomes 32",
+        "data.train_batch_size is set to 32",
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Annotations decide what a knob accepts."""
+"""Annotations decide which values a knob accepts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names, read without torch. The loss registry's test checks where they lead."""
+"""Names of losses load without torch. The test of the loss registry checks the losses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def test_every_variant_of_roll_has_a_loss() -> None:
     assert set(OWN_LOSSES) < set(LOSS_OF_VARIANT.values())
 
 
-def test_the_plain_policy_gradient_is_not_mistaken_for_what_verl_calls_vanilla() -> None:
+def test_the_plain_policy_gradient_is_not_verls_vanilla() -> None:
     assert LOSS_OF_VARIANT["ppo"] == "vanilla"
     assert LOSS_OF_VARIANT["vanilla"] not in ("vanilla", "ppo")
 
 
-def test_names_cost_no_import_of_torch() -> None:
+def test_names_load_without_torch() -> None:
     module = "recipe.async_pipeline.config.loss_modes"
     code = f"import sys, {module}; print({{'torch', 'verl', 'ray'}} & set(sys.modules))"
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key of ours in a wrong place, or almost one, is an error that names the right one."""
+"""A misplaced or misspelled key is an error that names the right one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.misplaced import BESIDE, COMMON, HIGHER, unknown_key
+from recipe.async_pipeline.config.misplaced import COMMON, HIGHER, LIKELY, unknown_key
 from recipe.async_pipeline.config.names import RENAMED
 from recipe.async_pipeline.config.paths import OWN, RUNTIME
 from recipe.async_pipeline.config.schema import knob_paths
@@ -16,10 +16,10 @@ from recipe.async_pipeline.errors import ConfigError
 from tests.fakes.alias_values import ROLLOUT, assert_one_line, nested, own
 
 ABOVE = [parent for parent in HIGHER if parent != "trainer.async_pipeline."]
-"""The one left out is itself misplaced."""
+"""`trainer.async_pipeline` itself is misplaced."""
 
 
-def test_a_key_of_no_config() -> None:
+def test_a_key_that_the_config_lacks() -> None:
     assert unknown_key("trainer.v1.async_pipeline.staleness.max_lag").endswith(
         "write +trainer.v1.async_pipeline.staleness.max_lag=... to add it"
     )
@@ -66,7 +66,7 @@ def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
         ("actor_rollout_ref.rollout.enable_dual_bufer", "enable_dual_buffer"),
     ],
 )
-def test_a_key_that_is_almost_ours_is_not_ignored(path: str, meant: str) -> None:
+def test_a_misspelled_key_is_not_ignored(path: str, meant: str) -> None:
     raw: dict[str, Any] = {}
     node = raw
     *parents, leaf = path.split(".")
@@ -103,21 +103,21 @@ def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None
     [
         (
             {"stalenes_threshold": 0.5},
-            r"async_training\.stalenes_threshold is unknown, got 0.5; understood are .*staleness_threshold",
+            r"async_training\.stalenes_threshold is not supported, got 0.5; use one of .*staleness_threshold",
         ),
         (
             {"use_rollout_log_probs": True},
-            r"async_training\.use_rollout_log_probs is unknown, got True; .*leave it out",
+            r"async_training\.use_rollout_log_probs is not supported, got True; .*leave it out",
         ),
         (5, "async_training must be a section with some of .*, got 5; correct it"),
     ],
 )
-def test_what_verls_own_section_says_is_understood_or_refused(section: Any, words: str) -> None:
+def test_keys_of_verls_async_section_are_translated_or_refused(section: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve({"async_training": section})
 
 
-def test_a_loss_that_is_almost_named_is_not_ignored() -> None:
+def test_a_misspelled_loss_key_is_not_ignored() -> None:
     with pytest.raises(
         ConfigError,
         match=r"actor_rollout_ref\.actor\.pg_varient is unknown, got 'tis'; did you mean 'pg_variant'",
@@ -128,14 +128,14 @@ def test_a_loss_that_is_almost_named_is_not_ignored() -> None:
 @pytest.mark.parametrize("path", [path for path in knob_paths() if "bad_data" not in path])
 def test_every_knob_is_recognized_in_a_section_of_verl(path: str) -> None:
     name = path.rpartition(".")[2]
-    parents = ABOVE if name == "strategy" else [*ABOVE, *BESIDE]
+    parents = ABOVE if name == "strategy" else [*ABOVE, *LIKELY]
     for parent in parents if name in COMMON else [*parents, "critic.", "somewhere.else."]:
         with pytest.raises(ConfigError, match=f"^{parent}{name} is misplaced, got 3; it belongs at .*{path}"):
             resolve(nested((f"{parent}{name}", 3)))
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_a_name_of_before_is_recognized_one_level_too_high(name: str) -> None:
+def test_a_former_name_is_recognized_one_level_too_high(name: str) -> None:
     with pytest.raises(ConfigError, match=f"it belongs at .*{OWN}.{RENAMED[name]}"):
         resolve(nested((f"trainer.{name}", 3)))
 
@@ -156,6 +156,6 @@ def test_a_knob_in_another_section_is_sent_to_its_own() -> None:
         resolve(own({"staleness.every": 1}))
 
 
-def test_the_state_of_a_run_is_not_for_users_to_set() -> None:
-    with pytest.raises(ConfigError, match=f"{RUNTIME} is written by the launch of a run; remove it"):
+def test_users_cannot_set_the_state_of_a_run() -> None:
+    with pytest.raises(ConfigError, match=f"{RUNTIME} is written when a run is launched; remove it"):
         resolve(nested((f"{RUNTIME}.run_dir", "x")))

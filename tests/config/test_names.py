@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that are no knobs: those of before are answered with the new path, others with the nearest."""
+"""Former names are errors that name the current path; unknown names get the nearest knob."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipe.async_pipeline.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", RENAMED)
-def test_a_flat_name_of_before_is_an_error_that_names_the_new_path(name: str) -> None:
+def test_a_former_flat_name_is_an_error_that_names_the_new_path(name: str) -> None:
     expected = f"{OWN}.{name} is now {OWN}.{RENAMED[name]}; rename it"
     with pytest.raises(ConfigError) as caught:
         resolve(nested({f"{OWN}.{name}": 1}))
@@ -35,7 +35,7 @@ def test_a_renamed_value_is_named_too() -> None:
         resolve(nested({f"{OWN}.stale": "resume"}))
 
 
-def test_a_kind_of_bad_data_by_its_name_of_before() -> None:
+def test_a_kind_of_bad_data_by_its_former_name() -> None:
     assert unknown_key(f"{OWN}.bad_data.all_masked") == (
         f"{OWN}.bad_data.all_masked is now {OWN}.faults.bad_data.all_masked; rename it"
     )
@@ -57,7 +57,7 @@ def test_an_unknown_name_gets_the_nearest_knob(path: str, nearest: str) -> None:
     assert text == f"{OWN}.{path} is unknown (did you mean {nearest!r}?)"
 
 
-def test_a_name_like_no_other_gets_all_knobs() -> None:
+def test_a_name_that_resembles_no_knob_gets_all_knobs() -> None:
     assert unknown(AsyncPipelineConfig, "zzz").endswith(f"; knobs: {', '.join(knob_paths())}")
 
 
@@ -78,7 +78,7 @@ def test_sections_become_paths() -> None:
 
 
 @pytest.mark.parametrize("value", [3, "x", [1], True])
-def test_a_section_must_be_one(value: Any) -> None:
+def test_a_section_must_be_a_mapping(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         flattened(AsyncPipelineConfig, {"reward": value})
     assert str(caught.value).startswith(
@@ -95,5 +95,5 @@ def test_a_section_must_be_one(value: Any) -> None:
         ("trainer.project_name", "trainer.project_name"),
     ],
 )
-def test_the_path_of_today(path: str, now: str) -> None:
+def test_the_current_path_of_a_knob(path: str, now: str) -> None:
     assert current_path(path) == now

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares and counts become whole devices by the stated rule; what cannot be is said in one line with what
-could.
-"""
+"""Shares and counts become whole devices; an impossible layout is an error with the nearest possible one."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ def four(**sizes: Any) -> dict[str, Any]:
     return {role: {"roles": [role], kind: size} for role, size in zip(WITH_REF, sizes[kind], strict=True)}
 
 
-# The forms in which a layout may be written.
+# Notations of a layout.
 
 
-def test_equal_neighbours_share_where_that_sums_to_one() -> None:
+def test_equal_neighbours_share_a_pool_if_the_sum_is_one() -> None:
     assert placed(pools_of_ratios([0.5, 0.5, 0.5, 0.5])) == {
         "train": (("train", "logp", "ref_logp"), (4,)),
         "generate": (("generate",), (4,)),
@@ -67,13 +65,13 @@ def test_logp_and_its_neighbour_may_share() -> None:
         ),
     ],
 )
-def test_ratios_that_mean_nothing(ratios: Any, why: str) -> None:
+def test_invalid_ratios_are_refused(ratios: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=f"trainer.use_nodes_ratios.*{why}"):
         pools_of_ratios(ratios)
 
 
 @given(st.lists(st.integers(1, 9), min_size=4, max_size=4))
-def test_ratios_that_are_taken_use_every_device(parts: list[int]) -> None:
+def test_accepted_ratios_use_every_device(parts: list[int]) -> None:
     try:
         pools = pools_of_ratios([part / sum(parts) for part in parts])
     except ConfigError:
@@ -83,7 +81,7 @@ def test_ratios_that_are_taken_use_every_device(parts: list[int]) -> None:
     assert sorted(role for pool in made.pools for role in pool.roles) == sorted(WITH_REF)
 
 
-def test_groups_of_roles_with_a_share_each() -> None:
+def test_groups_of_stages_with_a_share_each() -> None:
     pools = pools_of_tasks([["logp", "actor-train"], "ref_logp", "generate"], [0.5, 0.25, 0.25])
     assert placed(pools, devices=4) == {
         "train": (("train", "logp"), (2,)),
@@ -95,17 +93,17 @@ def test_groups_of_roles_with_a_share_each() -> None:
 @pytest.mark.parametrize(
     ("tasks", "ratios", "why"),
     [
-        ("train", [1], "must be a list of roles"),
+        ("train", [1], "must be a list of stages"),
         ([["train"], "generate"], [0.5], "must have a share for each of the 2 entries"),
         ([["train"], "generate"], None, "must have a share for each of the 2 entries"),
         ([["train"], "generat"], [0.5, 0.5], "did you mean 'generate'"),
-        ([["train"], "generate", "train"], [0.5, 0.25, 0.25], "names train twice"),
+        ([["train"], "generate", "train"], [0.5, 0.25, 0.25], "must name train once"),
         ([["train", "generate"]], [1.0], "must be \\[generate\\] alone"),
         (["generate"], [1.0], "must have a pool for train"),
         ([[], "generate"], [0.5, 0.5], "must be a list of roles"),
     ],
 )
-def test_groups_that_cannot_be(tasks: Any, ratios: Any, why: str) -> None:
+def test_invalid_groups_are_refused(tasks: Any, ratios: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         pools_of_tasks(tasks, ratios)
 
@@ -126,7 +124,7 @@ def test_groups_that_cannot_be(tasks: Any, ratios: Any, why: str) -> None:
         ({"a": {"roles": ["train"], "share": 1.5}}, "share must be above 0 and at most 1"),
         (
             {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["train", "logp"], "devices": 1}},
-            "train is on pool a and on pool b",
+            "must name train once, got it in a and b",
         ),
         ({"a": {"roles": ["train"], "devices": 1}}, "must have a pool for generate"),
         (
@@ -135,7 +133,7 @@ def test_groups_that_cannot_be(tasks: Any, ratios: Any, why: str) -> None:
         ),
     ],
 )
-def test_our_own_form_is_checked(pools: Any, why: str) -> None:
+def test_pools_are_checked(pools: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         wishes_of(pools)
 
@@ -143,7 +141,7 @@ def test_our_own_form_is_checked(pools: Any, why: str) -> None:
 # Whole devices.
 
 
-def test_what_has_no_place_of_its_own_shares_the_training_devices() -> None:
+def test_stages_without_a_pool_share_the_training_devices() -> None:
     pools = {"a": {"roles": ["train"], "devices": 2}, "b": {"roles": ["generate"], "devices": 6}}
     assert placed(pools, roles=PLACED) == {
         "a": (("train", "logp", "ref_logp", "critic"), (2,)),
@@ -151,14 +149,12 @@ def test_what_has_no_place_of_its_own_shares_the_training_devices() -> None:
     }
 
 
-def test_a_pool_for_a_role_that_the_run_does_not_have() -> None:
-    with pytest.raises(
-        ConfigError, match="no ref_logp, so that the devices of pool ref_logp would do nothing"
-    ):
+def test_a_pool_without_a_stage_of_the_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no ref_logp, so the devices of pool ref_logp would be idle"):
         placed(four(share=[0.25] * 4), roles=("train", "logp", "generate"))
 
 
-def test_a_role_that_the_run_does_not_have_may_be_named_beside_others() -> None:
+def test_a_pool_may_name_a_stage_that_the_run_lacks() -> None:
     pools = pools_of_ratios([0.5, 0.25, 0.25, 0.25])
     assert placed(pools, roles=("train", "logp", "generate"))["logp"] == (("logp",), (2,))
 
@@ -167,7 +163,7 @@ def test_a_role_that_the_run_does_not_have_may_be_named_beside_others() -> None:
     st.lists(st.integers(1, 20), min_size=4, max_size=4),
     st.integers(4, 4096),
 )
-def test_shares_are_dealt_out_whole(parts: list[int], devices: int) -> None:
+def test_shares_become_whole_devices(parts: list[int], devices: int) -> None:
     shares = [part / sum(parts) for part in parts]
     try:
         made = place(wishes_of(four(share=shares)), roles=WITH_REF, devices=devices, node=devices)
@@ -187,12 +183,12 @@ def test_shares_are_dealt_out_whole(parts: list[int], devices: int) -> None:
         (
             four(share=[0.94, 0.02, 0.02, 0.02]),
             "pool logp gets no device, its share of 8 is 0.16; raise it to 0.125 and lower another, or "
-            "have 50",
+            "use 50",
         ),
         (four(devices=[5, 1, 1, 2]), "must fit into the 8 devices .* got 9"),
     ],
 )
-def test_impossible_sizes_say_what_is_possible(pools: Any, why: str) -> None:
+def test_impossible_sizes_are_errors_with_possible_ones(pools: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         placed(pools)
 
@@ -204,7 +200,7 @@ def test_a_pool_is_within_a_node_or_takes_whole_ones() -> None:
         placed(four(devices=[12, 1, 1, 2]), devices=16)
 
 
-def test_pools_that_no_node_has_room_for() -> None:
+def test_pools_that_fit_on_no_node_are_refused() -> None:
     with pytest.raises(
         ConfigError,
         match="pool (train|logp|ref_logp) needs 5 devices of one node, but the others leave at most 3 on "
@@ -218,7 +214,7 @@ def test_large_pools_take_whole_nodes() -> None:
     assert placed(four(devices=[16, 4, 4, 24]), devices=48)["generate"] == (("generate",), (8, 8, 8))
 
 
-def test_samples_are_dealt_out_evenly() -> None:
+def test_samples_must_divide_evenly() -> None:
     check_divides(Pool("a", ("train",), (8,)), 128, "a mini-batch")
     with pytest.raises(
         ConfigError, match="a mini-batch, 128 samples, .* 6 devices of pool a; nearest sizes are 4 and 8"

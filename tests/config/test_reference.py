@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The YAML, the documentation page and the help are what the dataclasses render to."""
+"""The YAML, the documentation page and the help are rendered from the dataclasses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.fakes.alias_values import UNDERSTOOD
 @pytest.mark.parametrize(("path", "render"), [(YAML, render_yaml), (DOCS, render_docs)])
 def test_a_rendered_file_is_up_to_date(path: Any, render: Any) -> None:
     written = (REPOSITORY / path).read_text(encoding="utf-8")
-    assert written == render(), f"{path} is not what the knobs' docstrings say; run `{COMMAND}`"
+    assert written == render(), f"{path} differs from the docstrings of the knobs; run `{COMMAND}`"
 
 
 def test_the_yaml_has_every_knob_with_its_default() -> None:

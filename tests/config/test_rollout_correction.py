@@ -59,7 +59,7 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
         ),
         (
             [(f"{POLICY_LOSS}.loss_mode", "bypass_mode")],
-            "loss_mode must not be bypass_mode, which leaves the rollout correction out",
+            "loss_mode must not be bypass_mode, which omits the rollout correction",
         ),
         ([*TIS, ("actor_rollout_ref.actor.clip_ratio_c", 0.5)], "clip_ratio_c must be a number > 1, got 0.5"),
         (
@@ -75,7 +75,7 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
             "rollout_iss is unknown, got 1 (did you mean 'rollout_is'?)",
         ),
         ([*TIS, (f"{CORRECTION}.bypass_mode", "abc")], "bypass_mode must be True or False, got 'abc'"),
-        ([*TIS, (f"{CORRECTION}.loss_type", "reinforce")], "loss_type must be left alone, got 'reinforce'"),
+        ([*TIS, (f"{CORRECTION}.loss_type", "reinforce")], "loss_type must not be set, got 'reinforce'"),
         (
             [(f"{POLICY_LOSS}.loss_mode", "dro")],
             "dro_beta must be a number > 0 with loss_mode dro (kimi15), got None",
@@ -90,7 +90,7 @@ def test_a_parameter_that_cannot_be(name: str, value: Any, words: str) -> None:
         ),
     ],
 )
-def test_a_loss_that_cannot_be(pairs: list[tuple[str, Any]], words: str) -> None:
+def test_an_invalid_loss_is_refused(pairs: list[tuple[str, Any]], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_loss(nested(*pairs), KNOWN)
     assert words in str(caught.value)
@@ -107,19 +107,19 @@ def test_where_other_code_may_add_losses_any_name_may_be_one() -> None:
             "vanilla",
             "trainer",
             1,
-            "vanilla (pg_variant ppo): current policy against version s-1; one update a step, so that "
-            "their ratio is 1",
+            "vanilla (pg_variant ppo): ratio of the current policy to version s-1; one update per step, so "
+            "the ratio is 1",
         ),
-        ("vanilla", "trainer", 2, "vanilla (pg_variant ppo): current policy against version s-1"),
-        ("tis", "rollout", 1, "tis: current policy against the versions that wrote the tokens"),
-        ("dro", "logp_pool", 1, "dro (pg_variant kimi15): current policy against version s-2"),
+        ("vanilla", "trainer", 2, "vanilla (pg_variant ppo): ratio of the current policy to version s-1"),
+        ("tis", "rollout", 1, "tis: ratio of the current policy to the versions that generated the tokens"),
+        ("dro", "logp_pool", 1, "dro (pg_variant kimi15): ratio of the current policy to version s-2"),
         (
             "policy_gradient",
             "trainer",
             1,
-            "policy_gradient (pg_variant vanilla): asks for no ratio to an old policy",
+            "policy_gradient (pg_variant vanilla): no ratio to an old policy",
         ),
-        ("gspo", "rollout", 4, "gspo: current policy against the versions that wrote the tokens"),
+        ("gspo", "rollout", 4, "gspo: ratio of the current policy to the versions that generated the tokens"),
     ],
 )
 def test_a_loss_in_words(mode: str, old_logp: str, mini_batches: int, words: str) -> None:
@@ -137,29 +137,33 @@ def test_more_epochs_are_more_updates() -> None:
         (
             {"rollout_is": "token", "rollout_is_threshold": 2.0},
             "trainer",
-            "a token weighs by version s-1 against the versions that wrote it, at most 2.0",
+            "weight of a token: ratio of version s-1 to the versions that generated it, at most 2.0",
         ),
         (
             {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
             "logp_pool",
-            "an answer weighs by version s-2 against the versions that wrote it, 0 outside of 0.5 to 5.0",
+            "weight of a response: ratio of version s-2 to the versions that generated it, "
+            "0 outside 0.5 to 5.0",
         ),
         (
             {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
             "trainer",
-            "a token weighs by version s-1 against the versions that wrote it, at most 2.0, then scaled to "
+            "weight of a token: ratio of version s-1 to the versions that generated it, at most 2.0, "
+            "then scaled to "
             "a mean of 1",
         ),
         (
             {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2"},
             "trainer",
-            "masked by token_k1 beyond 0.5_2",
+            "mask by token_k1 beyond 0.5_2",
         ),
-        ({}, "rollout", "by the loss, whose ratio is against the versions that wrote the tokens"),
+        ({}, "rollout", "by the loss, whose ratio is to the versions that generated the tokens"),
         (
             {},
             "trainer",
-            "none, though answers may have lag 3; algorithm.rollout_correction.rollout_is=token is one",
+            "none, though responses may have lag 3; "
+            "set algorithm.rollout_correction.rollout_is=token to correct "
+            "for it",
         ),
     ],
 )
@@ -168,11 +172,13 @@ def test_a_correction_in_words(section: dict[str, Any], old_logp: str, words: st
     assert correction_in_words(config, old_logp, 3) == words
 
 
-def test_no_lag_wants_no_correction() -> None:
+def test_no_lag_requires_no_correction() -> None:
     assert correction_in_words({}, "trainer", 0) == "none"
 
 
 @pytest.mark.parametrize("mode", ["policy_gradient", "gpg"])
-def test_a_loss_without_a_ratio_corrects_nothing_either(mode: str) -> None:
+def test_a_loss_without_a_ratio_does_not_correct(mode: str) -> None:
     words = correction_in_words(nested((f"{POLICY_LOSS}.loss_mode", mode)), "rollout", 2)
-    assert words == "none: the loss asks for no ratio, though answers may have lag 2; pg_variant=tis does"
+    assert words == (
+        "none: the loss has no ratio, though responses may have lag 2; set pg_variant=tis to correct for it"
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of a plan, and how it is told."""
+"""The figures of a plan and its text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_numbers(model: Path) -> None:
     assert (plan.parameters, plan.arena_bytes, plan.spare_bytes) == (10**6, 4 * 10**6, 0)
 
 
-def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path) -> None:
+def test_a_standby_copy_costs_its_share_of_the_weights_on_each_device(model: Path) -> None:
     assert (
         planned(config(model, dtype="float32"), knobs({"weight_sync.load_staging": "device"})).spare_bytes
         == 2 * 10**6
@@ -76,24 +76,24 @@ def test_a_spare_copy_costs_its_share_of_the_weights_on_each_device(model: Path)
 @pytest.mark.parametrize(
     ("base", "body", "order"),
     [
-        ("Elsewhere", "order = 'finished'", "as they are finished"),
-        ("Elsewhere", "pass", "in the order that it says itself"),
-        ("FullyAsync", "pass", "as they are finished"),
-        ("strategies.Schedule", "pass", "as they were drawn"),
+        ("Elsewhere", "order = 'finished'", "in the order they finish"),
+        ("Elsewhere", "pass", "in a custom order"),
+        ("FullyAsync", "pass", "in the order they finish"),
+        ("strategies.Schedule", "pass", "in the order they were drawn"),
     ],
 )
-def test_a_strategy_of_ones_own_decides_itself_what_a_step_takes(
+def test_a_custom_strategy_decides_the_order_of_groups(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str, body: str, order: str
 ) -> None:
-    (tmp_path / "a_plan_of_ones_own.py").write_text(f"class Mine({base}):\n    {body}\n", encoding="utf-8")
+    (tmp_path / "a_custom_plan.py").write_text(f"class Mine({base}):\n    {body}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = planned(config(model), knobs({"strategy": "a_plan_of_ones_own:Mine"}))
+    own = planned(config(model), knobs({"strategy": "a_custom_plan:Mine"}))
     assert own.order == order
 
 
-def test_a_share_of_less_than_a_group_is_said_to_be_none(model: Path) -> None:
+def test_a_share_of_less_than_one_group_is_reported(model: Path) -> None:
     text = "\n".join(in_words(planned(config(model), knobs({"staleness.oldest_share": 0.01}))))
-    assert "but oldest_share is less than one of a step's 16 groups, so that none has lag 2" in text
+    assert "but none of a step's 16 groups has lag 2, because oldest_share is less than one group" in text
 
 
 def test_in_words(model: Path) -> None:
@@ -108,25 +108,25 @@ def test_in_words(model: Path) -> None:
         )
     )
     for part in (
-        "fully_async: a step takes groups as they are finished",
-        "at most 2: step s, which starts at version s-1, uses answers of version s-3 or newer",
+        "fully_async: each step trains groups in the order they finish",
+        "at most 2: step s starts from version s-1 and trains responses of version s-3 or newer",
         "at most 4 of a step's 16 groups have lag 2",
-        "holds a step up is given up",
-        "published every 2 steps; answers in flight then: keep",
-        "old log-probs   of step s are those of version s-1",
+        "holds up a step is given up",
+        "updated every 2 steps; requests in flight during an update: keep",
+        "old log-probs   step s uses version s-1",
         "devices         device    0        9",
         "ref_logp  ##",
         "generate    ########",
-        "4 replica(s) x 2",
-        "16 prompts x 8 answers = 128 samples in 2 mini-batch(es), 32 samples",
-        "at most 36 groups = 288 answers, for 128 slots of the engines; what is not finished",
+        "4 replicas of 2 devices",
+        "16 prompts x 8 responses = 128 samples in 2 mini-batches; 32 per mini-batch and training rank",
+        "at most 36 groups = 288 responses, for 128 engine slots; the others wait",
         "host memory     4.0 MB",
     ):
         assert part in text
     assert "device memory" not in text
 
 
-def test_what_holds_by_default_is_not_told(model: Path) -> None:
+def test_defaults_are_not_printed(model: Path) -> None:
     text = "\n".join(
         in_words(
             planned(
@@ -134,13 +134,13 @@ def test_what_holds_by_default_is_not_told(model: Path) -> None:
             )
         )
     )
-    assert "as they were drawn" in text
-    assert "published every step" in text
+    assert "in the order they were drawn" in text
+    assert "updated every step" in text
     for part in ("of a step has lag", "given up", "queues"):
         assert part not in text
 
 
-def test_a_model_that_is_elsewhere_has_no_size(tmp_path: Path) -> None:
+def test_a_model_on_another_machine_has_no_size(tmp_path: Path) -> None:
     assert count_parameters(tmp_path / "nowhere") is None
     text = "\n".join(
         in_words(planned(config(tmp_path / "nowhere"), knobs({"weight_sync.load_staging": "device"})))
@@ -154,7 +154,7 @@ def test_json_has_every_number(model: Path) -> None:
     assert data["placement"][1] == {"name": "generate", "roles": ["generate"], "per_node": [4, 4]}
 
 
-def test_a_reward_model_has_devices_beside_the_map(model: Path) -> None:
+def test_a_reward_model_has_additional_devices(model: Path) -> None:
     without = planned(config(model), knobs())
     assert (without.reward_model_devices, any("reward model" in line for line in in_words(without))) == (
         0,
@@ -163,6 +163,5 @@ def test_a_reward_model_has_devices_beside_the_map(model: Path) -> None:
     scored = config(model) | {"reward": {"reward_model": {"enable": True, "nnodes": 2, "n_gpus_per_node": 4}}}
     lines = in_words(planned(scored, knobs()))
     assert any(
-        line.endswith("and 8 more for the reward model, which scores while answers are generated")
-        for line in lines
+        line.endswith("and 8 more for the reward model, which scores during generation") for line in lines
     )

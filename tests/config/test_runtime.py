@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run survives its way through a config."""
+"""A config preserves the state of a run."""
 
 from __future__ import annotations
 

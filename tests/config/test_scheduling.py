@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule is what the knobs say."""
+"""The schedule follows the knobs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_each_field_is_a_knob_or_of_the_run() -> None:
     assert type(found) is FullyAsync
     default = Schedule(batch=1, last_step=1)
     for field in fields(Schedule):
-        assert getattr(found, field.name) != getattr(default, field.name), f"{field.name} is not handed on"
+        assert getattr(found, field.name) != getattr(default, field.name), f"{field.name} is not passed on"
 
 
-def test_a_trainer_may_name_another_class() -> None:
+def test_a_trainer_may_pass_another_class() -> None:
     knobs = AsyncPipelineConfig.of({"strategy": "fully_async", "staleness.max_lag": 1})
     assert type(schedule_of(knobs, strategy=NStepAhead, batch=1, last_step=1)) is NStepAhead

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""settings.json keeps its names and values, whatever the knobs are called."""
+"""settings.json keeps its names and values when knobs are renamed."""
 
 from __future__ import annotations
 

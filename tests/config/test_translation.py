@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every key, ours and other systems': what it means, and the one line that a wrong one gets."""
+"""Each key of this package and of other systems is translated, or refused on one line."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("pg_variant", {"a": 1}, "must be one of vanilla, ppo"),
     ("actor_rollout_ref.actor.pg_variant", "gspo", "must be one of vanilla, ppo"),
     ("trainer.use_nodes_ratios", [1, 1], "must be [train, logp, ref_logp, generate]"),
-    ("trainer.sperated_node_tasks", "train", "must be a list of roles"),
+    ("trainer.sperated_node_tasks", "train", "must be a list of stages"),
     ("trainer.sperated_node_ratios", [1], "without it; add it"),
 ]
 
 
-# What is understood.
+# Translation.
 
 
-def test_nothing_said_means_the_defaults() -> None:
+def test_an_empty_config_means_the_defaults() -> None:
     assert resolve({}) == Translation(AsyncPipelineConfig(), ())
 
 
@@ -71,13 +71,13 @@ def test_a_key_of_another_system_is_translated_and_noted(
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), REFUSED)
-def test_a_key_that_cannot_be_honoured_is_refused(path: str, value: Any, reason: str) -> None:
+def test_a_wrong_value_of_a_foreign_key_is_refused(path: str, value: Any, reason: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested((path, value)))
     assert_one_line(caught, path, repr(value), reason)
 
 
-def test_groups_of_roles_and_their_shares_are_read_together() -> None:
+def test_groups_of_stages_and_their_shares_are_combined() -> None:
     tasks, ratios = [["logp", "actor-train"], "ref_logp", "generate"], [0.5, 0.25, 0.25]
     found = resolve(nested(("trainer.sperated_node_tasks", tasks), ("trainer.sperated_node_ratios", ratios)))
     assert found.config.pools == {
@@ -88,7 +88,7 @@ def test_groups_of_roles_and_their_shares_are_read_together() -> None:
     assert found.notes[-1].endswith("-> pools train+logp 0.5, ref_logp 0.25, generate 0.25")
 
 
-def test_two_layouts_that_disagree() -> None:
+def test_layouts_that_disagree_are_refused() -> None:
     pools = {"a": {"roles": ["train"], "devices": 1}, "b": {"roles": ["generate"], "devices": 1}}
     with pytest.raises(ConfigError, match="keep one of them"):
         resolve(nested(("trainer.use_nodes_ratios", [0.5] * 4), (f"{OWN}.pools", pools)))
@@ -107,12 +107,12 @@ def test_old_log_probs_of_the_rollout_are_verls_bypass() -> None:
         resolve(raw)
 
 
-def test_every_foreign_key_is_tried_here() -> None:
+def test_every_foreign_key_has_a_test() -> None:
     known = {key.path for key in FOREIGN}
     assert known == {path for path, *_ in UNDERSTOOD} | {path for path, *_ in REFUSED}
 
 
-def test_a_foreign_key_that_is_null_says_nothing() -> None:
+def test_a_foreign_key_that_is_null_has_no_effect() -> None:
     paths = [key.path for key in FOREIGN]
     assert resolve(nested(*((path, None) for path in paths))) == resolve({})
 
@@ -126,17 +126,17 @@ def test_naive_is_on_policy() -> None:
     assert resolve(nested(("async_strategy", "naive"))).config.staleness.max_lag == 0
 
 
-def test_a_strategy_of_ones_own_is_taken_as_it_is() -> None:
+def test_a_custom_strategy_is_kept() -> None:
     config = resolve(own({"strategy": "my-pkg.mod:Class", "staleness.max_lag": 2})).config
     assert (config.strategy, config.staleness.max_lag) == ("my-pkg.mod:Class", 2)
 
 
 @pytest.mark.parametrize(("lag", "strategy"), [(0, "on_policy"), (1, "one_step_off"), (2, "n_step_ahead")])
-def test_a_lag_alone_names_the_strategy(lag: int, strategy: str) -> None:
+def test_a_lag_alone_selects_the_strategy(lag: int, strategy: str) -> None:
     assert resolve(own({"staleness.max_lag": lag})).config.strategy == strategy
 
 
-def test_own_knobs_arrive() -> None:
+def test_every_knob_is_read() -> None:
     knobs: Mapping[str, Any] = {
         "strategy": "n_step_ahead",
         "staleness.max_lag": 4,
@@ -214,7 +214,7 @@ def test_keys_that_disagree_are_both_named(pairs: tuple[tuple[str, Any], ...]) -
     assert_one_line(caught, *(path for path, _ in pairs))
 
 
-def test_keys_that_agree_are_welcome() -> None:
+def test_keys_that_agree_are_accepted() -> None:
     raw = nested(
         ("async_strategy", "one-step-off"),
         ("actor_rollout_ref.async_strategy", "one_step_off"),
@@ -229,13 +229,13 @@ def test_keys_that_agree_are_welcome() -> None:
 
 @pytest.mark.parametrize("variant", LOSS_OF_VARIANT)
 @pytest.mark.parametrize("path", ["pg_variant", "actor_rollout_ref.actor.pg_variant"])
-def test_a_loss_by_the_name_that_roll_gives_it(path: str, variant: str) -> None:
+def test_a_loss_by_its_name_in_roll(path: str, variant: str) -> None:
     translation = resolve(nested((path, variant), (f"{LOSS}.loss_mode", "vanilla")))
     assert translation.verl[f"{LOSS}.loss_mode"] == LOSS_OF_VARIANT[variant]
     assert translation.verl.get(f"{LOSS}.dro_beta") == (0.1 if variant == "kimi15" else None)
 
 
-def test_the_strength_of_kimis_regulariser_is_left_as_it_was_given() -> None:
+def test_the_users_regularization_strength_is_kept() -> None:
     translation = resolve(nested(("pg_variant", "kimi15"), (f"{LOSS}.dro_beta", 0.5)))
     assert translation.verl == {f"{LOSS}.loss_mode": "dro"}
 
@@ -252,7 +252,9 @@ def test_a_quota_of_groups_is_a_lag_and_a_share() -> None:
             "weight_sync.every": 2,
         }
     )
-    assert translation.notes[-1].startswith("2.5 batches in flight or waiting, by staleness_threshold")
+    assert translation.notes[-1].startswith(
+        "staleness_threshold and trigger_parameter_sync_step: 2.5 batches in flight or waiting -> "
+    )
 
 
 def test_a_batch_may_be_given_in_mini_batches() -> None:
@@ -275,7 +277,7 @@ def test_a_step_may_be_one_mini_batch() -> None:
     assert_one_line(caught, "single_mini_batch", "require_batches", "keep one of them")
 
 
-def test_a_lag_may_be_given_beside_the_steps_between_publications() -> None:
+def test_a_lag_may_be_set_with_the_steps_per_weight_update() -> None:
     raw = nested(("trigger_parameter_sync_step", 2), (f"{OWN}.staleness.max_lag", 4))
     assert resolve(raw).config == AsyncPipelineConfig.of(
         {"strategy": "fully_async", "staleness.max_lag": 4, "weight_sync.every": 2}
@@ -310,7 +312,7 @@ def test_a_lag_may_be_given_beside_the_steps_between_publications() -> None:
         ({"staleness.straggler": "retry"}, "straggler must be one of wait, regenerate, drop"),
     ],
 )
-def test_ages_that_cannot_be_are_refused(knobs: dict[str, Any], rule: str) -> None:
+def test_invalid_staleness_knobs_are_refused(knobs: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(own(knobs))
     assert_one_line(caught, rule)
@@ -334,13 +336,13 @@ def test_switch(raw: dict[str, Any], enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("value", ["True", 1, {"staleness.max_lag": 1}])
-def test_a_switch_that_is_no_boolean(value: Any) -> None:
+def test_a_switch_must_be_a_boolean(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         is_enabled({"async_pipeline": value})
     assert_one_line(caught, "async_pipeline", repr(value), OWN)
 
 
-def test_switches_that_disagree() -> None:
+def test_switches_that_disagree_are_refused() -> None:
     with pytest.raises(ConfigError, match="disagree; keep one"):
         is_enabled({"async_pipeline": True, "actor_rollout_ref": {"async_pipeline": False}})
 
@@ -398,13 +400,13 @@ def test_a_wrong_value_is_named(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [True, "one_step_off", 3, ["strategy"]])
-def test_a_section_that_is_none(value: Any) -> None:
+def test_the_section_must_be_a_mapping(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested((OWN, value)))
     assert_one_line(caught, OWN, repr(value), "+async_pipeline=True")
 
 
-def test_a_config_made_in_code_is_checked_as_well() -> None:
+def test_a_config_built_in_code_is_checked() -> None:
     with pytest.raises(ConfigError, match="must be 0 with strategy on_policy, got 1"):
         AsyncPipelineConfig.of({"strategy": "on_policy"})
 
@@ -414,7 +416,7 @@ def test_select(path: str, value: Any) -> None:
     assert select({"a": {"b": 1}}, path) == value
 
 
-# Anything at all.
+# Arbitrary configs.
 
 PATHS = (
     [key.path for key in FOREIGN]
@@ -471,7 +473,7 @@ def test_any_config_resolves_or_is_refused_in_one_line(
     ("asked", "replicas", "at_once"),
     [(None, 1, 1), (None, 7, 1), (None, 16, 2), (None, 512, 64), (3, 16, 3), (9, 4, 4)],
 )
-def test_an_eighth_of_the_replicas_load_at_once_unless_said_otherwise(
+def test_an_eighth_of_the_replicas_load_at_once_by_default(
     asked: int | None, replicas: int, at_once: int
 ) -> None:
     assert concurrent_loads(asked, replicas) == at_once
@@ -492,20 +494,20 @@ def test_an_eighth_of_the_replicas_load_at_once_unless_said_otherwise(
         (("trainer.generate_ahead_steps", 2), ("staleness_threshold", 0.5)),
     ],
 )
-def test_what_is_written_counts_even_where_it_is_the_default(pairs: tuple[tuple[str, Any], ...]) -> None:
+def test_a_written_default_counts_as_the_users_choice(pairs: tuple[tuple[str, Any], ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested(*pairs))
     assert_one_line(caught, "keep one of them", *(path for path, _ in pairs))
 
 
-def test_a_threshold_counts_the_steps_between_publications_by_either_name() -> None:
+def test_a_threshold_uses_the_steps_per_weight_update_of_either_key() -> None:
     config = resolve(nested(("staleness_threshold", 0.5), (f"{OWN}.weight_sync.every", 2))).config
     assert config == AsyncPipelineConfig.of(
         {"strategy": "fully_async", "staleness.max_lag": 2, "weight_sync.every": 2}
     )
 
 
-def test_one_layout_said_twice_is_no_contradiction() -> None:
+def test_the_same_layout_in_two_notations_is_accepted() -> None:
     ratios = ("trainer.use_nodes_ratios", [0.5, 0.5, 0.5, 0.5])
     tasks = ("trainer.sperated_node_tasks", [["ref_logp", "logp", "actor-train"], "generate"])
     assert (
@@ -514,35 +516,35 @@ def test_one_layout_said_twice_is_no_contradiction() -> None:
     )
 
 
-def test_each_key_of_verls_that_is_set_is_said() -> None:
+def test_each_change_to_a_key_of_verl_is_noted() -> None:
     notes = resolve(
         nested(("require_batches", 4), (MINI_BATCH, 8), (BATCH, 16), ("pg_variant", "kimi15"))
     ).notes
-    assert f"{BATCH} becomes 32" in notes
-    assert f"{LOSS}.loss_mode becomes dro" in notes
-    assert f"{LOSS}.dro_beta becomes 0.1" in notes
+    assert f"{BATCH} is set to 32" in notes
+    assert f"{LOSS}.loss_mode is set to dro" in notes
+    assert f"{LOSS}.dro_beta is set to 0.1" in notes
 
 
-def test_a_penalty_of_nothing_is_not_taken_for_none_said() -> None:
+def test_a_penalty_of_zero_is_kept() -> None:
     assert f"{LOSS}.dro_beta" not in resolve(nested(("pg_variant", "kimi15"), (f"{LOSS}.dro_beta", 0))).verl
 
 
 @pytest.mark.parametrize("mini", ["abc", None, [8]])
-def test_a_mini_batch_that_is_no_number_is_left_to_verls_rules(mini: Any) -> None:
+def test_a_wrong_mini_batch_size_is_left_to_verls_rules(mini: Any) -> None:
     assert resolve(nested(("require_batches", 4), (MINI_BATCH, mini), (BATCH, 16))).verl == {}
 
 
-def test_a_quota_that_is_too_large_is_said_of_the_keys_that_were_written() -> None:
+def test_an_error_on_a_quota_names_the_users_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested(("staleness_threshold", 1000), ("trigger_parameter_sync_step", 1000)))
     assert_one_line(
         caught,
-        "staleness_threshold and trigger_parameter_sync_step must come to a max_lag of at most 1000, got "
+        "staleness_threshold and trigger_parameter_sync_step must result in a max_lag of at most 1000, got "
         "1000999",
     )
 
 
-def test_what_is_wrong_with_a_knob_names_the_keys_that_set_it() -> None:
+def test_an_error_on_a_knob_names_the_keys_that_set_it() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(nested(("trigger_parameter_sync_step", 4), ("trainer.generate_ahead_steps", 2)))
     assert_one_line(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A class of one's own is found in its source, or one line says why not; nothing of it is imported."""
+"""A custom class is found in its source, without an import; errors have one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "order"), [("Plain", "finished"), ("Inner", "drawn")])
-def test_a_class_and_what_its_body_says(name: str, order: str) -> None:
+def test_a_class_and_its_constants_are_found(name: str, order: str) -> None:
     cls = find_class(f"mine_to_find:{name}", "p")
     assert cls is not None
     assert cls.name == name
@@ -65,7 +65,7 @@ def test_a_class_and_what_its_body_says(name: str, order: str) -> None:
         "builtins:dict",
     ],
 )
-def test_what_the_source_alone_does_not_say_is_let_through(target: str) -> None:
+def test_a_class_that_the_source_cannot_show_is_accepted(target: str) -> None:
     assert find_class(target, "p") is None
     assert class_constant(None, "order") is None
     assert base_names(None) == []
@@ -74,20 +74,20 @@ def test_what_the_source_alone_does_not_say_is_let_through(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("mine_to_find:Plian", "the module has no such class (did you mean 'Plain'?)"),
-        ("mine_to_find:Rootless", "which inherits from nothing"),
-        ("mine_to_find:NUMBER", "the module has no such class"),
+        ("mine_to_find:Plian", "which the module does not define (did you mean 'Plain'?)"),
+        ("mine_to_find:Rootless", "which has no base class"),
+        ("mine_to_find:NUMBER", "which the module does not define"),
         ("mine_to_find:function", "which is a function; name a class"),
         ("mine_to_find:", "must read module:Class"),
         (":Plain", "must read module:Class"),
         ("mine to find:Plain", "must read module:Class"),
         ("none_to_find:Plain", "which cannot be found"),
-        ("torn_to_find:Plain", "which is no Python (invalid syntax"),
+        ("torn_to_find:Plain", "which is not valid Python (invalid syntax"),
         ("package_to_find.inner:Plain", "cannot be imported (ZeroDivisionError: division by zero)"),
         ("json:dumps", "which is a function"),
     ],
 )
-def test_what_is_wrong_is_one_line(target: str, words: str) -> None:
+def test_errors_have_one_line(target: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         find_class(target, "the.key")
     line = str(caught.value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of other systems with a value and what it becomes."""
+"""Keys of other systems, each with a value and the knobs that it sets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ UNDERSTOOD: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:
-    """A mapping out of dotted paths and values."""
+    """Return a nested mapping of dotted paths and values."""
     root: dict[str, Any] = {}
     for path, value in pairs:
         *folders, leaf = path.split(".")
@@ -80,7 +80,7 @@ def own(knobs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def assert_one_line(caught: pytest.ExceptionInfo[ConfigError], *parts: str) -> None:
-    """Path, value and remedy are on one line."""
+    """Assert that an error has one line, with these parts."""
     text = str(caught.value)
     assert "\n" not in text
     for part in parts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of verl that the pipeline cannot honour, each with a value."""
+"""Options of verl with a value that the pipeline does not support."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from recipe.async_pipeline import AsyncTrainingFlow, RoleStateMachine, register_
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.role import ROLES
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.stages.custom import insert_custom_roles, load_role
+from recipe.async_pipeline.stages.custom import insert_custom_stages, load_role
 from tests.fakes.trainer import SimTrainer
 
 SEEN: list[str] = []
@@ -48,7 +48,7 @@ def custom_stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_roles_are_inserted_in_order_and_run() -> None:
     flow = AsyncTrainingFlow(SimTrainer(steps=2))
-    insert_custom_roles(
+    insert_custom_stages(
         flow.graph, ["custom_stages:First@reward->train", "custom_stages:Second@first -> train"]
     )
     assert flow.graph["reward"] == ("first",)
@@ -61,7 +61,7 @@ def test_roles_are_inserted_in_order_and_run() -> None:
 def test_none_at_all() -> None:
     flow = AsyncTrainingFlow(SimTrainer())
     before = dict(flow.graph)
-    insert_custom_roles(flow.graph, [])
+    insert_custom_stages(flow.graph, [])
     assert flow.graph == before
 
 
@@ -82,4 +82,4 @@ def test_what_is_no_role_is_named(target: str, reason: str) -> None:
 
 def test_an_edge_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="no edge train->reward"):
-        insert_custom_roles(AsyncTrainingFlow(SimTrainer()).graph, ["custom_stages:First@train->reward"])
+        insert_custom_stages(AsyncTrainingFlow(SimTrainer()).graph, ["custom_stages:First@train->reward"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline cannot honour is one line, before anything starts."""
+"""An unsupported config is an error of one line before Ray starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_tensor_parallelism_must_divide_the_devices(
 
 
 @pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
-def test_the_devices_must_be_there(launch: ModuleType, smoke: Smoke, path: str) -> None:
+def test_ray_must_have_the_devices(launch: ModuleType, smoke: Smoke, path: str) -> None:
     with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
         launch.checked(smoke({path: 4}))
     launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
@@ -59,7 +59,7 @@ JUDGE: dict[str, Any] = {
     [
         (
             {f"{MODEL}.enable_resource_pool": False},
-            f"{MODEL}.enable_resource_pool must be True, got False; .* devices of its own",
+            f"{MODEL}.enable_resource_pool must be True, got False; set it with .*nnodes",
         ),
         ({f"{MODEL}.nnodes": 0}, f"{MODEL}.nnodes must be >= 1, got 0"),
         ({f"{MODEL}.n_gpus_per_node": None}, f"{MODEL}.n_gpus_per_node must be >= 1, got None"),
@@ -71,7 +71,7 @@ JUDGE: dict[str, Any] = {
         ({"ray_kwargs.ray_init.num_gpus": 3}, "and a reward model, together 4, got 3"),
     ],
 )
-def test_a_reward_model_has_devices_of_its_own(
+def test_a_reward_model_has_its_own_devices(
     launch: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str
 ) -> None:
     launch.checked(smoke(JUDGE))
@@ -82,14 +82,12 @@ def test_a_reward_model_has_devices_of_its_own(
 @pytest.mark.parametrize(
     ("path", "value"), [(f"{ROLLOUT}.nnodes", 0), (f"{ROLLOUT}.n_gpus_per_node", None), ("trainer.nnodes", 0)]
 )
-def test_both_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+def test_training_and_rollout_need_devices(launch: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{path} must be >= 1, got {value}"):
         launch.checked(smoke({path: value}))
 
 
-def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
-    launch: ModuleType, smoke: Smoke
-) -> None:
+def test_a_reward_function_is_guarded_within_the_configured_manager(launch: ModuleType, smoke: Smoke) -> None:
     config = smoke({f"{OWN}.reward.timeout_s": 5, "reward.reward_manager.name": "dapo"})
     launch.prepare(config)
     manager = config.reward.reward_manager
@@ -111,15 +109,15 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
                 f"{CORRECTION}.bypass_mode": True,
                 f"{ROLLOUT}.calculate_log_probs": True,
             },
-            "rollout_is must be null where old .*got 'token'; .*set it to null",
+            "rollout_is must be null if old .*got 'token'; set it to null",
         ),
         (
             {"reward.custom_reward_function.path": "/no/such/reward.py"},
-            "must be a Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it",
+            "must be an existing Python file or pkg://MODULE, got '/no/such/reward.py'.*correct it",
         ),
         (
             {f"{OWN}.reward.timeout_s": 5, "reward.custom_reward_function.path": None},
-            "requires your own reward function, got None",
+            "requires a custom reward function, got None",
         ),
         (
             {f"{OWN}.reward.timeout_s": 5, "reward.custom_reward_function.name": "nothing"},
@@ -129,7 +127,7 @@ def test_a_reward_function_is_guarded_within_the_manager_that_was_asked_for(
         ({f"{OWN}.reward.timeout_s": 0}, "reward.timeout_s must be > 0"),
     ],
 )
-def test_limits_that_cannot_be(
+def test_invalid_limits_are_refused(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
 ) -> None:
     assert re.search(part, refused(launch, smoke(changes), capsys))
@@ -169,28 +167,28 @@ POOLS_OF_THREE = {
                 "critic.ppo_mini_batch_size": 1,
                 f"{ROLLOUT}.n": 1,
             },
-            "mini-batch .* cannot be dealt out evenly to the 2 devices",
+            "mini-batch .* must be divisible by the 2 devices",
         ),
         (
             {f"{OWN}.training.old_logp": "logp_pool"},
-            "wants logp on a pool without train, but it shares the training devices",
+            "requires a pool for logp, which shares the training devices",
         ),
         (
             {"quarters": True, f"{OWN}.training.old_logp": "logp_pool", "async_strategy": "on_policy"},
-            "older than the one that answers",
+            "requires .*max_lag > 0, got 0",
         ),
         (
             {"quarters": True, f"{OWN}.training.old_logp": "trainer", f"{OWN}.weight_sync.every": 2},
-            "needs every version published",
+            "requires .*weight_sync.every=1, got 2",
         ),
         (
             {"quarters": True, f"{OWN}.training.old_logp": "rollout", f"{CORRECTION}.rollout_is": None},
             "this run has no logp",
         ),
-        ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 where logp loads"),
+        ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 if logp loads"),
         (
             {f"{OWN}.training.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
-            "must be fsdp2 where ref_logp loads",
+            "must be fsdp2 if ref_logp loads",
         ),
         (
             {"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"},
@@ -215,7 +213,7 @@ POOLS_OF_THREE = {
         ),
     ],
 )
-def test_a_layout_that_cannot_be(
+def test_an_invalid_layout_is_refused(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
 ) -> None:
     changes = dict(changes)
@@ -241,7 +239,7 @@ def test_a_layout_that_cannot_be(
         ),
     ],
 )
-def test_a_role_of_ones_own_must_fit(
+def test_a_custom_stage_must_fit(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], role: str, part: str
 ) -> None:
     line = refused(launch, smoke({f"{OWN}.custom_stages": [role]}), capsys)
@@ -259,7 +257,7 @@ def test_a_role_of_ones_own_must_fit(
         ({"data.train_files": "${oc.env:NO_SUCH_VARIABLE}"}, "data.train_files cannot be resolved"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_an_error_has_one_line(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
 ) -> None:
     assert part in refused(launch, smoke(changes), capsys)
@@ -328,7 +326,7 @@ READ = [
     "async_strategy",
     "trainer.use_nodes_ratios",
 ]
-"""What is looked at before Ray starts."""
+"""Keys that are read before Ray starts."""
 
 
 ODD = st.one_of(
@@ -366,7 +364,7 @@ ODD = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(changes=st.dictionaries(st.sampled_from(READ), ODD, min_size=1, max_size=3))
-def test_any_values_are_taken_or_refused_in_one_line(
+def test_any_values_are_accepted_or_refused_on_one_line(
     launch: ModuleType, smoke: Smoke, changes: dict[str, Any]
 ) -> None:
     try:
@@ -394,12 +392,12 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
         ({f"{CORRECTION}.rollout_is": "tokens"}, "rollout_is must be one of token, sequence or null"),
         (
             {f"{CORRECTION}.rollout_is_threshold": "abc"},
-            "rollout_is=token with rollout_is_threshold, got 'abc': .*Invalid rollout_is_threshold 'abc'; "
+            "rollout_is=token with rollout_is_threshold, got 'abc', .*Invalid rollout_is_threshold 'abc'; "
             "e.g. 2.0",
         ),
-        ({f"{CORRECTION}.rollout_is_threshold": -1}, "got -1: .*must be positive"),
-        ({f"{CORRECTION}.rollout_is_threshold": None}, "got None: "),
-        ({f"{CORRECTION}.rollout_is_threshold": "0.1_0.9"}, "got '0.1_0.9': .*for a band that holds 1"),
+        ({f"{CORRECTION}.rollout_is_threshold": -1}, "got -1, .*must be positive"),
+        ({f"{CORRECTION}.rollout_is_threshold": None}, "got None, fails on "),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.1_0.9"}, "got '0.1_0.9', .*for a band that contains 1"),
         (
             {"pg_variant": "tis", f"{LOSS}.tis_uper_bound": 2},
             "tis_uper_bound is unknown, got 2 .did you mean 'tis_upper_bound'",
@@ -423,23 +421,23 @@ LOSS = "actor_rollout_ref.actor.policy_loss"
         ),
         (
             {f"{OWN}.strategy": "json:JSONDecoders", f"{OWN}.staleness.max_lag": 1},
-            "no such class .did you mean",
+            "does not define .did you mean",
         ),
     ],
 )
-def test_a_loss_or_a_correction_that_workers_would_refuse(
+def test_a_loss_or_correction_that_workers_would_refuse(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
 ) -> None:
     assert re.search(part, refused(launch, smoke(changes), capsys))
 
 
-def test_a_threshold_that_gives_no_weight(launch: ModuleType, smoke: Smoke) -> None:
-    with pytest.raises(ConfigError, match="rollout_is_threshold, got nan: .*no finite weight"):
+def test_a_threshold_without_a_finite_weight_is_refused(launch: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(ConfigError, match="rollout_is_threshold, got nan, .*no finite weight"):
         launch.checked(smoke({f"{CORRECTION}.rollout_is_threshold": float("nan")}))
 
 
 @pytest.mark.parametrize("name", ["gspo", "policy_gradient", "topr", "cispo"])
-def test_losses_of_verl_and_of_ours_are_known(launch: ModuleType, smoke: Smoke, name: str) -> None:
+def test_losses_of_verl_and_this_package_are_known(launch: ModuleType, smoke: Smoke, name: str) -> None:
     launch.checked(
         smoke(
             {
@@ -451,17 +449,17 @@ def test_losses_of_verl_and_of_ours_are_known(launch: ModuleType, smoke: Smoke, 
     )
 
 
-def test_a_loss_that_an_external_library_may_add_is_let_through(launch: ModuleType, smoke: Smoke) -> None:
+def test_a_loss_that_an_external_library_may_add_is_accepted(launch: ModuleType, smoke: Smoke) -> None:
     launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "my_losses"}))
 
 
-def test_age_that_nothing_corrects_for_is_said(
+def test_uncorrected_staleness_is_reported(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
 ) -> None:
     launch.prepare(smoke({f"{CORRECTION}.rollout_is": None}))
     assert (
-        "correction for age: none, though answers may have lag 1; "
-        "algorithm.rollout_correction.rollout_is=token is one" in capsys.readouterr().out
+        "correction for staleness: none, though responses may have lag 1; "
+        "set algorithm.rollout_correction.rollout_is=token to correct for it" in capsys.readouterr().out
     )
     launch.prepare(smoke({"async_strategy": "on_policy", f"{CORRECTION}.rollout_is": None}))
     launch.prepare(smoke({}))

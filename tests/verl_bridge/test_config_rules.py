@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each option of verl that cannot be honoured is an error that says so."""
+"""Each unsupported option of verl is an error."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def rules(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.config_rules")
 
 
-def test_the_smoke_config_is_one_that_can_be_honoured(rules: ModuleType, smoke: Smoke) -> None:
+def test_the_smoke_config_is_supported(rules: ModuleType, smoke: Smoke) -> None:
     rules.check_verl_config(smoke())
 
 
-def test_every_rule_is_tried_here(rules: ModuleType) -> None:
+def test_every_rule_has_a_test(rules: ModuleType) -> None:
     assert [path for path, *_ in rules.RULES] == [path for path, _ in MISTAKES]
 
 
 @pytest.mark.parametrize(("path", "value"), MISTAKES)
-def test_an_option_that_cannot_be_honoured(rules: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+def test_an_unsupported_option_is_refused(rules: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         rules.check_verl_config(smoke({path: value}))
     assert str(caught.value).startswith(f"{path} must ")
@@ -47,14 +47,14 @@ SECTIONS = [
 
 
 @pytest.mark.parametrize(("path", "value"), SECTIONS)
-def test_a_value_where_there_is_a_section(rules: ModuleType, smoke: Smoke, path: str, value: Any) -> None:
+def test_a_value_in_place_of_a_section_is_refused(
+    rules: ModuleType, smoke: Smoke, path: str, value: Any
+) -> None:
     with pytest.raises(ConfigError, match=f"^{path} must be a section, got "):
         rules.check_sections(smoke({path: value}))
 
 
-def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(
-    rules: ModuleType, smoke: Smoke
-) -> None:
+def test_verls_sections_are_accepted_also_switched_off_or_absent(rules: ModuleType, smoke: Smoke) -> None:
     rules.check_sections(smoke())
     rules.check_sections(
         smoke({"algorithm.rollout_correction": None, "actor_rollout_ref.model.override_config": {"a": 1}})
@@ -65,7 +65,7 @@ def test_sections_may_be_those_of_verl_or_turned_off_or_of_another_engine(
 
 
 @pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
-def test_adapters_must_be_merged(rules: ModuleType, smoke: Smoke, path: str) -> None:
+def test_adapters_must_be_merged_or_have_a_loaded_base(rules: ModuleType, smoke: Smoke, path: str) -> None:
     load_format = "actor_rollout_ref.rollout.load_format"
     with pytest.raises(
         ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"

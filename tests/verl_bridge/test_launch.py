@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the command line and Ray: what is checked, what is rewritten, what a mistake looks like."""
+"""Before Ray starts, the config is checked and rewritten, and errors have one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 
 
-# Not asked for.
+# Without the switch.
 
 
 def test_without_the_switch_nothing_changes(launch: ModuleType, smoke: Smoke) -> None:
@@ -59,7 +59,7 @@ def test_without_the_switch_our_keys_are_an_error(
     assert "add +async_pipeline=True" in refused(launch, config, capsys)
 
 
-# Asked for.
+# With the switch.
 
 
 def test_a_config_is_rewritten(launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_config_is_rewritten(launch: ModuleType, smoke: Smoke, monkeypatch: py
         "trainer.generate_ahead_steps",
         f"{ROLLOUT}.enable_dual_buffer",
     ):
-        assert OmegaConf.select(config, path) is None, f"{path} is none of verl's, so it must be gone"
+        assert OmegaConf.select(config, path) is None, f"{path} is not a key of verl and must be removed"
     own = config.trainer.v1.async_pipeline
     assert (own.strategy, own.staleness.max_lag) == ("n_step_ahead", 2)
     assert (own.weight_sync.verify_tensors, list(own.custom_stages)) == (4, [])
@@ -102,7 +102,7 @@ def test_classes_named_in_the_config_exist(launch: ModuleType, load: Load) -> No
     load(launch.ENGINE_MODULE)
 
 
-def test_the_strategies_are_known_to_verl(launch: ModuleType, load: Load) -> None:
+def test_the_strategies_are_registered_with_verl(launch: ModuleType, load: Load) -> None:
     ours = load("recipe.async_pipeline.verl_bridge.trainer.registration")
     get = load("verl.trainer.ppo.v1.trainer_base").get_trainer_cls
     ours.ensure_registered("recipe.async_pipeline.strategies:FullyAsync")
@@ -125,7 +125,9 @@ def test_the_file_tracker_is_always_on(
     assert list(config.trainer.logger) == names
 
 
-def test_translations_are_said(launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]) -> None:
+def test_translations_are_printed(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
     launch.prepare(smoke({"trainer.generate_ahead_steps": 1}))
     said = capsys.readouterr().out.splitlines()
     assert f"{MARK} trainer.generate_ahead_steps=1 -> staleness.max_lag=0" in said
@@ -151,14 +153,14 @@ def test_the_run_directory_and_its_link(
     assert {p.name for p in (Path.cwd() / "outputs" / "smoke").iterdir()} == {"first", "second", "latest"}
 
 
-def test_a_directory_of_ones_own(launch: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
+def test_a_custom_run_directory(launch: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
     config = smoke({f"{OWN}.run_dir": "mine/here"})
     launch.prepare(config)
     assert config.trainer.v1.async_pipeline_runtime.run_dir == str(tmp_path / "mine" / "here")
     assert (tmp_path / "mine" / "latest").resolve() == tmp_path / "mine" / "here"
 
 
-def test_a_real_directory_called_latest_is_left_alone(launch: ModuleType, smoke: Smoke) -> None:
+def test_a_real_directory_named_latest_is_kept(launch: ModuleType, smoke: Smoke) -> None:
     latest = Path("outputs/smoke/latest")
     latest.mkdir(parents=True)
     launch.prepare(smoke())
@@ -166,7 +168,7 @@ def test_a_real_directory_called_latest_is_left_alone(launch: ModuleType, smoke:
     assert {p.name for p in latest.parent.iterdir()} == {"latest", "run"}
 
 
-# Mistakes.
+# Layouts and installation.
 
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[list[str], int]], str]] = {
@@ -247,7 +249,7 @@ def test_a_layout_reaches_verl(launch: ModuleType, smoke: Smoke, name: str) -> N
     ]
 
 
-def test_verl_without_our_plugin(
+def test_a_missing_plugin_is_an_error(
     launch: ModuleType,
     load: Load,
     smoke: Smoke,
@@ -258,7 +260,7 @@ def test_verl_without_our_plugin(
     assert "pip install -e ." in refused(launch, smoke(), capsys)
 
 
-def test_verl_without_our_patches(
+def test_missing_patches_are_an_error(
     launch: ModuleType,
     load: Load,
     smoke: Smoke,
@@ -277,14 +279,14 @@ def test_verl_without_our_patches(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """What was asked of a stand-in for TransferQueue, and of the interpreter's end."""
-    asked: dict[str, list[Any]] = {"init": [], "exit": []}
+    """Record the calls to a fake TransferQueue and to `atexit.register`."""
+    calls: dict[str, list[Any]] = {"init": [], "exit": []}
     module = ModuleType("transfer_queue")
-    module.init = asked["init"].append  # type: ignore[attr-defined]
+    module.init = calls["init"].append  # type: ignore[attr-defined]
     module.close = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "transfer_queue", module)
-    monkeypatch.setattr(atexit, "register", asked["exit"].append)
-    return asked
+    monkeypatch.setattr(atexit, "register", calls["exit"].append)
+    return calls
 
 
 def with_mode(mode: str) -> DictConfig:
@@ -304,11 +306,11 @@ def test_a_stock_trainer_starts_its_own_store(launch: ModuleType, store: dict[st
     assert store == {"init": [], "exit": []}
 
 
-# Anything at all.
+# Null keys.
 
 
-def test_our_keys_that_say_nothing_do_not_reach_verl(launch: ModuleType, smoke: Smoke) -> None:
-    """verl makes dataclasses of these sections, which refuse a key that they do not know."""
+def test_our_null_keys_do_not_reach_verl(launch: ModuleType, smoke: Smoke) -> None:
+    """verl makes dataclasses of these sections, which refuse unknown keys."""
     nothing = {
         "async_strategy": None,
         "actor_rollout_ref.async_strategy": None,

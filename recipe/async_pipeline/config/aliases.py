@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of other systems: where each may stand, and which knobs it sets. One literal table, `FOREIGN`."""
+"""Translate keys of other systems into knobs: one literal table, `FOREIGN`."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class ForeignKey:
     """A key of another system."""
 
     path: str
-    """Where it stands."""
+    """Its place in the config."""
     apply: Callable[[Any, Draft], str]
-    """Propose what the value means here. Returns it in words; raises ConfigError for a wrong value."""
+    """Propose the values that this key stands for. Returns them as text; raises ConfigError if wrong."""
     sets: tuple[str, ...] = ()
-    """Knobs that it may set, by their paths."""
+    """Paths of the knobs that it may set."""
     meaning: str = ""
-    """For the reference, in Markdown; empty if the key above in the table says it for both."""
+    """For the reference, in Markdown; empty if an earlier entry of the table documents both."""
 
 
 @dataclass
 class Draft:
-    """Values proposed so far by the paths of their knobs, each with the key that proposed it.
+    """Values proposed so far, by the paths of their knobs, and the key that proposed each.
 
-    Names that are no knob's path, such as `require_batches`, hold what several keys mean together.
+    A name that is not a knob's path, such as `require_batches`, is combined with other keys later.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
     def propose(self, name: str, value: Any, source: str) -> None:
-        """Raises ConfigError if another key proposed a different value."""
+        """Record a value. Raises ConfigError if another key proposed a different one."""
         if name in self.values and self.values[name] != value:
             raise ConfigError(
                 f"{source} asks for {name}={value} but {self.sources[name]} for {self.values[name]}; keep "
@@ -59,20 +59,21 @@ class Draft:
 
 
 def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
-    """Raises ConfigError: verl's own key names another loss."""
+    """Return values for verl's own keys, by their paths. Raises ConfigError if the user's keys disagree."""
     found: dict[str, Any] = {}
     batches, batch = draft.values.get("require_batches"), select(raw, _BATCH)
     mini = select(raw, _MINI_BATCH)
-    if batches is not None and isinstance(mini, int):  # what else it may be, verl's own rules refuse
+
+    if batches is not None and isinstance(mini, int):  # verl's own rules refuse other types
         batch = found[_BATCH] = batches * mini
     if own.get("training.single_mini_batch") is True:
         if batches not in (None, 1):
             raise ConfigError(
-                f"{OWN}.training.single_mini_batch=True is one mini-batch a step, but "
-                f"{draft.sources['require_batches']} asks for "
-                f"{batches}; keep one of them"
+                f"{OWN}.training.single_mini_batch=True means one mini-batch per step, but "
+                f"{draft.sources['require_batches']} asks for {batches}; keep one of them"
             )
         found[_MINI_BATCH] = batch
+
     if own.get("training.old_logp") == "rollout":
         found[BYPASS] = True
     elif own.get("training.old_logp") is not None and select(raw, BYPASS):
@@ -93,7 +94,7 @@ def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
             f"{draft.sources['loss_mode']} asks for the loss {mode} but {POLICY_LOSS}.loss_mode for {own}; "
             "keep one of them"
         )
-    # ROLL's default, where verl has none.
+    # ROLL's default; verl has no default.
     tau = (
         {f"{POLICY_LOSS}.dro_beta": 0.1}
         if mode == "dro" and select(raw, f"{POLICY_LOSS}.dro_beta") is None
@@ -103,11 +104,10 @@ def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
 
 
 def quota(draft: Draft, own_every: Any) -> list[str]:
-    """The lag that a staleness threshold and a number of steps between publications come down to together.
+    """Propose the lag that a staleness threshold and the steps per weight update result in.
 
-    verl lets (1 + threshold) x steps x batch groups be in flight or wait; that is one batch more than the
-    lag.
-    `own_every`: what our own knob says of the steps, if anything; checked later.
+    verl permits (1 + threshold) x steps x batch groups in flight or waiting, which is one batch more than
+    the lag. `own_every` is the value of our knob for the steps, or None; it is checked later.
     """
     threshold, every = draft.values.get("staleness_threshold"), draft.values.get(EVERY)
     if threshold is None and (every is None or LAG in draft.values):
@@ -119,18 +119,16 @@ def quota(draft: Draft, own_every: Any) -> list[str]:
     batches = (1 + (threshold or 0)) * (every or 1)
     source = " and ".join(sources)
     lag = _propose_lag(batches - 1, draft, source)
-    return [
-        f"{batches:g} {'batch' if batches == 1 else 'batches'} in flight or waiting, by {source} -> {lag}"
-    ]
+    return [f"{source}: {batches:g} {'batch' if batches == 1 else 'batches'} in flight or waiting -> {lag}"]
 
 
 def groups_of_roles(draft: Draft) -> list[str]:
-    """The pools that a list of groups and a list of their shares come down to together."""
+    """Propose the pools that a list of groups and a list of their shares describe."""
     tasks, ratios = draft.values.get("node_tasks"), draft.values.get("node_ratios")
     if tasks is None and ratios is None:
         return []
     if tasks is None:
-        raise ConfigError(f"{TASK_RATIOS} has the shares of {TASKS}, got {ratios!r} without it; add it")
+        raise ConfigError(f"{TASK_RATIOS} requires {TASKS}, got {ratios!r} without it; add it")
     pools = pools_of_tasks(tasks, ratios)
     draft.propose("pools", pools, TASKS)
     return [f"{TASKS} and {TASK_RATIOS} -> {_shown(pools)}"]
@@ -175,12 +173,12 @@ def _generation_ratio(value: Any, draft: Draft) -> str:
 
 
 def _propose_lag(batches_ahead: float, draft: Draft, path: str) -> str:
-    """A fraction lets that share of a batch be one version older; a whole number all of it."""
+    """Propose a lag. The fraction is the share of a batch that may be one version older."""
     whole, share = divmod(round(batches_ahead, 9), 1)
     lag = int(whole) + (share > 0)
     if lag > MOST_LAG:
         raise ConfigError(
-            f"{path} must come to a max_lag of at most {MOST_LAG}, got {lag}; ask for fewer batches ahead"
+            f"{path} must result in a max_lag of at most {MOST_LAG}, got {lag}; ask for fewer batches ahead"
         )
     draft.propose(LAG, lag, path)
     draft.propose(SHARE, share or 1.0, path)
@@ -193,8 +191,8 @@ def _quota_key(path: str, name: str, least: float, *, whole: bool) -> Callable[[
         if isinstance(value, bool) or not number or not least <= value <= MOST_LAG:
             what = "a whole number" if whole else "a number"
             raise ConfigError(
-                f"{path} must be {what} >= {least} and at most {MOST_LAG}, got {value!r}; it belongs to "
-                "fully_async"
+                f"{path} must be {what} >= {least} and at most {MOST_LAG}, got {value!r}; it is "
+                "an option of fully_async"
             )
         draft.propose(name, value, path)
         draft.propose("strategy", "fully_async", path)
@@ -207,7 +205,7 @@ def _partial_rollout(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         if not isinstance(value, bool):
             raise ConfigError(
-                f"{path} must be True or False, got {value!r}; False drains requests before a load"
+                f"{path} must be True or False, got {value!r}; False lets requests finish before a load"
             )
         policy = "keep" if value else "drain"
         draft.propose(IN_FLIGHT_POLICY, policy, path)
@@ -251,8 +249,7 @@ def _pg_variant(path: str) -> Callable[[Any, Draft], str]:
         if not isinstance(value, str) or value not in LOSS_OF_VARIANT:
             raise ConfigError(
                 f"{path} must be one of {', '.join(LOSS_OF_VARIANT)}, got "
-                f"{value!r}{hint(value, LOSS_OF_VARIANT)}; "
-                f"verl's other losses are named by {POLICY_LOSS}.loss_mode"
+                f"{value!r}{hint(value, LOSS_OF_VARIANT)}; set verl's other losses by {POLICY_LOSS}.loss_mode"
             )
         draft.propose("loss_mode", LOSS_OF_VARIANT[value], path)
         return f"loss_mode={LOSS_OF_VARIANT[value]}"
@@ -264,7 +261,7 @@ def _require_batches(path: str) -> Callable[[Any, Draft], str]:
     def apply(value: Any, draft: Draft) -> str:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{path} must be a whole number >= 1, got {value!r}; a step takes as many mini-batches"
+                f"{path} must be a whole number >= 1, got {value!r}; it is the mini-batches of one step"
             )
         draft.propose("require_batches", value, path)
         return f"{_BATCH} of {value} x {_MINI_BATCH}"
@@ -282,7 +279,7 @@ def _must_be(path: str, wanted: Any, meaning: str, remedy: str) -> Callable[[Any
 
 
 _NESTED = "async_training."
-"""Section of verl's fully asynchronous trainer, some of whose keys are understood."""
+"""Section of verl's fully asynchronous trainer; some of its keys are understood."""
 _TOP, _ACTOR = ("", "actor_rollout_ref."), ("", "actor_rollout_ref.actor.")
 
 FOREIGN: tuple[ForeignKey, ...] = (
@@ -291,7 +288,9 @@ FOREIGN: tuple[ForeignKey, ...] = (
             f"{prefix}async_strategy",
             _strategy_key(f"{prefix}async_strategy"),
             sets=("strategy", LAG),
-            meaning="" if prefix else "`strategy`; `one-step-off`, `naive` and the like are understood",
+            meaning=""
+            if prefix
+            else "`strategy`; spellings such as `one-step-off` and `naive` are understood",
         )
         for prefix in _TOP
     ),
@@ -299,23 +298,23 @@ FOREIGN: tuple[ForeignKey, ...] = (
         "trainer.generate_ahead_steps",
         _generate_ahead,
         sets=("strategy", LAG, SHARE),
-        meaning=f"`{LAG}` of the value minus 1, so that 2 is one-step-off",
+        meaning=f"`{LAG}`: the value minus 1, so that 2 is one-step-off",
     ),
     ForeignKey(
         "async_generation_ratio",
         _generation_ratio,
         sets=("strategy", LAG, SHARE),
-        meaning=f"`{LAG}` of the value rounded up; a fraction is the `{SHARE}`",
+        meaning=f"`{LAG}`: the value rounded up; `{SHARE}`: its fraction",
     ),
     ForeignKey(
         f"{_ROLLOUT}.enable_dual_buffer",
         _must_be(
             f"{_ROLLOUT}.enable_dual_buffer",
             True,
-            "weights always go through the dual buffer",
+            "weights always use the dual buffer",
             "leave it out, or train with stock verl",
         ),
-        meaning="nothing: weights always go through the dual buffer; False is an error",
+        meaning="nothing: weights always use the dual buffer; False is an error",
     ),
     ForeignKey(
         f"{_ROLLOUT}.with_reward", _with_reward, sets=(WHILE_GENERATING,), meaning=f"`{WHILE_GENERATING}`"
@@ -347,8 +346,8 @@ FOREIGN: tuple[ForeignKey, ...] = (
                 0,
                 False,
                 (),
-                f"`strategy=fully_async`, and with k steps from one weight update to the next `{LAG}` and "
-                f"`{SHARE}` of (1 + value) * k - 1",
+                f"`strategy=fully_async`; `{LAG}` and `{SHARE}`: (1 + value) * k - 1, with k steps per "
+                "weight update",
             ),
             (
                 EVERY,
@@ -364,7 +363,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
         ForeignKey(
             f"{prefix}require_batches",
             _require_batches(f"{prefix}require_batches"),
-            meaning="" if prefix else f"`{_BATCH}` of that many `{_MINI_BATCH}`",
+            meaning="" if prefix else f"`{_BATCH}`: that many times `{_MINI_BATCH}`",
         )
         for prefix in ("", _NESTED)
     ),
@@ -395,4 +394,4 @@ FOREIGN: tuple[ForeignKey, ...] = (
     ForeignKey(TASK_RATIOS, _kept(TASK_RATIOS, "node_ratios", "shares of pools"), sets=("pools",)),
 )
 SET_BY_OTHERS: frozenset[str] = frozenset(path for key in FOREIGN for path in key.sets)
-"""Knobs that our YAML leaves null, so that a value found there is one that the user wrote."""
+"""Knobs that our YAML leaves null, so that any other value there was written by the user."""

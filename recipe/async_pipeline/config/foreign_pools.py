@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts as other systems write them, as ratios or as lists of roles, turned into our `pools`."""
+"""Translate layouts of other systems, ratios or lists of stages, into our `pools`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from .placement import (
 
 
 def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]]:
-    """`[train, logp, ref_logp, generate]`: equal neighbours of the first three share a pool where all then
-    sum to 1.
+    """Translate `[train, logp, ref_logp, generate]`: equal neighbours share a pool if all then sum to 1.
 
-    So `[0.5, 0.5, 0.5, 0.5]` is one pool for the three and one for generation, `[0.25, 0.25, 0.25, 0.25]`
-    four pools.
-    Raises ConfigError.
+    `[0.5, 0.5, 0.5, 0.5]` means one pool for the first three and one for generation,
+    `[0.25, 0.25, 0.25, 0.25]` means four pools. Raises ConfigError if no sharing, or more than one, fits.
     """
     if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != 4:
         raise ConfigError(
@@ -35,6 +33,7 @@ def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]
         )
     for ratio in ratios:
         check_share(ratio, path)
+
     train, logp, ref, generate = (float(ratio) for ratio in ratios)
     shares = (train, logp, ref)
     fitting = []
@@ -43,6 +42,7 @@ def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]
         equal = all(max(group) - min(group) < TOLERANCE for group in groups)
         if equal and abs(sum(group[0] for group in groups) + generate - 1) < TOLERANCE:
             fitting.append(groups)
+
     if len(fitting) != 1:
         why = "no sharing of pools makes them sum to 1"
         if fitting:
@@ -51,9 +51,10 @@ def pools_of_ratios(ratios: Any, path: str = RATIOS) -> dict[str, dict[str, Any]
                 f"{' and '.join(_as_shared(groups) for groups in fitting)}"
             )
         raise ConfigError(
-            f"{path}: {why}, got {list(ratios)}; where neighbours of train, logp, ref_logp are equal they "
-            f"may share a pool; or set {POOLS}"
+            f"{path}: {why}, got {list(ratios)}; make neighbours among train, logp, ref_logp equal to share "
+            f"a pool, or set {POOLS}"
         )
+
     names, pools = iter(("train", "logp", "ref_logp")), {}
     for group in fitting[0]:
         roles = [next(names) for _ in group]
@@ -67,10 +68,13 @@ def _as_shared(groups: Sequence[Sequence[float]]) -> str:
 
 
 def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
-    """`[[logp, actor-train], ref_logp, generate]` with a share for each entry. Raises ConfigError."""
+    """Translate `[[logp, actor-train], ref_logp, generate]` with a share for each entry.
+
+    Raises ConfigError if an entry or its share is wrong.
+    """
     if not isinstance(tasks, Sequence) or isinstance(tasks, str) or not tasks:
         raise ConfigError(
-            f"{TASKS} must be a list of roles and lists of roles, got {tasks!r}; e.g. "
+            f"{TASKS} must be a list of stages and lists of stages, got {tasks!r}; e.g. "
             "[[logp,actor-train],ref_logp,generate]"
         )
     if not isinstance(ratios, Sequence) or isinstance(ratios, str) or len(ratios) != len(tasks):
@@ -78,6 +82,7 @@ def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
             f"{TASK_RATIOS} must have a share for each of the {len(tasks)} entries of {TASKS}, got "
             f"{ratios!r}; add it"
         )
+
     pools: dict[str, dict[str, Any]] = {}
     for task, ratio in zip(tasks, ratios, strict=True):
         roles = sorted(
@@ -87,7 +92,7 @@ def pools_of_tasks(tasks: Any, ratios: Any) -> dict[str, dict[str, Any]]:
         check_share(ratio, TASK_RATIOS)
         name = roles[0] if roles else ""
         if name in pools:
-            raise ConfigError(f"{TASKS} names {name} twice, got {tasks!r}; a role is on one pool")
+            raise ConfigError(f"{TASKS} must name {name} once, got {tasks!r}; remove one")
         pools[name] = {"roles": roles, "share": float(ratio)}
     wishes_of(pools, TASKS)
     return pools

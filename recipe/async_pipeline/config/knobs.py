@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Knobs as typed fields of nested dataclasses: list them, check their values, build them from plain values.
 
-A field's annotation says what it accepts, and nothing else does:
+Only a field's annotation says what it accepts:
 
     max_lag: Annotated[int, Bounds(least=0)] = 1        a number within bounds
     straggler: Literal["wait", "drop"] = "wait"         one of these words
     depth: int | None = None                            None: derived from other knobs
-    staleness: StalenessConfig = StalenessConfig()      a section, which has knobs itself
+    staleness: StalenessConfig = StalenessConfig()      a section with its own knobs
 
 Error messages have one line: path, rule, value, remedy.
 """
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a number may be, and what to do about one outside."""
+    """The range of a number, and the remedy for a value outside it."""
 
     least: float | None = None
     above: float | None = None
@@ -36,6 +36,7 @@ class Bounds:
     remedy: str = "leave it out for the default"
 
     def holds(self, value: float) -> bool:
+        """Return whether a value is within the bounds."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -51,7 +52,7 @@ class Knob(NamedTuple):
     """One field that the user may set."""
 
     path: str
-    """Below the root, e.g. `staleness.max_lag`."""
+    """Path below the root, e.g. `staleness.max_lag`."""
     kind: Any
     """The annotation without `Annotated` and `None`."""
     bounds: Bounds | None
@@ -65,11 +66,11 @@ class Knob(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Words that the knob accepts; empty if it is no choice."""
+        """Words that the knob accepts, or nothing if it accepts other values."""
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
 
     def check(self, value: Any, path: str) -> None:
-        """Raises ConfigError if the value has the wrong type or lies outside the bounds."""
+        """Raises ConfigError if the value has the wrong type or is outside the bounds."""
         rule = self._violated(value)
         if rule is not None:
             remedy = self.bounds.remedy if self.bounds else self._remedy()
@@ -80,6 +81,7 @@ class Knob(NamedTuple):
         if self.choices:
             is_choice = isinstance(value, str) and value in self.choices
             return None if is_choice else f"one of {', '.join(self.choices)}"
+
         if self.kind is bool:
             return None if isinstance(value, bool) else "True or False"
         if self.kind is str:
@@ -89,22 +91,23 @@ class Knob(NamedTuple):
             if isinstance(value, bool) or not isinstance(value, numbers):
                 return "a whole number" if self.kind is int else "a number"
             return str(self.bounds) if self.bounds and not self.bounds.holds(value) else None
+
         if typing.get_origin(self.kind) is tuple:
             texts = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
             return None if texts else "a list of texts"
-        return None  # a mapping, which has rules of its own
+        return None  # a mapping, which other code checks
 
     def _remedy(self) -> str:
         return f"{self.choices[0]} is the default" if self.choices else "leave it out for the default"
 
 
 def knobs_of(root: type) -> tuple[Knob, ...]:
-    """Every knob of a dataclass and of its sections, in the order of their fields."""
+    """Return every knob of a dataclass and of its sections, in the order of their fields."""
     return tuple(_knobs(root, ""))
 
 
 def sections_of(root: type) -> Mapping[str, type]:
-    """Every section below a dataclass by its path, outer ones first."""
+    """Return every section below a dataclass by its path, outer ones first."""
     found: dict[str, type] = {}
     for name, kind in _kinds(root).items():
         if dataclasses.is_dataclass(kind):
@@ -114,8 +117,9 @@ def sections_of(root: type) -> Mapping[str, type]:
 
 
 def build(root: type[T], values: Mapping[str, Any]) -> T:
-    """Make a dataclass from the values of its knobs, by their paths. A knob that is None or missing keeps
-    its default. Raises ConfigError.
+    """Make a dataclass from the values of its knobs, by their paths. Raises ConfigError if one is wrong.
+
+    A knob that is None or missing keeps its default.
     """
     arguments: dict[str, Any] = {}
     for name, kind in _kinds(root).items():
@@ -124,14 +128,14 @@ def build(root: type[T], values: Mapping[str, Any]) -> T:
             arguments[name] = build(typing.cast("type", kind), inner)
         elif values.get(name) is not None:
             value = values[name]
-            # The check refuses anything else.
+            # The check refuses other types.
             is_list = typing.get_origin(kind) is tuple and isinstance(value, list)
             arguments[name] = tuple(value) if is_list else value
     return root(**arguments)
 
 
 def check_fields(section: Any, path: str) -> None:
-    """Check every knob of a section against its annotation. Raises ConfigError."""
+    """Check every knob of a section against its annotation. Raises ConfigError if one is wrong."""
     for knob in knobs_of(type(section)):
         value = section
         for part in knob.path.split("."):
@@ -152,7 +156,7 @@ def _knobs(cls: type, prefix: str) -> Iterator[Knob]:
 
 
 def _kinds(cls: type) -> Mapping[str, Any]:
-    """The annotation of each field without `Annotated` and `None`."""
+    """Return the annotation of each field without `Annotated` and `None`."""
     hints = typing.get_type_hints(cls)
     return {item.name: _without_none(hints[item.name]) for item in dataclasses.fields(cls)}
 
@@ -165,7 +169,7 @@ def _without_none(hint: Any) -> Any:
 
 
 def _parts(hint: Any) -> Sequence[Any]:
-    """What annotates a hint or, if it may be None, its other half."""
+    """Return the metadata of a hint, also if the hint may be None."""
     if typing.get_origin(hint) is Annotated:
         return typing.get_args(hint)
     return [part for inner in typing.get_args(hint) for part in _parts(inner)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The off-policy losses of ROLL's `pg_variant`, each with its name in verl's registry: its `loss_mode`.
 
-Of each token, before verl aggregates. A is its advantage, r = pi / pi_old the ratio to the old policy, sg(x)
-is x without a gradient:
+The loss of each token before verl aggregates them. A is the token's advantage, r = pi / pi_old the ratio to
+the old policy, and sg(x) is x without a gradient:
 
     vanilla   -A log pi                                    REINFORCE (Williams 1992)
     ppo       -min(rA, clip(r, 1-e, 1+e) A)                arXiv 1707.06347
@@ -14,8 +14,7 @@ is x without a gradient:
     kimi15    -A log pi + tau/2 (log r)^2                  arXiv 2501.12599
 
 verl has four of them: PPO is its `vanilla`, REINFORCE its `gpg` (here `policy_gradient`, which adds a
-metric), kimi15 its
-`dro`, and `cispo` is called so.
+metric), kimi15 its `dro`, and `cispo` has the same name.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ LOSS_OF_VARIANT: Mapping[str, str] = {
     "cispo": "cispo",
     "kimi15": "dro",
 }
-"""pg_variant -> loss_mode."""
+"""The loss_mode of each pg_variant."""
 
 OWN_LOSSES = ("policy_gradient", "tis", "topr")
-"""Those that `verl_bridge.loss_registry` adds to verl's registry."""
+"""Losses that `verl_bridge.workers.loss_registry` adds to verl's registry."""
 
 LOSS_CONFIG = "recipe.async_pipeline.verl_bridge.workers.loss_registry.OffPolicyLossConfig"
-"""What `actor_rollout_ref.actor.policy_loss._target_` must be, for verl to let the parameters of ours in."""
+"""`actor_rollout_ref.actor.policy_loss._target_`, so that verl accepts the parameters of our losses."""

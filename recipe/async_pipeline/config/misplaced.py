@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find keys that verl would ignore although they are meant for us: misplaced, misspelled or unknown ones."""
+"""Refuse keys that verl would ignore although they are meant for us: misplaced or misspelled ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ COMMON = frozenset(
     {"strategy", "run_dir", "pools", "validation", "depth", "every", "timeout_s", "failure", "default"}
     | {"attempts", "concurrency", "batch", "memory_mb", "cpu_s", "stage", "stale"}
 )
-"""Names of knobs, now or before, that other software uses for keys of its own. They are looked for only in
-`HIGHER` and `BESIDE`; all other names are looked for in the whole config.
+"""Current and former names of knobs that other software also uses. The search for them is limited to `HIGHER`
+and `LIKELY`; all other names are searched for in the whole config.
 """
 HIGHER = ("", "trainer.", "trainer.v1.", "trainer.async_pipeline.")
-BESIDE = (
+LIKELY = (
     "actor_rollout_ref.",
     "actor_rollout_ref.actor.",
     "actor_rollout_ref.rollout.",
@@ -35,19 +35,19 @@ BESIDE = (
     "data.",
     "reward.",
 )
-"""Where a knob may have been put by mistake; `strategy` is a key of verl's actor."""
+"""Places where a user may put a knob by mistake. `strategy` is also a key of verl's actor."""
 
 
 def reject_misplaced(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError if one of our keys stands where nothing would read it, or almost one of them."""
+    """Raises ConfigError if a key of this package is misspelled, or is where no code reads it."""
     if select(raw, RUNTIME) is not None:
-        raise ConfigError(f"{RUNTIME} is written by the launch of a run; remove it, knobs belong below {OWN}")
+        raise ConfigError(f"{RUNTIME} is written when a run is launched; remove it, knobs belong below {OWN}")
     places = _places()
     for path, value in walk(raw):
         leaf = path.rpartition(".")[2]
-        # `names` says where a knob is now whose flat name of before was used.
-        before = leaf in RENAMED and path == f"{OWN}.{leaf}"
-        if leaf in places and path not in places[leaf] and not before:
+        # `names` reports the new path of a knob under its former flat name.
+        former = leaf in RENAMED and path == f"{OWN}.{leaf}"
+        if leaf in places and path not in places[leaf] and not former:
             raise ConfigError(
                 f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places[leaf])}"
             )
@@ -57,12 +57,12 @@ def reject_misplaced(raw: Mapping[str, Any]) -> None:
 
 
 def _places() -> dict[str, list[str]]:
-    """Where each name may stand that is searched for in the whole config."""
+    """Return the permitted places of each name that is searched for in the whole config."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for key in FOREIGN:
         found[key.path.rpartition(".")[2]].append(key.path)
     found["async_pipeline"] = [*SWITCHES, OWN]
-    for name, paths in _ours().items():
+    for name, paths in _knob_places().items():
         if name not in COMMON:
             found[name] += paths
     for name in PARAMETERS:
@@ -70,12 +70,12 @@ def _places() -> dict[str, list[str]]:
     return dict(found)
 
 
-def _ours() -> dict[str, list[str]]:
-    """Places of our knobs by their last part, and by their names of before."""
+def _knob_places() -> dict[str, list[str]]:
+    """Return the places of our knobs by the last part of their path and by their former names."""
     found = {name: [f"{OWN}.{path}"] for name, path in RENAMED.items()}
     for path in (*knob_paths(), "faults.bad_data"):
         name, place = path.rpartition(".")[2], f"{OWN}.{path}"
-        # Kinds of bad data are too far down to be looked for.
+        # Kinds of bad data are too deeply nested to be misplaced.
         if path.count(".") < 2 and place not in found.setdefault(name, []):
             found[name].append(place)
     return found
@@ -85,14 +85,14 @@ _SECTIONS = tuple(path for path in sections_of(AsyncPipelineConfig) if "." not i
 
 
 def _reject_common(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a knob with a common name, or a section, stands in a likely wrong place."""
+    """Raises ConfigError if a knob with a common name, or a section, is in a likely wrong place."""
     wrong = [
         (f"{parent}{name}", places)
-        for name, places in _ours().items()
+        for name, places in _knob_places().items()
         if name in COMMON
-        for parent in (*HIGHER, *(() if name == "strategy" else BESIDE))
+        for parent in (*HIGHER, *(() if name == "strategy" else LIKELY))
     ]
-    # `reward` is a section of verl.
+    # verl has a section `reward` at the top.
     wrong += [
         (f"{parent}{name}", [f"{OWN}.{name}"])
         for name in _SECTIONS
@@ -108,32 +108,31 @@ def _reject_common(raw: Mapping[str, Any]) -> None:
 
 
 def _check_async_training(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the section of verl's fully asynchronous trainer has keys that have no meaning
-    here.
-    """
-    theirs = select(raw, ASYNC_TRAINING)
-    if theirs is None:
+    """Raises ConfigError for a key of verl's fully asynchronous trainer that has no meaning here."""
+    section = select(raw, ASYNC_TRAINING)
+    if section is None:
         return
+
     prefix = f"{ASYNC_TRAINING}."
     known = [key.path.removeprefix(prefix) for key in FOREIGN if key.path.startswith(prefix)]
-    if not isinstance(theirs, Mapping):
+    if not isinstance(section, Mapping):
         raise ConfigError(
-            f"{ASYNC_TRAINING} must be a section with some of {', '.join(known)}, got {theirs!r}; correct it"
+            f"{ASYNC_TRAINING} must be a section with some of {', '.join(known)}, got {section!r}; correct it"
         )
-    for name, value in theirs.items():
+    for name, value in section.items():
         if name not in known:
             raise ConfigError(
-                f"{ASYNC_TRAINING}.{name} is unknown, got {value!r}; understood are {', '.join(known)}: "
-                "correct it, or leave it out"
+                f"{ASYNC_TRAINING}.{name} is not supported, got {value!r}; use one of {', '.join(known)}, or "
+                "leave it out"
             )
 
 
 def reject_near_misses(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a key that verl does not know and that is almost a short form or switch of ours.
+    """Raises ConfigError for a key that resembles a switch or a short form; verl would ignore it.
 
-    Looks at the levels on which those stand; verl would ignore the key.
+    Searches only the levels on which those keys are read.
     """
-    ours = {key.path.rpartition(".")[2] for key in FOREIGN} | {"async_pipeline"}
+    known = {key.path.rpartition(".")[2] for key in FOREIGN} | {"async_pipeline"}
     for parent in (
         "",
         "actor_rollout_ref",
@@ -143,9 +142,9 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
     ):
         node = select(raw, parent) if parent else raw
         for name in node if isinstance(node, Mapping) else ():
-            if not isinstance(name, str) or name in ours:
+            if not isinstance(name, str) or name in known:
                 continue
-            close = difflib.get_close_matches(name, list(ours), n=1, cutoff=0.85)
+            close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.85)
             if close:
                 path = f"{parent}.{name}" if parent else name
                 raise ConfigError(
@@ -154,10 +153,10 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
 
 
 def unknown_key(path: str) -> str:
-    """What to say, in one line, of a path that hydra finds in no config."""
+    """Return the one-line message for a path that hydra does not find in the config."""
     if not path.startswith(f"{OWN}."):
         return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
-    ours = path.removeprefix(f"{OWN}.")
-    if ours in knob_paths() or ours in sections_of(AsyncPipelineConfig):
+    knob = path.removeprefix(f"{OWN}.")
+    if knob in knob_paths() or knob in sections_of(AsyncPipelineConfig):
         return f"{path} is a knob that this config does not have; write +{path}=... to add it"
-    return unknown(AsyncPipelineConfig, ours)
+    return unknown(AsyncPipelineConfig, knob)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of knobs as users write them: flatten sections to paths, refuse unknown names and those of before."""
+"""Names of knobs as users write them: flatten sections to paths, refuse unknown and former names."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ RENAMED: Mapping[str, str] = {
     "prompt_attempts": "faults.max_prompt_attempts",
     "custom_roles": "custom_stages",
 }
-"""Flat names of before, and their paths now. No path equals a name on the left."""
+"""Former flat names, and the current paths. No path equals a former name."""
 _RENAMED_VALUES = {"stale": "; its value resume is now regenerate"}
 
 
 def current_path(path: str) -> str:
-    """The path that a knob has now, given its whole path of now or before."""
+    """Return the current path of a knob, given its current or former path."""
     name = path.removeprefix(f"{OWN}.")
     return f"{OWN}.{RENAMED[name]}" if path != name and name in RENAMED else path
 
 
 def flattened(root: type, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values below `root` by the paths of their knobs. Raises ConfigError for a name that is no
-    knob and for a section that is not one.
+    """Return the values below `root` by the paths of their knobs.
+
+    Raises ConfigError for an unknown name, or if a section is not a mapping.
     """
     return _flattened(root, own, "")
 
@@ -67,6 +68,7 @@ def flattened(root: type, own: Mapping[str, Any]) -> dict[str, Any]:
 def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     known, sections = {knob.path for knob in knobs_of(root)}, sections_of(root)
     found: dict[str, Any] = {}
+
     for name, value in node.items():
         path = f"{prefix}{name}"
         if path in known:
@@ -82,7 +84,7 @@ def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, An
 
 
 def unknown(root: type, path: str, got: str = "") -> str:
-    """What to say of a path below our section that is no knob: its new path, or the nearest knob."""
+    """Return the message for a path below our section that is not a knob, with a current or near path."""
     first, _, rest = path.partition(".")
     if first in RENAMED:
         now = f"{RENAMED[first]}.{rest}" if rest else RENAMED[first]
@@ -96,7 +98,7 @@ def unknown(root: type, path: str, got: str = "") -> str:
 
 
 def _nearest(path: str, paths: list[str]) -> str | None:
-    """The knob that a path seems to mean: by its last part in any section, or as a whole."""
+    """Return the knob that a path resembles, in its last part or as a whole, or None."""
     by_name = {known.rpartition(".")[2]: known for known in reversed(paths)}
     name = path.rpartition(".")[2]
     if name in by_name or name in RENAMED:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dotted paths in a config: our sections, look one up, walk all of them, suggest the nearest known name."""
+"""Dotted paths in a config: look one up, walk all of them, suggest the nearest known name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 OWN = "trainer.v1.async_pipeline"
 """Section of the user's knobs."""
 RUNTIME = "trainer.v1.async_pipeline_runtime"
-"""Section of the run's state, which the launch writes."""
+"""Section of the run's state, written when the run is launched."""
 
 
 def select(raw: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None."""
+    """Return the value at a dotted path, or None."""
     node: Any = raw
     for part in path.split("."):
         if not isinstance(node, Mapping) or part not in node:
@@ -24,7 +24,7 @@ def select(raw: Mapping[str, Any], path: str) -> Any:
 
 
 def walk(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All dotted paths of a nested mapping, inner nodes included."""
+    """Yield all dotted paths of a nested mapping with their values, inner nodes included."""
     for name, value in raw.items():
         path = f"{prefix}{name}"
         yield path, value
@@ -33,7 +33,7 @@ def walk(raw: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested mapping of values by their dotted paths."""
+    """Return a nested mapping of values that are given by dotted paths."""
     root: dict[str, Any] = {}
     for path, value in values.items():
         *parents, leaf = path.split(".")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which role computes on which devices.
+"""Assign stages to devices.
 
-A *wish* names a pool, the roles on it and its size, as a number of devices or as a share of all. `place`
-turns wishes
-into pools of whole devices, or says in one line why it cannot. Pure arithmetic; imports neither verl nor ray.
+A *wish* names a pool, its stages (`roles` in the config) and its size, as a number of devices or as a share
+of all. `place` turns wishes into pools of whole devices. Pure arithmetic; imports neither verl nor ray.
 
-Shares become whole devices by largest remainder: each pool gets the whole part of share x devices, and what
-is left goes
-to the pools with the largest fractions, in their order. A pool lies within one node, or takes whole nodes.
+Shares become whole devices by the largest remainder method: each pool gets the whole part of
+share x devices, and the rest is assigned to the pools with the largest fractions, in order. A pool fits into
+one node or takes whole nodes.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from .paths import OWN, hint, select
 from .schema import AsyncPipelineConfig
 
 MOST_DEVICES = 1_000_000
-"""Of a node, or nodes; more is a slip of the pen."""
+"""Upper bound for nodes and for devices of a node; a larger number is a typing error."""
 PLACED = ("train", "logp", "ref_logp", "critic", "generate")
-"""Roles that compute on devices. The gather of `param_update` belongs to train, the critic's values to
-critic.
-"""
+"""Stages that compute on devices. `param_update` gathers on the devices of train; the critic computes the
+values on its own."""
 OPTIONAL = ("logp", "ref_logp", "critic")
-"""These share the training devices unless they have a place of their own."""
+"""These share the training devices unless a pool names them."""
 ALIASES = {
     "actor_train": "train",
     "actor": "train",
@@ -45,17 +43,17 @@ RATIOS, TASKS, TASK_RATIOS = (
     "trainer.sperated_node_ratios",
 )
 TOLERANCE = 1e-3
-"""Shares may be written with three digits."""
+"""Permits shares that are rounded to three digits."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices and the roles that take turns on them."""
+    """Devices and the stages that share them."""
 
     name: str
     roles: tuple[str, ...]
     per_node: tuple[int, ...]
-    """Devices on each node that it has a part of."""
+    """Devices on each node that the pool uses."""
 
     @property
     def devices(self) -> int:
@@ -64,7 +62,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Wish:
-    """A pool as asked for: either `devices` or `share`, a part of all devices."""
+    """A requested pool. Either `devices` or `share` is set."""
 
     name: str
     roles: tuple[str, ...]
@@ -74,18 +72,16 @@ class Wish:
 
 @dataclass(frozen=True)
 class Placement:
-    """All pools of a run; each role that computes is on exactly one."""
+    """All pools of a run; each stage that computes is on exactly one."""
 
     pools: tuple[Pool, ...]
 
     def pool_of(self, role: str) -> Pool | None:
-        """None: the run has no such role, or it needs no device."""
+        """Return the pool of a stage, or None if the run lacks the stage or it needs no device."""
         return next((pool for pool in self.pools if role in pool.roles), None)
 
     def own_pool_of(self, role: str) -> Pool | None:
-        """The pool of a role that does not share the training devices; None if it does, or if there is no
-        such role.
-        """
+        """Return the pool of a stage, or None if it shares the training devices or the run lacks it."""
         pool = self.pool_of(role)
         return None if pool is None or "train" in pool.roles else pool
 
@@ -94,7 +90,7 @@ class Placement:
         return sum(pool.devices for pool in self.pools)
 
     def as_list(self) -> list[dict[str, Any]]:
-        """Plain values; see `from_list`."""
+        """Return plain values, from which `from_list` makes an equal placement."""
         return [{"name": p.name, "roles": list(p.roles), "per_node": list(p.per_node)} for p in self.pools]
 
     @classmethod
@@ -105,10 +101,10 @@ class Placement:
 def placement_of(
     config: Mapping[str, Any], pools: Mapping[str, Any] | None, roles: Sequence[str], path: str = POOLS
 ) -> Placement:
-    """Where the roles of a run compute. `config`: verl's; `roles`: those of `PLACED` that it has; `path`:
-    what says `pools`.
+    """Place the stages of a run. Raises ConfigError if they do not fit.
 
-    Raises ConfigError.
+    `config` is verl's, `roles` holds the stages of `PLACED` that the run has, and `path` is the key that
+    `pools` was set by.
     """
     sizes = {}
     for size_path in (
@@ -120,7 +116,7 @@ def placement_of(
         value = select(config, size_path)
         least = 0 if "rollout" in size_path and pools is not None else 1
         why = (
-            "generation needs devices of its own; say how many"
+            "generation needs its own devices; set their number"
             if "rollout" in size_path
             else "training needs devices"
         )
@@ -129,6 +125,7 @@ def placement_of(
         if value > MOST_DEVICES:
             raise ConfigError(f"{size_path} must be at most {MOST_DEVICES}, got {value!r}; {why}")
         sizes[size_path] = value
+
     nodes, node, more, size = sizes.values()
     if pools is None:
         training = tuple(role for role in roles if role != "generate")
@@ -140,8 +137,10 @@ def placement_of(
 
 
 def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass: bool) -> str:
-    """One of `OLD_LOGP`. `bypass`: verl is to take the rollout's. Raises ConfigError: it cannot be that
-    one.
+    """Return the policy of old log-probs, one of `schema.OldLogp`.
+
+    `bypass` means that verl uses the log-probs of the rollout. Raises ConfigError if the placement does not
+    permit the chosen policy.
     """
     path, pool = f"{OWN}.training.old_logp", placement.own_pool_of("logp")
     if bypass:
@@ -150,25 +149,24 @@ def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass:
         return "logp_pool" if pool is not None and knobs.staleness.max_lag > 0 else "trainer"
     if knobs.training.old_logp == "logp_pool" and pool is None:
         raise ConfigError(
-            f"{path}=logp_pool wants logp on a pool without train, but it shares the training devices; "
-            f"give it one in {POOLS}, or use trainer"
+            f"{path}=logp_pool requires a pool for logp, which shares the training devices; add one to "
+            f"{POOLS}, or use trainer"
         )
     if knobs.training.old_logp == "logp_pool" and knobs.staleness.max_lag == 0:
         raise ConfigError(
-            f"{path}=logp_pool is a policy older than the one that answers with max_lag 0; use trainer, or "
-            "raise max_lag"
+            f"{path}=logp_pool requires {OWN}.staleness.max_lag > 0, got 0, because its policy is older than "
+            "the one that generates; use trainer, or raise max_lag"
         )
     if knobs.training.old_logp == "trainer" and pool is not None and knobs.weight_sync.every > 1:
         raise ConfigError(
-            f"{path}=trainer with a pool for logp needs every version published, got "
-            f"{OWN}.weight_sync.every={knobs.weight_sync.every}; "
-            "use logp_pool, or weight_sync.every=1"
+            f"{path}=trainer with a pool for logp requires {OWN}.weight_sync.every=1, got "
+            f"{knobs.weight_sync.every}; set it, or use logp_pool"
         )
     return knobs.training.old_logp
 
 
 def wishes_of(pools: Any, path: str = POOLS) -> tuple[Wish, ...]:
-    """Our own form, `{name: {roles: [...], devices: 2}}` or with `share: 0.25`. Raises ConfigError."""
+    """Parse `{name: {roles: [...], devices: 2}}`, or with `share: 0.25`. Raises ConfigError if wrong."""
     if not isinstance(pools, Mapping) or not pools:
         raise ConfigError(
             f"{path} must map names of pools to roles and sizes, got {pools!r}; e.g. {{a: {{roles: "
@@ -180,15 +178,15 @@ def wishes_of(pools: Any, path: str = POOLS) -> tuple[Wish, ...]:
         for role in wish.roles:
             if role in seen:
                 raise ConfigError(
-                    f"{path}: {role} is on pool {seen[role]} and on pool {wish.name}; a role is on one "
-                    "pool, remove it from the other"
+                    f"{path} must name {role} once, got it in {seen[role]} and {wish.name}; remove one"
                 )
             seen[role] = wish.name
         if "generate" in wish.roles and len(wish.roles) > 1:
             raise ConfigError(
-                f"{path}.{wish.name}.roles must be [generate] alone, got {list(wish.roles)}; engines keep "
-                "their devices, give the others a pool of their own"
+                f"{path}.{wish.name}.roles must be [generate] alone, got {list(wish.roles)}; move the others "
+                "to another pool, since engines keep their devices"
             )
+
     for role in ("train", "generate"):
         if role not in seen:
             raise ConfigError(f"{path} must have a pool for {role}, got {', '.join(seen)}; add one")
@@ -207,9 +205,11 @@ def _wish(name: str, pool: Any, path: str) -> Wish:
             raise ConfigError(
                 f"{path}.{key} is unknown, got {pool[key]!r}; a pool has roles, and devices or share"
             )
+
     roles = pool.get("roles")
     if not isinstance(roles, Sequence) or isinstance(roles, str) or not roles:
         raise ConfigError(f"{path}.roles must be a list of roles, got {roles!r}; of {', '.join(PLACED)}")
+
     devices, share = pool.get("devices"), pool.get("share")
     if (devices is None) == (share is None):
         raise ConfigError(
@@ -226,19 +226,19 @@ def _wish(name: str, pool: Any, path: str) -> Wish:
 
 
 def check_share(share: Any, path: str) -> None:
-    """Raises ConfigError: not a share of all devices."""
+    """Raises ConfigError if this is not a share of all devices."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"{path} must be above 0 and at most 1, got {share!r}; it is a part of all devices")
+        raise ConfigError(f"{path} must be above 0 and at most 1, got {share!r}; 1 is all devices")
 
 
 def role_called(name: Any, path: str) -> str:
-    """A role in our spelling. Raises ConfigError: there is none of this name."""
+    """Return the stage that a name or an alias means. Raises ConfigError if there is no such stage."""
     text = str(name).replace("-", "_").lower()
     role = ALIASES.get(text, text)
     if role not in PLACED:
         raise ConfigError(
             f"{path} must be of {', '.join(PLACED)}, got {name!r}{hint(role, (*PLACED, *ALIASES))}; other "
-            "roles need no device"
+            "stages need no device"
         )
     return role
 
@@ -246,12 +246,10 @@ def role_called(name: Any, path: str) -> str:
 def place(
     wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: int, path: str = POOLS
 ) -> Placement:
-    """Whole devices for each wish.
+    """Assign whole devices to each wish. Raises ConfigError, with the nearest possible sizes, if one fails.
 
-    `roles`: those of `PLACED` that the run has; what no wish names shares the training devices. `devices`:
-    all that there
-    are, for shares; `node`: how many of them a node has. Raises ConfigError, with the nearest that is
-    possible.
+    `roles` holds the stages of `PLACED` that the run has; stages that no wish names share the training
+    devices. `devices` counts all devices, and `node` the devices of one node.
     """
     wished = {role for wish in wishes for role in wish.roles}
     rest = tuple(role for role in roles if role not in wished)
@@ -260,17 +258,17 @@ def place(
         here = tuple(role for role in wish.roles if role in roles)
         if not here:
             raise ConfigError(
-                f"{path}: this run has no {' or '.join(wish.roles)}, so that the devices of pool "
-                f"{wish.name} would do nothing; "
-                f"{_without(wish, wishes, path)}"
+                f"{path}: this run has no {' or '.join(wish.roles)}, so the devices of pool {wish.name} "
+                f"would be idle; {_without(wish, wishes, path)}"
             )
         kept.append((wish, (*here, *rest) if "train" in here else here))
+
     counts = _whole_devices([wish for wish, _ in kept], devices, path)
     if sum(counts) > devices:
         raise ConfigError(
             f"{path}: the pools must fit into the {devices} devices of trainer.{{nnodes,n_gpus_per_node}} "
-            "and actor_rollout_ref.rollout."
-            f"{{nnodes,n_gpus_per_node}} together, got {sum(counts)}; make some smaller, or raise those"
+            "and actor_rollout_ref.rollout.{nnodes,n_gpus_per_node} together, got "
+            f"{sum(counts)}; make some smaller, or raise these numbers"
         )
     pools = tuple(
         Pool(wish.name, here, _on_nodes(wish.name, count, node, path))
@@ -281,7 +279,7 @@ def place(
 
 
 def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
-    """The remedy for a pool that nobody needs."""
+    """Return the remedy for a pool without a stage of the run."""
     asked = (
         " (actor_rollout_ref.actor.use_kl_loss=True asks for a reference)"
         if unused.roles == ("ref_logp",)
@@ -299,7 +297,7 @@ def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
 
 
 def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> None:
-    """First fit, largest first. Raises ConfigError: a pool finds no node with that many devices left."""
+    """Pack first fit, largest first. Raises ConfigError if no node has enough devices left for a pool."""
     left = [node] * nodes
     parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
     begin = 0
@@ -310,8 +308,7 @@ def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> N
         if free is None:
             raise ConfigError(
                 f"{path}: pool {name} needs {part} devices of one node, but the others leave at most "
-                f"{max(left)} on any of {nodes} nodes of {node}; "
-                "make it smaller, or another one"
+                f"{max(left)} on any of {nodes} nodes of {node}; make a pool smaller"
             )
         left[free] -= part
 
@@ -325,18 +322,19 @@ def _whole_devices(wishes: Sequence[Wish], devices: int, path: str) -> list[int]
             f"{path}: the shares must sum to 1, got {' + '.join(f'{s:g}' for s in shares)} = "
             f"{sum(shares):g}; change one"
         )
+
     counts = [math.floor(share * devices + TOLERANCE) for share in shares]
     by_fraction = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i] * devices)
     for i in by_fraction[: devices - sum(counts)]:
         counts[i] += 1
+
     for wish, count in zip(wishes, counts, strict=True):
         if count == 0:
             least = math.ceil(1 / min(shares) - TOLERANCE)
             raise ConfigError(
                 f"{path}: pool {wish.name} gets no device, its share of {devices} is "
-                f"{float(wish.share or 0) * devices:g}; "
-                f"raise it to {1 / devices:.3g} and lower another, or have {least} devices (trainer and "
-                "rollout together)"
+                f"{float(wish.share or 0) * devices:g}; raise it to {1 / devices:.3g} and lower another, or "
+                f"use {least} devices (trainer and rollout together)"
             )
     return counts
 
@@ -348,22 +346,19 @@ def _on_nodes(name: str, devices: int, node: int, path: str) -> tuple[int, ...]:
         below, above = devices // node * node, -(-devices // node) * node
         raise ConfigError(
             f"{path}: pool {name} must be within a node of {node} devices (trainer.n_gpus_per_node) or "
-            f"take whole nodes, got {devices}; "
-            f"nearest are {below} and {above}"
+            f"take whole nodes, got {devices}; nearest are {below} and {above}"
         )
     return (node,) * (devices // node)
 
 
 def check_divides(pool: Pool, samples: int, what: str) -> None:
-    """Raises ConfigError: `samples` cannot be dealt out evenly to the devices of a pool; names the nearest
-    sizes that could.
-    """
+    """Raises ConfigError, with the nearest possible sizes, if a pool cannot divide `samples` evenly."""
     if samples % pool.devices:
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
         below = max(n for n in fits if n <= pool.devices) if pool.devices > 1 else 1
         above = min((n for n in fits if n > pool.devices), default=None)
         nearest = f"{below}" if above is None else f"{below} and {above}"
         raise ConfigError(
-            f"{what}, {samples} samples, cannot be dealt out evenly to the {pool.devices} devices of pool "
+            f"{what}, {samples} samples, must be divisible by the {pool.devices} devices of pool "
             f"{pool.name}; nearest sizes are {nearest}"
         )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documentation of all knobs, rendered from the dataclasses of `schema` and the table of `aliases`.
+"""Render the documentation of all knobs from the dataclasses of `schema` and the table of `aliases`.
 
-Rewrites `configs/async_pipeline.yaml` and `docs/configuration.md`, which a test holds equal to it:
+Rewrites `configs/async_pipeline.yaml` and `docs/configuration.md`; a test compares both with the knobs:
 
     python -m recipe.async_pipeline.config.reference
 
-`async-pipeline explain --knobs` prints the same facts.
+`async-pipeline explain --knobs` prints the same information.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _YAML_HEAD = f"""\
 # @package _global_
 # Every knob of the pipeline with its default. Written by `{COMMAND}`.
 #
-# Experiment files next to this one hold deltas only. A knob that a key of another system may set as well is
-# null here, and its comment names the default: any other value of it was then written by the user.
+# Other experiment files in this folder hold only differences. A knob that a key of another system can also
+# set is null here, and its comment names the default; every other value then was written by the user.
 # Switch the pipeline on with +async_pipeline=True on the command line.
 
-# The same as trainer.v1.async_pipeline.strategy, in short.
+# Short form of trainer.v1.async_pipeline.strategy.
 async_strategy: null
 
 trainer:
@@ -55,13 +55,13 @@ _DOCS_HEAD = f"""\
 the command line as `trainer.v1.async_pipeline.staleness.max_lag=2`, or with a leading `+` if your config does
 not include `configs/async_pipeline.yaml`. An unknown or misplaced key is an error that names the nearest
 knob. `async-pipeline explain --knobs [SECTION]` prints these tables, and `async-pipeline explain` the plan
-that a command line results in.
+that results from a command line.
 """
 _FOREIGN_HEAD = """\
 ## Short forms and keys of other systems
 
-Each of these keys is translated when it is set, and one line at the start of the run says into what. Where
-two keys disagree, the run does not start.
+Each of these keys is translated when it is set, and the run prints one line on the result when it starts. Two
+keys that disagree are an error.
 
 | Key | Sets |
 |---|---|
@@ -69,19 +69,21 @@ two keys disagree, the run does not start.
 
 
 def render_yaml() -> str:
-    """The text of `configs/async_pipeline.yaml`."""
+    """Return the text of `configs/async_pipeline.yaml`."""
     lines = [_YAML_HEAD]
     documents = _documents()
     last = ""
     for knob in knobs_of(AsyncPipelineConfig):
         section = knob.path.rpartition(".")[0]
         depth = 6
+
         for level, part in enumerate(section.split(".") if section else ()):
             depth += 2
             path = ".".join(section.split(".")[: level + 1])
             if not f"{last}.".startswith(f"{path}."):
                 pad = " " * (depth - 2)
                 lines += ["", *_comment(documents[path], pad), f"{pad}{part}:"]
+
         last = section
         pad = " " * depth
         text = documents[knob.path]
@@ -94,7 +96,7 @@ def render_yaml() -> str:
 
 
 def render_docs() -> str:
-    """The text of `docs/configuration.md`."""
+    """Return the text of `docs/configuration.md`."""
     documents = _documents()
     parts = [_DOCS_HEAD]
     for title, knobs in _by_section().items():
@@ -109,13 +111,14 @@ def render_docs() -> str:
 
 
 def render_help(section: str | None = None) -> list[str]:
-    """Lines of `async-pipeline explain --knobs [SECTION]`. Raises ConfigError if there is no such section."""
+    """Return the lines of `explain --knobs [SECTION]`. Raises ConfigError if there is no such section."""
     sections = [path for path in _by_section() if path]
     if section is not None and section not in sections:
         raise ConfigError(
             f"--knobs: there is no section {section!r}{hint(section, sections)}; sections: "
             f"{', '.join(sections)}"
         )
+
     documents = _documents()
     lines = [f"Below {OWN}:"]
     for knob in knobs_of(AsyncPipelineConfig):
@@ -135,7 +138,7 @@ def write(root: Path) -> None:
 
 
 def _documents() -> Mapping[str, str]:
-    """The docstring of every knob and section, by path, on one line."""
+    """Return the docstring of every knob and section, by path, on one line."""
     found: dict[str, str] = {}
     for path, cls in {"": AsyncPipelineConfig, **sections_of(AsyncPipelineConfig)}.items():
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
@@ -161,7 +164,7 @@ def _text(node: ast.stmt) -> str | None:
 
 
 def _by_section() -> dict[str, list[Knob]]:
-    """Knobs by the path of their section; those at the top first."""
+    """Return the knobs by the path of their section, those without a section first."""
     found: dict[str, list[Knob]] = {}
     for knob in knobs_of(AsyncPipelineConfig):
         found.setdefault(knob.path.rpartition(".")[0], []).append(knob)
@@ -169,7 +172,7 @@ def _by_section() -> dict[str, list[Knob]]:
 
 
 def _values(knob: Knob) -> str:
-    """What a knob accepts, in words."""
+    """Describe the values that a knob accepts."""
     if knob.choices:
         return ", ".join(f"`{choice}`" for choice in knob.choices)
     names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
@@ -179,12 +182,12 @@ def _values(knob: Knob) -> str:
 
 
 def _bounds(knob: Knob) -> str:
-    # The longest time exists for timers, not for readers.
+    # The longest time is a limit of timers, which readers need not know.
     return "" if knob.bounds is None else str(knob.bounds).replace(f" and at most {LONGEST_S:g}", "")
 
 
 def _meaning(knob: Knob, text: str) -> tuple[str, str]:
-    """The docstring without its last sentence on the default, and that default."""
+    """Return the docstring without its last sentence, which is on the default, and the default."""
     meaning, _, derived = text.partition(f" {DERIVED}")
     value = json.dumps(_plain(knob.default)).strip('"')
     return meaning, derived.rstrip(".") or ("none" if value == "null" else f"`{value}`")
@@ -195,7 +198,7 @@ def _plain(value: Any) -> Any:
 
 
 def _comment(text: str, pad: str) -> list[str]:
-    # Names that end in a full stop or hold a dash stay whole.
+    # Do not split names at dashes.
     return textwrap.wrap(
         text,
         WIDTH,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's loss and its correction for age come down to, in words, and which parameters they may have.
+"""Check the parameters of a run's loss and of its correction for age, and describe both.
 
 Pure: takes plain mappings, imports neither verl nor torch. docs/strategies.md has the formulas.
 """
@@ -26,7 +26,7 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
 )
-"""verl's, of the losses of tokens."""
+"""verl's aggregations of token losses."""
 PARAMETERS = (
     "tis_lower_bound",
     "tis_upper_bound",
@@ -35,7 +35,7 @@ PARAMETERS = (
     "topr_split",
     "topr_ratio_level",
 )
-"""Of our own losses; verl has no keys of these names."""
+"""Parameters of our losses; verl has no keys with these names."""
 CORRECTION_KEYS = (
     "rollout_is",
     "rollout_is_threshold",
@@ -47,16 +47,16 @@ CORRECTION_KEYS = (
 )
 _ACTOR = "actor_rollout_ref.actor"
 WITHOUT_RATIO = ("policy_gradient", "gpg")
-"""Losses that do not ask how likely the old policy found a token."""
+"""Losses without a ratio to the old policy."""
 _PI_OLD = {
     "trainer": "version s-1",
     "logp_pool": "version s-2",
-    "rollout": "the versions that wrote the tokens",
+    "rollout": "the versions that generated the tokens",
 }
 
 
 def check_loss_parameters(section: Mapping[str, Any]) -> None:
-    """Of `tis` and `topr`, what is there of them. Raises ConfigError: a type or a range."""
+    """Check the parameters of `tis` and `topr` that are set. Raises ConfigError for a wrong type or range."""
     bounds = [
         _number(section, name, default)
         for name, default in (("tis_lower_bound", 0.0), ("tis_upper_bound", 1.0))
@@ -66,10 +66,12 @@ def check_loss_parameters(section: Mapping[str, Any]) -> None:
             f"{POLICY_LOSS}.tis_lower_bound and tis_upper_bound must be 0 <= lower <= upper, finite, "
             f"got {bounds[0]} and {bounds[1]}; the defaults are 0 and 1"
         )
+
     for name in ("topr_positive_weight", "topr_negative_weight"):
         value = _number(section, name, 1.0)
         if not 0 <= value < math.inf:
             raise ConfigError(f"{POLICY_LOSS}.{name} must be >= 0 and finite, got {value}; the default is 1")
+
     for name, choices in (("topr_split", SPLITS), ("topr_ratio_level", RATIO_LEVELS)):
         value = section.get(name, choices[0])
         if value not in choices:
@@ -80,31 +82,33 @@ def check_loss_parameters(section: Mapping[str, Any]) -> None:
 
 
 def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None:
-    """`config`: verl's, resolved; `known`: the losses there are, None if other code may add some.
+    """Raises ConfigError for an unknown loss, or a parameter that a worker would refuse minutes later.
 
-    Raises ConfigError: no such loss, or a parameter that a worker would refuse minutes later.
+    `config` is verl's, resolved. `known` holds all losses, or is None if other code may add some.
     """
     section = select(config, POLICY_LOSS) or {}
     check_loss_parameters(section)
     mode = section.get("loss_mode")
     if mode == "bypass_mode":
         raise ConfigError(
-            f"{POLICY_LOSS}.loss_mode must not be bypass_mode, which leaves the rollout correction out, "
-            f"got {mode!r}; {CORRECTION}.bypass_mode=True and a loss do what it is for"
+            f"{POLICY_LOSS}.loss_mode must not be bypass_mode, which omits the rollout correction, "
+            f"got {mode!r}; set {CORRECTION}.bypass_mode=True and name a loss instead"
         )
     if known is not None and mode not in known:
         raise ConfigError(
             f"{POLICY_LOSS}.loss_mode must be one of {', '.join(sorted(known))}, got "
             f"{mode!r}{hint(str(mode), known)}; correct it"
         )
+
     beta = section.get("dro_beta")
     if mode == "dro" and (
         isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < math.inf
     ):
         raise ConfigError(
             f"{POLICY_LOSS}.dro_beta must be a number > 0 with loss_mode dro (kimi15), got {beta!r}; ROLL "
-            "has 0.1"
+            "uses 0.1"
         )
+
     for name, least in (
         ("clip_ratio", 0),
         ("clip_ratio_low", 0),
@@ -118,6 +122,7 @@ def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None
             raise ConfigError(
                 f"{_ACTOR}.{name} must be a number > {least}, got {value!r}; leave it out for verl's default"
             )
+
     aggregation = select(config, f"{_ACTOR}.loss_agg_mode")
     if aggregation is not None and aggregation not in AGGREGATIONS:
         raise ConfigError(
@@ -131,24 +136,25 @@ def _check_correction(section: Mapping[str, Any]) -> None:
     for name, value in section.items():
         if name not in CORRECTION_KEYS and name != "_target_":
             raise ConfigError(
-                f"{CORRECTION}.{name} is unknown, got {value!r}{hint(str(name), CORRECTION_KEYS)}; verl "
-                f"has {', '.join(CORRECTION_KEYS)}"
+                f"{CORRECTION}.{name} is unknown, got {value!r}{hint(str(name), CORRECTION_KEYS)}; verl's "
+                f"keys are {', '.join(CORRECTION_KEYS)}"
             )
     for name in ("bypass_mode", "rollout_is_batch_normalize"):
         if not isinstance(section.get(name) or False, bool):
             raise ConfigError(
                 f"{CORRECTION}.{name} must be True or False, got {section[name]!r}; False is verl's default"
             )
+
     if section.get("loss_type") not in (None, "ppo_clip"):
         raise ConfigError(
-            f"{CORRECTION}.loss_type must be left alone, got {section['loss_type']!r}; verl's V1 trainer "
-            "does not read it, pg_variant names the loss"
+            f"{CORRECTION}.loss_type must not be set, got {section['loss_type']!r}; verl's V1 trainer "
+            "ignores it, set pg_variant instead"
         )
     level = section.get("rollout_is")
     if level is not None and level not in IS_LEVELS:
         raise ConfigError(
             f"{CORRECTION}.rollout_is must be one of {', '.join(IS_LEVELS)} or null, got {level!r}; token "
-            "is what the smoke run has"
+            "is a usual choice"
         )
 
 
@@ -160,41 +166,39 @@ def _number(section: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def loss_in_words(config: Mapping[str, Any], old_logp: str, mini_batches: int) -> str:
-    """`old_logp`: one of `knobs.OLD_LOGP`; `mini_batches`: optimizer updates of a step, of each epoch over
-    it.
-    """
+    """Describe the loss. `mini_batches` counts the optimizer updates of one epoch over a step."""
     mode = str(select(config, f"{POLICY_LOSS}.loss_mode"))
     called = next((variant for variant, name in LOSS_OF_VARIANT.items() if name == mode), None)
     name = mode if called in (None, mode) else f"{mode} (pg_variant {called})"
     if mode in WITHOUT_RATIO:
-        return f"{name}: asks for no ratio to an old policy"
+        return f"{name}: no ratio to an old policy"
     one_update = mini_batches == 1 and select(config, "actor_rollout_ref.actor.ppo_epochs") in (None, 1)
-    always = "; one update a step, so that their ratio is 1" if old_logp == "trainer" and one_update else ""
-    return f"{name}: current policy against {_PI_OLD[old_logp]}{always}"
+    always = "; one update per step, so the ratio is 1" if old_logp == "trainer" and one_update else ""
+    return f"{name}: ratio of the current policy to {_PI_OLD[old_logp]}{always}"
 
 
 def correction_in_words(config: Mapping[str, Any], old_logp: str, max_lag: int) -> str:
-    """What stands between an answer of an older version and the gradient; the first word is `none` if
-    nothing does.
-    """
+    """Describe how gradients of older responses are corrected; starts with `none` if they are not."""
     section = select(config, CORRECTION) or {}
     if old_logp == "rollout":
         if select(config, f"{POLICY_LOSS}.loss_mode") in WITHOUT_RATIO:
-            return f"none: the loss asks for no ratio{_remedy(max_lag, 'pg_variant=tis does')}"
-        return "by the loss, whose ratio is against the versions that wrote the tokens"
+            return f"none: the loss has no ratio{_remedy(max_lag, 'pg_variant=tis')}"
+        return "by the loss, whose ratio is to the versions that generated the tokens"
+
     found = []
     if section.get("rollout_is"):
         limits = str(section.get("rollout_is_threshold")).partition("_")
-        bound = f"at most {limits[0]}" if not limits[1] else f"0 outside of {limits[0]} to {limits[2]}"
-        what = "a token" if section["rollout_is"] == "token" else "an answer"
+        bound = f"at most {limits[0]}" if not limits[1] else f"0 outside {limits[0]} to {limits[2]}"
+        what = "token" if section["rollout_is"] == "token" else "response"
         scaled = ", then scaled to a mean of 1" if section.get("rollout_is_batch_normalize") else ""
         found.append(
-            f"{what} weighs by {_PI_OLD[old_logp]} against the versions that wrote it, {bound}{scaled}"
+            f"weight of a {what}: ratio of {_PI_OLD[old_logp]} to the versions that generated it, "
+            f"{bound}{scaled}"
         )
     if section.get("rollout_rs"):
-        found.append(f"masked by {section['rollout_rs']} beyond {section.get('rollout_rs_threshold')}")
-    return " and ".join(found) or f"none{_remedy(max_lag, f'{CORRECTION}.rollout_is=token is one')}"
+        found.append(f"mask by {section['rollout_rs']} beyond {section.get('rollout_rs_threshold')}")
+    return "; ".join(found) or f"none{_remedy(max_lag, f'{CORRECTION}.rollout_is=token')}"
 
 
 def _remedy(max_lag: int, remedy: str) -> str:
-    return f", though answers may have lag {max_lag}; {remedy}" if max_lag else ""
+    return f", though responses may have lag {max_lag}; set {remedy} to correct for it" if max_lag else ""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration comes down to: who computes where, how much is in flight, how old it gets, what it
-occupies.
+"""Compute the plan of a run: placement, groups in flight, staleness and memory.
 
 Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
 """
@@ -27,7 +26,7 @@ from .user_classes import base_names, class_constant, find_class
 ARENAS = 2
 """Host copies of the weights on the trainer's side."""
 ORDER_OF_BASE = {"Schedule": Schedule.order} | {cls.__name__: cls.order for cls in STRATEGIES.values()}
-"""What a strategy of the user's own inherits."""
+"""The order that a custom strategy inherits, by the name of its base class."""
 ITEM_BYTES = {
     "float32": 4,
     "fp32": 4,
@@ -43,23 +42,23 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Numbers of a run, before it is started."""
+    """Figures of a run before it starts."""
 
     strategy: str
     max_lag: int
     oldest_groups: int
-    """Of a step, those that may have the full lag."""
+    """Groups of a step that may have the full lag."""
     order: str
     straggler: str
     sync_every: int
     in_flight: str
     placement: Placement
     reward_model_devices: int
-    """Beside those of the pools."""
+    """Devices of the reward model, in addition to the pools."""
     old_logp: str
     loss: str
     correction: str
-    """For the age of answers; begins with `none` if there is none."""
+    """How the age of responses is corrected; starts with `none` if it is not."""
     replicas: int
     tensor_parallel: int
     groups_per_step: int
@@ -67,24 +66,24 @@ class Plan:
     mini_batches_per_step: int
     answers_per_mini_batch_and_rank: float
     padding_per_step: int
-    """Empty samples that fill the last mini-batch up."""
+    """Empty samples that fill the last mini-batch."""
     groups_at_once: int
-    """In flight or finished and not yet trained, at most."""
+    """Upper bound for groups in flight or finished but not yet trained."""
     answers_at_once: int
     engine_slots: int
-    """Answers that the replicas work on at the same time; others wait in their queues."""
+    """Responses that the replicas generate concurrently; others wait in their queues."""
     parameters: int | None
-    """None: the model is not on this machine."""
+    """None if the model is not on this machine."""
     arena_bytes: int | None
     """Host memory of the trainer's node."""
     spare_bytes: int | None
-    """Memory of each replica's devices beside its weights."""
+    """Memory of the standby copy on each device of a replica, in addition to the weights."""
 
 
 def plan_of(
     config: Mapping[str, Any], knobs: AsyncPipelineConfig, placement: Placement, old_logp: str
 ) -> Plan:
-    """`config`: verl's, resolved; `placement` and `old_logp`: what its checks found."""
+    """Compute the plan of a resolved verl config, with the placement and old log-probs of its checks."""
 
     def number(path: str) -> int:
         return int(select(config, path))
@@ -95,12 +94,14 @@ def plan_of(
     mini = min(batch, number("actor_rollout_ref.actor.ppo_mini_batch_size"))
     depth = knobs.staleness.batches_ahead
     oldest = share_of(knobs.staleness.oldest_share, batch)
+
     parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
     nbytes = (
         None
         if parameters is None
         else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
     )
+
     return Plan(
         strategy=knobs.strategy,
         max_lag=knobs.staleness.max_lag,
@@ -144,15 +145,13 @@ def _order(strategy: str) -> str:
         cls = find_class(strategy, f"{OWN}.strategy")
         inherited = (ORDER_OF_BASE[base] for base in base_names(cls) if base in ORDER_OF_BASE)
         order = class_constant(cls, "order") or next(inherited, "")
-    return {"finished": "as they are finished", "drawn": "as they were drawn"}.get(
-        order, "in the order that it says itself"
+    return {"finished": "in the order they finish", "drawn": "in the order they were drawn"}.get(
+        order, "in a custom order"
     )
 
 
 def count_parameters(model: Path) -> int | None:
-    """Out of the headers of its safetensors files, which say the shape of every tensor; None: there are
-    none.
-    """
+    """Count the parameters in the headers of a model's safetensors files, or return None without files."""
     shapes = [shape for file in sorted(model.glob("*.safetensors")) for shape in _shapes(file)]
     if not shapes:
         return None
@@ -173,24 +172,23 @@ def _shapes(file: Path) -> Iterator[list[int]]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The figures of `explain --json`, under the names that this output has always had."""
+    """Return the figures of `explain --json`. The names of this output do not change."""
     figures = asdict(plan) | {"placement": plan.placement.as_list()}
     figures["straggler"] = STALE[plan.straggler]
     return {"stale" if name == "straggler" else name: value for name, value in figures.items()}
 
 
 def in_words(plan: Plan) -> list[str]:
-    """Lines for a person."""
+    """Return the plan as lines of text."""
     lines = [
-        f"strategy        {plan.strategy}: a step takes groups {plan.order}",
-        f"lag             at most {plan.max_lag}: step s, which starts at version s-1, uses answers of "
-        "version "
-        f"s-{plan.max_lag + 1} or newer",
+        f"strategy        {plan.strategy}: each step trains groups {plan.order}",
+        f"lag             at most {plan.max_lag}: step s starts from version s-1 and trains responses of "
+        f"version s-{plan.max_lag + 1} or newer",
     ]
     if plan.oldest_groups == 0 < plan.max_lag:
         lines.append(
-            f"                but oldest_share is less than one of a step's {plan.groups_per_step} groups, "
-            f"so that none has lag {plan.max_lag}"
+            f"                but none of a step's {plan.groups_per_step} groups has lag {plan.max_lag}, "
+            "because oldest_share is less than one group"
         )
     elif plan.oldest_groups < plan.groups_per_step:
         lines.append(
@@ -198,34 +196,33 @@ def in_words(plan: Plan) -> list[str]:
             f"have lag {plan.max_lag}"
         )
     if plan.straggler != "wait" and plan.max_lag > 0:
-        what = {"drop": "given up", "regenerate": "answered again with newer weights"}[plan.straggler]
-        lines.append(f"                an unfinished group that holds a step up is {what}")
+        what = {"drop": "given up", "regenerate": "generated again with newer weights"}[plan.straggler]
+        lines.append(f"                an unfinished group that holds up a step is {what}")
+
     every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
     lines += [
-        f"weights         published {every}; answers in flight then: {plan.in_flight}",
+        f"weights         updated {every}; requests in flight during an update: {plan.in_flight}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
         f"loss            {plan.loss}",
         f"correction      {plan.correction}",
         *_devices(plan),
-        f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} answers = "
-        f"{plan.groups_per_step * plan.answers_per_group} samples in {plan.mini_batches_per_step} "
-        "mini-batch(es), "
-        f"{plan.answers_per_mini_batch_and_rank:g} samples of each on a rank{_padding(plan)}",
-        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} answers, for "
-        f"{plan.engine_slots} "
-        f"slots of the engines{_slots(plan)}",
+        f"step            {plan.groups_per_step} prompts x {plan.answers_per_group} responses = "
+        f"{plan.groups_per_step * plan.answers_per_group} samples in "
+        f"{_count(plan.mini_batches_per_step, 'mini-batch', 'mini-batches')}; "
+        f"{plan.answers_per_mini_batch_and_rank:g} per mini-batch and training rank{_padding(plan)}",
+        f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} responses, for "
+        f"{plan.engine_slots} engine slots{_slots(plan)}",
         f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
     ]
     if plan.spare_bytes is None or plan.spare_bytes > 0:
-        lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a spare copy")
+        lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a standby copy")
     return lines
 
 
 _OLD_LOGP = {
-    "trainer": "of step s are those of version s-1, the trainer's before the step",
-    "logp_pool": "of step s are those of version s-2 (or the last published before it), computed beside "
-    "step s-1",
-    "rollout": "are what the engines said while they generated; none are computed",
+    "trainer": "step s uses version s-1, the trainer's policy before the step",
+    "logp_pool": "step s uses version s-2 (or the last weight update before it), computed during step s-1",
+    "rollout": "recorded by the engines during generation; none are computed",
 }
 
 
@@ -234,23 +231,27 @@ def _devices(plan: Plan) -> Iterator[str]:
     yield f"devices         {head}"
     yield from (f"                {line}" for line in lines)
     yield (
-        f"                {plan.replicas} replica(s) x {plan.tensor_parallel}; the gather of weights "
-        "computes with train"
+        f"                generate: {_count(plan.replicas, 'replica')} of "
+        f"{_count(plan.tensor_parallel, 'device')}; train also gathers the weights"
     )
     if plan.reward_model_devices:
         yield (
-            f"                and {plan.reward_model_devices} more for the reward model, which scores "
-            "while answers are generated"
+            f"                and {plan.reward_model_devices} more for the reward model, which scores during "
+            "generation"
         )
 
 
 def _padding(plan: Plan) -> str:
-    return f"; the last is filled up with {plan.padding_per_step} empty ones" if plan.padding_per_step else ""
+    return f"; the last is padded with {plan.padding_per_step} empty samples" if plan.padding_per_step else ""
+
+
+def _count(number: int, singular: str, plural: str = "") -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _slots(plan: Plan) -> str:
     if plan.answers_at_once > plan.engine_slots:
-        return "; what is not finished beyond those waits in the engines' queues"
+        return "; the others wait in the engines' queues"
     return ""
 
 
@@ -264,15 +265,17 @@ def _size(nbytes: int | None) -> str:
 
 
 def drawing(placement: Placement) -> list[str]:
-    """Lines: roles down, devices across, a mark where a role computes."""
+    """Draw stages down and devices across, with a mark where a stage computes. Returns lines."""
     total = placement.devices
     scale = max(1, -(-total // 64))
     names = [role for pool in placement.pools for role in pool.roles]
     width = max(len("device"), *(len(name) for name in names))
+
     lines, at = [], 0
     last = f"{total - 1}"
     ruler = "0" + " " * max(0, -(-total // scale) - 1 - len(last)) + (last if total > 1 else "")
     lines.append(f"{'device':<{width}}  {ruler}" + (f"   (one mark is {scale} devices)" if scale > 1 else ""))
+
     for pool in placement.pools:
         before, marks = at // scale, max(1, (at + pool.devices) // scale - at // scale)
         for role in pool.roles:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of one run that its launch decides, as opposed to the knobs that the user sets.
+"""State of one run that is decided when it is launched, as opposed to the knobs that the user sets.
 
-The launch writes it into verl's config below `RUNTIME`, since verl hands that config to every process of a
+The launch writes it into verl's config below `RUNTIME`, because verl passes that config to every process of a
 run. Each process parses it once.
 """
 
@@ -18,28 +18,28 @@ from .placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """What the launch decided for one run."""
+    """The decisions of the launch for one run."""
 
     run: str
-    """Name of the run, which it keeps when it is resumed."""
+    """Name of the run, kept when it is resumed."""
     identity: Mapping[str, str]
-    """What must not change when the run is resumed; see `checkpoint.resume.identity_of`."""
+    """Settings that must not change when the run is resumed; see `checkpoint.resume.identity_of`."""
     run_dir: Path
-    """Absolute."""
+    """Absolute path."""
     resume_from: Path | None
     """Folder of the checkpoint, or None if the run starts at the beginning."""
     started_unix: float
-    """When the user's command started."""
+    """Time at which the user's command started."""
     placement: Placement
     """Which stages compute on which devices."""
     old_logp: str
     """The policy of old log-probs; see `placement.proximal_policy`."""
     reward_manager: Mapping[str, Any] | None
-    """verl's own settings of the reward manager, where ours replaces it."""
+    """verl's settings of a reward manager that this package replaces, or None."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> RuntimeConfig:
-        """Read it from a whole verl config that the launch has prepared."""
+        """Read the state from a whole verl config that the launch has prepared."""
         plain = select(config, RUNTIME)
         return cls(
             run=str(plain["run"]),
@@ -53,7 +53,7 @@ class RuntimeConfig:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As a config holds it; the inverse of `of`."""
+        """Return plain values for a config; the inverse of `of`."""
         return {
             "run": self.run,
             "identity": dict(self.identity),

@@ -15,7 +15,7 @@ def schedule_of(
 ) -> Schedule:
     """Return the schedule that the knobs ask for.
 
-    `strategy` replaces the class that `knobs.strategy` names. `of_the_run` holds the fields that are no
+    `strategy` replaces the class that `knobs.strategy` names. `of_the_run` holds the fields that are not
     knobs: `batch`, `last_step`, `first_step`, `old_logp`, `validate_every`, `validate_first`, `save_every`.
     Raises ConfigError if the strategy cannot be imported or has no schedule.
     """

@@ -24,11 +24,11 @@ from .names import flattened
 from .paths import OWN, hint
 
 STRATEGY_LAG: Mapping[str, int | None] = {name: s.implied_lag for name, s in STRATEGIES.items()}
-"""The `max_lag` that each strategy stands for, or None if the user chooses it."""
+"""The `max_lag` that each strategy implies, or None if the user chooses it."""
 STRATEGY_ALIASES = {"naive": "on_policy"}
 DEFAULT_STRATEGY = "one_step_off"
 DEFAULT_AHEAD = 3
-"""max_lag of n_step_ahead and fully_async where no key sets it."""
+"""max_lag of n_step_ahead and fully_async if no key sets it."""
 LOADING_SHARE = 8
 """One replica in this many may load while the others generate."""
 MOST_LAG = 1000
@@ -260,14 +260,14 @@ class AsyncPipelineConfig:
 
     def __post_init__(self) -> None:
         for knob in knobs_of(type(self)):
-            # Sections have checked theirs.
+            # Sections check their own knobs.
             if "." not in knob.path and (value := getattr(self, knob.path)) is not None:
                 knob.check(value, f"{OWN}.{knob.path}")
         for spec in self.custom_stages:
             if not (spec.count("@") == 1 and spec.count("->") == 1 and ":" in spec.split("@")[0]):
                 raise ConfigError(
                     f"{OWN}.custom_stages entries must read module:Class@after->before, got {spec!r}; see "
-                    "the README"
+                    "docs/architecture.md"
                 )
         self._check_lag()
 
@@ -278,7 +278,7 @@ class AsyncPipelineConfig:
         if sync.every > longest:
             raise ConfigError(
                 f"{sync.PATH}.every must be at most {longest} with a depth of {depth} and oldest_share "
-                f"{share:g}, or prompts would wait for weights that wait for them, got {sync.every}; set "
+                f"{share:g}, got {sync.every}, since prompts and weights would wait for each other; set "
                 f"staleness.max_lag (and staleness.depth) to {sync.every - (share == 1)} or more"
             )
         implied = STRATEGY_LAG.get(self.strategy)
@@ -290,25 +290,24 @@ class AsyncPipelineConfig:
 
 
 def concurrent_loads(asked: int | None, replicas: int) -> int:
-    """How many replicas load a version at the same time, while the others generate: an eighth, at least one,
-    unless `asked` says otherwise.
-    """
+    """Return how many replicas load a version at the same time: `asked`, or an eighth, at least one."""
     return min(replicas, max(1, replicas // LOADING_SHARE) if asked is None else asked)
 
 
 def plain(knobs: AsyncPipelineConfig) -> dict[str, Any]:
-    """All knobs as nested plain values, as a config holds them."""
+    """Return all knobs as nested plain values, as a config holds them."""
     return {**dataclasses.asdict(knobs), "custom_stages": list(knobs.custom_stages)}
 
 
 def knob_paths() -> tuple[str, ...]:
-    """Paths of all knobs below `trainer.v1.async_pipeline`."""
+    """Return the paths of all knobs below `trainer.v1.async_pipeline`."""
     return tuple(knob.path for knob in knobs_of(AsyncPipelineConfig))
 
 
 def canonical_strategy(value: Any, path: str) -> str:
-    """Return a strategy's canonical name, e.g. of `one-step-off` or `naive`. Raises ConfigError if there is
-    no such strategy.
+    """Return the canonical name of a strategy, e.g. `on_policy` for `naive`.
+
+    Raises ConfigError if there is no such strategy.
     """
     text = str(value)
     if ":" in text:
@@ -324,5 +323,5 @@ def canonical_strategy(value: Any, path: str) -> str:
 
 
 def is_strategy(name: str) -> bool:
-    """Return whether this trainer mode is one of ours or a custom strategy, `module:Class`."""
+    """Return whether this trainer mode is a built-in or custom strategy of this package."""
     return name in STRATEGY_LAG or ":" in name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The knobs in a run's settings.json, under the names that the file has always had."""
+"""The knobs in a run's settings.json. The names in this file do not change."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NAMES = (
     "old_logp",
 )
 STALE = {"wait": "wait", "regenerate": "resume", "drop": "drop"}
-"""Values of `staleness.straggler`, and what files call them."""
+"""Values of `staleness.straggler`, and their names in files."""
 
 
 def as_settings(knobs: AsyncPipelineConfig, old_logp: str | None) -> dict[str, Any]:
-    """The entries of settings.json. `old_logp` is the policy that the run really uses."""
+    """Return the entries of settings.json. `old_logp` is the policy that the run uses, after all defaults."""
     staleness = knobs.staleness
     return {
         "strategy": knobs.strategy,
@@ -39,8 +39,8 @@ def as_settings(knobs: AsyncPipelineConfig, old_logp: str | None) -> dict[str, A
 
 
 def of_settings(settings: Mapping[str, Any]) -> AsyncPipelineConfig:
-    """The inverse of `as_settings`. Raises ConfigError, and KeyError if an entry is missing."""
-    # Runs of earlier versions did not write ref_refresh_every.
+    """Read the knobs back. Raises ConfigError if a value is wrong, and KeyError if an entry is missing."""
+    # Earlier versions did not write ref_refresh_every.
     there = [name for name in NAMES if name in settings or name != "ref_refresh_every"]
     values = {RENAMED.get(name, name): settings[name] for name in there}
     straggler = {file: ours for ours, file in STALE.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read our keys out of a verl config, and translate those of other systems.
+"""Read our keys from a verl config, and translate the keys of other systems.
 
 Pure: takes plain mappings, imports neither verl nor ray. Error messages have one line: path, rule, value,
 remedy.
@@ -36,12 +36,13 @@ class Translation:
     notes: tuple[str, ...]
     """One line for each key of another system."""
     verl: Mapping[str, Any] = field(default_factory=dict)
-    """Values for keys of verl, by their paths."""
+    """Values of verl's own keys, by their paths."""
 
 
 def is_enabled(raw: Mapping[str, Any]) -> bool:
-    """Return whether this config asks for the pipeline. Raises ConfigError if the switch is not a boolean, or
-    if its two spellings disagree.
+    """Return whether this config switches the pipeline on.
+
+    Raises ConfigError if the switch is not a boolean, or if its two spellings disagree.
     """
     found = {path: value for path in SWITCHES if (value := select(raw, path)) is not None}
     for path, value in found.items():
@@ -53,9 +54,9 @@ def is_enabled(raw: Mapping[str, Any]) -> bool:
 
 
 def require_no_stray_keys(raw: Mapping[str, Any]) -> None:
-    """Check a config without the switch: defaults of ours may be composed in, but a choice is an error.
+    """Check a config without the switch. Our defaults may be composed in, but no other values.
 
-    Raises ConfigError: the run would ignore a key that the user has set.
+    Raises ConfigError if the run would ignore a key that the user has set.
     """
     reject_near_misses(raw)
     # The shipped defaults leave these two to the strategy.
@@ -65,13 +66,14 @@ def require_no_stray_keys(raw: Mapping[str, Any]) -> None:
     ours = [(key.path, select(raw, key.path), None) for key in FOREIGN]
     ours += [(RUNTIME, select(raw, RUNTIME), None)]
     ours += [(f"{OWN}.{path}", value, defaults[path]) for path, value in knobs.items()]
+
     stray = [path for path, value, default in ours if value is not None and value != default]
     if stray:
         raise ConfigError(f"{stray[0]} is set but the pipeline is not asked for; add +async_pipeline=True")
 
 
 def resolve(raw: Mapping[str, Any]) -> Translation:
-    """Read the pipeline's config out of a whole verl config. Raises ConfigError."""
+    """Read the knobs from a whole verl config. Raises ConfigError if a key is wrong."""
     reject_misplaced(raw)
     own = {path: value for path, value in _own_section(raw).items() if value is not None}
     draft, notes = _proposed(raw, own)
@@ -81,7 +83,7 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
         wishes_of(own["pools"])
 
     verl = verls_own(raw, own, draft)
-    notes += [f"{path} becomes {value}" for path, value in verl.items() if select(raw, path) != value]
+    notes += [f"{path} is set to {value}" for path, value in verl.items() if select(raw, path) != value]
     try:
         return Translation(AsyncPipelineConfig.of(own), tuple(notes), verl)
     except ConfigError as error:
@@ -95,7 +97,7 @@ def resolve(raw: Mapping[str, Any]) -> Translation:
 
 
 def _own_section(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's knobs by their paths. Raises ConfigError if there is no section, or an unknown knob."""
+    """Return the user's knobs by path. Raises ConfigError for an unknown knob or if this is not a section."""
     own = select(raw, OWN)
     if own is not None and not isinstance(own, Mapping):
         raise ConfigError(
@@ -105,9 +107,9 @@ def _own_section(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _proposed(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Draft, list[str]]:
-    """What our own two keys for the lag and all keys of other systems propose, and a line for each of these.
+    """Collect what our strategy and lag and all keys of other systems propose, with a note on each of these.
 
-    Raises ConfigError if two keys disagree, or one has a value that cannot be honored.
+    Raises ConfigError if two keys disagree or a value is not supported.
     """
     draft, notes = Draft(), list[str]()
     if "strategy" in own:
@@ -124,7 +126,7 @@ def _proposed(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Draft, li
 
 
 def _adopt(own: dict[str, Any], draft: Draft) -> None:
-    """Take over what keys of other systems propose. Raises ConfigError if our own key says something else.
+    """Set the knobs that keys of other systems propose. Raises ConfigError if the user's knob differs.
 
     Our YAML leaves these knobs null, so any value found there was written by the user.
     """
@@ -145,17 +147,19 @@ def _strategy_and_lag(draft: Draft) -> tuple[str, int]:
         raise ConfigError(
             f"{draft.sources[LAG]} must be a whole number, got {lag!r}; use 0 for on-policy{share}"
         )
+
     if strategy is None:
         whole = draft.values.get(SHARE, 1) == 1
         by_lag = {0: "on_policy", 1: "one_step_off"} if whole else {}
         strategy = DEFAULT_STRATEGY if lag is None else by_lag.get(lag, "n_step_ahead")
+
     implied = STRATEGY_LAG.get(strategy)
     if implied is not None and lag is not None and implied != lag:
         raise ConfigError(
             f"{draft.sources['strategy']}={strategy} means max_lag {implied} but "
-            f"{draft.sources[LAG]} asks for "
-            f"{lag}; use n_step_ahead for another lag or drop one of the two"
+            f"{draft.sources[LAG]} asks for {lag}; use n_step_ahead for another lag or drop one of the two"
         )
+
     if lag is None:
         lag = DEFAULT_AHEAD if implied is None else implied
     return strategy, lag

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of one's own, written `module:Class`: read from their source, without importing what they
-import.
-"""
+"""Find the user's classes, written `module:Class`, in their source without importing it."""
 
 from __future__ import annotations
 
@@ -15,9 +13,10 @@ from .paths import hint
 
 
 def find_class(target: str, path: str) -> ast.ClassDef | None:
-    """The definition that `target` names; None where the source does not say, as of a name that it imports.
+    """Return the definition that `target` names, or None if the source does not contain it.
 
-    `path`: the config key, for the error. Raises ConfigError: no such module, or no such class in it.
+    A class that the module imports, for example, is not in its source. `path` is the config key, for errors.
+    Raises ConfigError if there is no such module, or no such class in it.
     """
     module, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
@@ -26,28 +25,30 @@ def find_class(target: str, path: str) -> ast.ClassDef | None:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         found = None
-    except Exception as error:  # noqa: BLE001 - packages above the module are imported, and may raise what they like
+    except Exception as error:  # noqa: BLE001 - importing the parent packages may raise anything
         raise ConfigError(
             f"{path} names module {module!r}, whose package cannot be imported ({type(error).__name__}: "
             f"{error}), got {target!r}; correct it"
         ) from None
+
     if found is None:
         raise ConfigError(
             f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH"
         )
+
     if found.origin is None or not found.origin.endswith(".py"):
         return None
     try:
         tree = ast.parse(Path(found.origin).read_bytes())
     except (SyntaxError, ValueError) as error:
         raise ConfigError(
-            f"{path} names module {module!r}, which is no Python ({error}), got {target!r}; correct it"
+            f"{path} names module {module!r}, which is not valid Python ({error}), got {target!r}; correct it"
         ) from None
     return _defined(name, tree, f"{path} names {target!r}")
 
 
 def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
-    """The text that a class body gives to a name, if it does so plainly."""
+    """Return the literal text that a class body assigns to a name, or None."""
     for node in cls.body if cls else ():
         targets = (
             node.targets
@@ -67,7 +68,7 @@ def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
 
 
 def base_names(cls: ast.ClassDef | None) -> list[str]:
-    """Last names of the classes that it says to inherit from."""
+    """Return the base classes that a definition names, without their modules."""
     bases = cls.bases if cls else []
     return [
         base.attr if isinstance(base, ast.Attribute) else base.id
@@ -77,6 +78,7 @@ def base_names(cls: ast.ClassDef | None) -> list[str]:
 
 
 def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
+    """Return a class of a module, or None if other statements may define it. Raises ConfigError otherwise."""
     open_ended, there = False, []
     for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef):
@@ -84,30 +86,34 @@ def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
             if node.name == name:
                 if not node.bases:
                     raise ConfigError(
-                        f"{what}, which inherits from nothing; a strategy subclasses Schedule, a role "
-                        "RoleStateMachine"
+                        f"{what}, which has no base class; subclass Schedule for a strategy, "
+                        "RoleStateMachine for a stage"
                     )
                 return node
+
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name == name:
                 raise ConfigError(f"{what}, which is a function; name a class")
             open_ended |= node.name == "__getattr__"
+
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
             there += names
             open_ended |= name in names or "*" in names
+
         elif not (isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)):
             open_ended |= any(
                 isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
                 for part in ast.walk(node)
             )
+
     if open_ended:
         return None
-    raise ConfigError(f"{what}, and the module has no such class{hint(name, there)}; correct the name")
+    raise ConfigError(f"{what}, which the module does not define{hint(name, there)}; correct the name")
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a module, and of its branches."""
+    """Yield the statements of a module, including those in its branches."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):

@@ -11,7 +11,7 @@ from ..core.role import RoleStateMachine
 from ..errors import ConfigError
 
 
-def insert_custom_roles(graph: dict[str, tuple[str, ...]], specs: Sequence[str]) -> None:
+def insert_custom_stages(graph: dict[str, tuple[str, ...]], specs: Sequence[str]) -> None:
     """Import each stage and insert it into the graph, in order.
 
     Raises ConfigError if a stage is not found or does not fit into the graph.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a verl config before Ray starts: one list of checks, `CHECKS`. Error messages have one line."""
+"""Check a verl config before Ray starts, by one list of checks: `CHECKS`. Error messages have one line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
 from ..patching.patched_tree import require_patched
 from ..patching.verl_source import find_verl_root
-from ..stages.custom import insert_custom_roles
+from ..stages.custom import insert_custom_stages
 from . import plugin
 from .config_rules import ROLLOUT, check_devices, check_sections, check_verl_config, has_critic
 from .reward.executor import FILE, PACKAGE, Function
@@ -53,12 +53,12 @@ class Checked(NamedTuple):
 
 @dataclass
 class Review:
-    """A config under check, and what the checks have found. Each check may use what earlier ones set."""
+    """A config under check, and what the checks have found. Each check may use results of earlier ones."""
 
     raw: Mapping[str, Any]
-    """As the user wrote it, without interpolations resolved."""
+    """The user's config, without interpolations resolved."""
     config: DictConfig
-    """A copy, in which verl's own keys take the values that our keys mean."""
+    """A copy in which verl's own keys get the values that follow from our keys."""
     translation: Translation = field(init=False)
     resolved: Mapping[str, Any] = field(init=False)
     placement: Placement = field(init=False)
@@ -101,12 +101,12 @@ def _require_patches(review: Review) -> None:
 
 
 def _translate(review: Review) -> None:
-    """Raises ConfigError if a key of ours is unknown, misplaced, contradictory or has a wrong value."""
+    """Raises ConfigError if one of our keys is unknown, misplaced, contradictory or has a wrong value."""
     review.translation = resolve(review.raw)
 
 
 def _apply_translation(review: Review) -> None:
-    """Set the keys of verl that our keys decide."""
+    """Set verl's own keys to the values that follow from our keys."""
     _update(review.config, review.translation.verl)
 
 
@@ -136,14 +136,14 @@ def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
         if (value := OmegaConf.select(config, f"{CORRECTION}.{name}")) is not None
     }
     if (bypass or asked) and not config.actor_rollout_ref.rollout.calculate_log_probs:
-        why = "where old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
+        why = "if old log-probs are the rollout's" if bypass else f"with {CORRECTION}.{next(iter(asked))}"
         raise ConfigError(f"{ROLLOUT}.calculate_log_probs must be True {why}, got False; set it")
     for name, value in asked.items() if bypass else ():
         raise ConfigError(
-            f"{CORRECTION}.{name} must be null where old log-probs are the rollout's (bypass_mode, "
-            f"old_logp=rollout), got {value!r}; "
-            "verl corrects nothing there, the loss has to: set it to null"
+            f"{CORRECTION}.{name} must be null if old log-probs are the rollout's (bypass_mode, "
+            f"old_logp=rollout), got {value!r}; set it to null, since only the loss corrects then"
         )
+
     # Losses that an external library registers in the workers are unknown here.
     check_loss(
         config,
@@ -151,15 +151,17 @@ def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
         if OmegaConf.select(config, "actor_rollout_ref.model.external_lib")
         else {*POLICY_LOSS_REGISTRY, *OWN_LOSSES},
     )
+
     losses = config.actor_rollout_ref.actor.policy_loss
     if losses.get("_target_") in (STOCK_LOSS_CONFIG, LOSS_CONFIG):
         known = [field.name for field in dataclasses.fields(OffPolicyLossConfig)]
         for name in losses:
             if name not in known and name != "_target_":
                 raise ConfigError(
-                    f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; there "
-                    f"are {', '.join(known)}"
+                    f"{POLICY_LOSS}.{name} is unknown, got {losses[name]!r}{hint(str(name), known)}; keys: "
+                    f"{', '.join(known)}"
                 )
+
     _try_correction(OmegaConf.select(config, CORRECTION) or {})
 
 
@@ -170,11 +172,16 @@ def _try_correction(section: Mapping[str, Any]) -> None:
     """
     token, mask = torch.zeros(1, 1), torch.ones(1, 1)
     for name, compute, example in (
-        ("rollout_is", compute_rollout_correction_weights, "2.0, or for a band that holds 1 '\"0.5_5.0\"'"),
+        (
+            "rollout_is",
+            compute_rollout_correction_weights,
+            "2.0, or for a band that contains 1 '\"0.5_5.0\"'",
+        ),
         ("rollout_rs", compute_rollout_rejection_mask, "'\"0.5_2.0\"' for k1, 0.1 for k2 and k3"),
     ):
         if section.get(name) is None:
             continue
+
         threshold = section.get(f"{name}_threshold")
         try:
             weights = compute(token, mask, section[name], threshold)[0]
@@ -184,8 +191,8 @@ def _try_correction(section: Mapping[str, Any]) -> None:
             good, why = False, " ".join(str(error).split()).rstrip(".")
         if not good:
             raise ConfigError(
-                f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}: verl says "
-                f"of a token of ratio 1: {why}; e.g. {example}"
+                f"{CORRECTION}.{name}={section[name]} with {name}_threshold, got {threshold!r}, fails on a "
+                f"token of ratio 1: {why}; e.g. {example}"
             )
 
 
@@ -223,41 +230,43 @@ def _require_importable(knobs: AsyncPipelineConfig) -> None:
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if the reward function is missing, or if a built-in one of verl has limits."""
+    """Raises ConfigError if the reward function is missing, or limits are set for a built-in one of verl."""
     if not knobs.reward.while_generating:
         if OmegaConf.select(config, "algorithm.filter_groups.enable"):
             raise ConfigError(
                 f"{OWN}.reward.while_generating must be True with algorithm.filter_groups, got False; "
-                "groups are filtered by their rewards as they are finished"
+                "set it, since groups are filtered by their rewards as they finish"
             )
         if knobs.reward.failure == "drop":
             raise ConfigError(
                 f"{OWN}.reward.failure must not be drop with reward.while_generating=False, got 'drop'; "
                 "use fail or score"
             )
+
     path = OmegaConf.select(config, "reward.custom_reward_function.path")
     if knobs.reward.timeout_s is None:
-        # The workers load it, each within its own limits; here it only has to be there.
+        # The workers load it, each within its own limits; here it only has to exist.
         if path and not str(path).startswith(PACKAGE) and not Path(str(path).removeprefix(FILE)).is_file():
             raise ConfigError(
-                f"reward.custom_reward_function.path must be a Python file or {PACKAGE}MODULE, got "
-                f"{str(path)!r}, and there is no such file; correct it"
+                f"reward.custom_reward_function.path must be an existing Python file or {PACKAGE}MODULE, got "
+                f"{str(path)!r}; correct it"
             )
         return
+
     if not path:
         raise ConfigError(
-            f"{OWN}.reward.timeout_s requires your own reward function, got {path!r}; set "
+            f"{OWN}.reward.timeout_s requires a custom reward function, got {path!r}; set "
             "reward.custom_reward_function.path"
         )
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if a custom stage is not a stage, or if its edge does not exist."""
+    """Raises ConfigError if a custom stage is not registered or its edge does not exist."""
     critic, reference = has_critic(config), need_reference_policy(config)
     roles = [role for role in GRAPH if role not in OPTIONAL or (reference if role == "ref_logp" else critic)]
     try:
-        insert_custom_roles(graph_of(roles), knobs.custom_stages)
+        insert_custom_stages(graph_of(roles), knobs.custom_stages)
     except ConfigError as error:
         raise ConfigError(f"{OWN}.custom_stages: {error}") from None
 
@@ -279,6 +288,4 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     _choose_old_logp,
     lambda review: check_devices(review.config, review.placement, review.knobs),
 )
-"""From the user's config to one that the pipeline can run, in this order: a mistake gets the message of the
-first check that finds it.
-"""
+"""All checks, in the order in which they run; a wrong config gets the message of the first that fails."""

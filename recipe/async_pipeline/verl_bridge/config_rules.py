@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of verl's config this pipeline can honour, and what fits the devices of a run. Anything else is an
-error of one line.
-"""
+"""Refuse options of verl that the pipeline does not support and sizes that do not fit the devices."""
 
 from __future__ import annotations
 
@@ -26,19 +24,17 @@ _ABSENT = object()
 
 
 def has_critic(config: DictConfig) -> bool:
-    """As verl decides, which also prints a warning where there is none."""
+    """Return whether verl will use a critic, without the warning that verl prints if it will not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return bool(need_critic(config))
 
 
 def check_sections(config: DictConfig) -> None:
-    """Raises ConfigError: a value stands where verl has a section, so that nobody could look for a key in
-    it.
-    """
+    """Raises ConfigError if a value replaces a section of verl, which would make its keys unreadable."""
     for path in _sections_of_verl():
         value = OmegaConf.select(config, path, default=_ABSENT)
-        # None turns off many of verl's smaller sections.
+        # None switches off many of verl's smaller sections.
         optional = path.count(".") > path.startswith("actor_rollout_ref.")
         if not (isinstance(value, DictConfig) or value is _ABSENT or (value is None and optional)):
             raise ConfigError(f"{path} must be a section, got {value!r}; set a key of it")
@@ -46,7 +42,7 @@ def check_sections(config: DictConfig) -> None:
 
 @cache
 def _sections_of_verl() -> tuple[str, ...]:
-    """Dotted paths of all that have keys by default, from the top down."""
+    """Return the dotted paths of all sections that have keys by default, outer ones first."""
 
     def below(tree: Any, path: str) -> Iterator[str]:
         for name, value in tree.items():
@@ -54,12 +50,12 @@ def _sections_of_verl() -> tuple[str, ...]:
                 yield f"{path}{name}"
                 yield from below(value, f"{path}{name}.")
 
-    theirs = OmegaConf.load(str(files("verl.trainer.config") / "_generated_ppo_trainer.yaml"))
-    return tuple(below(OmegaConf.to_container(theirs), ""))
+    defaults = OmegaConf.load(str(files("verl.trainer.config") / "_generated_ppo_trainer.yaml"))
+    return tuple(below(OmegaConf.to_container(defaults), ""))
 
 
 def check_verl_config(config: DictConfig) -> None:
-    """Raises ConfigError: verl options that this pipeline cannot honour (yet)."""
+    """Raises ConfigError for an option of verl that the pipeline does not support."""
     for rule in RULES:
         path, allowed, why, remedy = rule
         value = OmegaConf.select(config, path)
@@ -69,9 +65,7 @@ def check_verl_config(config: DictConfig) -> None:
 
 
 def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a model or a batch that cannot be divided over its pool, or more devices than
-    Ray is given.
-    """
+    """Raises ConfigError if a model or batch cannot be divided over its pool, or Ray has too few devices."""
     generate, train = placement.pool_of("generate"), placement.pool_of("train")
     assert generate is not None
     assert train is not None
@@ -81,9 +75,9 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
         nearest = [n for n in (below, below + tp) if n > 0] or [1]
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size must divide the {generate.devices} rollout devices, got "
-            f"{tp}; "
-            f"set it to 1 or give the rollout {' or '.join(map(str, nearest))} devices"
+            f"{tp}; set it to 1 or give the rollout {' or '.join(map(str, nearest))} devices"
         )
+
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     critic = placement.pool_of("critic")
     for path, size in (
@@ -93,13 +87,14 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
         if size > batch:
             raise ConfigError(
                 f"{path} must be at most data.train_batch_size={batch}, got {size}; set it to {batch}, or "
-                "take larger batches"
+                "use larger batches"
             )
     check_divides(
         train,
         mini * config.actor_rollout_ref.rollout.n,
         "a mini-batch (actor.ppo_mini_batch_size x rollout.n)",
     )
+
     if critic is not None:
         strategy = config.critic.strategy
         if strategy not in ("fsdp", "fsdp2"):
@@ -115,17 +110,18 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
     elif config.trainer.critic_warmup:
         raise ConfigError(
             f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set "
-            "algorithm.adv_estimator=gae for one"
+            "algorithm.adv_estimator=gae to use one"
         )
+
     there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    wanted = placement.devices + reward_model_devices(config)
-    if there is not None and wanted > there:
+    needed = placement.devices + reward_model_devices(config)
+    if there is not None and needed > there:
         raise ConfigError(
             "ray_kwargs.ray_init.num_gpus must cover trainer.{nnodes,n_gpus_per_node} and "
-            f"{ROLLOUT}.{{nnodes,"
-            f"n_gpus_per_node}}, or all pools, and a reward model, together {wanted}, got {there}; raise "
-            "it, or ask for fewer devices"
+            f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}, or all pools, and a reward model, together {needed}, got "
+            f"{there}; raise it, or use fewer devices"
         )
+
     for role in ("logp", "ref_logp"):
         pool = placement.own_pool_of(role)
         if pool is not None:
@@ -138,30 +134,31 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
 
 
 def reward_model_devices(config: DictConfig) -> int:
-    """Devices of a reward model, which are beside those of the pipeline's pools; 0 without one.
+    """Return the devices of the reward model, in addition to the pools, or 0 without one.
 
-    Raises ConfigError: it is to share devices with training, or cannot serve while answers are generated.
+    Raises ConfigError if it would share devices with training, or could not score during generation.
     """
     path = "reward.reward_model"
     model = config.reward.reward_model
     if not model.enable:
         return 0
+
     if not model.enable_resource_pool:
         raise ConfigError(
-            f"{path}.enable_resource_pool must be True, got {model.enable_resource_pool}; a reward model "
-            "scores while the "
-            f"trainer trains, so give it devices of its own by {path}.nnodes and {path}.n_gpus_per_node"
+            f"{path}.enable_resource_pool must be True, got {model.enable_resource_pool}; set it with "
+            f"{path}.nnodes and {path}.n_gpus_per_node, since the model scores while the trainer trains"
         )
     for name in ("nnodes", "n_gpus_per_node"):
         if not _positive(model[name]):
             raise ConfigError(
-                f"{path}.{name} must be >= 1, got {model[name]!r}; say how many devices the reward model has"
+                f"{path}.{name} must be >= 1, got {model[name]!r}; set the devices of the reward model"
             )
     if model.rollout.free_cache_engine:
         raise ConfigError(
-            f"{path}.rollout.free_cache_engine must be False, got True; on devices of its own the model "
-            "never makes room"
+            f"{path}.rollout.free_cache_engine must be False, got True; set it, since the model does not "
+            "share its devices"
         )
+
     devices, tp = int(model.nnodes * model.n_gpus_per_node), model.rollout.tensor_model_parallel_size
     if tp < 1 or devices % tp:
         raise ConfigError(
@@ -172,13 +169,14 @@ def reward_model_devices(config: DictConfig) -> int:
 
 
 def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError: a forward-only model is to load published weights, and cannot."""
+    """Raises ConfigError if a forward-only model must load published weights but cannot."""
     every = knobs.training.ref_refresh_every
     if every and not need_reference_policy(config):
         raise ConfigError(
             f"{OWN}.training.ref_refresh_every must be 0 without a reference policy, got {every}; "
-            "set actor_rollout_ref.actor.use_kl_loss=True for one"
+            "set actor_rollout_ref.actor.use_kl_loss=True to use one"
         )
+
     strategy, rank = config.actor_rollout_ref.actor.strategy, _adapter_rank(config)
     cases = (
         (placement.own_pool_of("logp") is not None, "logp", "let logp share the training devices"),
@@ -187,7 +185,7 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
     for loads, role, other in cases:
         if loads and strategy != "fsdp2":
             raise ConfigError(
-                f"actor_rollout_ref.actor.strategy must be fsdp2 where {role} loads published weights, got "
+                f"actor_rollout_ref.actor.strategy must be fsdp2 if {role} loads published weights, got "
                 f"{strategy}; set it, or {other}"
             )
         if loads and rank:
@@ -203,19 +201,20 @@ def _adapter_rank(config: DictConfig) -> int:
 
 
 def _check_adapters(config: DictConfig) -> None:
-    """Raises ConfigError: a LoRA adapter that the pipeline cannot publish."""
+    """Raises ConfigError if the pipeline cannot publish the LoRA adapter."""
     model, rank = config.actor_rollout_ref.model, _adapter_rank(config)
     if rank and need_reference_policy(config):
         raise ConfigError(
             f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with a reference policy yet, got "
-            "use_kl_loss or use_kl_in_reward; turn them off"
+            "use_kl_loss or use_kl_in_reward; switch them off"
         )
+
     if not rank or OmegaConf.select(model, "lora.merge"):
         return
     load_format = OmegaConf.select(config, f"{ROLLOUT}.load_format")
     if load_format in (None, "dummy"):
         raise ConfigError(
-            f"{ROLLOUT}.load_format must not be dummy for LoRA adapters, whose base is never published, got "
+            f"{ROLLOUT}.load_format must not be dummy for LoRA adapters, whose base is not published, got "
             f"{load_format!r}; set it to auto, or actor_rollout_ref.model.lora.merge=True"
         )
 
@@ -236,43 +235,48 @@ RULES = (
     (
         "trainer.v1.trainer_mode",
         lambda v: v == "sync",
-        "must be left alone",
-        "async_strategy says which trainer runs",
+        "must not be changed",
+        "set async_strategy instead",
     ),
     (f"{_ENGINE}.backend", lambda v: v in ("naive", "dual_buffer"), "must be dual_buffer", "leave it out"),
     (
         f"{_ENGINE}.update_weights_bucket_megabytes",
         lambda v: v == 2048,
-        "must be left alone",
+        "must not be changed",
         f"set {OWN}.weight_sync.gather_bucket_size_mb instead",
     ),
     (
         f"{ROLLOUT}.agent.agent_loop_manager_class",
         lambda v: v in (None, MANAGER),
-        "must be left alone",
-        "the pipeline's own manager says when a group is complete",
+        "must not be changed",
+        "leave it out, since the pipeline's own manager reports complete groups",
     ),
-    (f"{ROLLOUT}.n", _positive, "must be >= 1", "answers to each prompt"),
-    ("data.train_batch_size", _positive, "must be >= 1", "prompts of one optimizer step"),
+    (f"{ROLLOUT}.n", _positive, "must be >= 1", "it is the responses to each prompt"),
+    ("data.train_batch_size", _positive, "must be >= 1", "it is the prompts of one step"),
     (
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         _positive,
         "must be >= 1",
-        "prompts of one optimizer update",
+        "it is the prompts of one optimizer update",
     ),
     (
         f"{ROLLOUT}.max_num_seqs",
         _positive,
         "must be >= 1",
-        "answers that a replica works on at the same time",
+        "it is the responses that a replica generates concurrently",
     ),
-    (f"{ROLLOUT}.tensor_model_parallel_size", _whole, "must be a whole number", "devices of one replica"),
-    ("critic.ppo_mini_batch_size", _positive, "must be >= 1", "prompts of one update of the critic"),
-    ("trainer.critic_warmup", _whole_or_none, "must be >= 0", "steps that the critic learns alone"),
+    (
+        f"{ROLLOUT}.tensor_model_parallel_size",
+        _whole,
+        "must be a whole number",
+        "it is the devices of one replica",
+    ),
+    ("critic.ppo_mini_batch_size", _positive, "must be >= 1", "it is the prompts of one critic update"),
+    ("trainer.critic_warmup", _whole_or_none, "must be >= 0", "it is the steps that train only the critic"),
     ("actor_rollout_ref.model.lora_rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
     ("actor_rollout_ref.model.lora.rank", _whole_or_none, "must be >= 0", "0 trains all weights"),
-    ("ray_kwargs.ray_init.num_gpus", _whole_or_none, "must be >= 0", "devices that Ray is told of"),
-    ("reward.num_workers", _positive, "must be >= 1", "somebody has to score"),
+    ("ray_kwargs.ray_init.num_gpus", _whole_or_none, "must be >= 0", "it is the devices that Ray may use"),
+    ("reward.num_workers", _positive, "must be >= 1", "leave it out for verl's default"),
     (
         "trainer.total_training_steps",
         lambda v: v is None or _positive(v),

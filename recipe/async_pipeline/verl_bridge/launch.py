@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens between the command line and Ray: checks, translations, one-line errors.
+"""Prepare a run before Ray starts: check the config, translate keys, report errors on one line.
 
-verl's entry point (patched) calls `prepare` with the whole config before it starts Ray, and
-`start_sample_store` after.
+verl's patched entry point calls `prepare` with the whole config before it starts Ray, and
+`start_sample_store` after that.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
 
 
 def prepare(config: DictConfig) -> None:
-    """Turn a verl config that asks for the pipeline into one that gets it; others stay as they are.
+    """Rewrite a verl config that asks for the pipeline so that it runs; leave other configs unchanged.
 
-    Exits with status 2 and one line on standard error if anything is wrong.
+    Exits with status 2 and one line on standard error if the config is wrong.
     """
     try:
         _prepare(config)
@@ -49,9 +49,9 @@ def prepare(config: DictConfig) -> None:
 def start_sample_store(config: DictConfig) -> None:
     """Start TransferQueue from the driver, which is idle while the trainer's process imports.
 
-    verl's entry point calls this once that process was asked for; it then finds the store there. verl's
-    own `tq.close` leaves the storage to whoever started it, so we close at exit, before Ray ends. A stock
-    trainer, into whose config our defaults were composed, is left alone.
+    verl's entry point calls this after it has requested the trainer's process, which then finds the store
+    running. `tq.close` in the trainer leaves the storage to the process that started it, so the driver closes
+    it at exit, before Ray stops. A stock trainer starts its own store, even if our defaults were composed in.
     """
     if not is_strategy(str(config.trainer.v1.trainer_mode)):
         return
@@ -72,11 +72,11 @@ def _prepare(config: DictConfig) -> None:
     knobs = found.translation.config
     correction = correction_in_words(config, found.old_logp, knobs.staleness.max_lag)
     if knobs.staleness.max_lag and correction.startswith("none"):
-        _say(f"correction for age: {correction}")
+        _say(f"correction for staleness: {correction}")
 
 
 def set_verls_keys(config: DictConfig, found: Checked) -> None:
-    """Have verl's own keys say what ours and those of other systems said."""
+    """Set verl's own keys to the values that follow from the knobs and from keys of other systems."""
     _update(config, found.translation.verl)
     for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
         pool = found.placement.pool_of(role)
@@ -85,7 +85,7 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
 
 
 def _rewrite(config: DictConfig, found: Checked) -> None:
-    """Have the config start our trainer, and say what it is to do."""
+    """Rewrite the config to start our trainer, with the knobs and the state of the run."""
     knobs = found.translation.config
     run_dir = _make_run_dir(config, knobs)
     origin = origin_of(
@@ -98,6 +98,7 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
     )
     if origin.found is not None:
         check_ledger(run_dir, origin.found)
+
     manager = OmegaConf.to_container(config.reward.reward_manager, resolve=True)
     runtime = RuntimeConfig(
         run=origin.run,
@@ -109,6 +110,7 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         old_logp=found.old_logp,
         reward_manager=None if knobs.reward.timeout_s is None else cast("dict[str, Any]", manager),
     )
+
     with open_dict(config):
         for path in (*SWITCHES, *(key.path for key in FOREIGN)):
             _remove(config, path)
@@ -116,15 +118,18 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         config.trainer.v1.trainer_mode = knobs.strategy
         config.trainer.default_local_dir = str(origin.root)
         config.actor_rollout_ref.hybrid_engine = False
+
         rollout = config.actor_rollout_ref.rollout
         rollout.agent.agent_loop_manager_class = MANAGER
         if knobs.reward.timeout_s is not None:
             config.reward.reward_manager.source = "importlib"
             config.reward.reward_manager.module.path = REWARDS_MODULE
             config.reward.reward_manager.name = "GuardedRewardManager"
+
         losses = config.actor_rollout_ref.actor.policy_loss
         if losses.get("_target_") == STOCK_LOSS_CONFIG:
             losses._target_ = LOSS_CONFIG
+
         engine, sync = rollout.checkpoint_engine, knobs.weight_sync
         engine.backend = "dual_buffer"
         engine.custom_backend_module = ENGINE_MODULE
@@ -132,21 +137,23 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         engine.engine_kwargs = {
             "dual_buffer": {"rollout_dtype": str(rollout.dtype), "proof_tensors": sync.verify_tensors}
         }
+
         logger = config.trainer.logger
         names = [logger] if isinstance(logger, str) else list(logger or [])
         config.trainer.logger = names if "file" in names else [*names, "file"]
 
 
 def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
-    """An absolute directory, and `latest` beside it pointing at it."""
+    """Make the run directory, and a link `latest` to it in the same folder. Returns its absolute path."""
     project, name = config.trainer.project_name, config.trainer.experiment_name
     run_dir = Path(knobs.run_dir or Path("outputs") / str(project) / str(name)).resolve()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{OWN}.run_dir cannot be made, got {run_dir} ({error.strerror}); name a folder of yours"
+            f"{OWN}.run_dir must be a writable folder, got {run_dir} ({error.strerror}); set another one"
         ) from None
+
     latest = run_dir.parent / "latest"
     temporary = run_dir.parent / f".latest-{os.getpid()}"
     temporary.unlink(missing_ok=True)
@@ -155,6 +162,7 @@ def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
         os.replace(temporary, latest)
     else:
         temporary.unlink()
+
     _say(f"run directory {run_dir}")
     return run_dir
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our two sections of verl's config, parsed: what the user set, and what the launch decided."""
+"""Parse our two sections of verl's config: the user's knobs and the state of the run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..config.schema import AsyncPipelineConfig
 
 
 def knobs_of(config: DictConfig) -> AsyncPipelineConfig:
-    """The user's knobs. Parse them once per object: a config is too slow to be asked per response."""
+    """Parse the user's knobs. Call this once per object: it is too slow for every response."""
     return AsyncPipelineConfig.of(_plain(config, OWN))
 
 
 def runtime_of(config: DictConfig) -> RuntimeConfig:
-    """The state of the run."""
+    """Parse the state of the run."""
     return RuntimeConfig.of(nested({RUNTIME: _plain(config, RUNTIME)}))
 
 

@@ -14,7 +14,7 @@ from ...observe.overlap import OverlapMeter
 from ...observe.summary import write_atomically
 from ...observe.table import closing, header
 from ...observe.watchdog import Watchdog
-from ...stages.custom import insert_custom_roles
+from ...stages.custom import insert_custom_stages
 from .insight_spans import InsightStates
 from .insight_spans import is_enabled as is_insight_enabled
 from .terminal import echo, say
@@ -36,7 +36,7 @@ async def run_flow(trainer: AsyncPipelineTrainer) -> None:
         startup_s=lambda: max(0.0, time.time() - trainer.runtime.started_unix),
     )
 
-    insert_custom_roles(flow.graph, knobs.custom_stages)
+    insert_custom_stages(flow.graph, knobs.custom_stages)
     overlap = OverlapMeter()
     flow.log.subscribe(overlap)
     flow.log.subscribe(trainer.accounts)
