@@ -28,6 +28,18 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.parametrize(("value", "current"), [("resume", "regenerate"), ("drop", "drop")])
+def test_the_former_name_of_an_option_is_an_error(
+    value: str, current: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main.main(["simulate", "--stale", value])
+    assert caught.value.code == EXIT_USERS
+    assert (
+        f"--stale is now --straggler, got '{value}'; write --straggler {current}" in capsys.readouterr().err
+    )
+
+
 def test_json_has_exactly_these_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main.main(

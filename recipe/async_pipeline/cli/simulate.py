@@ -8,7 +8,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..config.placement import Placement
 from ..config.run_plan import drawing
@@ -26,6 +26,16 @@ from ..sim.trainer import Setting
 DEFAULT_STEPS = 50
 ENOUGH_ANSWERS = 150_000
 """Responses to average over in a comparison; on thousands of devices few steps have that many."""
+
+
+class _Renamed(argparse.Action):
+    """Refuse the former name of `--straggler`, whose value `resume` is now `regenerate`."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option: str | None = None
+    ) -> NoReturn:
+        value = "regenerate" if values == "resume" else values
+        parser.error(f"{option} is now --straggler, got {values!r}; write --straggler {value}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     parser.add_argument("--straggler", default="wait", help="wait, regenerate or drop (default: %(default)s)")
+    parser.add_argument("--stale", action=_Renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--sync-every",
         type=int,
