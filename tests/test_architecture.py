@@ -203,7 +203,7 @@ def test_every_folder_has_a_layer_or_is_the_command_line() -> None:
 
 
 def test_a_relative_import_is_resolved() -> None:
-    assert f"{OWN_NAME}.errors" in set(imports("core/role.py"))
+    assert f"{OWN_NAME}.errors" in set(imports("core/stage.py"))
     assert f"{OWN_NAME}.core.channel" in set(imports("core/flow.py"))
 
 

@@ -38,7 +38,7 @@ Importing this package loads neither torch nor verl nor Ray.
 from . import stages as _stages  # registers the eight stages
 from .config.schema import AsyncPipelineConfig
 from .core.flow import AsyncTrainingFlow, FlowResult
-from .core.role import RoleStateMachine, create_role_state_machine, known_roles, register_role
+from .core.stage import RoleStateMachine, create_role_state_machine, known_roles, register_role
 from .core.state_machine import TRANSITIONS, Event, StageState
 from .core.trainer_protocol import PipelineTrainer
 

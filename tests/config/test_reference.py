@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.config.aliases import FOREIGN, SET_BY_OTHERS, Draft, quota
-from recipe.async_pipeline.config.knobs import knobs_of
+from recipe.async_pipeline.config.fields import knobs_of
 from recipe.async_pipeline.config.names import flattened
 from recipe.async_pipeline.config.paths import OWN, select
 from recipe.async_pipeline.config.reference import (

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline import AsyncTrainingFlow
-from recipe.async_pipeline.core.clock import run_virtual, within
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.diagnosis import LAST_EVENTS, Diagnosis, diagnose
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch
 from recipe.async_pipeline.core.wait_graph import Holders, Wait, waits_of

@@ -17,8 +17,8 @@ from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.message_queue import Order
-from recipe.async_pipeline.core.role import ROLES
 from recipe.async_pipeline.core.schedule import OldLogp
+from recipe.async_pipeline.core.stage import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer

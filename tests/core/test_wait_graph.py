@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.core.clock import run_virtual, within
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.deadline import within
 from recipe.async_pipeline.core.wait_graph import Holders, Wait, cycle_in, deadlocked, waits_of
 from recipe.async_pipeline.errors import WaitTimeout
 

@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch
-from recipe.async_pipeline.core.role import RoleStateMachine
+from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import RolloutError, WaitTimeout
 from tests.fakes.trainer import SimTrainer

@@ -8,7 +8,7 @@ import pytest
 from recipe.async_pipeline.core.channel import Channel
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.core.role import RoleStateMachine
+from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.errors import StageProtocolError
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..redaction import shown
 from .aliases import FOREIGN
-from .knobs import sections_of
+from .fields import sections_of
 from .names import RENAMED, unknown
 from .paths import OWN, RUNTIME, select, walk
 from .rollout_correction import PARAMETERS, POLICY_LOSS

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.bad_data import NO_SCORE
 from ..errors import ConfigError
 from ..redaction import shown
-from .knobs import knobs_of, sections_of
+from .fields import knobs_of, sections_of
 from .paths import OWN
 
 RENAMED: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .aliases import FOREIGN, SET_BY_OTHERS
-from .knobs import Knob, knobs_of, sections_of
+from .fields import Knob, knobs_of, sections_of
 from .misplaced import SWITCHES
 from .paths import OWN, hint
 from .schema import LONGEST_S, AsyncPipelineConfig

@@ -19,7 +19,7 @@ from ..core.bad_data import Policies, is_finite
 from ..core.message_queue import Straggler
 from ..errors import ConfigError
 from ..strategies import STRATEGIES
-from .knobs import Bounds, build, check_fields, knobs_of
+from .fields import Bounds, build, check_fields, knobs_of
 from .names import flattened
 from .paths import OWN, hint
 

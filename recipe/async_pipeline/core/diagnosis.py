@@ -17,7 +17,7 @@ from .wait_graph import Wait, cycle_in, waits_of
 
 if TYPE_CHECKING:
     from .flow import AsyncTrainingFlow
-    from .role import RoleStateMachine
+    from .stage import RoleStateMachine
 
 LAST_EVENTS = 30
 

@@ -42,7 +42,7 @@ from .flow_state import FlowState
 from .items import Publication, StepBatch
 from .ledger import Ledger
 from .pools import DevicePool, PoolSet
-from .role import ROLES, RoleStateMachine, create_role_state_machine
+from .stage import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
 from .state_machine import TERMINAL, StageState
 from .trainer_protocol import PipelineTrainer

@@ -3,7 +3,7 @@
 
     [train waits for the gather of version 3]  ─ holders ─►  [param_update waits for ...]  ─►  ...
 
-`clock.within` records them. Together they form a wait-for graph. A holder that does not wait itself, or whose
+`deadline.within` records them. Together they form a wait-for graph. A holder that does not wait, or whose
 wait names no holder, can continue, and so can everything that waits for it. A set of owners in which none can
 continue is deadlocked.
 """

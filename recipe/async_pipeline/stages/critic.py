@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..core.items import StepBatch
-from ..core.role import RoleStateMachine, register_role
+from ..core.stage import RoleStateMachine, register_role
 
 
 @register_role("critic")

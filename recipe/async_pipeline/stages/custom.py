@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Sequence
 
 from ..core.flow import insert_role
-from ..core.role import RoleStateMachine
+from ..core.stage import RoleStateMachine
 from ..errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from ..core.items import Group, Prompt, PromptBatch
-from ..core.role import RoleStateMachine, register_role
+from ..core.stage import RoleStateMachine, register_role
 
 if TYPE_CHECKING:
     from ..core.flow import AsyncTrainingFlow

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.items import StepBatch
-from ..core.role import RoleStateMachine, register_role
+from ..core.stage import RoleStateMachine, register_role
 
 if TYPE_CHECKING:
     from ..core.flow import AsyncTrainingFlow

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ..core.items import Group, StepBatch
-from ..core.role import RoleStateMachine, register_role
+from ..core.stage import RoleStateMachine, register_role
 from ..errors import ConservationError
 
 

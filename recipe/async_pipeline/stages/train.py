@@ -15,7 +15,7 @@ from typing import get_args
 from ..core.degradation import Level
 from ..core.fates import NotTrained
 from ..core.items import StepBatch
-from ..core.role import RoleStateMachine, register_role
+from ..core.stage import RoleStateMachine, register_role
 from ..core.staleness import check_lag
 
 

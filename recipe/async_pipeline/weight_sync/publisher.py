@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
 
-from ..core.clock import within
+from ..core.deadline import within
 from ..core.items import LoadReport
 from ..core.wait_graph import Holders
 from ..errors import WeightSyncError

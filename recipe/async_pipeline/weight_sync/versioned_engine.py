@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..core.clock import within
+from ..core.deadline import within
 from ..core.items import LoadReport
 
 STANDSTILL_S = 5.0

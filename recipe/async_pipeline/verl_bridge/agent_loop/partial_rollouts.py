@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.replica import TokenOutput
 
-from ...core.clock import within
+from ...core.deadline import within
 from ...core.items import Prompt
 
 WRITTEN_S = 5.0

@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from ...core.clock import within
+from ...core.deadline import within
 from ...errors import WaitTimeout
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn

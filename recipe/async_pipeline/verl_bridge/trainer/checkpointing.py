@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from ray.exceptions import RayError
 
 from ...core.bad_data import BadData
-from ...core.clock import within
+from ...core.deadline import within
 from ...core.flow_state import FlowState
 from ...core.items import Group
 from ...core.schedule import Schedule

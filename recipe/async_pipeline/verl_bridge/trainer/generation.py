@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 
 from ...config.schema import AsyncPipelineConfig
 from ...core.bad_data import BadData, Verdict
-from ...core.clock import within
+from ...core.deadline import within
 from ...core.items import Group, Prompt, PromptBatch, StepBatch, Ticket, Trajectory
 from ...errors import RolloutError
 from ..agent_loop.manager import PushAgentLoopManager

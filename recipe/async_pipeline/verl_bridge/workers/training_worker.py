@@ -19,7 +19,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
 from ...checkpoint.safe_load import weights_only
-from ...core.clock import within
+from ...core.deadline import within
 from ...errors import WeightSyncError
 from ...weight_sync.arena import ArenaReader, Part
 from ...weight_sync.board import await_manifest

@@ -15,7 +15,7 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-from ....core.clock import unless_broken, within
+from ....core.deadline import unless_broken, within
 from ....core.items import LoadReport
 from ....errors import CorruptionError, WeightSyncError
 from ....weight_sync.arena import ArenaReader

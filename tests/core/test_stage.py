@@ -14,7 +14,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.core.pools import DevicePool
-from recipe.async_pipeline.core.role import (
+from recipe.async_pipeline.core.stage import (
     ROLES,
     RoleStateMachine,
     create_role_state_machine,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from recipe.async_pipeline.config.knobs import Bounds, build, check_fields, knobs_of, sections_of
+from recipe.async_pipeline.config.fields import Bounds, build, check_fields, knobs_of, sections_of
 from recipe.async_pipeline.errors import ConfigError
 
 

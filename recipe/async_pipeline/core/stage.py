@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..errors import ChannelClosed, ConfigError, StageProtocolError
 from .channel import Channel
-from .clock import within
+from .deadline import within
 from .pools import DevicePool, Lease
 from .staleness import MADE_BY, Kind
 from .state_machine import TERMINAL, Event, StageState, StateMachine

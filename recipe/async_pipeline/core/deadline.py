@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits with a deadline: the error names who waited, for what, and who holds it up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ..errors import WaitTimeout
+from .wait_graph import Wait, waits_of
+
+T = TypeVar("T")
+
+
+async def within(
+    awaitable: Awaitable[T],
+    timeout_s: float | None,
+    *,
+    owner: str,
+    what: str,
+    holder: Callable[[], str] | None = None,
+) -> T:
+    """Await something for at most `timeout_s` seconds (None: no deadline) and return its result.
+
+    The awaitable runs in the caller's own task, so a cancellation reaches it at once and a result is
+    never lost between two tasks. On expiry it is cancelled, and it has finished before the error is
+    raised; if it completes nevertheless, the caller gets its result or its own error. `holder` describes
+    what holds up the wait; it is called on the loop at the moment of expiry.
+
+    Raises WaitTimeout if the deadline passes, and CancelledError if the caller is cancelled. Anything
+    that the awaitable raises is passed on unchanged, including a TimeoutError.
+    """
+    loop = asyncio.get_running_loop()
+    wait = Wait(owner=owner, what=what, since=loop.time(), timeout_s=timeout_s, holder=holder)
+    with waits_of(loop).noted(wait):
+        if timeout_s is None:
+            return await awaitable
+        deadline = _Deadline(wait)
+        timer = loop.call_later(timeout_s, deadline.expire)
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if not deadline.expired or deadline.cancelled_from_outside():
+                raise
+            raise WaitTimeout(f"{deadline.why}{deadline.held_by}") from None
+        finally:
+            timer.cancel()
+            deadline.settle()
+
+
+async def unless_broken(
+    awaitable: Awaitable[T], broken: Callable[[], BaseException | None], poll_s: float = 0.5
+) -> T:
+    """Await a result, unless its producer breaks.
+
+    `broken` returns the error to raise, or None while the producer works. It is called every `poll_s`
+    seconds. Errors of the awaitable are passed on. If this function ends early, the awaitable is
+    cancelled and has ended by then.
+    """
+    bringing = asyncio.ensure_future(awaitable)
+    try:
+        while not bringing.done():
+            await asyncio.wait({bringing}, timeout=poll_s)
+            if not bringing.done() and (error := broken()) is not None:
+                raise error
+        return bringing.result()
+    finally:
+        if not bringing.done():
+            bringing.cancel()
+            await asyncio.wait({bringing})
+
+
+class _Deadline:
+    """Cancels the task that made it, and distinguishes this from a cancellation by another caller.
+
+    Python 3.10 does not count cancellations: if the task is cancelled in the same turn of the loop in
+    which the deadline passes, the caller gets WaitTimeout on 3.10, and CancelledError from 3.11.
+    """
+
+    def __init__(self, wait: Wait) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        self._task = task
+        self._wait = wait
+        self._cancels_before = self._pending_cancels()
+        self.expired = False
+        self.why = wait.in_words()
+        self.held_by = ""
+
+    def expire(self) -> None:
+        self.expired = True
+        self._task.cancel()
+        # Last: should one of these raise, the wait has ended nevertheless.
+        if self._wait.holder is not None:
+            self.held_by = f"; {self._wait.holder()}"
+        self.why = waits_of(self._task.get_loop()).expired(self._wait)
+
+    def cancelled_from_outside(self) -> bool:
+        """Return whether the task was also cancelled by another caller."""
+        return self._pending_cancels() - self._cancels_before > 1
+
+    def settle(self) -> None:
+        """Undo the cancellation, so that the task counts as cancelled only if another caller cancelled it."""
+        uncancel = getattr(self._task, "uncancel", None)
+        if self.expired and uncancel is not None:
+            uncancel()
+
+    def _pending_cancels(self) -> int:
+        cancelling: Callable[[], int] = getattr(self._task, "cancelling", lambda: 0)
+        return cancelling()
