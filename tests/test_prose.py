@@ -44,9 +44,6 @@ READ = {".py", ".md", ".sh", ".toml", ".yaml", ".yml", ".in", ".css", ".js", ".m
 READ_BY_NAME = {".ci/run", "patches/series", "run_scripts/cpu.in.txt", "run_scripts/cpu.overrides.txt"}
 THIS = "tests/test_prose.py"
 
-PENDING: tuple[str, ...] = ()
-"""Not rewritten yet: files, and folders (with a slash) without their subfolders. May only shrink."""
-
 
 def text_files() -> list[str]:
     return [
@@ -88,29 +85,10 @@ def dialect_in(name: str) -> list[str]:
     return [f"{name}: …{text[max(0, hit.start() - 30) : hit.end() + 20]}…" for hit in WORDS.finditer(text)]
 
 
-def covers(entry: str, name: str) -> bool:
-    return entry in (name, f"{Path(name).parent.as_posix()}/")
-
-
-@pytest.fixture(scope="module")
-def hits() -> dict[str, list[str]]:
-    return {name: found for name in text_files() if (found := dialect_in(name))}
-
-
 @pytest.mark.slow
-def test_rewritten_files_use_plain_english(hits: dict[str, list[str]]) -> None:
-    found = [
-        line
-        for name, lines in hits.items()
-        if not any(covers(entry, name) for entry in PENDING)
-        for line in lines
-    ]
+def test_the_repository_uses_plain_english() -> None:
+    found = [line for name in text_files() for line in dialect_in(name)]
     assert not found, f"{len(found)} dialect words; see DIALECT for the replacements:\n" + "\n".join(found)
-
-
-@pytest.mark.parametrize("entry", PENDING)
-def test_pending_entries_still_have_hits(entry: str, hits: dict[str, list[str]]) -> None:
-    assert any(covers(entry, name) for name in hits), f"{entry} is plain English now: remove it from PENDING"
 
 
 @pytest.mark.parametrize(

@@ -286,9 +286,14 @@ def recorded_request(module: ModuleType, tokens: list[int], stop: str | None) ->
 
 
 async def resumed(
-    module: ModuleType, before: list[Any], responses: list[Any], prompts: list[list[int]]
+    module: ModuleType,
+    before: list[Any],
+    responses: list[Any],
+    prompts: list[list[int]],
+    params: dict[str, Any] | None = None,
 ) -> tuple[list[Any], Any, list[Any]]:
     """Return the outputs for some prompts, the transcript after them, and the requests to servers."""
+    params = params or {"temperature": 0.5}
     transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
     requests: list[Any] = []
 
@@ -310,7 +315,7 @@ async def resumed(
     transcript = transcripts.Transcript(before)
     client = transcripts.RecordingClient(client_of(module, Server(a=respond)), transcript)
     outputs = [
-        await client.generate(f"r{i}", prompt_ids=prompt, sampling_params={"seed": 7})
+        await client.generate(f"r{i}", prompt_ids=prompt, sampling_params=params)
         for i, prompt in enumerate(prompts)
     ]
     return outputs, transcript, requests
@@ -350,7 +355,7 @@ def test_a_partial_response_is_continued(module: ModuleType) -> None:
             module, [recorded_request(module, [5, 6], None)], [output([7], 4), output([8], 4)], [[1], [2]]
         )
     )
-    assert requests == [([1, 5, 6], {"seed": 7, "max_tokens": 8}), ([2], {"seed": 7})], (
+    assert requests == [([1, 5, 6], {"temperature": 0.5, "max_tokens": 8}), ([2], {"temperature": 0.5})], (
         "10 tokens are allowed"
     )
     assert (whole.token_ids, whole.log_probs) == ([5, 6, 7], [-0.5, -0.5, -1.0])
@@ -361,6 +366,18 @@ def test_a_partial_response_is_continued(module: ModuleType) -> None:
         ([1], [5, 6, 7]),
         ([2], [8]),
     ]
+
+
+def test_a_partial_response_of_a_seeded_request_is_generated_again(module: ModuleType) -> None:
+    partial, finished = (recorded_request(module, [5, 6], stop) for stop in (None, "completed"))
+    (whole,), transcript, requests = asyncio.run(
+        resumed(module, [partial], [output([5, 6, 7], 4)], [[1]], {"seed": 7})
+    )
+    assert requests == [([1], {"seed": 7})]
+    assert (whole.token_ids, whole.extra_fields["version_spans"]) == ([5, 6, 7], [[4, 0]])
+    assert [one.token_ids for one in transcript.said] == [[5, 6, 7]]
+    _, _, requests = asyncio.run(resumed(module, [finished], [], [[1]], {"seed": 7}))
+    assert requests == [], "what was finished is kept"
 
 
 def test_a_partial_response_of_maximum_length_is_finished(module: ModuleType) -> None:

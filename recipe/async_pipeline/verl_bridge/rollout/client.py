@@ -80,9 +80,15 @@ class PipelineLLMClient(LLMServerClient):
         return output
 
     async def _continue(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:
-        """Generate what the transcript lacks, and keep the whole response there."""
+        """Generate what the transcript lacks, and keep the whole response there.
+
+        A partial response of a seeded request is generated again: an engine starts the random numbers of a
+        seed with the first token of a request, so a continuation would differ from an undisturbed response.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         said, asked = transcript.recall(kwargs["prompt_ids"]), kwargs
+        if said is not None and not said.finished and kwargs["sampling_params"].get("seed") is not None:
+            said = None
         if said is not None and not said.finished:
             left = continued(kwargs["sampling_params"], said, rollout.prompt_length, rollout.response_length)
             if left is None:
