@@ -76,7 +76,7 @@ def test_none_at_all() -> None:
     ],
 )
 def test_what_is_no_role_is_named(target: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"custom role {target} {reason}"):
+    with pytest.raises(ConfigError, match=f"custom stage {target} {reason}"):
         load_role(target)
 
 

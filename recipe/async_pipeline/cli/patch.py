@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--verl-dir",
             type=Path,
             metavar="DIR",
-            help="the folder that contains verl/ (default: the fetched tree, else the importable verl)",
+            help="the folder that contains verl/ (default: "
+            + ("download the release)" if name == "fetch" else "the fetched tree, else the importable verl)"),
         )
         action.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy",
         metavar="S",
-        help="on_policy, one_step_off, n_step_ahead or fully_async; required, like --profile and "
-        "--devices, unless --against is given",
+        help="on_policy, one_step_off, n_step_ahead, fully_async or module:Class; required, like --profile "
+        "and --devices, unless --against is given",
     )
 
     parser.add_argument(

@@ -183,7 +183,7 @@ def in_words(plan: Plan) -> list[str]:
     lines = [
         f"strategy        {plan.strategy}: each step trains groups {plan.order}",
         f"lag             at most {plan.max_lag}: step s starts from version s-1 and trains responses of "
-        f"version s-{plan.max_lag + 1} or newer",
+        f"version s-{plan.max_lag + 1}{' or newer' if plan.max_lag else ''}",
     ]
     if plan.oldest_groups == 0 < plan.max_lag:
         lines.append(

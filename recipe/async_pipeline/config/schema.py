@@ -230,8 +230,9 @@ class AsyncPipelineConfig:
 
     strategy: str = DEFAULT_STRATEGY
     """on_policy, one_step_off, n_step_ahead, fully_async, or `module:Class` for a custom strategy. The same
-    as async_strategy. n_step_ahead trains batches in the order in which they were drawn, fully_async trains
-    groups in the order in which they finish."""
+    as async_strategy. If only staleness.max_lag is set, the strategy follows from it: 0 is on_policy, 1 is
+    one_step_off, more is n_step_ahead. n_step_ahead trains batches in the order in which they were drawn,
+    fully_async trains groups in the order in which they finish."""
     run_dir: str | None = None
     """Directory of events.jsonl, metrics.jsonl and summary.json. Default:
     outputs/<trainer.project_name>/<trainer.experiment_name>."""

@@ -30,7 +30,9 @@ def load_role(target: str) -> type[RoleStateMachine]:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"custom role {target} cannot be imported ({error}); write module:Class") from error
+        raise ConfigError(
+            f"custom stage {target} cannot be imported ({error}); write module:Class"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, RoleStateMachine) and hasattr(cls, "role")):
-        raise ConfigError(f"custom role {target} must be a RoleStateMachine decorated with @register_role")
+        raise ConfigError(f"custom stage {target} must be a RoleStateMachine decorated with @register_role")
     return cls
