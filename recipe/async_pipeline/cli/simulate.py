@@ -65,22 +65,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--depth",
         type=int,
         metavar="D",
-        help="batches in flight in addition to the one that trains (default: the lag)",
+        help="batches in flight or waiting in addition to the one that trains (default: the lag)",
     )
 
-    parser.add_argument("--straggler", default="wait", help="wait, regenerate or drop (default: %(default)s)")
+    parser.add_argument(
+        "--straggler",
+        default="wait",
+        choices=("wait", "regenerate", "drop"),
+        help="what happens to an unfinished group that holds up a step (default: %(default)s)",
+    )
     parser.add_argument("--stale", action=_Renamed, help=argparse.SUPPRESS)
     parser.add_argument(
         "--sync-every",
         type=int,
         default=1,
-        metavar="K",
+        metavar="N",
         help="optimizer steps between weight updates (default: %(default)s)",
     )
 
     parser.add_argument(
         "--pools",
-        metavar="POOLS",
+        metavar="{NAME: {...}}",
         help="same format as trainer.v1.async_pipeline.pools (default: two pools, sized by an estimate)",
     )
 
