@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.core.fates import FATES, Fate, FateRegister
-from recipe.async_pipeline.core.items import Group, Trajectory
+from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -18,13 +21,21 @@ COUNTED_AS = {"trained": "trained", "filtered": "filtered", "expired": "dropped"
 
 
 @pytest.fixture
-def meters(load: Load) -> Any:
-    module = load("recipe.async_pipeline.verl_bridge.trainer.sample_metrics")
+def module(load: Load) -> Any:
+    return load("recipe.async_pipeline.verl_bridge.trainer.sample_metrics")
+
+
+@pytest.fixture
+def meters(module: Any) -> Any:
+    return meters_of(module)
+
+
+def meters_of(module: Any, *, log_probs: bool = False) -> Any:
     config = OmegaConf.create(
         {
             "actor_rollout_ref": {
                 "actor": {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None},
-                "rollout": {"n": 2, "calculate_log_probs": False},
+                "rollout": {"n": 2, "calculate_log_probs": log_probs},
             }
         }
     )
@@ -77,3 +88,43 @@ def test_discarded_responses_are_dropped_before_the_prompt_has_a_fate(meters: An
 def test_cancelled_responses_are_dropped(meters: Any) -> None:
     meters.cancelled(3.0)
     assert counted(meters) == {"dropped": 2}
+
+
+class Store:
+    """Columns of eight trajectories of 3 tokens; counts what is fetched together."""
+
+    def __init__(self) -> None:
+        self.fetched: list[list[str]] = []
+
+    def get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> dict[str, Any]:
+        self.fetched.append(keys)
+        columns = {
+            "loss_mask": torch.ones(3, dtype=torch.int64),
+            "rollout_log_probs": torch.tensor([-1.0, -2.0, -3.0]),
+            "old_log_probs": torch.tensor([-1.1, -2.0, -2.9]),
+        }
+        rows = {name: [columns[name]] * len(keys) for name in select_fields}
+        return {name: torch.nested.as_nested_tensor(some, layout=torch.jagged) for name, some in rows.items()}
+
+
+@pytest.mark.parametrize("together", [1, 6, 7, 1000])
+def test_a_batch_is_fetched_in_parts(module: Any, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    store = Store()
+    monkeypatch.setattr(module.tq, "kv_batch_get", store.get)
+    monkeypatch.setattr(module, "FETCHED_TOKENS", together)
+    group = Group(
+        uid="a",
+        step=3,
+        trajectories=tuple(
+            Trajectory(key=f"a_{i}", first_version=1, last_version=1, num_tokens=3, spans=((1, 0),))
+            for i in range(8)
+        ),
+    )
+    padded = SimpleNamespace(keys=[*(one.key for one in group.trajectories), "padding"], partition_id="train")
+    found = meters_of(module, log_probs=True).distances(StepBatch(step=3, groups=(group,), payload=padded))
+
+    assert [key for part in store.fetched for key in part] == [one.key for one in group.trajectories]
+    assert max(map(len, store.fetched)) == min(8, -(-together // 3))
+    assert found["lag/token_share/1"] == 1
+    assert found["off_policy/ratio_max/all"] == pytest.approx(math.exp(0.1), rel=1e-6)
+    assert found["off_policy/trajectory_ess/all"] == pytest.approx(1)

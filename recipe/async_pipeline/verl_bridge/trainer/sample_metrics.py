@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 
 from ...core.fates import Fate, Settlement
 from ...core.items import StepBatch, Trajectory
 from ...observe import selection_bias
-from ...observe.off_policy import off_policy_metrics
+from ...observe.off_policy import Columns, OffPolicyMeter
 
 SELECTION: Mapping[Fate, selection_bias.Fate] = {
     "trained": "trained",
@@ -20,6 +22,8 @@ SELECTION: Mapping[Fate, selection_bias.Fate] = {
     "failed": "dropped",
 }
 """The fate of a prompt to the fate of its responses in the selection metrics."""
+FETCHED_TOKENS = 1 << 20
+"""Tokens whose columns are fetched from the sample store together: 12 to 20 MB."""
 
 
 class SampleMeters:
@@ -31,8 +35,10 @@ class SampleMeters:
         self._clip_low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
         self._clip_high = actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high
         self._responses = int(rollout.n)
-        self._sampled = ["rollout_log_probs"] if rollout.calculate_log_probs else []
-        self._bypassed = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
+        # In bypass mode both columns are equal, and every ratio is 1.
+        bypassed = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
+        measurable = rollout.calculate_log_probs and not bypassed
+        self._log_probs = ["rollout_log_probs", "old_log_probs"] if measurable else []
         self._selection = selection_bias.SelectionMeter()
         self._undecided: dict[str, tuple[Trajectory, ...]] = {}
         """Finished responses to prompts without a fate, by prompt."""
@@ -73,21 +79,44 @@ class SampleMeters:
 
     def distances(self, batch: StepBatch) -> dict[str, float]:
         """Return metrics of the lag and the off-policy distance of a batch. Blocks on the sample store."""
-        trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
-        # verl pads a batch with rows to make it divisible by the number of ranks.
-        keys = [key for key in batch.payload.keys if key in trajectories]
-        names = ["loss_mask", "old_log_probs", *self._sampled]
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.payload.partition_id, select_fields=names)
-        rows = {name: [row.float().numpy() for row in data[name].unbind()] for name in names}
-
-        return off_policy_metrics(
-            [trajectories[key] for key in keys],
+        meter = OffPolicyMeter(
             trainer_version=batch.step - 1,
             max_lag=self._max_lag,
-            mask=rows["loss_mask"],
-            rollout_log_probs=rows.get("rollout_log_probs"),
-            # In bypass mode both columns are equal, and every ratio is 1.
-            old_log_probs=None if self._bypassed else rows["old_log_probs"],
             clip_low=self._clip_low,
             clip_high=self._clip_high,
         )
+        trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
+        # verl pads a batch with rows to make it divisible by the number of ranks.
+        keys = [key for key in batch.payload.keys if key in trajectories]
+        for part in _parts(keys, [trajectories[key].num_tokens for key in keys]):
+            meter.add([trajectories[key] for key in part], self._columns(part, batch.payload.partition_id))
+        return meter.metrics()
+
+    def _columns(self, keys: list[str], partition: str) -> Columns:
+        names = ["loss_mask", *self._log_probs]
+        data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=names)
+        rows = {name: list(data[name].unbind()) for name in names}
+        flat = {name: torch.cat(found).float().numpy() for name, found in rows.items()}
+        lengths = {name: [len(row) for row in found] for name, found in rows.items()}
+        if any(found != lengths["loss_mask"] for found in lengths.values()):
+            raise ValueError(f"the columns {', '.join(names)} of a batch have different lengths")
+        return Columns(
+            np.array(lengths["loss_mask"]),
+            flat["loss_mask"],
+            flat.get("rollout_log_probs"),
+            flat.get("old_log_probs"),
+        )
+
+
+def _parts(keys: Sequence[str], tokens: Sequence[int]) -> Iterator[list[str]]:
+    """Yield the keys in parts of about FETCHED_TOKENS tokens."""
+    part: list[str] = []
+    held = 0
+    for key, count in zip(keys, tokens, strict=True):
+        part.append(key)
+        held += count
+        if held >= FETCHED_TOKENS:
+            yield part
+            part, held = [], 0
+    if part:
+        yield part
