@@ -44,11 +44,11 @@ class Store:
         self.tags.update(zip(keys, tags or [], strict=False))
 
     def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
+        """Return the columns that exist."""
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-        return list_of_dict_to_tensordict(
-            [{name: self.rows[key][name] for name in select_fields} for key in keys]
-        )
+        names = [name for name in select_fields if name in self.rows[keys[0]]]
+        return list_of_dict_to_tensordict([{name: self.rows[key][name] for name in names} for key in keys])
 
 
 @pytest.fixture
@@ -223,3 +223,95 @@ def test_inconsistent_files_are_rejected(contents: ModuleType, store: Store, tmp
     (folder / "pipeline.json").write_text('{"flow": 3}')
     with pytest.raises(CheckpointError, match="is invalid"):
         contents.read(folder)
+
+
+class Meta:
+    """The part of a batch's metadata that the reward stage reads."""
+
+    partition_id = "train"
+
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+REJECTION = {"rollout_rs": "token_k1,seq_mean_k1", "rollout_rs_threshold": "0.6_1.6,0.8_1.25"}
+
+
+def masked_sample(uid: str, length: int, seed: int) -> dict[str, Any]:
+    """Return the columns of one output of an agent loop, with a tool's tokens masked."""
+    import torch
+
+    torch.manual_seed(seed)
+    mask = torch.ones(length, dtype=torch.int64)
+    mask[length // 2] = 0
+    return {
+        "uid": uid,
+        "responses": torch.arange(length),
+        "response_mask": mask,
+        "loss_mask": mask,
+        "rm_scores": torch.nn.functional.pad(torch.rand(1), (length - 1, 0)),
+        "rollout_log_probs": -torch.rand(length),
+    }
+
+
+@pytest.mark.parametrize("rejection", [None, REJECTION])
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_a_resumed_step_trains_the_tokens_of_the_undisturbed_one(
+    contents: ModuleType,
+    store: Store,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    rejection: dict[str, str] | None,
+    outputs: int,
+) -> None:
+    """The step has passed verl's reward stage before its samples are saved."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from recipe.async_pipeline.core.items import Trajectory
+
+    base = load("verl.trainer.ppo.v1.trainer_base")
+    monkeypatch.setattr(base, "tq", store)
+    algorithm: dict[str, Any] = {"use_kl_in_reward": False, "adv_estimator": "grpo", "gamma": 1.0, "lam": 1.0}
+    algorithm["rollout_correction"] = rejection and {"bypass_mode": False, **rejection}
+    settings = {"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}}
+    trainer = SimpleNamespace(config=OmegaConf.create(settings))
+
+    keys = [f"p0_{session}_{i}" for session in range(2) for i in range(outputs)]
+    for number, key in enumerate(keys):
+        store.rows[key] = masked_sample("p0", 9 + number, number)
+    columns = sorted(store.rows[keys[0]])
+    responses = [
+        Trajectory(key=key, first_version=0, last_version=0, num_tokens=9, payload={}) for key in keys
+    ]
+    group = Group(uid="p0", step=3, trajectories=tuple(responses), payload=[columns])
+
+    def reward_stage(seed: int) -> tuple[list[list[int]], list[list[float]], dict[str, Any]]:
+        """Return the tokens to train, their advantages and the metrics, for old log-probs of `seed`."""
+        torch.manual_seed(seed)
+        metrics: dict[str, Any] = {}
+        for key in keys:
+            sampled = store.rows[key]["rollout_log_probs"]
+            store.rows[key]["old_log_probs"] = sampled + 0.5 * torch.randn(len(sampled))
+        base.PPOTrainer._compute_advantage(trainer, Meta(keys), metrics)
+        rows = [store.rows[key] for key in keys]
+        return [r["response_mask"].tolist() for r in rows], [r["advantages"].tolist() for r in rows], metrics
+
+    stored = [store.rows[key]["response_mask"].tolist() for key in keys]
+    ahead, *_ = reward_stage(seed=1)
+    assert (ahead != stored) is (rejection is not None)
+    samples = contents.fetch([group], "train")
+
+    # The run that continues has the log-probs of the saved weights, as the resumed one.
+    for row in store.rows.values():
+        row["response_mask"] = row["loss_mask"]
+    undisturbed = reward_stage(seed=2)
+
+    store.rows = {}
+    contents.put([group], samples, "train")
+    assert [store.rows[key]["response_mask"].tolist() for key in keys] == stored
+    assert all(sorted(row) == columns for row in store.rows.values())
+    assert reward_stage(seed=2) == undisturbed

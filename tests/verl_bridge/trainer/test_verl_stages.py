@@ -78,6 +78,49 @@ def test_the_kl_coefficient_continues_from_step_to_step(load: Load, module: Modu
     assert trainer.kl_ctrl_in_reward.value == 0.5
 
 
+class AdaptiveKlTrainer(Trainer):
+    """Advances verl's adaptive controller by a divergence that depends on the step."""
+
+    def __init__(self, load: Load, step: int = 0, coefficient: float = 0.5) -> None:
+        super().__init__()
+        self.global_steps = step
+        algorithms = load("verl.trainer.ppo.core_algos")
+        self.kl_ctrl_in_reward = algorithms.AdaptiveKLController(coefficient, target_kl=0.1, horizon=50)
+
+    def _compute_advantage(self, meta: Any, metrics: dict[str, Any]) -> Any:
+        metrics["kl"] = self.kl_ctrl_in_reward.value
+        self.kl_ctrl_in_reward.update(current_kl=0.091 + 0.01 * self.global_steps, n_steps=16)
+        return meta
+
+    def _update_actor(self, meta: Any, metrics: dict[str, Any]) -> Any:
+        return meta
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("saved", [1, 3])
+def test_a_resumed_run_has_the_coefficients_of_the_undisturbed_run(
+    load: Load, module: ModuleType, meta: Any, monkeypatch: pytest.MonkeyPatch, ahead: int, saved: int
+) -> None:
+    """Steps up to `ahead` after the saved one have passed the reward stage when the checkpoint is made."""
+    monkeypatch.setattr(module, "trained_columns", lambda meta, pictures: [])
+
+    async def coefficients(stages: Any, steps: range) -> list[float]:
+        batches = [StepBatch(step=step, groups=(), payload=meta) for step in steps]
+        return [float((await stages.advantages(batch)).metrics["kl"]) for batch in batches]
+
+    async def until_saved(stages: Any) -> tuple[list[float], float]:
+        before = await coefficients(stages, range(1, saved + ahead + 1))
+        for step in range(1, saved + 1):
+            await stages.update_actor(StepBatch(step=step, groups=(), payload=meta))
+        return before[:saved], stages.kl_coefficient(saved)
+
+    undisturbed = asyncio.run(coefficients(stages_of(load, module, AdaptiveKlTrainer(load)), range(1, 9)))
+    before, stored = asyncio.run(until_saved(stages_of(load, module, AdaptiveKlTrainer(load))))
+    resumed = stages_of(load, module, AdaptiveKlTrainer(load, saved, stored))
+    assert before + asyncio.run(coefficients(resumed, range(saved + 1, 9))) == undisturbed
+    assert len(set(undisturbed)) == 8
+
+
 def test_a_run_without_kl_penalty_has_no_coefficient(load: Load, module: ModuleType) -> None:
     assert stages_of(load, module, Trainer()).kl_coefficient(1) is None
 

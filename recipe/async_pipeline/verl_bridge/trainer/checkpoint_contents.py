@@ -46,6 +46,8 @@ VERLS_LOADER = "data.pt"
 ACTOR, CRITIC = "actor", str(Role.Critic)
 KEYS_A_CALL = 256
 """Samples per call to the sample store."""
+MASK, MASK_AS_STORED = "response_mask", "loss_mask"
+"""verl stores the mask of a response under both names. Rollout rejection overwrites the first one."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,9 +190,11 @@ def _require_all_ranks(folder: Path) -> None:
 
 
 def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
-    """Return a map from key to the columns that the rollout wrote, for each response of the groups.
+    """Return a map from key to the columns as the rollout wrote them, for each response of the groups.
 
-    `Group.payload` has the names of the columns, for each response or one entry for all.
+    `Group.payload` has the names of the columns, for each response or one entry for all. A later step may
+    have passed the reward stage already, which rejects tokens in `response_mask`. A resumed run would reject
+    from what is left of it, so the mask is taken from `loss_mask`, which only the rollout writes.
     """
     keys_by_names: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
     for group in groups:
@@ -202,8 +206,13 @@ def fetch(groups: Iterable[Group], partition: str) -> dict[str, dict[str, Any]]:
     for names, keys in keys_by_names.items():
         for first in range(0, len(keys), KEYS_A_CALL):
             some = keys[first : first + KEYS_A_CALL]
-            data = tq.kv_batch_get(keys=some, partition_id=partition, select_fields=list(names))
-            found.update(zip(some, _rows(data, names), strict=True))
+            source = {
+                name: MASK_AS_STORED if name == MASK and MASK_AS_STORED in names else name for name in names
+            }
+            data = tq.kv_batch_get(
+                keys=some, partition_id=partition, select_fields=sorted({*source.values()})
+            )
+            found.update(zip(some, _rows(data, source), strict=True))
     return found
 
 
@@ -222,9 +231,10 @@ def put(groups: Iterable[Group], samples: Mapping[str, Mapping[str, Any]], parti
             )
 
 
-def _rows(data: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+def _rows(data: Any, source: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the rows of `data`; `source` maps the name of a column to the one to read it from."""
     columns = {
-        name: list(data[name].unbind(0) if isinstance(data[name], torch.Tensor) else data[name])
-        for name in names
+        name: list(data[read].unbind(0) if isinstance(data[read], torch.Tensor) else data[read])
+        for name, read in source.items()
     }
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
