@@ -43,6 +43,7 @@ class Kind(Enum):
 class Params:
     max_tokens: int
     min_tokens: int = 0
+    seed: int | None = None
     output_kind: Kind = Kind.CUMULATIVE
     stop: list[str] = field(default_factory=list)
     detokenize: bool = True
@@ -174,12 +175,13 @@ def versioned_over(engine: Any) -> VersionedEngine:
 
 
 async def answer(
-    engine: Engine, name: str, tokens: int, after: float = 0.0
+    engine: Engine, name: str, tokens: int, after: float = 0.0, seed: int | None = None
 ) -> tuple[Any, list[tuple[int, int]]]:
     """The last output and the spans."""
     await asyncio.sleep(after)
     with recorded_spans() as spans:
-        outputs = [o async for o in engine.generate(PROMPT, Params(tokens, min_tokens=2), request_id=name)]
+        params = Params(tokens, min_tokens=2, seed=seed)
+        outputs = [o async for o in engine.generate(PROMPT, params, request_id=name)]
     return outputs[-1], [(version, start) for version, start in spans]
 
 
@@ -330,6 +332,40 @@ def test_what_is_left_of_an_answer_is_shorter() -> None:
 
     run_virtual(main())
     assert seen == [(6, 2), (3, 0)]
+
+
+@pytest.mark.parametrize("policy", ["abort", "keep"])
+@pytest.mark.parametrize("seed", [None, 7, 8])
+def test_the_rest_of_a_seeded_response_does_not_repeat_its_random_numbers(
+    seed: int | None, policy: str
+) -> None:
+    engine = Engine()
+    seen: list[int | None] = []
+    add = engine.add_request
+
+    async def main() -> None:
+        async def noted(request_id: str, prompt: Any, params: Params) -> Request:
+            seen.append(params.seed)
+            return await add(request_id, prompt, params)
+
+        engine.add_request = noted  # type: ignore[method-assign]
+        versioned = versioned_over(engine)
+        await versioned.load(0, engine.loading(0, 0.0), policy)
+        clock = asyncio.create_task(engine.run())
+        asked = asyncio.create_task(answer(engine, "r", 6, seed=seed))
+        await asyncio.sleep(3.5)
+        await versioned.load(1, engine.loading(1, 0.0), policy)
+        await asked
+        clock.cancel()
+
+    run_virtual(main())
+    first, *rest = seen
+    assert first == seed
+    if policy == "keep" or seed is None:
+        assert set(rest) <= {seed}
+    else:
+        # Stable: a run with the same seeds repeats it.
+        assert rest == [{7: 3136964407, 8: 4006234441}[seed]]
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -8,7 +8,8 @@ tokens themselves arrive here.
 Requests in flight at a load, by policy:
 
 - `keep`: they continue with the new weights and the old keys and values;
-- `abort`: they stop and restart from their tokens, which the new weights process from the beginning;
+- `abort`: they stop and restart from their tokens, which the new weights process from the beginning; a
+  request with a seed continues with another one, which follows from its seed and the number of its tokens;
 - `drain`: the load waits for them, and new requests wait for the load.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -324,7 +326,16 @@ def _shortened(params: Any, said: int) -> Any:
     left = copy.copy(params)
     left.max_tokens = params.max_tokens - said
     left.min_tokens = max(0, params.min_tokens - said)
+    if params.seed is not None:
+        # With the same seed, the rest would be sampled with the random numbers of the first tokens.
+        left.seed = _derived_seed(params.seed, said)
     return left
+
+
+def _derived_seed(seed: int, position: int) -> int:
+    """Return a seed of 32 bits for the tokens from `position` on."""
+    digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _joined(output: Any, before: Sequence[Any]) -> Any:

@@ -380,6 +380,22 @@ def test_a_partial_response_of_a_seeded_request_is_generated_again(module: Modul
     assert requests == [], "what was finished is kept"
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+def test_only_tokens_that_another_process_can_use_are_recorded(module: ModuleType, seed: int | None) -> None:
+    """The ledger counts the recorded tokens as kept."""
+    transcripts = importlib.import_module("recipe.async_pipeline.verl_bridge.agent_loop.partial_rollouts")
+    transcript = transcripts.Transcript()
+    places: list[Any] = []
+
+    async def respond() -> Any:
+        places.extend(one.where() for one in transcript.open.values())
+        return output([5], 4)
+
+    client = transcripts.RecordingClient(client_of(module, Balancer(a=respond)), transcript)
+    asyncio.run(client.generate("r", prompt_ids=[1], sampling_params={"seed": seed}))
+    assert [place is None for place in places] == [seed is not None]
+
+
 def test_a_partial_response_of_maximum_length_is_finished(module: ModuleType) -> None:
     (whole,), _, requests = asyncio.run(
         resumed(module, [recorded_request(module, list(range(10)), None)], [], [[1]])

@@ -99,7 +99,9 @@ class Open(NamedTuple):
     before: RecordedRequest | None
     """What an earlier process had generated for it."""
     where: Callable[[], tuple[Any, str] | None]
-    """Returns the server and the request's name there, or None."""
+    """Returns the server and the request's name there; None if no server has it, or if another process
+    cannot use a part of the response.
+    """
 
     def with_written(self, written: Written | None) -> RecordedRequest | None:
         """Return what was generated so far, or None if it is empty or its log-probs are unknown."""

@@ -82,12 +82,14 @@ class PipelineLLMClient(LLMServerClient):
     async def _continue(self, transcript: Transcript, request_id: str, **kwargs: Any) -> TokenOutput:
         """Generate what the transcript lacks, and keep the whole response there.
 
-        A partial response of a seeded request is generated again: an engine starts the random numbers of a
-        seed with the first token of a request, so a continuation would differ from an undisturbed response.
+        A partial response of a seeded request is neither continued nor recorded: an engine starts the random
+        numbers of a seed with the first token of a request, so a continuation would differ from an
+        undisturbed response.
         """
         rollout = self.config.actor_rollout_ref.rollout
         said, asked = transcript.recall(kwargs["prompt_ids"]), kwargs
-        if said is not None and not said.finished and kwargs["sampling_params"].get("seed") is not None:
+        seeded = kwargs["sampling_params"].get("seed") is not None
+        if said is not None and not said.finished and seeded:
             said = None
         if said is not None and not said.finished:
             left = continued(kwargs["sampling_params"], said, rollout.prompt_length, rollout.response_length)
@@ -100,7 +102,9 @@ class PipelineLLMClient(LLMServerClient):
                     "sampling_params": left,
                 }
 
-        transcript.open[request_id] = Open(kwargs["prompt_ids"], said, lambda: self._asked.get(request_id))
+        transcript.open[request_id] = Open(
+            kwargs["prompt_ids"], said, lambda: None if seeded else self._asked.get(request_id)
+        )
         try:
             if said is not None and said.finished:
                 output = said.output()
