@@ -75,6 +75,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer/weight_publisher.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "verl_bridge/bench/agent_loop.py": "e2e/test_bench.py",
+    "verl_bridge/bench/control_plane.py": "e2e/test_bench.py",
+    "verl_bridge/bench/control_plane_job.py": "e2e/test_bench.py",
     "verl_bridge/bench/job.py": "e2e/test_bench.py",
     "verl_bridge/bench/fully_async_job.py": "verl_bridge/bench/test_fully_async.py",
     "verl_bridge/bench/weight_sync.py": "e2e/test_bench.py",

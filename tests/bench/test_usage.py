@@ -29,6 +29,12 @@ def test_a_process_belongs_to_a_part(command: str, part: str) -> None:
     assert part_of(command) == part
 
 
+def test_another_table_of_parts_can_be_given() -> None:
+    parts = {"AgentLoopWorker": "workers"}
+    assert part_of("ray::PushAgentLoopWorker.run_group", parts) == "workers"
+    assert part_of("VLLM::EngineCore", parts) == "other"
+
+
 def test_time_between_samples_is_interpolated() -> None:
     samples = [
         Usage(0.0, {"train": 0.0}, 0),

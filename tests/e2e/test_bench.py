@@ -93,3 +93,34 @@ def test_publications_are_measured(tmp_path: Path) -> None:
     assert 0 < row["load_s"]["median"] <= row["publication_s"]["median"]
     assert row["generator_stall_s"]["max"] > 0, "a load holds the engine"
     assert row["gather_gb_s"] > 0
+
+
+def test_the_control_plane(tmp_path: Path) -> None:
+    """Every prompt that was drawn was trained or filtered, and the sample store is empty."""
+    out = tmp_path / "c.json"
+    sizes = {"groups": 4, "answers": 2, "replicas": 2, "steps": 3, "lag": 1, "filtered": 0.3}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "recipe.async_pipeline", "bench", "control-plane"),
+            *(f"--{name}={value}" for name, value in sizes.items()),
+            *("--workers=1", "--answer-s=0.05", "--json", str(out), "--logs", str(tmp_path / "logs")),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    data = json.loads(out.read_text())
+    assert set(data["cpu_ms_per_trajectory"]) >= {"driver", "workers", "store", "rewards", "servers", "total"}
+    assert data["cpu_ms_per_trajectory"]["driver"] > 0
+    assert data["control_latency_s"]["p99"] >= data["control_latency_s"]["p50"] > 0
+    assert data["loop_lag_s"]["p99"] >= 0
+    assert data["samples_per_s"] > 0
+    assert "memory_mib_per_100_steps" in data
+
+    groups = data["groups"]
+    assert groups["trained"] == 12
+    assert groups["drawn"] == groups["trained"] + groups["filtered"]
+    assert groups["in_flight"] == data["left_in_store"] == 0
+    assert data["trajectories"]["trained"] == 24
+    assert sum(data["most_open_requests"]) > 0

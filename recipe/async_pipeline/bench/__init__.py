@@ -12,6 +12,6 @@ arm runs as a separate job through verl's entry point, with the same external pr
     usage.py      CPU and memory of a process tree    picture.py  the PNG
     runner.py     runs jobs in turns with progress    outputs.py  checks of the output files
 
-The measurements of single parts are arena.py, learning.py and weight_sync.py with stalls.py. The command line
-is `cli/bench.py`.
+The measurements of single parts are arena.py, learning.py, weight_sync.py with stalls.py, and
+control_plane.py with loop_lag.py and spread_reward.py. The command line is `cli/bench.py`.
 """

@@ -18,7 +18,7 @@ import msgspec
 from .arms import ARMS, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
 from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
-from .usage import Usage, UsageMeter
+from .usage import EVERY_S, PARTS, Usage, UsageMeter
 from .workload import CONFIGS, DEFAULT_RESPONSES, Workload
 
 FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
@@ -149,11 +149,14 @@ def run_watched(
     *,
     counting: tuple[str, int, str],
     say: Callable[[str], None],
+    parts: Mapping[str, str] = PARTS,
+    every_s: float = EVERY_S,
 ) -> list[Usage]:
     """Run a command to its end, with its output in `job.log` and its spans in files of `directory`.
 
     `counting` is the name of the spans to count for lines of progress, their expected number, and the word
-    for one of them. Returns the resource usage of the processes. Raises JobFailed if the job fails or hangs.
+    for one of them. `parts` and `every_s`: see `UsageMeter`. Returns the resource usage of the processes.
+    Raises JobFailed if the job fails or hangs.
     """
     settings = {
         **os.environ,
@@ -167,7 +170,7 @@ def run_watched(
 
     with (directory / LOG).open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, cwd=CONFIGS.parent, env=settings, stdout=output, stderr=output)
-        meter = UsageMeter(process.pid)
+        meter = UsageMeter(process.pid, parts, every_s)
         try:
             status = _wait(process, directory, counting, say)
         finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import psutil
@@ -26,9 +26,9 @@ class Usage(NamedTuple):
     """CPU seconds of all processes of the machine."""
 
 
-def part_of(command_line: str) -> str:
+def part_of(command_line: str, parts: Mapping[str, str] = PARTS) -> str:
     """Return the part of the job that a process belongs to."""
-    return next((part for word, part in PARTS.items() if word in command_line), "other")
+    return next((part for word, part in parts.items() if word in command_line), "other")
 
 
 def cpu_between(samples: Sequence[Usage], start: float, end: float) -> dict[str, float]:
@@ -60,8 +60,9 @@ def _at(samples: Sequence[Usage], part: str, when: float) -> float:
 class UsageMeter:
     """Samples a process tree in a thread until `stop`."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, parts: Mapping[str, str] = PARTS, every_s: float = EVERY_S) -> None:
         self.samples: list[Usage] = []
+        self._parts, self._every_s = parts, every_s
         self._root = psutil.Process(pid)
         self._seen: dict[tuple[int, float], tuple[str, float]] = {}
         self._ended = threading.Event()
@@ -75,7 +76,7 @@ class UsageMeter:
         return self.samples
 
     def _sample_until_ended(self) -> None:
-        while not self._ended.wait(EVERY_S):
+        while not self._ended.wait(self._every_s):
             self.samples.append(self.sample())
 
     def sample(self) -> Usage:
@@ -92,7 +93,7 @@ class UsageMeter:
                     spent = process.cpu_times()
                     memory = process.memory_info()
                     # Ray renames a worker when an actor starts in it, so a process may change its part.
-                    part = part_of(" ".join(process.cmdline()))
+                    part = part_of(" ".join(process.cmdline()), self._parts)
                     self._seen[process.pid, process.create_time()] = (part, spent.user + spent.system)
                     private += memory.rss - memory.shared
             except psutil.Error:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..bench import arena, learning, weight_sync
+from ..bench import arena, control_plane, learning, weight_sync
 from ..bench.arms import ARMS, DEFAULT_ARMS, parse_arms
 from ..bench.measure import Measured
 from ..bench.outputs import check_outputs, job_logs
@@ -30,6 +30,10 @@ _OTHERS: Mapping[str, tuple[Any, str]] = {
     "weight-sync": (
         weight_sync,
         "the cost of a weight update, with this package's transports and with verl's, on real engines",
+    ),
+    "control-plane": (
+        control_plane,
+        "what a trajectory costs besides engine and trainer, with engines and training that cost nothing",
     ),
     "learning": (learning, "whether asynchrony preserves learning, per sample and per second"),
     "arena": (arena, "the speed of copying weights from a device to host memory and back, with torch alone"),
