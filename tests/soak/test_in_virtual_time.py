@@ -18,8 +18,8 @@ from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.core.flow_state import FlowState
 from recipe.async_pipeline.core.items import Group, LoadReport, Prompt, Publication
 from recipe.async_pipeline.core.ledger_audit import audit, valid
+from recipe.async_pipeline.weight_sync.fleet import Fleet
 from recipe.async_pipeline.weight_sync.manifest import Ticket
-from recipe.async_pipeline.weight_sync.publisher import Distribution
 from tests.fakes.lives import Life, check, lives
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
@@ -29,6 +29,8 @@ FOREVER_S = 1e6
 
 class Replica:
     """A replica that fails at random."""
+
+    in_place = True
 
     def __init__(self, name: str, dice: random.Random, bad: float) -> None:
         self.name, self.up = name, asyncio.Event()
@@ -50,8 +52,16 @@ class Replica:
     async def leave(self) -> None:
         self.up.clear()
 
-    async def restart(self) -> None:
+    async def end(self) -> None:
         self.version = -1
+
+    async def release(self) -> None:
+        pass
+
+    async def open_requests(self) -> int:
+        return 0
+
+    async def start(self) -> None:
         await self._work(RESTART_S, "it does not start")
 
     async def join(self) -> None:
@@ -73,7 +83,7 @@ class Hurt(SimTrainer):
         self.dice = dice
         bad = dice.choice([0.0, 0.02, 0.1])
         self.replicas = [Replica(f"replica {i}", dice, bad) for i in range(dice.choice([1, 2, 3]))]
-        self.distribution = Distribution(
+        self.fleet = Fleet(
             self.replicas,
             lambda line: None,
             load_timeout_s=DEADLINE_S,
@@ -109,7 +119,8 @@ class Hurt(SimTrainer):
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         ticket = Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
-        outcome = await self.distribution.publish(ticket)
+        await self.fleet.retire(version - 2)
+        outcome = await self.fleet.publish(ticket)
         assert outcome.reports
         self.served = version
         return Publication(
@@ -126,7 +137,7 @@ class Hurt(SimTrainer):
         )
 
     async def watch(self) -> None:
-        await self.distribution.watch()
+        await self.fleet.watch()
 
 
 def hurt(seed: int) -> None:
@@ -160,7 +171,7 @@ def hurt(seed: int) -> None:
         last, ledger = lives(make, kills, lost=dice.randint(0, 9), seen=look)
     except (ConnectionError, TimeoutError) as error:
         # Every replica failed three times: that ends a run with an error that names a replica.
-        assert not made[-1].distribution.serving, f"seed {seed}: {error}"
+        assert not made[-1].fleet.serving, f"seed {seed}: {error}"
         assert "replica " in str(error), f"seed {seed}: {error}"
         return
     check(audit(valid(ledger)), steps=settings["steps"], groups=settings["groups"], max_lag=max_lag)

@@ -14,7 +14,9 @@
     proof.py             the comparison of served and published values
     versioned_engine.py  which version wrote which token
     busy_time.py         seconds with open requests
-    publisher.py         each version to all replicas; fencing and restart of a failed one
+    registry.py          the states and versions of all consumers, and what follows from them (pure)
+    keeper.py            keeps one consumer at the newest version, and restarts it after a failure
+    fleet.py             each version to all consumers; consumers that join and leave
 
 Imports torch, but neither verl nor ray nor vllm.
 """

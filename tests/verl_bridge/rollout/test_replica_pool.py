@@ -37,6 +37,14 @@ class Method:
         return asyncio.ensure_future(self._function(*args))
 
 
+class Answer(str):
+    """An answer that is there already: for `ray.get`, and awaitable."""
+
+    def __await__(self) -> Any:
+        yield from ()
+        return str(self)
+
+
 class Server:
     """Stands for a server's handle: loads in two seconds, and writes a log that all servers share."""
 
@@ -46,7 +54,7 @@ class Server:
     def __init__(self, name: str, log: list[str], error: Exception | None = None, node: str = "a") -> None:
         self.name, self.log, self.error, self.node = name, log, error, node
         self.load_version, self.check = Method(self._load), Method(self._check)
-        self.__ray_call__ = SimpleNamespace(remote=lambda function: self.node)
+        self.__ray_call__ = SimpleNamespace(remote=lambda function: Answer(self.node))
 
     async def _check(self) -> None:
         if self.name in self.dead:
@@ -86,13 +94,22 @@ class Balancer:
 
 
 class Replica:
+    next_node: str | None = None
+    """Node of the servers after a restart, if it is another one."""
+    next_courier: str | None = None
+    """Courier that is expected then."""
+
     def __init__(self, rank: int, *servers: Server) -> None:
         self.replica_rank, self.servers = rank, list(servers)
         self._server_address, self._server_handle = f"address {rank}", servers[0]
 
-    async def restart(self) -> None:
+    async def end(self) -> None:
+        pass
+
+    async def start_again(self) -> None:
         (old,) = self.servers
-        self.servers = [Server(f"{old.name}, restarted", old.log)]
+        self.servers = [Server(f"{old.name}, restarted", old.log, node=self.next_node or old.node)]
+        self.servers[0].courier = self.next_courier
         self._server_address, self._server_handle = f"{self._server_address}, restarted", self.servers[0]
 
 
@@ -228,3 +245,46 @@ def test_replicas_on_other_hosts_share_one_courier(
     publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(TICKET))
     assert publication.replicas == 3
     assert started == ["a"], "the courier runs on the trainer's host"
+
+
+@pytest.mark.parametrize(
+    ("node", "next_node", "first", "second"),
+    [
+        ("a", "b", None, "the courier"),
+        ("b", "a", "the courier", None),
+        ("b", "c", "the courier", "the courier"),
+    ],
+)
+def test_a_replica_that_restarts_on_another_node_gets_its_versions_there(
+    module: ModuleType,
+    pool: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    node: str,
+    next_node: str,
+    first: str | None,
+    second: str | None,
+) -> None:
+    started: list[str] = []
+
+    def start_on(node: str) -> str:
+        started.append(node)
+        return "the courier"
+
+    monkeypatch.setattr(module, "start_on", start_on)
+    monkeypatch.setattr(Server, "dead", set())
+    moving = Replica(0, Server("moving", [], node=node))
+    moving.servers[0].courier = first
+    moving.next_node, moving.next_courier = next_node, second
+
+    async def main() -> None:
+        made = pool(moving, Replica(1, Server("other", [])))
+        watch = asyncio.create_task(made.watch())
+        await made.publish(TICKET)
+        Server.dead.add("moving")
+        await asyncio.sleep(10)
+        assert made.versions == {"replica 0": 5, "replica 1": 5}
+        watch.cancel()
+        await made.close()
+
+    run_virtual(main())
+    assert started == ["a"]

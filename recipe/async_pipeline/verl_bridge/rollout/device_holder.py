@@ -63,6 +63,10 @@ class ReservedDevice:
         found: int = await self._holder.end.remote(processes)
         return found
 
+    def release(self) -> None:
+        """End the reservation."""
+        ray.kill(self._holder)
+
 
 def node_id(actor: Any) -> str:
     """Return the Ray node that this runs on. Sent to any actor; importing it costs the actor nothing."""

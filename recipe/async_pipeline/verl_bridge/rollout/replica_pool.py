@@ -13,8 +13,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from ...config.schema import concurrent_loads
 from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError
+from ...weight_sync.fleet import Fleet
 from ...weight_sync.manifest import Ticket
-from ...weight_sync.publisher import Distribution
 from ...weight_sync.versioned_engine import LoadMode
 from ..object_store_transport import start_on
 from ..ray_calls import ASK_S, cause_of, got
@@ -22,24 +22,23 @@ from .device_holder import node_id
 
 
 class ReplicaConsumer:
-    """One rollout replica, as `Distribution` sees it."""
+    """One rollout replica, as `Fleet` sees it."""
 
-    def __init__(
-        self,
-        replica: Any,
-        balancer: Any,
-        courier: Any | None,
-        piece_bytes: int,
-        timeout_s: float,
-        how: LoadMode,
-    ) -> None:
-        """`courier` is None for a replica on the host of the trainer's arenas."""
+    def __init__(self, replica: Any, pool: RolloutPool, nodes: Sequence[str] = ()) -> None:
+        """`nodes` are the Ray nodes of its servers; empty before it has started."""
         self.name = f"replica {replica.replica_rank}"
-        self._replica, self._balancer = replica, balancer
-        self._arguments = (courier, piece_bytes, timeout_s, how)
+        self.replica, self.nodes = replica, tuple(nodes)
+        self._pool = pool
+        self._started = bool(nodes)
+
+    @property
+    def in_place(self) -> bool:
+        return self._pool.maps_arenas(self.nodes)
 
     async def load(self, ticket: Ticket) -> LoadReport:
-        answers = [server.load_version.remote(ticket, *self._arguments) for server in self._replica.servers]
+        courier = self._pool.courier_for(self.nodes)
+        arguments = (courier, *self._pool.load_arguments)
+        answers = [server.load_version.remote(ticket, *arguments) for server in self.replica.servers]
         try:
             # The servers of one replica load together, so the first report is enough.
             reports: list[LoadReport] = [await answer for answer in answers]
@@ -49,21 +48,36 @@ class ReplicaConsumer:
         return reports[0]
 
     async def leave(self) -> None:
-        await self._balancer.remove_servers.remote([self._replica._server_address])
+        await self._pool.balancer.remove_servers.remote([self.replica._server_address])
 
-    async def restart(self) -> None:
-        await self._replica.restart()
+    async def end(self) -> None:
+        await self.replica.end()
+
+    async def start(self) -> None:
+        """Start the servers; they may be on other nodes than before."""
+        if self._started:
+            await self.replica.start_again()
+        else:
+            self._started = True
+            await self.replica.init_standalone()
+        self.nodes = tuple([await node for node in self._pool.ask_nodes(self.replica)])
 
     async def join(self) -> None:
-        replica = self._replica
-        await self._balancer.add_servers.remote({replica._server_address: replica._server_handle})
+        replica = self.replica
+        await self._pool.balancer.add_servers.remote({replica._server_address: replica._server_handle})
 
     async def check(self) -> None:
         try:
-            for answer in [server.check.remote() for server in self._replica.servers]:
+            for answer in [server.check.remote() for server in self.replica.servers]:
                 await answer
         except RayTaskError as error:
             raise cause_of(error) from error
+
+    async def open_requests(self) -> int:
+        return sum([await server.open_requests.remote() for server in self.replica.servers])
+
+    async def release(self) -> None:
+        self.replica.release()
 
 
 class RolloutPool:
@@ -85,45 +99,44 @@ class RolloutPool:
         """Ask each replica for its node; blocks on Ray calls.
 
         `trainer_node` is the Ray node of the arenas. `max_concurrent_loads` is the configured value, or None
-        for the default. For `say` and `note` see `Distribution`.
+        for the default. For `say` and `note` see `Fleet`.
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
 
-        self._manager = manager
+        self._manager, self.balancer = manager, manager.global_load_balancer
         self._trainer_node, self._courier = trainer_node, None
+        self.load_arguments = (piece_bytes, load_timeout_s, how)
+        """The arguments of each load after the ticket and the courier."""
 
-        self._distribution = Distribution(
-            [
-                ReplicaConsumer(
-                    replica,
-                    manager.global_load_balancer,
-                    self.courier_for(self._nodes_of(replica)),
-                    piece_bytes,
-                    load_timeout_s,
-                    how,
-                )
-                for replica in manager.get_replicas()
-            ],
+        replicas = manager.get_replicas()
+        self.fleet = Fleet(
+            [ReplicaConsumer(replica, self, self._nodes_of(replica)) for replica in replicas],
             say,
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
-            max_concurrent_loads=concurrent_loads(max_concurrent_loads, len(manager.get_replicas())),
+            max_concurrent_loads=concurrent_loads(max_concurrent_loads, len(replicas)),
             note=note,
         )
 
     @staticmethod
-    def _nodes_of(replica: Any) -> list[str]:
-        asked = [server.__ray_call__.remote(node_id) for server in replica.servers]
-        nodes: list[str] = got(
-            asked, ASK_S, owner="the trainer", what=f"replica {replica.replica_rank} to name its node"
-        )
+    def ask_nodes(replica: Any) -> list[Any]:
+        """Ask the servers of a replica for their nodes; return the pending answers."""
+        return [server.__ray_call__.remote(node_id) for server in replica.servers]
+
+    def _nodes_of(self, replica: Any) -> list[str]:
+        what = f"replica {replica.replica_rank} to name its node"
+        nodes: list[str] = got(self.ask_nodes(replica), ASK_S, owner="the trainer", what=what)
         return nodes
+
+    def maps_arenas(self, nodes: Sequence[str]) -> bool:
+        """Return whether these nodes can map the trainer's memory."""
+        return set(nodes) == {self._trainer_node}
 
     def courier_for(self, nodes: Sequence[str]) -> Any:
         """Return None for nodes that can map the trainer's memory, else the run's one courier."""
-        if set(nodes) == {self._trainer_node}:
+        if self.maps_arenas(nodes):
             return None
         self._courier = self._courier or start_on(self._trainer_node)
         return self._courier
@@ -135,12 +148,12 @@ class RolloutPool:
 
     def weights(self, owner: str) -> AbstractAsyncContextManager[None]:
         """Hold the weights: no replica changes version until this is left. Raises WaitTimeout."""
-        return self._distribution.weights(owner)
+        return self.fleet.weights(owner)
 
     @property
     def versions(self) -> Mapping[str, int]:
         """Return the version that each serving replica serves, by name; a fenced replica is not listed."""
-        return self._distribution.versions
+        return self.fleet.versions
 
     async def publish(self, ticket: Ticket) -> Publication:
         """Have every replica check, load and verify a version; return when all working replicas serve it.
@@ -148,7 +161,7 @@ class RolloutPool:
         Raises the last replica's error, or WaitTimeout naming the replica that did not respond, if none
         is left and none returns.
         """
-        outcome = await self._distribution.publish(ticket)
+        outcome = await self.fleet.publish(ticket)
         return Publication(
             version=ticket.version,
             num_bytes=ticket.num_bytes,
@@ -158,10 +171,17 @@ class RolloutPool:
             **vars(LoadReport.total(outcome.reports)),
         )
 
+    async def retire(self, version: int) -> None:
+        """Prepare for the memory of `version`, and of all older ones, to be overwritten.
+
+        Raises WaitTimeout if a replica that reads it cannot be ended.
+        """
+        await self.fleet.retire(version)
+
     async def watch(self) -> None:
         """Fence replicas that stop working between updates. Never returns; raises like `publish`."""
-        await self._distribution.watch()
+        await self.fleet.watch()
 
     async def close(self) -> None:
-        """Cancel pending restarts of replicas."""
-        await self._distribution.close()
+        """Cancel pending loads and restarts of replicas."""
+        await self.fleet.close()

@@ -40,13 +40,15 @@ class WeightPublisher:
     async def gather(self, version: int) -> Ticket:
         """Copy the weights into an arena; the training devices are free afterwards.
 
-        Raises WeightSyncError if no training rank reports the version.
+        Waits for: slow replicas that read the version whose arena is overwritten. Raises WeightSyncError if
+        no training rank reports the version.
         """
+        newest = max(self._tickets, default=version)
+        await self.rollout_pool.retire(newest - 1)
         tickets = await self._calls(self._actor_group.gather_weights, version)
         ticket: Ticket | None = next((t for t in tickets if t is not None), None)
         if ticket is None:
             raise WeightSyncError(f"no training rank returned a ticket of version {version}")
-        newest = max(self._tickets, default=version)
         self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: ticket}
         return ticket
 

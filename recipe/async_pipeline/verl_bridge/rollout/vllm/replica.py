@@ -39,6 +39,10 @@ class PipelineVLLMReplica(vLLMReplica):
         self.server_class = prefork.started_early(server_class) if is_cpu() else server_class
         self._plain_suffix, self._restarts = self.name_suffix, 0
         self._processes: list[list[tuple[int, float]]] = []
+        self._groups: list[Any] = []
+        """Its placement groups."""
+        self._lost = False
+        """Its node is lost."""
 
     async def init_standalone(self) -> None:
         """Reserve the devices and start the server on them."""
@@ -51,7 +55,7 @@ class PipelineVLLMReplica(vLLMReplica):
         )
         pools.create_resource_pool()
         self.resource_pool = pools.resource_pool_dict[name]
-        groups = self.resource_pool.get_placement_groups(device_name=get_device_name())
+        groups = self._groups = self.resource_pool.get_placement_groups(device_name=get_device_name())
         self._bundles = [group.bundle_specs for group in groups]
         self._hold(groups)
         await self.launch_servers()
@@ -82,42 +86,56 @@ class PipelineVLLMReplica(vLLMReplica):
         Ray would search by itself, but without a pause between two attempts, which keeps a core of its
         head node busy (ray-project/ray#65007).
         """
-        for group in self.resource_pool.pgs:
-            remove_placement_group(group)
-        groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in self._bundles]
+        self._free()
+        self._groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in self._bundles]
         try:
-            for group in groups:
+            for group in self._groups:
                 await group.ready()
         except BaseException:
-            for group in groups:
-                remove_placement_group(group)
+            self._free()
             raise
-        self.resource_pool.pgs = groups = sort_placement_group_by_node_ip(groups)
-        self._hold(groups)
+        self.resource_pool.pgs = self._groups = sort_placement_group_by_node_ip(self._groups)
+        self._hold(self._groups)
+
+    def _free(self) -> None:
+        """Free the devices, including devices that are still being waited for."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups = []
 
     async def launch_servers(self) -> None:
         await super().launch_servers()
         self._processes = await asyncio.gather(*[server.processes.remote() for server in self.servers])
 
-    async def restart(self) -> None:
-        """End the servers, whatever their state, and start new ones on the same devices, or on others if
-        their node is lost.
-
-        Waits for: other devices.
-        """
+    async def end(self) -> None:
+        """End the servers, whatever their state."""
         for server in self.servers:
             ray.kill(server)
         self.servers = []
-        self._restarts += 1
-        # Ray may still hold the old names.
-        self.name_suffix = f"{self._plain_suffix}_{self._restarts}"
-        lost = False
         for number, processes in enumerate(self._processes):
             try:
                 # A stuck engine does not notice that its server is gone.
                 await self.workers[number * self.gpus_per_replica_node].end(processes)
             except ActorDiedError:
-                lost = True
-        if lost:
+                self._lost = True
+        self._processes = []
+
+    async def start_again(self) -> None:
+        """Start new servers on the same devices, or on others if their node is lost.
+
+        Waits for: other devices.
+        """
+        self._restarts += 1
+        # Ray may still hold the old names.
+        self.name_suffix = f"{self._plain_suffix}_{self._restarts}"
+        if self._lost:
             await self._reserve_others()
+            self._lost = False
         await self.launch_servers()
+
+    def release(self) -> None:
+        """Free the devices. After `end`."""
+        for worker in self.workers:
+            worker.release()
+        self.workers = []
+        self._free()

@@ -179,6 +179,10 @@ class PipelineVLLMServer(vLLMHttpServer):
         own = psutil.Process()
         return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
 
+    async def open_requests(self) -> int:
+        """Return the number of requests that this server works on."""
+        return len(self._answering)
+
     async def give_up(self, request_id: str) -> None:
         """Abandon an open request; the engine forgets it. Unknown ids are ignored."""
         task = self._answering.get(request_id)
