@@ -15,7 +15,7 @@ from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
 
-PROMPT = {"uid": ["a"]}
+PROMPT = {"uid": "a", "index": 3, "global_steps": 2}
 
 
 @pytest.fixture
@@ -33,11 +33,14 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
             self._answering: dict[str, Any] = {}
             self._transcripts: dict[str, Any] = {}
             self._given_up: set[str] = set()
+            self.background_tasks: set[Any] = set()
+            self._sampling: dict[str, Any] = {}
+            self.rollout_config = SimpleNamespace(agent=SimpleNamespace(default_agent_loop="one_turn"))
             self.begun = 0
 
-        async def generate_sequences(self, prompt: Any) -> None:
+        async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
             await before.wait()
-            asyncio.get_running_loop().create_task(self._run_prompt({"uid": "a"}, {}, {}))
+            await super()._run_prompt(*args, **kwargs)
 
         async def _answer(self, *args: Any) -> Any:
             self.begun += 1
@@ -164,3 +167,43 @@ class Mask:
 
     def sum(self) -> int:
         return 3
+
+
+@pytest.mark.parametrize("agent", [None, "another"])
+def test_a_prompt_is_begun_as_verl_begins_it(agent_loop: ModuleType, agent: str | None) -> None:
+    """Compare with verl's `generate_sequences` for a batch of one row."""
+    from omegaconf import OmegaConf
+    from verl.utils import tensordict_utils as tu
+
+    rollout = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "calculate_log_probs": True}
+    config = {
+        "actor_rollout_ref": {"rollout": {**rollout, "agent": {"default_agent_loop": "one_turn"}, "n": 2}}
+    }
+    row = {**PROMPT, "raw_prompt": [{"role": "user", "content": "1+2="}]}
+    if agent is not None:
+        row["agent_name"] = agent
+
+    async def story() -> list[tuple[Any, ...]]:
+        begun: list[tuple[Any, ...]] = []
+        worker = worker_of(agent_loop, asyncio.Event())
+        worker.config = OmegaConf.create(config)
+        worker.rollout_config = worker.config.actor_rollout_ref.rollout
+        worker._sampling = agent_loop.sampling_of(worker.rollout_config)
+
+        async def run_prompt(
+            own: Any, prompt: Any, params: Any, trajectory: Any, trace: bool = False
+        ) -> None:
+            begun.append((prompt, params, trajectory, trace))
+            if prompt["uid"] in own._groups:
+                own._groups[prompt["uid"]].set_result(None)
+
+        type(worker)._run_prompt = run_prompt
+        await worker.run_group(dict(row))
+        batch = tu.get_tensordict({name: [value] for name, value in row.items() if name != "global_steps"})
+        tu.assign_non_tensor_data(batch, "global_steps", row["global_steps"])
+        await worker.generate_sequences(batch)
+        await asyncio.gather(*worker.background_tasks)
+        return begun
+
+    ours, verls = asyncio.run(story())
+    assert ours == verls

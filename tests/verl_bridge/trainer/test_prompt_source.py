@@ -68,7 +68,7 @@ def deal(source: Any, prompts: int) -> tuple[Prompt, ...]:
 
 
 def texts(prompts: Sequence[Prompt]) -> list[str]:
-    return [prompt.payload["raw_prompt"][0][0]["content"] for prompt in prompts]
+    return [prompt.payload["raw_prompt"][0]["content"] for prompt in prompts]
 
 
 def written_and_read(state: Any) -> Any:
@@ -100,7 +100,7 @@ def test_a_resumed_source_continues_with_the_same_prompts(make: Any, dealt: int,
         resumed, undisturbed = deal(after, number), deal(before, number)
         assert texts(resumed) == texts(undisturbed)
         assert [p.step for p in resumed] == [p.step for p in undisturbed]
-        assert all(p.payload["uid"][0] == p.uid for p in resumed)
+        assert all(p.payload["uid"] == p.uid for p in resumed)
 
 
 def test_a_source_can_be_resumed_repeatedly(make: Any) -> None:
@@ -147,11 +147,52 @@ def test_partial_responses_are_in_the_payload_of_the_first_attempt_only(make: An
 
     row = pickle.loads(pickle.dumps(after.begin(prompts[0])))
     assert rollouts.resumed_in(row) == begun
-    assert row["uid"][0] == uids[0]
+    assert row["uid"] == uids[0]
     assert after.resumed(uids[0]) == [], "the agent loop has them now"
     again = after.begin(prompts[0])
     assert rollouts.resumed_in(again) == [], "responses that were discarded are not continued"
-    assert again["raw_prompt"][0] == row["raw_prompt"][0]
+    assert again["raw_prompt"] == row["raw_prompt"]
 
     after.settled(Settlement(fate="expired", uids=(uids[1],)))
     assert after.resumed(uids[1]) == []
+
+
+def test_rows_have_what_verls_worker_would_separate(make: Any, load: Load) -> None:
+    """Compare with the loop of verl's `generate_sequences`, for each kind of column."""
+    module = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source")
+    import torch
+    from tensordict import NonTensorStack
+    from verl.utils import tensordict_utils as tu
+
+    batch = tu.get_tensordict(
+        {
+            "dummy_tensor": torch.arange(6).reshape(3, 2),
+            "uid": ["a", "b", "c"],
+            "raw_prompt": [[{"role": "user", "content": str(i)}] for i in range(3)],
+            "reward_model": [{"ground_truth": str(i)} for i in range(3)],
+            "empty": [{}, [], None],
+        },
+        non_tensor_dict={"temperature": 0.5, "names": "shared text"},
+    )
+    expected = [
+        {
+            name: value[i]
+            if isinstance(value, torch.Tensor)
+            else value[i].data
+            if isinstance(value, NonTensorStack)
+            else value.data
+            for name, value in batch.items()
+        }
+        for i in range(3)
+    ]
+
+    found = module.rows_of(batch)
+    for row, same in zip(found, expected, strict=True):
+        assert torch.equal(row.pop("dummy_tensor"), same.pop("dummy_tensor"))
+        assert row == same
+
+
+def test_the_fingerprint_of_a_row_is_as_in_older_checkpoints(load: Load) -> None:
+    module = load("recipe.async_pipeline.verl_bridge.trainer.prompt_source")
+    row = {"raw_prompt": [{"role": "user", "content": "1+2="}], "index": 3, "data_source": "toy", "uid": "x"}
+    assert module.fingerprint(row) == "b01198ec74f66e8c"

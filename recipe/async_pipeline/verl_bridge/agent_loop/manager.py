@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from ..restartable_actors import restartable
@@ -52,7 +52,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
             found.update(one)
         return found
 
-    async def run_group(self, prompt: TensorDict) -> Answered:
+    async def run_group(self, prompt: Mapping[str, Any]) -> Answered:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
         If cancelled, it returns when the group has been given up.
@@ -63,6 +63,6 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         except asyncio.CancelledError:
             # A worker that is gone, or that does not reply, has no responses to give up.
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"][0])), GIVE_UP_S)
+                await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"])), GIVE_UP_S)
             raise
         return result

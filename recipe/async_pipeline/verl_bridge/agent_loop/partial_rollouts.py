@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
@@ -201,19 +199,17 @@ def with_resumed(prompt: Prompt, responses: Sequence[Sequence[RecordedRequest]])
     tokens = tokens_in(responses)
     if not tokens:
         return prompt
-    row = prompt.payload.copy()
-    tu.assign_non_tensor_data(row, COLUMN, responses)
-    return replace(prompt, kept_tokens=tokens, payload=row)
+    return replace(prompt, kept_tokens=tokens, payload={**prompt.payload, COLUMN: list(responses)})
 
 
-def without_resumed(row: TensorDict) -> TensorDict:
-    """Return the payload of a prompt without what an earlier process generated for it."""
-    return row.exclude(COLUMN) if COLUMN in row.keys() else row
+def without_resumed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the payload of a prompt without what an earlier process generated for it."""
+    return {name: value for name, value in row.items() if name != COLUMN}
 
 
-def resumed_in(row: TensorDict) -> list[list[RecordedRequest]]:
+def resumed_in(row: Mapping[str, Any]) -> list[list[RecordedRequest]]:
     """Return what an earlier process generated for a prompt, response by response; empty if it did not."""
-    return list(row[COLUMN]) if COLUMN in row.keys() else []
+    return list(row.get(COLUMN, ()))
 
 
 def tokens_in(sessions: Sequence[Sequence[RecordedRequest]]) -> int:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import transfer_queue as tq
 from ray.exceptions import RayTaskError
-from tensordict import TensorDict
 from verl.experimental.agent_loop import agent_loop
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
@@ -96,6 +95,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             knobs.reward.while_generating,
             self.config.trainer.save_freq > 0,
         )
+        self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, asyncio.Future[Answered]] = {}
         self._finished: dict[str, list[Sample]] = {}
@@ -105,17 +105,25 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._transcripts: dict[str, list[Transcript]] = {}
         """Transcripts of the prompts in generation, response by response."""
 
-    async def run_group(self, prompt: TensorDict) -> Answered:
+    async def run_group(self, prompt: dict[str, Any]) -> Answered:
         """Generate and score n responses to one prompt.
 
         Its row may hold what an earlier process generated for it; see `partial_rollouts.with_resumed`.
         Raises what the agent loop, the rollout server or the reward function raised.
         """
-        uid = str(prompt["uid"][0])
+        uid = str(prompt["uid"])
         self._groups[uid] = asyncio.get_running_loop().create_future()
         self._finished[uid] = []
+        # As verl's `generate_sequences` does for a batch of prompts, whose columns take longer to separate
+        # than all of this.
+        row = {"agent_name": self.rollout_config.agent.default_agent_loop, **prompt}
+        number = {"step": prompt["global_steps"], "sample_index": prompt["index"], "rollout_n": 0}
+        task = asyncio.create_task(
+            self._run_prompt(row, dict(self._sampling), trajectory={**number, "validate": False})
+        )
+        self.background_tasks.add(task)
+        task.add_done_callback(self.background_tasks.discard)
         try:
-            await self.generate_sequences(prompt)
             return await self._groups[uid]
         finally:
             del self._groups[uid], self._finished[uid]
@@ -303,6 +311,17 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
                 )
             else:
                 await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
+
+
+def sampling_of(rollout: Any) -> dict[str, Any]:
+    """Return the sampling parameters that verl's `generate_sequences` uses for training."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": rollout.calculate_log_probs,
+    }
 
 
 def _trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any]) -> Trajectory:

@@ -180,7 +180,7 @@ class Generation:
 def _identity(prompt: Prompt) -> str:
     """Return a hash of the prompt's text, which is the same in every epoch."""
     payload: Mapping[str, Any] = prompt.payload
-    return xxhash.xxh3_128_hexdigest(str(payload["raw_prompt"][0]).encode())
+    return xxhash.xxh3_128_hexdigest(str(payload["raw_prompt"]).encode())
 
 
 def _group(

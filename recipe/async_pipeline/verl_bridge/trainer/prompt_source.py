@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import xxhash
-from verl.utils import tensordict_utils as tu
+from tensordict import NonTensorStack
 
 from ...core.fates import Settlement
 from ...core.items import Prompt
@@ -36,8 +37,7 @@ class Drawn(NamedTuple):
     """A batch of prompts."""
 
     number: int
-    rows: Any
-    """verl's TensorDict."""
+    rows: Sequence[dict[str, Any]]
     fingerprints: Sequence[str]
     loader: Any
     """The dataloader's state after the batch."""
@@ -81,17 +81,16 @@ class PromptSource:
     def draw(self) -> Drawn:
         """Draw the next batch; blocks. Only the dataloader changes until the batch is added."""
         number = self._drawn + 1
-        rows = self._next_batch()
-        tu.assign_non_tensor_data(rows, "global_steps", number)
-        fingerprints = [fingerprint(rows[row : row + 1]) for row in range(len(rows))]
-        return Drawn(number, rows, fingerprints, self._loader.state_dict())
+        rows = [{**row, "global_steps": number} for row in rows_of(self._next_batch())]
+        return Drawn(number, rows, [fingerprint(row) for row in rows], self._loader.state_dict())
 
     def add(self, drawn: Drawn) -> None:
         """Add a drawn batch, and forget dataloader states that no checkpoint can need."""
         self._drawn = drawn.number
-        for row, uid in enumerate(map(str, drawn.rows["uid"])):
-            self._places[uid] = Place(drawn.number, row, drawn.fingerprints[row])
-            self._undealt.append(Prompt(uid=uid, step=drawn.number, payload=drawn.rows[row : row + 1]))
+        for number, row in enumerate(drawn.rows):
+            uid = str(row["uid"])
+            self._places[uid] = Place(drawn.number, number, drawn.fingerprints[number])
+            self._undealt.append(Prompt(uid=uid, step=drawn.number, payload=row))
 
         self._states[drawn.number] = drawn.loader
         oldest = min(place.batch for place in self._places.values())
@@ -140,9 +139,10 @@ class PromptSource:
         uids = {(place.batch, place.row): uid for uid, place in state.places.items()}
         for number in range(state.before + 1, state.drawn + 1):
             drawn = self.draw()
-            restored = [uids.get((number, row), uid) for row, uid in enumerate(map(str, drawn.rows["uid"]))]
-            tu.assign_non_tensor_stack(drawn.rows, "uid", restored)
-            self.add(drawn)
+            rows = [
+                {**row, "uid": uids.get((number, place), row["uid"])} for place, row in enumerate(drawn.rows)
+            ]
+            self.add(drawn._replace(rows=rows))
 
         redrawn, self._places = self._places, dict(state.places)
         for uid in (*state.undealt, *state.in_flight):
@@ -161,7 +161,7 @@ class PromptSource:
         """Return prompts that were in flight in the earlier process, by uid."""
         return [self._found[uid] for uid in uids]
 
-    def begin(self, prompt: Prompt) -> Any:
+    def begin(self, prompt: Prompt) -> dict[str, Any]:
         """Return the row to generate from.
 
         Only the first attempt continues the responses of an earlier process: a further attempt means that
@@ -175,13 +175,22 @@ class PromptSource:
         return resumed_in(self._found[uid].payload) if uid in self._found else []
 
 
-def fingerprint(row: Any) -> str:
+def rows_of(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of verl's TensorDict, which takes milliseconds to slice and to pickle row by row."""
+    columns = {}
+    for name in batch.keys():
+        # A stack of values becomes a list; a value that all rows share stays as it is.
+        values = batch[name]
+        shared = not isinstance(values, torch.Tensor) and not isinstance(batch.get(name), NonTensorStack)
+        columns[name] = [values] * len(batch) if shared else list(values)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def fingerprint(row: Mapping[str, Any]) -> str:
     """Return a hash of a prompt's text and numbers; of other values, such as images, only of their type."""
-    content = {
-        name: list(row[name])
-        for name in ("raw_prompt", "index", "data_source", "reward_model")
-        if name in row.keys()
-    }
+    names = ("raw_prompt", "index", "data_source", "reward_model")
+    # Lists, because the prompts of older checkpoints were batches of one row.
+    content = {name: [row[name]] for name in names if name in row}
     return xxhash.xxh3_64_hexdigest(
         msgspec.json.encode(content, enc_hook=lambda value: type(value).__name__, order="sorted")
     )
