@@ -160,6 +160,7 @@ def test_every_knob_is_read() -> None:
         "pools": {"a": {"roles": ["train"], "share": 0.5}, "b": {"roles": ["generate"], "share": 0.5}},
         "training.old_logp": "trainer",
         "training.ref_refresh_every": 4,
+        "rollout.max_open_requests": 64,
         "validation": "pause",
         "reward.while_generating": False,
         "reward.timeout_s": 2.5,

@@ -71,7 +71,7 @@ class Plan:
     """Upper bound for groups in flight or finished but not yet trained."""
     answers_at_once: int
     engine_slots: int
-    """Responses that the replicas generate concurrently; others wait in their queues."""
+    """Responses that the replicas generate concurrently; others wait, see `config.open_requests`."""
     parameters: int | None
     """None if the model is not on this machine."""
     arena_bytes: int | None
@@ -251,7 +251,7 @@ def _count(number: int, singular: str, plural: str = "") -> str:
 
 def _slots(plan: Plan) -> str:
     if plan.answers_at_once > plan.engine_slots:
-        return "; the others wait in the engines' queues"
+        return "; the others wait in the engines' queues and, above rollout.max_open_requests, in the workers"
     return ""
 
 

@@ -110,6 +110,22 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How requests reach the rollout replicas."""
+
+    PATH: ClassVar[str] = f"{OWN}.rollout"
+
+    max_open_requests: Limit | None = None
+    """Requests that may be open on one replica; the others wait in the agent loop workers, where they can
+    still go to another replica or be recalled. Each of the actor_rollout_ref.rollout.agent.num_workers has an
+    equal share, at least one request. Default: twice actor_rollout_ref.rollout.max_num_seqs (times
+    data_parallel_size), or more, so that a whole group fits in each share."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig:
     """How new weights reach the rollout replicas."""
 
@@ -250,6 +266,7 @@ class AsyncPipelineConfig:
     (pause)."""
     staleness: StalenessConfig = StalenessConfig()
     training: TrainingConfig = TrainingConfig()
+    rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     reward: RewardConfig = RewardConfig()
     faults: FaultsConfig = FaultsConfig()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -14,12 +15,24 @@ Retries of calls are not limited: until Ray notices that a node is lost, every a
 """
 
 
-def restartable(cls: type, restarts: int = RESTARTS) -> RestartableActorClass:
-    """Return an actor class for `cls`, used like `ray.remote(cls)`.
+def restartable(
+    cls: type,
+    restarts: int = RESTARTS,
+    *,
+    groups: Mapping[str, int] | None = None,
+    max_concurrency: int | None = None,
+) -> RestartableActorClass:
+    """Return an actor class for `cls`, used like `ray.remote(cls)`, with these concurrency groups.
+
+    `max_concurrency` is the number of calls that run at once; None is Ray's default.
 
     Methods must be idempotent: Ray retries them.
     """
-    return RestartableActorClass(ray.remote(max_restarts=restarts, max_task_retries=-1)(cls))
+    options: dict[str, Any] = {} if max_concurrency is None else {"max_concurrency": max_concurrency}
+    actor = ray.remote(
+        max_restarts=restarts, max_task_retries=-1, concurrency_groups=dict(groups or {}), **options
+    )
+    return RestartableActorClass(actor(cls))
 
 
 class RestartableActorClass:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.open_requests import OpenRequests
 from ..config.paths import OWN, RUNTIME, nested
 from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig
@@ -15,6 +16,18 @@ from ..config.schema import AsyncPipelineConfig
 def knobs_of(config: DictConfig) -> AsyncPipelineConfig:
     """Parse the user's knobs. Call this once per object: it is too slow for every response."""
     return AsyncPipelineConfig.of(_plain(config, OWN))
+
+
+def open_requests_of(config: DictConfig) -> OpenRequests:
+    """Return how many requests and groups may be open at once."""
+    rollout = config.actor_rollout_ref.rollout
+    return OpenRequests.of(
+        knobs_of(config),
+        engine_slots=rollout.max_num_seqs * rollout.data_parallel_size,
+        workers=rollout.agent.num_workers,
+        groups_per_step=config.data.train_batch_size,
+        answers_per_group=rollout.n,
+    )
 
 
 def runtime_of(config: DictConfig) -> RuntimeConfig:

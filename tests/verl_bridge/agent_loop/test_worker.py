@@ -36,6 +36,7 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
             self.background_tasks: set[Any] = set()
             self._sampling: dict[str, Any] = {}
             self.rollout_config = SimpleNamespace(agent=SimpleNamespace(default_agent_loop="one_turn"))
+            self._storing: set[str] = set()
             self.begun = 0
 
         async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +75,46 @@ def test_one_that_is_over_is_left_alone(agent_loop: ModuleType) -> None:
         worker = worker_of(agent_loop, asyncio.Event())
         await worker.give_up("a")
         assert not worker._given_up
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["before it is stored", "while it is stored"])
+def test_a_group_that_is_given_up_tells_whether_it_was_stored(agent_loop: ModuleType, stored: bool) -> None:
+    async def story() -> None:
+        before, scored, put = (asyncio.Event() for _ in range(3))
+        before.set()
+        worker = worker_of(agent_loop, before)
+        del type(worker)._answer
+        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=1)))
+        worker._saves, worker._checks = False, SimpleNamespace(usable=lambda found: True)
+        puts: list[str] = []
+
+        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
+            await scored.wait()
+            fields = {"uid": "a", "session_id": 0, "extra_fields": {}, "response_mask": Mask()}
+            await own._store_trajectories(["a_0_0"], [fields], [TAG], "train")
+
+        async def store(group: Any) -> None:
+            await put.wait()
+            puts.extend(one.trajectory.key for one in group)
+
+        type(worker)._run_agent_loop, worker._store_group = run, store
+        group = asyncio.create_task(worker.run_group(PROMPT))
+        if stored:
+            scored.set()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert worker._storing == ({"a"} if stored else set())
+
+        giving_up = asyncio.create_task(worker.give_up("a"))
+        await asyncio.sleep(0)
+        scored.set()
+        put.set()
+        answered = await asyncio.wait_for(group, 5)
+        await asyncio.wait_for(giving_up, 5)
+        assert [one.key for one in answered.trajectories] == puts == (["a_0_0"] if stored else [])
+        assert not worker._storing
 
     asyncio.run(story())
 

@@ -104,6 +104,8 @@ def failing(error: Exception) -> Callable[[], Awaitable[Any]]:
 
 
 WAIT_S = 0.2
+SHARE = 2
+"""Requests that one worker may have open on one replica."""
 
 
 def client_of(module: ModuleType, balancer: Balancer) -> Any:
@@ -137,7 +139,8 @@ def who_decides(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Balancer, "by_default", request.param)
     monkeypatch.setattr(module, "REFRESH_S", 0.01)
     # Choose the first of equally busy servers.
-    monkeypatch.setattr(module, "Router", lambda: Router(choose=lambda names: names[0]))
+    monkeypatch.setattr(module, "Router", lambda share: Router(share, choose=lambda names: names[0]))
+    monkeypatch.setattr(module, "open_requests_of", lambda config: SimpleNamespace(share=SHARE))
 
 
 DEATHS = [ActorDiedError(), raised_remotely(EngineDeadError("died"))]
@@ -274,6 +277,107 @@ def test_a_replica_that_is_added_later_is_used(module: ModuleType, monkeypatch: 
     asyncio.run(main())
     assert balancer.requested[0] == "a"
     assert balancer.requested[-1] == "b"
+
+
+# Requests that wait for room on a replica, where the client decides.
+
+
+class Held:
+    """Responses that come when `end` is called, in the order of their requests."""
+
+    def __init__(self) -> None:
+        self.requests: list[asyncio.Future[None]] = []
+        self.dead = False
+
+    async def __call__(self) -> Any:
+        if self.dead:
+            raise ActorDiedError
+        self.requests.append(asyncio.get_running_loop().create_future())
+        await self.requests[-1]
+        return await well()
+
+    async def until(self, requests: int) -> None:
+        while len(self.requests) < requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def waiting_clients(story: Callable[[Any, Balancer, Held], Awaitable[None]], module: ModuleType) -> None:
+    if not Balancer.by_default:
+        pytest.skip("verl's balancer bounds nothing")
+    held = Held()
+    balancer = Balancer(a=held)
+
+    async def main() -> None:
+        await story(client_of(module, balancer), balancer, held)
+
+    asyncio.run(main())
+
+
+def begin(client: Any, *names: str) -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(client.generate(name, prompt_ids=[1], sampling_params={})) for name in names]
+
+
+def test_requests_above_the_share_wait_in_the_client(module: ModuleType) -> None:
+    async def story(client: Any, balancer: Balancer, held: Held) -> None:
+        tasks = begin(client, "r0", "r1", "r2")
+        await held.until(SHARE)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert len(held.requests) == SHARE
+        held.requests[0].set_result(None)
+        await held.until(SHARE + 1)
+        for request in held.requests[1:]:
+            request.set_result(None)
+        await asyncio.gather(*tasks)
+
+    waiting_clients(story, module)
+
+
+def test_a_waiting_request_is_cancelled_without_a_word_to_a_replica(module: ModuleType) -> None:
+    async def story(client: Any, balancer: Balancer, held: Held) -> None:
+        *tasks, last = begin(client, "r0", "r1", "r2")
+        await held.until(SHARE)
+        last.cancel()
+        await asyncio.wait([last])
+        assert last.cancelled() and balancer.given_up == []
+        for request in held.requests:
+            request.set_result(None)
+        await asyncio.gather(*tasks)
+        assert len(held.requests) == SHARE and client._server_of == {}
+
+    waiting_clients(story, module)
+
+
+def test_waiting_requests_go_to_a_replica_that_joins(module: ModuleType) -> None:
+    """No request begins or ends meanwhile, so only waiting requests can notice it."""
+
+    async def story(client: Any, balancer: Balancer, held: Held) -> None:
+        tasks = begin(client, "r0", "r1", "r2")
+        await held.until(SHARE)
+        balancer.servers["b"] = well
+        assert (await tasks[2]).token_ids == [1]
+        assert balancer.requested == ["a", "a", "b"]
+        for request in held.requests:
+            request.set_result(None)
+        await asyncio.gather(*tasks)
+        await client._following
+        assert client._following is None, "nothing is refreshed while nothing waits"
+
+    waiting_clients(story, module)
+
+
+def test_waiting_requests_wait_for_the_return_of_a_replica_that_dies(module: ModuleType) -> None:
+    async def story(client: Any, balancer: Balancer, held: Held) -> None:
+        tasks = begin(client, "r0", "r1", "r2")
+        await held.until(SHARE)
+        held.dead = True
+        for request in held.requests:
+            request.set_exception(ActorDiedError())
+        asyncio.get_running_loop().call_later(WAIT_S / 4, balancer.servers.update, {"b": well})
+        assert [one.token_ids for one in await asyncio.gather(*tasks)] == [[1]] * 3
+        assert balancer.requested[-3:] == ["b"] * 3
+
+    waiting_clients(story, module)
 
 
 # Responses that an earlier process has begun.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,18 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline.verl_bridge.rollout.router import Router, servers_of
 
+MANY = 10**6
+"""A share that no test uses up."""
 
-def router(*names: str) -> Router:
-    made = Router(choose=min)
+
+def router(*names: str, share: int = MANY) -> Router:
+    made = Router(share, choose=min)
     made.update({name: name.upper() for name in names})
     return made
 
 
 def acquired(made: Router, request: str) -> str:
-    found = made.acquire(request)
+    found = asyncio.run(made.acquire(request))
     assert found is not None
     name, handle = found
     assert handle == name.upper()
@@ -41,11 +45,12 @@ def test_later_turns_use_the_replica_of_the_first() -> None:
 
 
 def test_an_empty_router_returns_none() -> None:
-    assert Router().acquire("x") is None
+    assert asyncio.run(Router(1).acquire("x")) is None
     made = router("a")
     made.remove("a")
-    assert made.acquire("x") is None
+    assert asyncio.run(made.acquire("x")) is None
     assert made.servers == ()
+    assert not made.full, "nothing waits for a replica here"
 
 
 def test_a_request_moves_when_its_replica_is_removed() -> None:
@@ -68,6 +73,199 @@ def test_open_turns_are_balanced(requests: list[int]) -> None:
         for _ in range(count):
             made.release(name)
     assert not made._open
+
+
+# Requests that wait for room.
+
+
+class Waiting:
+    """Requests of one worker; each notes when it gets a replica."""
+
+    def __init__(self, made: Router) -> None:
+        self.router, self.placed = made, list[str]()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def begin(self, *requests: str) -> None:
+        for request in requests:
+            self.tasks[request] = asyncio.create_task(self._acquire(request))
+        await settled()
+
+    async def _acquire(self, request: str) -> None:
+        place = await self.router.acquire(request)
+        self.placed.append(f"{request}: {place and place[0]}")
+
+    async def cancel(self, request: str) -> None:
+        self.tasks[request].cancel()
+        await settled()
+        assert self.tasks[request].cancelled()
+
+    async def release(self, *servers: str) -> None:
+        for server in servers:
+            self.router.release(server)
+        await settled()
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_requests_above_the_share_wait_in_the_order_of_their_arrival() -> None:
+    async def story() -> None:
+        some = Waiting(router("a", "b", share=2))
+        await some.begin(*(f"r{i}" for i in range(7)))
+        assert some.placed == ["r0: a", "r1: b", "r2: a", "r3: b"]
+        assert (some.router.waiting, some.router.full) == (3, True)
+        await some.release("b", "a")
+        assert some.placed[4:] == ["r4: b", "r5: a"]
+        await some.release("b")
+        assert some.placed[6:] == ["r6: b"]
+        assert some.router.waiting == 0
+
+    asyncio.run(story())
+
+
+def test_later_turns_go_before_first_turns() -> None:
+    async def story() -> None:
+        some = Waiting(router("a", share=2))
+        await some.begin("talk", "new")
+        await some.release("a")
+        await some.begin("first", "second", "talk")
+        assert some.placed == ["talk: a", "new: a", "first: a"]
+        await some.release("a", "a")
+        assert some.placed[3:] == ["talk: a", "second: a"]
+
+    asyncio.run(story())
+
+
+def test_a_later_turn_goes_to_another_replica_if_its_own_is_full() -> None:
+    async def story() -> None:
+        some = Waiting(router("a", "b", share=1))
+        await some.begin("talk")
+        await some.release("a")
+        await some.begin("other")
+        await some.begin("talk")
+        assert some.placed == ["talk: a", "other: a", "talk: b"]
+        await some.release("a", "b")
+        await some.begin("talk")
+        assert some.placed[3:] == ["talk: b"], "its prefix is there now"
+
+    asyncio.run(story())
+
+
+def test_waiting_requests_go_to_a_replica_that_joins() -> None:
+    async def story() -> None:
+        some = Waiting(router("a", share=1))
+        await some.begin("x", "y", "z")
+        some.router.update({"a": "A", "b": "B"})
+        await settled()
+        assert some.placed == ["x: a", "y: b"]
+        some.router.remove("a")
+        await settled()
+        assert some.router.waiting == 1, "b has no room"
+        await some.release("b")
+        assert some.placed[2:] == ["z: b"]
+
+    asyncio.run(story())
+
+
+def test_without_a_replica_no_request_waits_for_room() -> None:
+    """The caller then waits for a replica, or raises what the last one died of."""
+
+    async def story() -> None:
+        some = Waiting(router("a", share=1))
+        await some.begin("x", "y", "z")
+        some.router.remove("a")
+        await settled()
+        assert some.placed == ["x: a", "y: None", "z: None"]
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_request_leaves_the_queue() -> None:
+    async def story() -> None:
+        some = Waiting(router("a", share=1))
+        await some.begin("x", "y", "z")
+        await some.cancel("y")
+        assert some.router.waiting == 1
+        await some.release("a")
+        assert some.placed == ["x: a", "z: a"]
+
+    asyncio.run(story())
+
+
+def test_a_request_that_is_cancelled_as_it_gets_room_passes_it_on() -> None:
+    async def story() -> None:
+        some = Waiting(router("a", share=1))
+        await some.begin("x", "y", "z")
+        some.router.release("a")
+        await some.cancel("y")
+        assert some.placed == ["x: a", "z: a"]
+        await some.release("a")
+        assert not some.router._open
+
+    asyncio.run(story())
+
+
+class Random:
+    """Drives a router with any order of arrivals, ends, cancellations, deaths and joins."""
+
+    def __init__(self) -> None:
+        self.router, self.names = router("a", "b", share=2), ["a", "b"]
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def arrive(self, which: int) -> None:
+        self.tasks.append(asyncio.create_task(self.router.acquire(f"r{which}")))
+
+    def end(self, which: int) -> None:
+        running = [task for task in self.tasks if task.done()]
+        if running:
+            task = running[which % len(running)]
+            self.tasks.remove(task)
+            if task.result() is not None:
+                self.router.release(task.result()[0])
+
+    def cancel(self, which: int) -> None:
+        waiting = [task for task in self.tasks if not task.done()]
+        if waiting:
+            task = waiting[which % len(waiting)]
+            self.tasks.remove(task)
+            task.cancel()
+
+    def die(self, which: int) -> None:
+        self.router.remove("abc"[which % 3])
+        self.names = list(self.router.servers)
+
+    def join(self, which: int) -> None:
+        self.names = sorted({*self.names, "abc"[which % 3]})
+        self.router.update({name: name.upper() for name in self.names})
+
+    def check(self) -> None:
+        counts = [self.router._open[name] for name in self.names]
+        assert max(counts, default=0) <= 2
+        assert self.router.waiting == sum(not task.done() for task in self.tasks)
+        assert not self.router.waiting or min(counts, default=0) == 2, (
+            "a request waits although there is room"
+        )
+
+
+ACTIONS = (Random.arrive, Random.arrive, Random.end, Random.cancel, Random.die, Random.join)
+
+
+@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 12)), max_size=80))
+def test_no_request_waits_while_there_is_room(steps: list[tuple[Any, int]]) -> None:
+    async def story() -> None:
+        some = Random()
+        for action, which in steps:
+            action(some, which)
+            await settled()
+            some.check()
+        while some.tasks:
+            (some.end if any(task.done() for task in some.tasks) else some.cancel)(0)
+            await settled()
+        assert not some.router._open and some.router.waiting == 0, "no room is lost"
+
+    asyncio.run(story())
 
 
 def test_only_verls_default_balancer_lets_clients_decide() -> None:

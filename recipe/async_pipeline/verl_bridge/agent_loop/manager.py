@@ -11,9 +11,14 @@ from typing import Any, ClassVar
 
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
+from ..control_calls import GROUPS
 from ..restartable_actors import restartable
+from ..run_config import open_requests_of
 from .partial_rollouts import RecordedRequest
 from .worker import GIVE_UP_S, Answered, PushAgentLoopWorker
+
+DEFAULT_CONCURRENCY = 1000
+"""Ray's limit for the calls of an async actor."""
 
 
 class PushAgentLoopManager(AgentLoopManagerTQ):
@@ -38,7 +43,11 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = restartable(PushAgentLoopWorker)
+        # A group that was given up may still be ending while its successor runs.
+        groups = 2 * open_requests_of(self.config).groups
+        self.agent_loop_workers_class = restartable(
+            PushAgentLoopWorker, groups=GROUPS, max_concurrency=max(DEFAULT_CONCURRENCY, groups)
+        )
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()

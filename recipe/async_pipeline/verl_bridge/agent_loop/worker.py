@@ -18,6 +18,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from ...core.bad_data import Flaw
 from ...core.items import Trajectory
 from ...errors import RolloutError
+from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..reward.worker import PlainCaller
 from ..run_config import knobs_of
 from ..sample_columns import Columns
@@ -72,7 +73,7 @@ class Answered(NamedTuple):
     """If a policy excludes a group with one of these from training, it is not in the sample store."""
 
 
-class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
+class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     """verl's worker, plus `run_group`, which returns when the whole group is in the sample store."""
 
     reward_loop_worker_handles: list[Any] | None
@@ -102,6 +103,8 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         self._answering: dict[str, asyncio.Task[Any]] = {}
         self._given_up: set[str] = set()
         """Groups that were given up before their first response began."""
+        self._storing: set[str] = set()
+        """Complete groups on their way into the sample store, which are no longer given up."""
         self._transcripts: dict[str, list[Transcript]] = {}
         """Transcripts of the prompts in generation, response by response."""
 
@@ -111,6 +114,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         Its row may hold what an earlier process generated for it; see `partial_rollouts.with_resumed`.
         Raises what the agent loop, the rollout server or the reward function raised.
         """
+        self.serve_control_calls()
         uid = str(prompt["uid"])
         self._groups[uid] = asyncio.get_running_loop().create_future()
         self._finished[uid] = []
@@ -129,6 +133,7 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             del self._groups[uid], self._finished[uid]
             self._given_up.discard(uid)
 
+    @control(CONTROL)
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """Return what was generated so far for all prompts in generation; see `partial_rollouts`."""
         open_ = [
@@ -143,15 +148,20 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
             for uid, written in self._transcripts.items()
         }
 
+    @control(GIVE_UP)
     async def give_up(self, uid: str) -> None:
         """Abort a group, including its requests on the rollout servers. Ignores a group that is not
         in generation.
+
+        `run_group` tells whether the group was stored: a group whose storing has begun is stored and
+        returned whole; otherwise nothing of it is in the sample store.
         """
         task = self._answering.get(uid)
         if task is None and uid in self._groups:
             self._given_up.add(uid)
         if task is not None:
-            task.cancel()
+            if uid not in self._storing:
+                task.cancel()
             # A task that does not end by then is abandoned, and so is its caller.
             await asyncio.wait([task], timeout=GIVE_UP_S)
 
@@ -217,7 +227,11 @@ class PushAgentLoopWorker(_StockWorker):  # type: ignore[misc]
         group = self._finished[uid]
         found = flaws_together(n, flaws, [one.fields for one in group])
         if self._checks.usable(found):
-            await self._store_group(group)
+            self._storing.add(uid)
+            try:
+                await self._store_group(group)
+            finally:
+                self._storing.discard(uid)
         return Answered([one.trajectory for one in group], [_details_of(one) for one in group], found)
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ from ...bench.spans import of_this_job
 from ...bench.waits import Lognormal
 from ...core.items import Publication, StepBatch
 from ...weight_sync.manifest import Ticket
+from ..control_calls import GROUPS
+from ..rollout.bounded_replica import BoundedReplica
 from ..rollout.server_manager import PipelineServerManager
 from ..trainer.async_trainer import AsyncPipelineTrainer
 from ..trainer.generation import PARTITION
@@ -45,7 +47,7 @@ _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_cla
 """The plain class of verl's actor class, which Ray forbids to inherit from."""
 
 
-class IdleReplica(RolloutReplica):  # type: ignore[misc]
+class IdleReplica(BoundedReplica, RolloutReplica):  # type: ignore[misc]
     """A replica of one `IdleServer`, without devices."""
 
     async def init_standalone(self) -> None:
@@ -55,7 +57,7 @@ class IdleReplica(RolloutReplica):  # type: ignore[misc]
     async def launch_servers(self) -> None:
         described = json.loads(os.environ[ENGINE])
         server = (
-            ray.remote(IdleServer)
+            ray.remote(concurrency_groups=dict(GROUPS))(IdleServer)
             .options(max_concurrency=self.max_concurrency, num_cpus=0)
             .remote(self.replica_rank, described["seed"], Lognormal(**described["answer_s"]))
         )

@@ -17,6 +17,7 @@ from ...core.items import LoadReport
 from ...weight_sync.busy_time import OpenTime
 from ...weight_sync.manifest import Ticket
 from ...weight_sync.versioned_engine import LoadMode
+from ..control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
@@ -27,7 +28,7 @@ VOCABULARY = 256
 LOG_PROB = -1.0
 
 
-class IdleServer:
+class IdleServer(ControlCalls):
     """The actor."""
 
     def __init__(self, rank: int, seed: int, answer_s: Lognormal) -> None:
@@ -41,6 +42,7 @@ class IdleServer:
 
     async def generate(self, *, request_id: str, sampling_params: dict[str, Any], **_: Any) -> Any:
         """Return a `TokenOutput` with the fields that this package's server adds."""
+        self.serve_control_calls()
         task = asyncio.current_task()
         assert task is not None
         self._answering[request_id] = task
@@ -73,6 +75,7 @@ class IdleServer:
             },
         )
 
+    @control(LOAD)
     async def load_version(
         self, offered: Ticket, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
     ) -> LoadReport:
@@ -80,15 +83,18 @@ class IdleServer:
         self._version = offered.version
         return LoadReport(busy_s=self._open.take(time.perf_counter()))
 
+    @control(CONTROL)
     async def check(self) -> None:
         """Return at once."""
 
+    @control(GIVE_UP)
     async def give_up(self, request_id: str) -> None:
         """Abandon an open request. Unknown ids are ignored."""
         task = self._answering.get(request_id)
         if task is not None:
             task.cancel()
 
+    @control(CONTROL)
     async def written(self, request_ids: list[str]) -> dict[str, Any]:
         """Return nothing: a response has no tokens before it is finished."""
         return {}

@@ -22,6 +22,7 @@ from ...errors import WaitTimeout
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn
 from ..ray_calls import ASK_S, cause_of
+from ..run_config import open_requests_of
 from .router import Router, servers_of
 
 logger = logging.getLogger(__name__)
@@ -46,16 +47,20 @@ class PipelineLLMClient(LLMServerClient):
         self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
         """For each open request, its server and its id there."""
         self._last_death: Exception | None = None
-        self._router: Router | None = Router()
-        """None if verl's balancer does not use its default rule; then the balancer decides."""
+        self._router: Router | None = Router(open_requests_of(self.config).share)
+        """None if verl's balancer does not use its default rule; then the balancer decides, and requests
+        have no bound.
+        """
         self._known_since = -math.inf
         self._asking: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     async def generate(
         self, request_id: str, *, transcript: Transcript | None = None, **kwargs: Any
     ) -> TokenOutput:
         """Generate as verl does; if no replica is left, wait for one to return.
 
+        If all replicas have as many requests as they may have, the request waits for room; see `Router`.
         Tokens that the transcript already holds are not generated again. On cancellation, the server
         abandons the request.
 
@@ -155,8 +160,7 @@ class PipelineLLMClient(LLMServerClient):
         """Choose a replica here; return None if verl's balancer has to decide."""
         if self._router is None:
             return None
-        if asyncio.get_running_loop().time() - self._known_since > REFRESH_S and self._asking is None:
-            self._asking = asyncio.create_task(self._refresh(), name="refresh replicas")
+        self._refresh_if_old()
         if not self._router.servers and self._asking is not None:
             await within(
                 asyncio.shield(self._asking),
@@ -164,7 +168,25 @@ class PipelineLLMClient(LLMServerClient):
                 owner="an agent loop",
                 what="the balancer to name the replicas",
             )
-        return None if self._router is None else self._router.acquire(request_id)
+        if self._router is None:
+            return None
+        if self._router.full and self._following is None:
+            self._following = asyncio.create_task(self._follow(), name="follow replicas")
+        return await self._router.acquire(request_id)
+
+    async def _follow(self) -> None:
+        """Notice replicas that join while requests wait for room."""
+        try:
+            while self._router is not None and self._router.waiting:
+                # Polling is necessary: the balancer does not notify.
+                await asyncio.sleep(REFRESH_S)
+                self._refresh_if_old()
+        finally:
+            self._following = None
+
+    def _refresh_if_old(self) -> None:
+        if asyncio.get_running_loop().time() - self._known_since >= REFRESH_S and self._asking is None:
+            self._asking = asyncio.create_task(self._refresh(), name="refresh replicas")
 
     async def _refresh(self) -> None:
         """Update the list of replicas. If the balancer fails now, the next call that needs it raises."""
@@ -174,6 +196,8 @@ class PipelineLLMClient(LLMServerClient):
                 answer, ASK_S, owner="an agent loop", what="the balancer to name the replicas"
             )
             if servers is None:
+                if self._router is not None:
+                    self._router.update({})
                 self._router = None
             elif self._router is not None:
                 self._router.update(servers)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import ray
@@ -18,6 +20,7 @@ from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalReques
 
 from ...config.placement import Placement
 from ..ray_calls import ASK_S, got, result_of
+from ..run_config import open_requests_of
 from .client import PipelineLLMClient
 from .vllm.replica import PipelineVLLMReplica
 
@@ -25,7 +28,7 @@ from .vllm.replica import PipelineVLLMReplica
 class PipelineServerManager(LLMServerManager):
     """verl's manager with this package's replicas."""
 
-    rollout_replica_class = PipelineVLLMReplica
+    rollout_replica_class: Callable[..., PipelineVLLMReplica] = PipelineVLLMReplica
 
     _early: ClassVar[PipelineServerManager | None] = None
 
@@ -37,6 +40,11 @@ class PipelineServerManager(LLMServerManager):
         starter = ThreadPoolExecutor(1, thread_name_prefix="rollout-start")
         self._starting = starter.submit(lambda: asyncio.run(self._initialize_llm_servers()))
         starter.shutdown(wait=False)
+
+    async def _initialize_llm_servers(self, start_rank: int | None = None) -> None:
+        bound = open_requests_of(self.config).per_replica
+        self.rollout_replica_class = partial(type(self).rollout_replica_class, max_open_requests=bound)
+        await super()._initialize_llm_servers(start_rank)
 
     @classmethod
     def start_early(cls, config: DictConfig) -> None:

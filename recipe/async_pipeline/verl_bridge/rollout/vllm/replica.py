@@ -18,7 +18,9 @@ from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
+from ...control_calls import GROUPS
 from ...cpu_platform import is_cpu
+from ..bounded_replica import BoundedReplica
 from ..device_holder import DeviceReservation, ReservedDevice
 from . import prefork
 from .server import PipelineVLLMServer
@@ -27,7 +29,7 @@ SHARES_OF_A_DEVICE = 2
 """verl splits each device of a rollout pool into two shares: one is reserved, one is for its helpers."""
 
 
-class PipelineVLLMReplica(vLLMReplica):
+class PipelineVLLMReplica(BoundedReplica, vLLMReplica):
     """verl's replica with this package's server."""
 
     name_suffix: str
@@ -35,7 +37,7 @@ class PipelineVLLMReplica(vLLMReplica):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        server_class = ray.remote(PipelineVLLMServer)
+        server_class = ray.remote(concurrency_groups=dict(GROUPS))(PipelineVLLMServer)
         self.server_class = prefork.started_early(server_class) if is_cpu() else server_class
         self._plain_suffix, self._restarts = self.name_suffix, 0
         self._processes: list[list[tuple[int, float]]] = []

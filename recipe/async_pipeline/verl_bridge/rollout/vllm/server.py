@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import psutil
 import ray
+from cachetools import LRUCache
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
@@ -24,6 +25,7 @@ from ....weight_sync.busy_time import OpenTime
 from ....weight_sync.manifest import Manifest, Ticket, decode, encode
 from ....weight_sync.receiver import Inbox
 from ....weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
+from ...control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ...cpu_platform import is_cpu
 from ...object_store_transport import pull_through
 from . import prefork
@@ -46,10 +48,14 @@ STAGE_POLL_S = 0.02
 """Polling interval for the engine's standby copy."""
 
 
+GIVEN_UP = 10_000
+"""Number of given-up requests that are remembered until they begin."""
+
+
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 
 
-class PipelineVLLMServer(vLLMHttpServer):
+class PipelineVLLMServer(ControlCalls, vLLMHttpServer):
     """verl's server. Records which version wrote which tokens; see `VersionedEngine`."""
 
     global_steps: int | None
@@ -61,6 +67,8 @@ class PipelineVLLMServer(vLLMHttpServer):
         super().__init__(*args, **kwargs)
         self._reader, self._inbox = ArenaReader(), Inbox()
         self._answering: dict[str, asyncio.Task[Any]] = {}
+        self._given_up: LRUCache[str, None] = LRUCache(GIVEN_UP)
+        """Requests that were given up before they began: a control call can overtake them."""
         self._open = OpenTime()
 
     def _get_worker_extension_cls(self) -> str:
@@ -87,7 +95,9 @@ class PipelineVLLMServer(vLLMHttpServer):
         if sum(one["Alive"] for one in await asyncio.to_thread(ray.nodes)) > 1:
             self._server_address = node
         self._versioned = VersionedEngine(self.engine)
+        self.serve_control_calls()
 
+    @control(LOAD)
     async def load_version(
         self, offered: Ticket, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
     ) -> LoadReport:
@@ -166,6 +176,7 @@ class PipelineVLLMServer(vLLMHttpServer):
         while set(await self.engine.collective_rpc("staged_version", timeout_s)) != {version}:  # noqa: ASYNC110
             await asyncio.sleep(STAGE_POLL_S)
 
+    @control(CONTROL)
     async def check(self) -> None:
         """Return if the engine runs its loop. Raises EngineDeadError if its process has ended."""
         await unless_broken(self.engine.engine_core.call_utility_async("is_scheduler_paused"), self._death)
@@ -174,21 +185,28 @@ class PipelineVLLMServer(vLLMHttpServer):
         """Return why the engine will never respond again, or None if it can."""
         return self.engine.dead_error if self.engine.errored else None
 
+    @ray.method(concurrency_group=CONTROL)
     def processes(self) -> list[tuple[int, float]]:
         """Return id and start time of this process and its descendants, which must end before a restart."""
         own = psutil.Process()
         return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
 
+    @control(CONTROL)
     async def open_requests(self) -> int:
         """Return the number of requests that this server works on."""
         return len(self._answering)
 
+    @control(GIVE_UP)
     async def give_up(self, request_id: str) -> None:
-        """Abandon an open request; the engine forgets it. Unknown ids are ignored."""
+        """Abandon a request; the engine forgets it, or never gets it if it has not begun."""
         task = self._answering.get(request_id)
         if task is not None:
             task.cancel()
+        elif not self.config.full_determinism:
+            # Otherwise the next turn may have the same id.
+            self._given_up[request_id] = None
 
+    @control(CONTROL)
     async def written(
         self, request_ids: list[str]
     ) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
@@ -200,6 +218,9 @@ class PipelineVLLMServer(vLLMHttpServer):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         """Generate as verl does, and return the versions that wrote the response instead of the last one."""
         request_id = kwargs["request_id"]
+        if request_id in self._given_up:
+            del self._given_up[request_id]
+            raise asyncio.CancelledError(f"request {request_id} was given up before it began")
         task = asyncio.current_task()
         assert task is not None
         self._answering[request_id] = task
