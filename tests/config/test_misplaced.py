@@ -34,8 +34,25 @@ def test_an_unknown_knob_gets_a_hint() -> None:
         resolve(own({"max_lagg": 7}))
     assert_one_line(caught, f"{OWN}.max_lagg", "7", "did you mean 'staleness.max_lag'?")
     assert "verify_tensors" not in str(caught.value)
-    with pytest.raises(ConfigError, match="; knobs: .*verify_tensors"):
+    with pytest.raises(
+        ConfigError, match="zzz is unknown, got 7; nearest knobs: .*explain --knobs` lists all"
+    ):
         resolve(own({"zzz": 7}))
+
+
+@pytest.mark.parametrize(
+    ("path", "knob"),
+    [
+        ("stalenes.max_lag", "staleness.max_lag"),
+        ("rewards.timeout_s", "reward.timeout_s"),
+        ("weights.sync.verify_tensors", "weight_sync.verify_tensors"),
+        ("publishing.max_concurrent_loads", "weight_sync.max_concurrent_loads"),
+    ],
+)
+def test_a_section_that_does_not_exist_is_unknown_instead_of_misplaced(path: str, knob: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(own({path: 7}))
+    assert_one_line(caught, f"{OWN}.{path} is unknown, got 7", f"(did you mean '{knob}'?)")
 
 
 @pytest.mark.parametrize(

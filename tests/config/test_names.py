@@ -57,8 +57,26 @@ def test_an_unknown_name_gets_the_nearest_knob(path: str, nearest: str) -> None:
     assert text == f"{OWN}.{path} is unknown (did you mean {nearest!r}?)"
 
 
-def test_a_name_that_resembles_no_knob_gets_all_knobs() -> None:
-    assert unknown(AsyncPipelineConfig, "zzz").endswith(f"; knobs: {', '.join(knob_paths())}")
+def test_a_name_that_resembles_no_knob_gets_the_nearest_three() -> None:
+    text = unknown(AsyncPipelineConfig, "zzz")
+    assert text.endswith("; `async-pipeline explain --knobs` lists all")
+    near = text.partition("; nearest knobs: ")[2].partition(";")[0].split(", ")
+    assert len(near) == 3 and {*near} <= {*knob_paths()}
+
+
+def test_all_former_names_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested({f"{OWN}.max_lag": 1, f"{OWN}.stale": "drop", f"{OWN}.staleness.depth": 1}))
+    text = str(caught.value)
+    assert f"{OWN}.max_lag is now {OWN}.staleness.max_lag; rename it; {OWN}.stale is now" in text
+    assert "\n" not in text
+
+
+def test_the_former_value_of_a_knob_is_sent_to_the_current_one() -> None:
+    with pytest.raises(
+        ConfigError, match="must be one of wait, .*, got 'resume'; write regenerate, its current"
+    ):
+        resolve(nested({f"{OWN}.staleness.straggler": "resume"}))
 
 
 def test_sections_become_paths() -> None:

@@ -72,5 +72,12 @@ def test_help_can_be_limited_to_a_section() -> None:
     text = "\n".join(render_help("weight_sync"))
     assert "weight_sync.every  (whole number >= 1; default: 1)" in text
     assert "staleness" not in text
-    with pytest.raises(ConfigError, match="no section 'weight_snc' .did you mean 'weight_sync'"):
+    with pytest.raises(ConfigError, match="no section or knob 'weight_snc' .did you mean 'weight_sync'"):
         render_help("weight_snc")
+
+
+@pytest.mark.parametrize("path", ["staleness.max_lag", f"{OWN}.staleness.max_lag", "max_lag"])
+def test_help_can_be_limited_to_a_knob(path: str) -> None:
+    """The path may be a former one, or a whole key."""
+    knobs = [line for line in render_help(path) if line.startswith(("staleness", "weight_sync"))]
+    assert len(knobs) == 1 and knobs[0].startswith("staleness.max_lag  (")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ..config.misplaced import SWITCHES, unknown_key
+from ..config.misplaced import SWITCHES
+from ..config.overrides import in_words as overrides_in_words
 from ..config.reference import render_help
 from ..config.run_plan import as_json, in_words, plan_of
 from ..console import echo
@@ -99,6 +99,6 @@ def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
     try:
         with initialize_config_dir(config_dir=str((folder or verl).resolve()), version_base=None):
             return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
-    except HydraException as error:
-        missing = re.match(r"Could not override '(.+?)'", str(error))
-        raise ConfigError(unknown_key(missing[1]) if missing else str(error).split("\n")[0]) from None
+    except (HydraException, ValueError) as error:
+        first = str(error).split("\n")[0]
+        raise ConfigError(overrides_in_words(first) or first) from None

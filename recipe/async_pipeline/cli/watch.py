@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TextIO
 
-from ..config.misplaced import unknown_key
+from ..config.overrides import in_words as overrides_in_words
 from ..observe.run_files import set_aside
 from ..observe.table import MARK, TRANSIENT
 from ..processes import adopt_orphans, descendants, end_all, send_signal
@@ -38,8 +38,6 @@ TAIL_LINES = 25
 _CLEAR_LINE = "\r\x1b[2K"
 _ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RUN_DIR = re.compile(re.escape(MARK) + r" run directory (.+)$")
-_NO_SUCH_KEY = re.compile(r"^Could not override '([^']+)'")
-"""hydra's message about a key that is in no config, printed before verl or this package sees it."""
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 
 
@@ -94,8 +92,8 @@ class Screen:
             self._open(Path(found[1]))
         self._file(text)
         self.tail.append(text)
-        if unknown := _NO_SUCH_KEY.match(text):
-            self.cause, self.users_mistake = unknown_key(unknown[1]), True
+        if complaint := overrides_in_words(text):
+            self.cause, self.users_mistake = complaint, True
 
         mark = text.find(MARK)
         if mark >= 0:

@@ -45,15 +45,21 @@ def reject_misplaced(raw: Mapping[str, Any]) -> None:
     places = _places()
     for path, value in walk(raw):
         leaf = path.rpartition(".")[2]
-        # `names` reports the new path of a knob under its former flat name.
-        former = leaf in RENAMED and path == f"{OWN}.{leaf}"
-        if leaf in places and path not in places[leaf] and not former:
+        if leaf in places and path not in places[leaf] and not _is_left_to_names(path, leaf):
             raise ConfigError(
                 f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places[leaf])}"
             )
     _reject_common(raw)
     reject_near_misses(raw)
     _check_async_training(raw)
+
+
+def _is_left_to_names(path: str, leaf: str) -> bool:
+    """Return whether `names` reports this path: a former flat name, or one in a section that is unknown."""
+    if not path.startswith(f"{OWN}."):
+        return False
+    parent = path.removeprefix(f"{OWN}.").rpartition(".")[0]
+    return leaf in RENAMED if not parent else parent not in sections_of(AsyncPipelineConfig)
 
 
 def _places() -> dict[str, list[str]]:

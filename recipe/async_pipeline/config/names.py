@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from ..core.bad_data import NO_SCORE
 from ..errors import ConfigError
 from ..redaction import shown
 from .fields import knobs_of, sections_of
-from .paths import OWN
+from .paths import OWN, walk
 
 RENAMED: Mapping[str, str] = {
     "max_lag": "staleness.max_lag",
@@ -69,11 +69,19 @@ def _flattened(root: type, node: Mapping[str, Any], prefix: str) -> dict[str, An
     known, sections = {knob.path for knob in knobs_of(root)}, sections_of(root)
     found: dict[str, Any] = {}
 
+    former = [path for path, _ in walk(node) if path in RENAMED] if not prefix else []
+    if former:
+        raise ConfigError("; ".join(unknown(root, path) for path in former))
+
     for name, value in node.items():
         path = f"{prefix}{name}"
         if path in known:
             found[path] = value
         elif path not in sections:
+            if isinstance(value, Mapping) and value:
+                # The first knob of a section with a wrong name tells which section is meant.
+                below, value = next((p, v) for p, v in walk(value) if not (isinstance(v, Mapping) and v))
+                path = f"{path}.{below}"
             raise ConfigError(unknown(root, path, f", got {shown(path, value)}"))
         elif isinstance(value, Mapping):
             found |= _flattened(root, value, f"{path}.")
@@ -93,16 +101,32 @@ def unknown(root: type, path: str, got: str = "") -> str:
         return f"{OWN}.{path} is unknown{got}; set {OWN}.reward.failure for responses without a score"
     paths = [knob.path for knob in knobs_of(root)]
     near = _nearest(path, paths)
-    known = f" (did you mean {near!r}?)" if near else f"; knobs: {', '.join(paths)}"
-    return f"{OWN}.{path} is unknown{got}{known}"
+    if near:
+        return f"{OWN}.{path} is unknown{got} (did you mean {near!r}?)"
+    close = ", ".join(_resembling(path, paths))
+    return f"{OWN}.{path} is unknown{got}; nearest knobs: {close}; `async-pipeline explain --knobs` lists all"
+
+
+def _resembling(path: str, paths: list[str]) -> list[str]:
+    """Return the three paths that resemble a path most, in the last part or as a whole."""
+    name = path.rpartition(".")[2]
+
+    def ratio(known: str) -> float:
+        last = known.rpartition(".")[2]
+        return max(SequenceMatcher(None, *pair).ratio() for pair in ((path, known), (name, last)))
+
+    return sorted(paths, key=ratio, reverse=True)[:3]
 
 
 def _nearest(path: str, paths: list[str]) -> str | None:
     """Return the knob that a path resembles, in its last part or as a whole, or None."""
     by_name = {known.rpartition(".")[2]: known for known in reversed(paths)}
     name = path.rpartition(".")[2]
-    if name in by_name or name in RENAMED:
-        return by_name.get(name, RENAMED.get(name))
+    same = [known for known in paths if known.rpartition(".")[2] == name]
+    if same:
+        return max(same, key=lambda known: SequenceMatcher(None, path, known).ratio())
+    if name in RENAMED:
+        return RENAMED[name]
     near = get_close_matches(path, paths, n=1, cutoff=0.8)
     if near:
         return near[0]

@@ -23,8 +23,9 @@ from ..errors import ConfigError
 from .aliases import FOREIGN, SET_BY_OTHERS
 from .fields import Knob, knobs_of, sections_of
 from .misplaced import SWITCHES
+from .names import current_path
 from .paths import OWN, hint
-from .schema import LONGEST_S, AsyncPipelineConfig
+from .schema import LONGEST_S, AsyncPipelineConfig, knob_paths
 
 COMMAND = "python -m recipe.async_pipeline.config.reference"
 YAML, DOCS = Path("configs/async_pipeline.yaml"), Path("docs/configuration.md")
@@ -111,18 +112,24 @@ def render_docs() -> str:
 
 
 def render_help(section: str | None = None) -> list[str]:
-    """Return the lines of `explain --knobs [SECTION]`. Raises ConfigError if there is no such section."""
+    """Return the lines of `explain --knobs [SECTION]`, which also accepts the path of one knob.
+
+    Raises ConfigError if there is no such section or knob.
+    """
     sections = [path for path in _by_section() if path]
-    if section is not None and section not in sections:
+    paths = knob_paths()
+    section = None if section is None else current_path(f"{OWN}.{section.removeprefix(f'{OWN}.')}")
+    section = None if section is None else section.removeprefix(f"{OWN}.")
+    if section is not None and section not in (*sections, *paths):
         raise ConfigError(
-            f"--knobs: there is no section {section!r}{hint(section, sections)}; sections: "
-            f"{', '.join(sections)}"
+            f"--knobs: there is no section or knob {section!r}{hint(section, (*sections, *paths))}; "
+            f"sections: {', '.join(sections)}"
         )
 
     documents = _documents()
     lines = [f"Below {OWN}:"]
     for knob in knobs_of(AsyncPipelineConfig):
-        if section is None or knob.path.startswith(f"{section}."):
+        if section is None or knob.path == section or knob.path.startswith(f"{section}."):
             meaning, default = _meaning(knob, documents[knob.path])
             lines += ["", f"{knob.path}  ({_values(knob)}; default: {default})".replace("`", "")]
             lines += textwrap.wrap(

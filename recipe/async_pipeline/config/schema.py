@@ -65,6 +65,11 @@ class StalenessConfig:
     last two favor short responses; async_pipeline/bias/* measures by how much."""
 
     def __post_init__(self) -> None:
+        if str(self.straggler) == "resume":
+            raise ConfigError(
+                f"{self.PATH}.straggler must be one of {', '.join(get_args(Straggler))}, got 'resume'; write "
+                "regenerate, its current name"
+            )
         check_fields(self, self.PATH)
         if self.depth is not None and not 0 <= self.depth <= self.max_lag:
             raise ConfigError(

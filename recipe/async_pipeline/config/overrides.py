@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Explain hydra's complaints about a command line in one line, with the override to write instead."""
+
+from __future__ import annotations
+
+import re
+
+from .misplaced import unknown_key
+from .paths import OWN
+
+EXAMPLE = f"'+{OWN}.custom_stages=[\"my_module:Class@reward->train\"]'"
+_NO_SUCH_KEY = re.compile(r"^Could not override '(.+?)'")
+_PRESENT = re.compile(r"^Could not append to config\. An item is already at '(.+?)'")
+_UNREADABLE = re.compile(
+    r"^(?:LexerNoViableAltException: (?P<override>.+)"
+    r"|(?P<reason>(?:no viable alternative at|mismatched|extraneous) input .+|token recognition error.+))$"
+)
+
+
+def in_words(complaint: str) -> str | None:
+    """Return one line for the first line of a complaint of hydra, or None if it is about something else."""
+    if found := _NO_SUCH_KEY.match(complaint):
+        return unknown_key(found[1])
+    if found := _PRESENT.match(complaint):
+        return f"+{found[1]} must not have a +, because this config has the key; write {found[1]}=..."
+    if found := _UNREADABLE.match(complaint):
+        what = found["override"] or "an override"
+        why = f" ({found['reason']})" if found["reason"] else ""
+        return (
+            f"{what} cannot be parsed{why}; put values with special characters into double quotes, and the "
+            f"override into single ones, e.g. {EXAMPLE}"
+        )
+    return None

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hydra's complaints about a command line become one line, with the override to write instead."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+
+from recipe.async_pipeline.config.overrides import in_words
+from recipe.async_pipeline.config.paths import OWN
+from tests import REPOSITORY
+
+DEADLINE = f"{OWN}.faults.wait_timeout_s"
+STAGES = f"{OWN}.custom_stages"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("name=1", "name is not a key of this config; check its spelling, or write +name=... to add it"),
+        (
+            f"+{DEADLINE}=1",
+            f"+{DEADLINE} must not have a +, because this config has the key; write {OWN}.",
+        ),
+        (f"{STAGES}=[a:B@reward->train]", f"{STAGES}=[a:B@reward->train] cannot be parsed; put values with "),
+        (
+            f'{STAGES}=["a:B"',
+            "an override cannot be parsed (no viable alternative at input '[\"a:B\"'); put ",
+        ),
+    ],
+)
+def test_a_complaint_becomes_one_line(override: str, line: str) -> None:
+    """The installed hydra makes the complaints."""
+    GlobalHydra.instance().clear()
+    with (
+        initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None),
+        pytest.raises(HydraException) as caught,
+    ):
+        compose(config_name="async_pipeline", overrides=[override])
+    words = in_words(str(caught.value).split("\n")[0])
+    assert words is not None
+    assert words.startswith(line) and "\n" not in words
+
+
+def test_other_lines_are_left_alone() -> None:
+    assert in_words("ValueError: no viable alternative") is None
+    assert in_words("") is None
