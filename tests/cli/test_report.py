@@ -15,6 +15,10 @@ import pytest
 
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
+from recipe.async_pipeline.observe.report_data import data_of
+from recipe.async_pipeline.observe.report_page import figures_of
+from recipe.async_pipeline.observe.run_reader import read_run
+from recipe.async_pipeline.observe.wording import percent
 from tests.observe.pages import check
 from tests.observe.run_folder import RecordedTrainer, write_run
 
@@ -71,6 +75,18 @@ def test_json_has_the_account_and_the_advice(folder: Path, capsys: pytest.Captur
         6 * json.loads((folder / "summary.json").read_text())["wall_s"], rel=0.01
     )
     assert sum(found["trainer"].values()) == pytest.approx(1.0)
+
+
+def test_json_has_the_ratios_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both leave out the first step."""
+    assert main(["report", str(folder), "--json"]) == EXIT_OK
+    found = json.loads(capsys.readouterr().out)
+    data = data_of(read_run(folder))
+    assert data.accounting is not None and data.typical is not None
+    assert found["bubble_ratio"] != round(data.accounting.bubble_ratio, 4)
+    assert found["bubble_ratio"] == round(data.typical.bubble_ratio, 4)
+    assert found["overlap_efficiency"] == round(data.typical.overlap_efficiency, 4)
+    assert figures_of(data)["Devices idle"][0] == percent(found["bubble_ratio"])
 
 
 def test_a_user_error_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

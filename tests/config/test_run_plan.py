@@ -165,3 +165,24 @@ def test_a_reward_model_has_additional_devices(model: Path) -> None:
     assert any(
         line.endswith("and 8 more for the reward model, which scores during generation") for line in lines
     )
+
+
+@pytest.mark.parametrize(
+    ("freq", "first", "how", "line"),
+    [
+        (-1, False, "parallel", "never"),
+        (5, False, "parallel", "every 5 steps; in parallel with training"),
+        (1, True, "pause", "before the first step and after every step; prompts for training wait meanwhile"),
+        (None, None, "parallel", "before the first step; in parallel with training"),
+    ],
+)
+def test_the_plan_has_validation_and_custom_stages(
+    model: Path, freq: int | None, first: bool | None, how: str, line: str
+) -> None:
+    verl = config(model)
+    verl["trainer"] |= {"test_freq": freq, "val_before_train": first}
+    stage = "my_module:Audit@reward->train"
+    lines = in_words(planned(verl, knobs({"validation": how, "custom_stages": [stage]})))
+    assert f"validation      {line}" in lines
+    assert f"custom stages   {stage}" in lines
+    assert not any(text.startswith("custom stages") for text in in_words(planned(verl, knobs())))

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         default=",".join(DEFAULT_ARMS),
         metavar="A,B,...",
-        help=f"arms to run, in this order: any of {', '.join(ARMS)} (default: %(default)s)",
+        help=f"arms to run, in this order: any of {', '.join(ARMS)} (default: all except "
+        f"{', '.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)})",
     )
 
     parser.add_argument(

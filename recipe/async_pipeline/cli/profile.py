@@ -15,7 +15,7 @@ from ..sim.run_log import read_run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline profile`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the profile to FILE instead of printing it"
     )

@@ -25,13 +25,13 @@ from ..observe.trace import write_trace
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline report`."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; give two to compare them"
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directory; give two to compare them"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="file to write the page to (default: report.html in the last run's folder)",
+        help="file to write the page to (default: report.html in the last run directory)",
     )
 
     parser.add_argument("--open", dest="open_it", action="store_true", help="open the page in the browser")
@@ -50,13 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page. Raises RunFilesError if a folder is not a run's, or there are more than two."""
+    """Write the page. Raises RunFilesError if one is no run directory, or there are more than two."""
     if args.timeline is not None:
         _draw(args.runs, args.timeline)
         return 0
     if len(args.runs) > 2:
         raise RunFilesError(
-            f"a report is about one run, or compares two, got {len(args.runs)}; give one or two folders"
+            f"a report is about one run, or compares two, got {len(args.runs)}; give one or two run "
+            "directories"
         )
 
     found = [_read(path) for path in args.runs]
@@ -139,7 +140,7 @@ def _run_as_json(data: RunData) -> dict[str, Any]:
         "lag_share": {str(lag): share for lag, share in data.lag_share.items()},
         "groups": dict(data.fates),
         "trainer": dict(facts.trainer) if facts else {},
-        **(summary_of(data.accounting) if data.accounting else {}),
+        **_account_as_json(data),
         "advice": [
             {
                 "rule": one.rule,
@@ -151,4 +152,14 @@ def _run_as_json(data: RunData) -> dict[str, Any]:
             for one in advise(data)
         ],
         "missing": list(data.missing),
+    }
+
+
+def _account_as_json(data: RunData) -> dict[str, Any]:
+    """Return all device-seconds, and the ratios without the first step, as the page has them."""
+    if data.accounting is None or data.typical is None:
+        return {}
+    ratios = summary_of(data.typical)
+    return summary_of(data.accounting) | {
+        name: ratios[name] for name in ("bubble_ratio", "overlap_efficiency")
     }

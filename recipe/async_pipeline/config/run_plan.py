@@ -52,6 +52,10 @@ class Plan:
     straggler: str
     sync_every: int
     in_flight: str
+    custom_stages: tuple[str, ...]
+    """Custom stages, as `module:Class@after->before`."""
+    validation: str
+    """How validation runs, or `never`."""
     placement: Placement
     reward_model_devices: int
     """Devices of the reward model, in addition to the pools."""
@@ -110,6 +114,8 @@ def plan_of(
         straggler=knobs.staleness.straggler,
         sync_every=knobs.weight_sync.every,
         in_flight=knobs.weight_sync.in_flight_policy,
+        custom_stages=tuple(knobs.custom_stages),
+        validation=_validation(config, knobs),
         placement=placement,
         reward_model_devices=_reward_model_devices(config),
         old_logp=old_logp,
@@ -136,6 +142,17 @@ def plan_of(
 def _reward_model_devices(config: Mapping[str, Any]) -> int:
     model = select(config, "reward.reward_model") or {}
     return int(model["nnodes"]) * int(model["n_gpus_per_node"]) if model.get("enable") else 0
+
+
+def _validation(config: Mapping[str, Any], knobs: AsyncPipelineConfig) -> str:
+    every = int(select(config, "trainer.test_freq") or 0)
+    first = select(config, "trainer.val_before_train")
+    when = ["before the first step"] if first is None or first else []
+    when += [f"every {_count(every, 'step')}" if every > 1 else "after every step"] if every > 0 else []
+    if not when:
+        return "never"
+    how = {"parallel": "in parallel with training", "pause": "prompts for training wait meanwhile"}
+    return f"{' and '.join(when)}; {how[knobs.validation]}"
 
 
 def _order(strategy: str) -> str:
@@ -200,8 +217,11 @@ def in_words(plan: Plan) -> list[str]:
         lines.append(f"                an unfinished group that holds up a step is {what}")
 
     every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
+    if plan.custom_stages:
+        lines.append(f"custom stages   {', '.join(plan.custom_stages)}")
     lines += [
         f"weights         updated {every}; requests in flight during an update: {plan.in_flight}",
+        f"validation      {plan.validation}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
         f"loss            {plan.loss}",
         f"correction      {plan.correction}",

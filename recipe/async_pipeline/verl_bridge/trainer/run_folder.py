@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: set aside or continue the files of an earlier process."""
+"""The run directory: set aside or continue the files of an earlier process."""
 
 from __future__ import annotations
 
