@@ -27,6 +27,10 @@ class StageProtocolError(AsyncPipelineError, RuntimeError):
     """An event is illegal in the present state of a stage's state machine."""
 
 
+class StrayCancellation(AsyncPipelineError, RuntimeError):
+    """The code of a stage raised CancelledError although the run is not being stopped."""
+
+
 class ChannelClosed(AsyncPipelineError, EOFError):
     """A send to a closed channel, or a receive from a closed channel that is empty."""
 

@@ -234,12 +234,12 @@ class PoisonedTrainer(SimTrainer):
         self.flaws, self.prompts = flaws, prompts
         self.answered: Counter[int] = Counter()
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def answer(self, prompt: Prompt) -> Group:
         identity = ((prompt.step - 1) * self.groups + prompt.payload) % self.prompts
         verdict = self.bad.refuse(str(identity))
         group = Group(uid=prompt.uid, step=prompt.step, trajectories=())
         if verdict is None:
-            group = await super().generate_group(prompt)
+            group = await super().answer(prompt)
             found = self.flaws(identity, self.answered[identity])
             self.answered[identity] += 1
             verdict = self.bad.judge(prompt.uid, str(identity), found)
@@ -279,7 +279,8 @@ def test_prompts_that_never_work_have_failed_and_others_take_their_place() -> No
     assert trainer.answered[1] == trainer.answered[4] == 3
     assert result.regenerated == 4
     rejected = [r.fields for r in flow.log.records if r.event == "REJECTED"]
-    assert [(f["key"], f["fate"], f["why"]) for f in rejected] == [
+    # Both at the same time.
+    assert sorted((f["key"], f["fate"], f["why"]) for f in rejected) == [
         ("p1.1", "failed", "missing_answers: x"),
         ("p2.1", "failed", "missing_answers: x"),
     ]

@@ -51,21 +51,18 @@ def expired(
 
 def test_a_replica_that_never_answers() -> None:
     class Silent(SimTrainer):
-        async def generate_group(self, prompt: Prompt) -> Group:
+        async def answer(self, prompt: Prompt) -> Group:
             if prompt.step == 2:
                 await asyncio.sleep(NEVER_S)
-            return await super().generate_group(prompt)
+            return await super().answer(prompt)
 
     first = expired(Silent(max_lag=1))[0]
     assert first.cause == (
-        "generate[1] is RUNNING since 999.8 s, waiting for one of the groups of step 2 to be answered; "
-        "generate[3] waited 1000.0 s for an item from dataloader->generate"
+        "generate is RUNNING since 996.2 s, waiting for a group to be answered; "
+        "param_update waited 1000.0 s for an item from train->param_update"
     )
-    assert (
-        "generate[1] waits since 999.8 s (of at most 1000 s) for one of the groups of step 2 to be answered"
-        in first.text
-    )
-    assert "3 of 3 groups are being answered or scored" in first.text
+    assert "generate waits since 996.2 s (of at most 1000 s) for a group to be answered" in first.text
+    assert "3 groups are being answered or scored, the oldest since 1000.0 s (step 2 key p2.0)" in first.text
     assert "train waits since" in first.text, "and every stage behind it"
 
 
@@ -94,11 +91,11 @@ def test_a_device_that_is_held_for_ever() -> None:
 
     first = expired(Stuck(max_lag=1))[0]
     assert first.cause.startswith(
-        "train is RUNNING since 996.2 s, waiting for the call of verl, _update_actor; "
+        "train is RUNNING since 998.2 s, waiting for the call of verl, _update_actor; "
     )
-    assert "train waits since 996.2 s (no deadline) for the call of verl" in first.text
-    assert "train: held by train since 996.2 s" in first.text
-    assert "  train is RUNNING since 996.2 s: step 3" in first.text
+    assert "train waits since 998.2 s (no deadline) for the call of verl" in first.text
+    assert "train: held by train since 998.2 s" in first.text
+    assert "  train is RUNNING since 998.2 s: step 3" in first.text
 
 
 def test_a_pool_that_is_never_given_back() -> None:

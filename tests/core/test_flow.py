@@ -16,10 +16,11 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
-from recipe.async_pipeline.core.message_queue import Order
+from recipe.async_pipeline.core.items import Group, Prompt, StepBatch
 from recipe.async_pipeline.core.schedule import OldLogp
 from recipe.async_pipeline.core.stage import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
+from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer
 
@@ -479,6 +480,43 @@ def test_a_run_that_is_cancelled_stops_every_role() -> None:
     assert {m.state for m in flow.machines} == {StageState.STOPPED}
 
 
+@pytest.mark.parametrize("straggler", ["regenerate", "drop"])
+def test_an_error_ends_the_run_at_once_while_a_recalled_group_lingers(straggler: str) -> None:
+    """The stop comes while a group that was recalled still ends, which must not look like the recall."""
+
+    class Lingering(SimTrainer):
+        async def answer(self, prompt: Prompt) -> Group:
+            try:
+                return await super().answer(prompt)
+            except asyncio.CancelledError:
+                await asyncio.sleep(10)
+                raise
+
+        async def update(self, batch: StepBatch) -> StepBatch:
+            await asyncio.sleep(4.25)
+            raise RuntimeError("the optimizer broke")
+
+    trainer = Lingering(
+        max_lag=1,
+        groups=1,
+        straggler=straggler,
+        answer_s=lambda step, index: 3600.0 if step == 1 else 1.0,
+        order="drawn",
+    )
+    trainer.wait_timeout_s = 1e6
+    flow, ended = AsyncTrainingFlow(trainer), []
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="the optimizer broke"):
+            await flow.run()
+        ended.append(asyncio.get_running_loop().time())
+
+    run_virtual(main())
+    failed = next(record.t for record in flow.log.records if record.event == "FAIL")
+    assert trainer.cancelled == ["p1.0"], "it was recalled"
+    assert ended == [pytest.approx(failed)]
+
+
 def test_a_wait_that_expires_names_the_waiter_and_the_holder() -> None:
     trainer = SimTrainer(answer_s=lambda step, index: 1e6 if step == 2 else 1.0)
     with pytest.raises(WaitTimeout) as caught:
@@ -489,10 +527,10 @@ def test_a_wait_that_expires_names_the_waiter_and_the_holder() -> None:
 
 def test_a_trajectory_older_than_the_bound_never_reaches_the_optimizer() -> None:
     class Stale(SimTrainer):
-        async def generate_group(self, prompt: Any) -> Any:
+        async def answer(self, prompt: Any) -> Any:
             self.served, now = max(0, self.served - 2), self.served
             try:
-                return await super().generate_group(prompt)
+                return await super().answer(prompt)
             finally:
                 self.served = max(now, self.served)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import count
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.message_queue import MessageQueue, share_of
+from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.staleness import Versions, check_lag
+from recipe.async_pipeline.core.untrained_groups import UntrainedGroups
 from recipe.async_pipeline.errors import (
     ChannelClosed,
     ConservationError,
@@ -32,6 +35,7 @@ class Bench:
         self.versions = Versions()
         self.queue = MessageQueue(self.versions, **({"batch": 2, "max_lag": 1, "last_step": 4} | settings))
         self.recalled: list[str] = []
+        self.recalls: dict[str, Recall] = {}
         self._drawn = 0
 
     def serve(self, version: int) -> None:
@@ -48,14 +52,22 @@ class Bench:
                 uid = chr(ord("a") + self._drawn)
                 self._drawn += 1
                 self.queue.enter(Prompt(uid=uid, step=ticket.step), ticket.version)
-                self.queue.watch(uid, partial(self.recalled.append, uid))
+                self.watch(uid)
                 new.append(uid)
         return new
+
+    def watch(self, uid: str) -> None:
+        self.recalls[uid] = self.queue.watch(uid)
+        self.recalls[uid].subscribe(partial(self.recalled.append, uid))
+
+    def verdict(self, uid: str) -> str | None:
+        return self.recalls[uid].verdict if uid in self.recalls else None
 
     def finish(self, *uids: str, version: int | None = None) -> None:
         for uid in uids:
             one = group(uid, self.versions.served if version is None else version)
-            assert self.queue.arrive(one) is None
+            assert self.verdict(uid) is None
+            self.queue.arrive(one)
             self.queue.put(one)
 
     def take(self, step: int) -> str | None:
@@ -180,6 +192,17 @@ def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
         Bench(**settings)
 
 
+def test_nothing_is_kept_of_versions_that_have_passed() -> None:
+    bench = Bench(max_lag=1, last_step=300)
+    bench.serve(0)
+    for step in range(1, 300):
+        bench.finish(*bench.admit())
+        assert bench.take(step) is not None
+        bench.queue.trained(step)
+        bench.serve(step)
+        assert len(bench.queue._groups._dues) <= 2
+
+
 # Which groups a step takes.
 
 
@@ -287,8 +310,7 @@ def test_dropped_it_gives_its_place_to_another(order: str, step: int, taken: str
     room = bench.queue.room()
     assert bench.take(step) == taken
     assert bench.recalled == ["a"]
-    assert bench.queue.arrive(group("a")) == "drop", "also if it comes at this very moment"
-    assert bench.queue.verdict("a") is None, "said once"
+    assert bench.verdict("a") == "drop"
     bench.serve(step)
     assert bench.queue.room() > room
     with pytest.raises(ConservationError, match="does not expect it"):
@@ -301,9 +323,9 @@ def test_answered_again_it_goes_to_the_end(order: str, step: int, taken: str) ->
     before = bench.queue.untrained
     assert bench.take(step) == taken
     assert bench.recalled == ["a"]
-    assert bench.queue.verdict("a") == "regenerate"
+    assert bench.verdict("a") == "regenerate"
     assert bench.queue.untrained == before - 2
-    bench.queue.watch("a", lambda: None)
+    bench.watch("a")
     bench.serve(step)
     bench.finish("a")
     bench.finish(*[uid for uid in bench.admit()])
@@ -312,7 +334,7 @@ def test_answered_again_it_goes_to_the_end(order: str, step: int, taken: str) ->
 
 def test_one_that_has_arrived_is_waited_for() -> None:
     bench = settle_step_2("drop", "drawn")
-    assert bench.queue.arrive(group("a")) is None
+    bench.queue.arrive(group("a"))
     assert bench.take(1) is None, "it is on its way here"
     bench.queue.put(group("a", 0))
     assert bench.take(1) == "ab"
@@ -346,7 +368,7 @@ def test_filtered_it_gives_its_place_to_another() -> None:
     bench = Bench(max_lag=0)
     bench.serve(0)
     assert bench.admit() == ["a", "b"]
-    assert bench.queue.arrive(group("a")) is None
+    bench.queue.arrive(group("a"))
     bench.queue.give_back("a")
     assert bench.admit() == ["c"]
     bench.finish("c", "b")
@@ -398,17 +420,14 @@ class Run:
 
     async def group(self, uid: str, replica: int) -> None:
         while True:
-            task = asyncio.create_task(self.tokens(replica))
-            self.queue.watch(uid, task.cancel)
-            try:
-                first = await task
-                verdict = self.queue.arrive(group(uid, first))
-            except asyncio.CancelledError:
-                verdict = self.queue.verdict(uid)
-            if verdict is None:
+            recall = self.queue.watch(uid)
+            first = await recall.bound(self.tokens(replica))
+            if recall.verdict is None:
+                assert first is not None
+                self.queue.arrive(group(uid, first))
                 self.queue.put(group(uid, first))
                 self.changed.set()
-            if verdict != "regenerate":
+            if recall.verdict != "regenerate":
                 return
 
     async def tokens(self, replica: int) -> int:
@@ -500,7 +519,7 @@ def test_a_queue_continues_from_its_state() -> None:
     assert ticket.prompts == 2
     before.queue.enter(Prompt(uid="g", step=ticket.step), ticket.version)
     assert before.take(2) == "cd"
-    assert before.queue.arrive(group("f")) is None
+    before.queue.arrive(group("f"))
     state = before.queue.state()
     assert {e.uid: (e.number, e.due, e.group is not None, e.answer is not None) for e in state.entries} == {
         "e": (4, 2, True, False),
@@ -531,12 +550,44 @@ def test_a_queue_of_a_shorter_run_does_not_take_what_it_cannot_train() -> None:
     Bench(max_lag=2, last_step=3).queue.restore(state)
 
 
-class Forgetful(MessageQueue):
-    """Looks at all groups whenever a step is requested."""
+class Plain(UntrainedGroups):
+    """Looks at all groups, one after the other, whenever a step is requested."""
 
-    def take(self, step: int) -> Sequence[Group] | None:
-        self._held_up = None
-        return super().take(step)
+    def in_the_way(self, step: int, renewed_due: int) -> list[str] | None:
+        finished = [(uid, entry) for uid, entry in self.entries.items() if entry.group is not None]
+        if self._order == "drawn":
+            finished.sort(key=lambda pair: pair[1].number)
+        else:
+            finished.sort(key=lambda pair: (pair[1].due, pair[1].number))
+        if len(finished) < self._batch:
+            return None
+        left = {uid: e for uid, e in self.entries.items() if uid not in dict(finished[: self._batch])}
+        waits = self._straggler == "wait"
+        if self._order == "drawn":
+            last = finished[self._batch - 1][1].number
+            before = [(e.number, uid, e) for uid, e in left.items() if e.group is None and e.number < last]
+            recallable = all(e.recall for _, _, e in before) and not (before and waits)
+            return [uid for _, uid, _ in sorted(before)] if recallable else None
+
+        drawn_dues = Counter(e.due for e in self.entries.values())
+        promised = (self._dues - drawn_dues).elements()
+        dues = sorted([*(e.due for e in left.values()), *promised])
+        in_flight = deque(sorted((e.due, uid) for uid, e in left.items() if e.recall))
+        recalled: list[str] = []
+        while (due := self._first_excess(step, dues)) is not None:
+            too_late = self._straggler == "regenerate" and renewed_due <= due
+            if waits or too_late or not in_flight or in_flight[0][0] > due:
+                return None
+            was_due, uid = in_flight.popleft()
+            recalled.append(uid)
+            dues.remove(was_due)
+            if self._straggler == "regenerate":
+                dues = sorted([*dues, renewed_due])
+        return recalled
+
+    def _first_excess(self, step: int, dues: Sequence[int]) -> int | None:
+        counted = enumerate(dues, start=1)
+        return next((due for n, due in counted if n > self._batch * (due - step) + self._oldest), None)
 
 
 @given(
@@ -546,7 +597,7 @@ class Forgetful(MessageQueue):
     st.sampled_from([0.5, 1.0]),
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=120),
 )
-def test_remembering_what_holds_a_step_up_changes_nothing(
+def test_keeping_groups_in_order_changes_nothing(
     max_lag: int, order: str, straggler: str, share: float, choices: list[tuple[int, bool, bool]]
 ) -> None:
     """Groups finish, are filtered and are served in any order; both queues say the same all along."""
@@ -560,7 +611,7 @@ def test_remembering_what_holds_a_step_up_changes_nothing(
         )
         for _ in range(2)
     ]
-    benches[1].queue.__class__ = Forgetful
+    benches[1].queue._groups.__class__ = Plain
     told: list[list[Any]] = [[], []]
     for bench, said in zip(benches, told, strict=True):
         bench.serve(0)
@@ -568,9 +619,11 @@ def test_remembering_what_holds_a_step_up_changes_nothing(
         for choice, filtered, serves in choices:
             if open_:
                 uid = open_.pop(choice % len(open_))
-                verdict = bench.queue.arrive(group(uid))
+                verdict = bench.verdict(uid)
+                if verdict is None:
+                    bench.queue.arrive(group(uid))
                 if verdict == "regenerate":
-                    bench.queue.watch(uid, partial(bench.recalled.append, uid))
+                    bench.watch(uid)
                     open_.append(uid)
                 elif verdict is None and filtered and choice % 5 == 0:
                     bench.queue.give_back(uid)

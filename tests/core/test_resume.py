@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.ledger_audit import audit, valid
-from recipe.async_pipeline.core.message_queue import Order
 from recipe.async_pipeline.core.schedule import OldLogp
+from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.errors import ConservationError
 from tests.fakes.lives import Life, Records, check, lives, steps_of, written_and_read
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimCheckpoint, SimTrainer

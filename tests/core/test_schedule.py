@@ -74,7 +74,7 @@ def test_validations_and_checkpoints() -> None:
 def test_the_queue_is_set_by_the_schedule() -> None:
     queue = FullyAsync(batch=4, last_step=9, max_lag=3, depth=2, straggler="drop").queue(Versions())
     assert (queue.batch, queue.max_lag, queue.depth) == (4, 3, 2)
-    assert (queue._order, queue._straggler) == ("finished", "drop")
+    assert (queue._groups._order, queue._straggler) == ("finished", "drop")
     assert schedule(max_lag=1, depth=5).queue(Versions()).depth == 1
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from recipe.async_pipeline.core.items import Group, Prompt, Publication, StepBatch, Ticket
+from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 from recipe.async_pipeline.strategies import OneStepOff as OneStepOffSchedule
@@ -69,8 +70,8 @@ class _AtBatchBoundaries(AsyncPipelineTrainer):  # type: ignore[misc]
     _answered = 0
     _more: asyncio.Event | None = None
 
-    async def generate_group(self, prompt: Prompt) -> Group:
-        group = await super().generate_group(prompt)
+    async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
+        group: Group | None = await super().generate_group(prompt, recall)
         self._answered += 1
         self._more = self._more or asyncio.Event()
         self._more.set()
@@ -142,7 +143,8 @@ class Reference(AsyncPipelineTrainer):  # type: ignore[misc]
         drawn = await self.draw_prompts(
             Ticket(step=step, prompts=self.config.data.train_batch_size, version=0)
         )
-        return list(await asyncio.gather(*(self.generate_group(prompt) for prompt in drawn.prompts)))
+        groups = await asyncio.gather(*(self.generate_group(prompt, Recall()) for prompt in drawn.prompts))
+        return [group for group in groups if group is not None]
 
     async def _train(self, step: int, groups: list[Group]) -> StepBatch:
         batch = await self.assemble(step, groups)

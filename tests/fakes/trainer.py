@@ -19,8 +19,9 @@ from recipe.async_pipeline.core.items import (
     Ticket,
     Trajectory,
 )
-from recipe.async_pipeline.core.message_queue import Order
+from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.schedule import OldLogp
+from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 
 CALM = Caution()
@@ -161,7 +162,11 @@ class SimTrainer:
         await self._cost("restore", self.schedule.first_step)
         return [_prompt(*map(int, uid[1:].split("."))) for uid in uids]
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
+        return await recall.bound(self.answer(prompt))
+
+    async def answer(self, prompt: Prompt) -> Group:
+        """Generate a group; it is cancelled on a recall, and if the run is stopped."""
         first = self.served
         self.in_flight += 1
         self.in_flight_max = max(self.in_flight_max, self.in_flight)

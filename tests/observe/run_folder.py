@@ -52,9 +52,9 @@ class RecordedTrainer(SimTrainer):
     def _seconds_of(self, step: int, index: int) -> float:
         return min(60.0, self._slow * self._random.lognormvariate(1.2, 0.7))
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def answer(self, prompt: Prompt) -> Group:
         began = self.now()
-        group = await super().generate_group(prompt)
+        group = await super().answer(prompt)
         seconds = self.now() - began
         level = 0.2 + self._gain * (1 - math.exp(-prompt.step / 25))
         answers = [

@@ -193,8 +193,8 @@ def test_efficiency_is_the_larger_bound_of_busiest_pool_and_loop() -> None:
     """Two batches in flight, 3 s responses, 1 s training and a 0.3 s update need 2.15 s a step at best."""
 
     class Timed(SimTrainer):
-        async def generate_group(self, prompt: Prompt) -> Group:
-            group = await super().generate_group(prompt)
+        async def answer(self, prompt: Prompt) -> Group:
+            group = await super().answer(prompt)
             return replace(group, trajectories=tuple(replace(t, seconds=3.0) for t in group.trajectories))
 
     trainer = Timed(

@@ -12,6 +12,7 @@ from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.events import EventLog
 from recipe.async_pipeline.core.flow import AsyncTrainingFlow
 from recipe.async_pipeline.core.items import Group, Prompt
+from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.sim.draws import GroupCost
 from recipe.async_pipeline.sim.trainer import Setting, SimulatedTrainer
 
@@ -24,9 +25,9 @@ class LoggingTrainer(SimulatedTrainer):
 
     log: EventLog
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
         began = self.log.append("generate", "ASKED").t
-        group = await super().generate_group(prompt)
+        group = await super().generate_group(prompt, recall)
         costs: GroupCost = prompt.payload
         answers, token_s = costs.answers, self.profile.decode.step_s(1)
         request_s = self.profile.answers.request_s

@@ -52,7 +52,7 @@ def test_the_gather_is_on_the_training_devices_and_rollout_is_separate() -> None
 def test_the_queue_is_set_as_the_strategy_says(strategy: str, order: str) -> None:
     queue = trainer(setting(profile(), strategy, max_lag=3, depth=2)).schedule.queue(Versions())
     assert (queue.depth, queue.max_lag) == (2, 3)
-    assert queue._order == order
+    assert queue._groups._order == order
 
 
 def test_weight_updates_follow_sync_every_and_validation() -> None:
@@ -86,7 +86,7 @@ def test_a_custom_strategy_is_simulated_as_it_runs() -> None:
     assert isinstance(one, EveryThird)
     assert [v for v in range(1, 10) if one.publishes(v)] == [3, 6, 9]
     queue = one.queue(Versions())
-    assert (queue.depth, queue._order) == (1, "finished")
+    assert (queue.depth, queue._groups._order) == (1, "finished")
 
 
 class EveryThird(Schedule):

@@ -91,10 +91,10 @@ class Hurt(SimTrainer):
             grace_s=1.0,
         )
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def answer(self, prompt: Prompt) -> Group:
         if self.dice.random() < 0.05:
             await asyncio.sleep(50.0)
-        group = await super().generate_group(prompt)
+        group = await super().answer(prompt)
         while not any(replica.up.is_set() for replica in self.replicas):
             await asyncio.wait(
                 [asyncio.create_task(replica.up.wait()) for replica in self.replicas],

@@ -9,9 +9,10 @@ import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, Prompt, PromptBatch
+from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
-from recipe.async_pipeline.errors import RolloutError, WaitTimeout
+from recipe.async_pipeline.errors import RolloutError, StageProtocolError, WaitTimeout
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole, admit
 
@@ -26,10 +27,25 @@ async def send(machine: RoleStateMachine, count: int) -> None:
     await machine.inputs[0].send(prompts(count))
 
 
-def test_two_lanes_for_each_version_ahead_and_two_more(alone: MakeRole) -> None:
-    for max_lag in (0, 1, 3):
-        machine = alone("generate", SimTrainer(max_lag=max_lag))
-        assert machine.lanes(machine.pipeline) == 2 * (max_lag + 1)
+def test_groups_of_later_prompts_do_not_wait_for_a_slow_one(alone: MakeRole) -> None:
+    trainer = SimTrainer(answer_s=lambda step, index: 100.0 if index == 0 else 1.0)
+    machine = alone("generate", trainer)
+
+    async def main() -> list[tuple[str, float]]:
+        await admit(machine, *(f"p{i}" for i in range(3)))
+        running = asyncio.create_task(machine.run())
+        arrivals = []
+        for prompt in prompts(3).prompts:
+            await machine.inputs[0].send(PromptBatch(step=1, prompts=(prompt,), admitted_version=0))
+            await asyncio.sleep(10)
+        machine.inputs[0].close()
+        async for group in machine.outputs[0]:
+            arrivals.append((group.uid, asyncio.get_running_loop().time()))
+        await running
+        return arrivals
+
+    assert run_virtual(main()) == [("p1", 30.0), ("p2", 30.0), ("p0", 100.0)], "p1 and p2 wait in `out`"
+    assert machine.lanes(machine.pipeline) == 1
 
 
 def test_hands_on_each_group_the_moment_it_is_finished(alone: MakeRole) -> None:
@@ -74,11 +90,11 @@ class Watched(SimTrainer):
     def __init__(self) -> None:
         super().__init__(answer_s=lambda step, index: 1.0 if index == 1 else 100.0, groups=4)
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def answer(self, prompt: Prompt) -> Group:
         if prompt.payload == 0:
             await asyncio.sleep(2)
             raise RolloutError("p0 broke")
-        return await super().generate_group(prompt)
+        return await super().answer(prompt)
 
 
 def test_a_failure_cancels_the_siblings_and_waits_for_them(alone: MakeRole) -> None:
@@ -104,7 +120,11 @@ def test_an_answer_that_never_comes_is_counted(alone: MakeRole) -> None:
         await send(machine, 3)
         await machine.run()
 
-    with pytest.raises(WaitTimeout, match="2 of 3 groups are being answered or scored"):
+    with pytest.raises(
+        WaitTimeout,
+        match=r"a group to be answered; 2 groups are being answered or scored, the oldest since 1001\.0 s "
+        r"\(step 1 key p1\)",
+    ):
         run_virtual(main())
 
 
@@ -159,11 +179,10 @@ def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeR
 
 def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) -> None:
     class AtTheSameMoment(SimTrainer):
-        async def generate_group(self, prompt: Prompt) -> Group:
-            group, other = [await super(AtTheSameMoment, self).generate_group(p) for p in prompts(2).prompts]
+        async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
+            group, other = [await self.answer(p) for p in prompts(2).prompts]
             queue.put(other)
-            # Runs when this task is done, but before its waiter resumes.
-            asyncio.get_running_loop().call_soon(queue.take, 1)
+            queue.take(1)
             return group
 
     trainer = AtTheSameMoment(max_lag=1, groups=1, straggler="drop")
@@ -181,3 +200,18 @@ def test_a_group_that_was_recalled_as_it_finished_is_discarded(alone: MakeRole) 
     assert trainer.discarded == ["p0"]
     assert machine.pipeline.fates.count("expired") == 1
     assert len(machine.outputs[0]) == 0
+
+
+def test_a_group_that_comes_back_empty_was_recalled_or_is_an_error(alone: MakeRole) -> None:
+    class Empty(SimTrainer):
+        async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
+            return None
+
+    machine = alone("generate", Empty())
+
+    async def main() -> None:
+        await send(machine, 1)
+        await machine.run()
+
+    with pytest.raises(StageProtocolError, match="group p0 came back empty, but was not recalled"):
+        run_virtual(main())

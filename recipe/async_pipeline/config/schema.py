@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from ..core.bad_data import Policies, is_finite
-from ..core.message_queue import Straggler
+from ..core.untrained_groups import Straggler
 from ..errors import ConfigError
 from ..strategies import STRATEGIES
 from .fields import Bounds, build, check_fields, knobs_of
@@ -32,7 +32,7 @@ DEFAULT_AHEAD = 3
 LOADING_SHARE = 8
 """One replica in this many may load while the others generate."""
 MOST_LAG = 1000
-"""Each version of lag costs a lane of the pipeline, so a typing error must not create millions."""
+"""Each version of lag is a batch in flight, so a typing error must not create millions."""
 LONGEST_S = 1e9
 """The longest time that timers accept."""
 

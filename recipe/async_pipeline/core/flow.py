@@ -9,7 +9,7 @@
 What each stage waits for, and what unblocks it:
 
     dataloader    room in the message queue           a weight update is served
-    generate      prompts, a slot on its pool         dataloader
+    generate      prompts, its pool                   dataloader
     rollout       finished groups                     generate, group by group
     logp          a full batch, its policy's weights  rollout; train; param_update's gather
     ref_logp      a full batch, its policy's weights  rollout; param_update's gather, if it is refreshed
@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from .cancellation import no_stray_cancellation
 from .channel import Channel
 from .clock import Clock, LoopClock
 from .degradation import Change, Level, StepDown
@@ -135,6 +136,8 @@ class AsyncTrainingFlow:
         """Batches that the critic has learned from, until their step is finished."""
         self.failures: list[tuple[str, Exception]] = []
         """Errors in the order of their occurrence; the first is the cause."""
+        self._runs_in: asyncio.Task[Any] | None = None
+        """The task of `run` until it stops the stages."""
         started_with = self.schedule.first_step - 1
         if started_with:
             self.versions.advance_trained(started_with)
@@ -199,6 +202,15 @@ class AsyncTrainingFlow:
             publications=tuple(self.publications),
         )
 
+    @property
+    def stopping(self) -> bool:
+        """Whether tasks of stages may be cancelled now: the run is being stopped, or is not in progress."""
+        if self._runs_in is None:
+            return True
+        # Python 3.10 does not count cancellations. It matters only to a loop that cancels all its tasks.
+        cancelling: Callable[[], int] = getattr(self._runs_in, "cancelling", lambda: 0)
+        return cancelling() > 0
+
     def check_books(self) -> None:
         """Raise ConservationError if the prompts in flight differ from the prompts in the pipeline."""
         self.fates.check(self.queue.live)
@@ -245,7 +257,8 @@ class AsyncTrainingFlow:
                 self.queue.give_back(uid)
 
     def _wire(self) -> None:
-        lanes = {role: _role(role).lanes(self) for role in self.graph}
+        with no_stray_cancellation(lambda: "the wiring of the stages", lambda: False):
+            lanes = {role: _role(role).lanes(self) for role in self.graph}
         self.pools = PoolSet(
             {
                 name: DevicePool(name, devices, slots=self._slots(name, lanes), clock=self.clock)
@@ -283,11 +296,13 @@ class AsyncTrainingFlow:
         return lanes[tenants[0]] if len(tenants) == 1 else 1
 
     async def _supervise(self) -> None:
+        self._runs_in = asyncio.current_task()
         tasks = [asyncio.create_task(m.run(), name=m.name) for m in self.machines]
         watch = asyncio.create_task(self._watch(tasks), name="watch")
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
+            self._runs_in = None
             for task in (*tasks, watch):
                 task.cancel()
             await asyncio.gather(*tasks, watch, return_exceptions=True)
@@ -298,9 +313,11 @@ class AsyncTrainingFlow:
 
     async def _watch(self, roles: Iterable[asyncio.Task[None]]) -> None:
         try:
-            await self.trainer.watch()
+            with no_stray_cancellation(lambda: "the trainer's watch", lambda: self.stopping):
+                await self.trainer.watch()
         except Exception as error:  # noqa: BLE001  it is raised when all stages have stopped
             self.failures.append(("watch", error))
+            self._runs_in = None
             for role in roles:
                 role.cancel()
 

@@ -26,54 +26,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from bisect import insort
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
 
 from ..errors import ChannelClosed, ConservationError, StageProtocolError, StalenessViolation
 from .flow_state import EntryState, QueueState
 from .items import Group, Prompt, Ticket
+from .recall import Recall
 from .staleness import Versions
-
-Order = Literal["drawn", "finished"]
-"""Which groups a step takes: the next ones in the order of their draws, or the finished ones."""
-Straggler = Literal["wait", "regenerate", "drop"]
-"""What becomes of an unfinished group that holds up a step: the step waits, or the group is generated again,
-or given up.
-"""
-Verdict = Literal["regenerate", "drop"]
-
-
-@dataclass(kw_only=True)
-class _Entry:
-    """A group that no step has taken."""
-
-    number: int
-    """Position in the order of draws."""
-    due: int
-    """The step that it should be in; the next one is the last that it may be in."""
-    recall: Callable[[], object] | None = None
-    """Ends its generation; None before generation begins and after it."""
-    answer: Group | None = None
-    """The generated group, until it is decided whether it is trained."""
-    group: Group | None = None
+from .untrained_groups import Entry, Order, Straggler, UntrainedGroups
 
 
 def share_of(share: float, batch: int) -> int:
     """Return this share of a batch in whole groups: rounded down, allowing for float error."""
     return math.floor(share * batch + 1e-9)
-
-
-@dataclass
-class _HeldUp:
-    """Why the last requested step had to wait; while this holds, it still has to."""
-
-    by: str | None
-    """The group that must finish; None if any `more` of the groups due by `due` must."""
-    due: int = 0
-    more: int = 1
 
 
 class MessageQueue:
@@ -101,20 +66,15 @@ class MessageQueue:
         self.max_lag, self.depth = max_lag, max_lag
         """`depth` may be lowered and raised again during use: it bounds later admissions."""
         self._versions, self.batch = versions, batch
-        self._order, self._straggler = order, straggler
+        self._straggler = straggler
         self._oldest = share_of(oldest_share, batch)
         self._taken_step, self._last_step = first_step - 1, last_step
         self._taken: dict[int, tuple[Group, ...]] = {}
         """Groups of the steps that are taken and not trained yet."""
         self._to_admit = (last_step - first_step + 1) * batch
-        self._promised: dict[int, int] = {}
-        """Due step to number of groups with a ticket whose prompts are not drawn yet."""
-        self._entries: dict[str, _Entry] = {}
-        self._verdicts: dict[str, Verdict] = {}
+        self._groups = UntrainedGroups(batch=batch, oldest=self._oldest, order=order, straggler=straggler)
         self._number = 0
         self._on_drop: Callable[[str], object] = lambda uid: None
-        self._finished = 0
-        self._held_up: _HeldUp | None = None
         self._changed = asyncio.Event()
         self._waiting = False
         versions.subscribe(self._changed.set)
@@ -142,8 +102,7 @@ class MessageQueue:
         version = self._versions.served
         step = self._last_step + 1 - -(-self._to_admit // self.batch)
         self._to_admit -= room
-        due = version + self.max_lag
-        self._promised[due] = self._promised.get(due, 0) + room
+        self._groups.promise(room, version + self.max_lag)
         return Ticket(step=step, prompts=room, version=version)
 
     def depth_changed(self) -> None:
@@ -160,25 +119,17 @@ class MessageQueue:
 
     def enter(self, prompt: Prompt, version: int) -> None:
         """Enter a prompt that was drawn with a ticket, while `version` was the oldest served."""
-        due = version + self.max_lag
-        self._promised[due] -= 1
-        self._entries[prompt.uid] = _Entry(number=self._next_number(), due=due)
+        self._groups.draw(prompt.uid, Entry(number=self._next_number(), due=version + self.max_lag))
 
     # In flight.
 
-    def watch(self, uid: str, recall: Callable[[], object]) -> None:
-        """Note that a group is being generated; `recall` ends its generation."""
-        self._entries[uid].recall = recall
+    def watch(self, uid: str) -> Recall:
+        """Note that a group is being generated. Returns what says whether it is recalled meanwhile."""
+        return self._groups.watch(uid)
 
-    def arrive(self, group: Group) -> Verdict | None:
-        """Note that a group is generated and can no longer be recalled. Returns its verdict if it was
-        recalled before.
-        """
-        verdict = self.verdict(group.uid)
-        if verdict is None:
-            entry = self._entries[group.uid]
-            entry.recall, entry.answer = None, None if group.again else group
-        return verdict
+    def arrive(self, group: Group) -> None:
+        """Note that a group is generated, was not recalled, and no longer can be."""
+        self._groups.hold(group.uid, None if group.again else group)
 
     def on_drop(self, call: Callable[[str], object]) -> None:
         """Call `call` with each group that is given up because it holds up a step, at the moment of
@@ -186,14 +137,9 @@ class MessageQueue:
         """
         self._on_drop = call
 
-    def verdict(self, uid: str) -> Verdict | None:
-        """Return the verdict about a recalled group, once; None if it was not recalled."""
-        return self._verdicts.pop(uid, None)
-
     def give_back(self, uid: str) -> None:
         """Remove a group that will not be trained; another prompt may be drawn for it."""
-        del self._entries[uid]
-        self._held_up = None
+        self._groups.remove(uid)
         self._to_admit += 1
         self._changed.set()
 
@@ -201,16 +147,13 @@ class MessageQueue:
 
     def put(self, group: Group) -> None:
         """Add a finished group. Raises ConservationError if it is not in flight."""
-        entry = self._entries.get(group.uid)
+        entry = self._groups.entries.get(group.uid)
         if entry is None or entry.group is not None:
             raise ConservationError(
                 f"group {group.uid} arrived at the message queue, which does not expect it"
             )
-        entry.recall, entry.answer, entry.group = None, None, group
-        self._finished += 1
-        self._note_arrival(group.uid, entry.due)
         # Its tokens may be younger than its admission.
-        entry.due = max(entry.due, group.first_version + self.max_lag)
+        self._groups.finish(group.uid, group, max(entry.due, group.first_version + self.max_lag))
 
     def take(self, step: int) -> Sequence[Group] | None:
         """Return the groups of the next step, or None if it has to wait for groups in flight.
@@ -222,25 +165,14 @@ class MessageQueue:
             raise ConservationError(
                 f"step {step} cannot take groups after step {self._taken_step} of {self._last_step}"
             )
-        if self._finished < self.batch or self._held_up is not None:
-            return None
-        finished = [(uid, entry) for uid, entry in self._entries.items() if entry.group is not None]
-        finished.sort(
-            key=lambda pair: pair[1].number if self._order == "drawn" else (pair[1].due, pair[1].number)
-        )
-        chosen = dict(finished[: self.batch])
-        in_the_way = self._overtaken(chosen) if self._order == "drawn" else self._left_over(step, chosen)
+        in_the_way = self._groups.in_the_way(step, self._versions.served + self.max_lag)
         if in_the_way is None:
-            self._held_up = self._what_holds_up(step, chosen) if self._straggler == "wait" else None
             return None
         for uid in in_the_way:
             self._recall(uid)
-        for uid in chosen:
-            del self._entries[uid]
-        self._finished -= self.batch
+        groups = self._groups.take()
         self._taken_step = step
         self._changed.set()
-        groups = tuple(entry.group for entry in chosen.values() if entry.group is not None)
         self._check(step, groups)
         self._taken[step] = groups
         return groups
@@ -257,47 +189,24 @@ class MessageQueue:
     @property
     def untrained(self) -> int:
         """Groups in flight or finished, and groups with a ticket that are not drawn yet."""
-        return len(self._entries) + sum(self._promised.values())
+        return len(self._groups)
 
     @property
     def live(self) -> set[str]:
         """Groups that were drawn and are neither trained nor given up."""
-        return {*self._entries, *(group.uid for groups in self._taken.values() for group in groups)}
+        return {*self._groups.entries, *(group.uid for groups in self._taken.values() for group in groups)}
 
     @property
     def finished(self) -> int:
         """Number of groups that wait for a step."""
-        return self._finished
-
-    def _what_holds_up(self, step: int, chosen: Iterable[str]) -> _HeldUp:
-        """Return what a waiting step waits for, so that other arrivals need no check."""
-        if self._order == "drawn":
-            first = min((e.number, uid) for uid, e in self._entries.items() if e.group is None)
-            return _HeldUp(by=first[1])
-        without = set(chosen)
-        dues = sorted(e.due for uid, e in self._entries.items() if uid not in without)
-        dues = sorted([*dues, *(due for due, n in self._promised.items() for _ in range(n))])
-        due = self._first_excess(step, dues)
-        assert due is not None, "nothing is in the way of this step"
-        # All groups that are due before this step have to be in it.
-        allowed = max(0, self.batch * (due - step) + self._oldest)
-        return _HeldUp(by=None, due=due, more=sum(d <= due for d in dues) - allowed)
-
-    def _note_arrival(self, uid: str, due: int) -> None:
-        held_up = self._held_up
-        if held_up is None:
-            return
-        if held_up.by is None:
-            held_up.more -= due <= held_up.due
-        if uid == held_up.by or held_up.more <= 0:
-            self._held_up = None
+        return self._groups.finished
 
     # Checkpoints.
 
     def state(self) -> QueueState:
         entries = (
             EntryState(uid=uid, number=e.number, due=e.due, group=e.group, answer=e.answer)
-            for uid, e in self._entries.items()
+            for uid, e in self._groups.entries.items()
         )
         return QueueState(next_number=self._number, entries=tuple(entries), taken=dict(self._taken))
 
@@ -316,67 +225,23 @@ class MessageQueue:
             )
         self._to_admit, self._taken, self._number = left, dict(state.taken), state.next_number
         self._taken_step += taken
-        self._entries = {
-            e.uid: _Entry(number=e.number, due=e.due, answer=e.answer, group=e.group) for e in state.entries
-        }
-        self._finished = sum(e.group is not None for e in state.entries)
+        for e in state.entries:
+            self._groups.restore(e.uid, Entry(number=e.number, due=e.due, answer=e.answer, group=e.group))
 
     def _next_number(self) -> int:
         self._number += 1
         return self._number - 1
 
-    def _overtaken(self, chosen: Iterable[str]) -> list[str] | None:
-        """Return the groups in flight drawn before the last chosen one, to be recalled, or None if
-        they must come first.
-        """
-        last = max(self._entries[uid].number for uid in chosen)
-        before = [uid for uid, e in self._entries.items() if e.number < last and e.group is None]
-        if before and self._straggler == "wait":
-            return None
-        return before if all(self._entries[uid].recall for uid in before) else None
-
-    def _left_over(self, step: int, chosen: Iterable[str]) -> list[str] | None:
-        """Return the groups in flight that no longer fit if the step takes `chosen`, to be recalled,
-        or None if some must come first.
-        """
-        without = set(chosen)
-        left = sorted((e.due, uid) for uid, e in self._entries.items() if uid not in without)
-        dues = sorted([due for due, _ in left] + [due for due, n in self._promised.items() for _ in range(n)])
-        recallable = deque(pair for pair in left if self._entries[pair[1]].recall)
-        in_the_way: list[str] = []
-        again = self._versions.served + self.max_lag
-        while (due := self._first_excess(step, dues)) is not None:
-            if self._straggler == "wait" or (self._straggler == "regenerate" and again <= due):
-                return None
-            if not recallable or recallable[0][0] > due:
-                return None
-            was_due, uid = recallable.popleft()
-            in_the_way.append(uid)
-            dues.remove(was_due)
-            if self._straggler == "regenerate":
-                insort(dues, again)
-        return in_the_way
-
-    def _first_excess(self, step: int, dues: Sequence[int]) -> int | None:
-        """Return the first due step by which more groups are due than the steps until then, and R,
-        can take.
-        """
-        for number, due in enumerate(dues, start=1):
-            if number > self.batch * (due - step) + self._oldest:
-                return due
-        return None
-
     def _recall(self, uid: str) -> None:
-        entry = self._entries[uid]
-        assert entry.recall is not None
-        recall, entry.recall = entry.recall, None
-        self._verdicts[uid] = "drop" if self._straggler == "drop" else "regenerate"
         if self._straggler == "drop":
+            recall = self._groups.entries[uid].recall
+            assert recall is not None, "only a group in generation is recalled"
             self.give_back(uid)
             self._on_drop(uid)
+            recall.give("drop")
         else:
-            entry.number, entry.due = self._next_number(), self._versions.served + self.max_lag
-        recall()
+            again = self._versions.served + self.max_lag
+            self._groups.renew(uid, self._next_number(), again).give("regenerate")
 
     def _check(self, step: int, groups: Sequence[Group]) -> None:
         lags = [step - 1 - group.first_version for group in groups]

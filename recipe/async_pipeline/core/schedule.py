@@ -21,8 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from .message_queue import MessageQueue, Order, Straggler
+from .message_queue import MessageQueue
 from .staleness import Versions
+from .untrained_groups import Order, Straggler
 
 OldLogp = Literal["trainer", "logp_pool", "rollout"]
 """The source of a step's old log-probs: the trainer before the step, a copy that holds the last version

@@ -5,7 +5,8 @@
        WAITING_INPUT                WAITING_RESOURCE  RUNNING   WAITING_OUTPUT
 
 A stage runs on one or more *lanes*. Each lane is a separate machine that reads from the same channels, so a
-stage with two lanes works on two items at once. Nothing else is concurrent.
+stage with two lanes works on two items at once. `concurrent_stage` has one that works on any number at once.
+Nothing else is concurrent.
 
 To add a custom stage: subclass `RoleStateMachine`, implement `process`, decorate the class with
 `@register_role("name")` and insert it with `AsyncTrainingFlow.insert("name", after=…, before=…)`.
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..errors import ChannelClosed, ConfigError, StageProtocolError
+from .cancellation import no_stray_cancellation
 from .channel import Channel
 from .deadline import within
 from .pools import DevicePool, Lease
@@ -86,10 +89,7 @@ class RoleStateMachine(ABC):
 
         Waits for: every producer. Raises ChannelClosed if the inputs have ended and are drained.
         """
-        items = [
-            await self._wait(ch.receive(), f"an item from {ch.name}", self._producers(ch))
-            for ch in self.inputs
-        ]
+        items = [await self._receive_from(channel) for channel in self.inputs]
         steps = {getattr(item, "step", None) for item in items}
         if len(steps) > 1:
             raise StageProtocolError(f"{self.name} joined items of different steps {sorted(map(str, steps))}")
@@ -163,13 +163,9 @@ class RoleStateMachine(ABC):
         """Work until the inputs end. On failure or stop, release the lease; the state tells which it was."""
         self.machine.fire(Event.START)
         try:
-            while True:
-                try:
-                    item = await self.receive()
-                except ChannelClosed:
-                    break
-                await self._work(item)
-            await self.drained()
+            with self._no_stray_cancellation():
+                await self._consume()
+                await self.drained()
             self.machine.fire(Event.END_OF_INPUT)
             for channel in self.outputs:
                 channel.close()
@@ -179,6 +175,18 @@ class RoleStateMachine(ABC):
 
     async def drained(self) -> None:  # noqa: B027 - optional hook
         """Called once when the inputs have ended, before the outputs are closed."""
+
+    async def _consume(self) -> None:
+        """Work on items until the inputs have ended."""
+        while True:
+            try:
+                item = await self.receive()
+            except ChannelClosed:
+                return
+            await self._work(item)
+
+    async def _receive_from(self, channel: Channel[Any]) -> Any:
+        return await self._wait(channel.receive(), f"an item from {channel.name}", self._producers(channel))
 
     async def _work(self, item: Any) -> None:
         self._item = self.describe_item(item)
@@ -198,6 +206,18 @@ class RoleStateMachine(ABC):
             self.pool.acquire(self.name), f"a lease on pool {self.pool.name}", self.pool.describe
         )
 
+    @property
+    def _stopping(self) -> bool:
+        """Whether the tasks of this stage may be cancelled now."""
+        return self.pipeline.stopping
+
+    def _no_stray_cancellation(self) -> AbstractContextManager[None]:
+        def describe() -> str:
+            item = "".join(f", {name} {value}" for name, value in self._item.items())
+            return f"stage {self.name} ({self.state.name}{item})"
+
+        return no_stray_cancellation(describe, lambda: self._stopping)
+
     def _end(self, error: BaseException) -> None:
         self.release()
         if self.state not in TERMINAL:
@@ -210,8 +230,10 @@ class RoleStateMachine(ABC):
     async def _wait(self, awaitable: Awaitable[T], what: str, holder: Callable[[], str]) -> T:
         return await within(awaitable, self.trainer.wait_timeout_s, owner=self.name, what=what, holder=holder)
 
-    def _producers(self, channel: Channel[Any]) -> Callable[[], str]:
-        return lambda: self.pipeline.describe(m for m in self.pipeline.machines if channel in m.outputs)
+    def _producers(self, *channels: Channel[Any]) -> Callable[[], str]:
+        return lambda: self.pipeline.describe(
+            m for m in self.pipeline.machines if any(channel in m.outputs for channel in channels)
+        )
 
     def _consumers(self, channel: Channel[Any]) -> Callable[[], str]:
         return lambda: self.pipeline.describe(m for m in self.pipeline.machines if channel in m.inputs)

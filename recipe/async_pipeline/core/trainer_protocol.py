@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from .degradation import Caution, Change
 from .flow_state import FlowState
 from .items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
+from .recall import Recall
 from .schedule import Schedule
 
 
@@ -54,10 +55,12 @@ class PipelineTrainer(Protocol):
     async def restore_prompts(self, uids: Sequence[str]) -> Sequence[Prompt]:
         """Return prompts that were in flight in the checkpoint, in this order."""
 
-    async def generate_group(self, prompt: Prompt) -> Group:
-        """Generate and score n responses to one prompt. Raises what the rollout raised.
+    async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
+        """Generate and score n responses to one prompt; return None once the group is recalled.
 
-        If cancelled, it has the rollout abort the requests.
+        On a recall it has the rollout abort the requests. A group that is finished at that moment may be
+        returned: the caller discards it. A cancellation means that the run is being stopped. Raises what
+        the rollout raised.
         """
 
     async def discard(self, group: Group) -> None:

@@ -21,6 +21,7 @@ from ..core.degradation import Caution, Change
 from ..core.flow import GRAPH
 from ..core.flow_state import FlowState
 from ..core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket, Trajectory
+from ..core.recall import Recall
 from ..core.schedule import Schedule
 from .draws import Draws, GroupCost
 from .profile import Profile, Stage
@@ -169,9 +170,11 @@ class SimulatedTrainer:
     def stepped(self, change: Change) -> None:
         """Do nothing: weight updates do not fail here, so asynchrony is never reduced."""
 
-    async def generate_group(self, prompt: Prompt) -> Group:
+    async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
         costs: GroupCost = prompt.payload
-        served = await self.pool.answer(costs.answers)
+        served = await recall.bound(self.pool.answer(costs.answers))
+        if served is None:
+            return None
         trajectories = tuple(
             Trajectory(
                 key=f"{prompt.uid}_{i}",

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..core.message_queue import Order
 from ..core.schedule import Schedule
+from ..core.untrained_groups import Order
 
 
 class FullyAsync(Schedule):

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
+from ...core.recall import Recall
 from ..control_calls import GROUPS
 from ..restartable_actors import restartable
 from ..run_config import open_requests_of
@@ -61,17 +62,39 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
             found.update(one)
         return found
 
-    async def run_group(self, prompt: Mapping[str, Any]) -> Answered:
+    async def run_group(self, prompt: Mapping[str, Any], recall: Recall) -> Answered | None:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
-        If cancelled, it returns when the group has been given up.
+        Returns None if the group was recalled and has been given up. If cancelled, which means that the
+        run is being stopped, it ends when the group has been given up.
         """
         worker = next(self._turns)
+        answering = asyncio.ensure_future(worker.run_group.remote(prompt))
         try:
-            result: Answered = await worker.run_group.remote(prompt)
-        except asyncio.CancelledError:
-            # A worker that is gone, or that does not reply, has no responses to give up.
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"])), GIVE_UP_S)
-            raise
-        return result
+            try:
+                await recall.or_done(answering)
+            except asyncio.CancelledError:
+                await _give_up(worker, prompt)
+                raise
+            if answering.done():
+                result: Answered = answering.result()
+                return result
+
+            await _give_up(worker, prompt)
+            await asyncio.wait({answering}, timeout=GIVE_UP_S)
+            return _samples_of(answering)
+        finally:
+            answering.cancel()
+
+
+async def _give_up(worker: Any, prompt: Mapping[str, Any]) -> None:
+    # A worker that is gone, or that does not reply, has no responses to give up.
+    with contextlib.suppress(Exception):
+        await asyncio.wait_for(worker.give_up.remote(str(prompt["uid"])), GIVE_UP_S)
+
+
+def _samples_of(answering: asyncio.Future[Answered]) -> Answered | None:
+    """Return what a group that was given up has left in the sample store, or None."""
+    if not answering.done() or answering.exception() is not None:
+        return None
+    return answering.result() if answering.result().trajectories else None

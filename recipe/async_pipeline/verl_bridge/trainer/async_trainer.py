@@ -37,6 +37,7 @@ from ...core.degradation import Caution, Change
 from ...core.flow import GRAPH, AsyncTrainingFlow
 from ...core.flow_state import FlowState
 from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ticket
+from ...core.recall import Recall
 from ...core.schedule import Schedule
 from ...errors import PatchedVerlRequired
 from ...observe.step_account import StepAccountant
@@ -310,8 +311,8 @@ class AsyncPipelineTrainer(PPOTrainer):
         """Return the prompts, with the partial responses of the earlier process in their payload."""
         return self.prompts.found(uids)
 
-    async def generate_group(self, prompt: Prompt) -> Group:
-        return await self.generation.generate(prompt)
+    async def generate_group(self, prompt: Prompt, recall: Recall) -> Group | None:
+        return await self.generation.generate(prompt, recall)
 
     async def discard(self, group: Group) -> None:
         await self.generation.discard(group)

@@ -18,6 +18,7 @@ from ...config.schema import AsyncPipelineConfig
 from ...core.bad_data import BadData, Verdict
 from ...core.deadline import within
 from ...core.items import Group, Prompt, PromptBatch, StepBatch, Ticket, Trajectory
+from ...core.recall import Recall
 from ...errors import RolloutError
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.version_spans import cost_columns
@@ -79,24 +80,25 @@ class Generation:
             step=ticket.step, prompts=self._prompts.deal(ticket.prompts), admitted_version=ticket.version
         )
 
-    async def generate(self, prompt: Prompt) -> Group:
-        """Return the finished group of a prompt.
+    async def generate(self, prompt: Prompt, recall: Recall) -> Group | None:
+        """Return the finished group of a prompt, or None if it was recalled and has been given up.
 
         Raises any error of the rollout, and WaitTimeout if validation pauses generation for too long.
         """
         await within(self._allowed.wait(), self._calls.timeout_s, owner="generate", what="validation to end")
+        if recall.verdict is not None:
+            return None
         identity = _identity(prompt)
         refused = self._bad_data.refuse(identity)
         if refused is not None:
             return _group(prompt, (), refused)
 
         started = time.perf_counter()
-        try:
-            done = await self._manager.run_group(self._prompts.begin(prompt))
-        except asyncio.CancelledError:
-            self._meters.cancelled(time.perf_counter() - started)
-            raise
+        done = await self._manager.run_group(self._prompts.begin(prompt), recall)
         seconds = time.perf_counter() - started
+        if done is None:
+            self._meters.cancelled(seconds)
+            return None
 
         costs = cost_columns([details.cost for details in done.details])
         self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)
