@@ -130,10 +130,8 @@ class Comparison(NamedTuple):
 class _Window:
     samples: Counter[Fate] = field(default_factory=Counter)
     moments: defaultdict[tuple[Fate, Quantity], Moments] = field(default_factory=lambda: defaultdict(Moments))
-
-    @property
-    def decided(self) -> int:
-        return self.samples.total() - self.samples["finished"]
+    decided: int = 0
+    """Samples with another fate than `finished`."""
 
 
 class SelectionMeter:
@@ -161,6 +159,7 @@ class SelectionMeter:
         if self._recent.decided == self._size:
             self._before, self._recent = self._recent, _Window()
         self._recent.samples[fate] += 1
+        self._recent.decided += fate != "finished"
 
         values: dict[Quantity, float | None] = {
             "tokens": tokens,

@@ -15,6 +15,7 @@ from ...observe.summary import write_atomically
 from ...observe.table import closing, header
 from ...observe.watchdog import Watchdog
 from ...stages.custom import insert_custom_stages
+from .garbage import present_objects_frozen
 from .insight_spans import InsightStates
 from .insight_spans import is_enabled as is_insight_enabled
 from .terminal import echo, say
@@ -62,7 +63,8 @@ async def run_flow(trainer: AsyncPipelineTrainer) -> None:
         echo(header())
         trainer.report.begin()
         try:
-            await flow.run()
+            with present_objects_frozen():
+                await flow.run()
             await trainer.calls(ledger.sync)
         except BaseException as error:
             failure = error
