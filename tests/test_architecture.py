@@ -71,7 +71,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/trainer/log_probs.py": "e2e/test_pools.py",
     "verl_bridge/trainer/run_loop.py": WHOLE_JOB,
     "verl_bridge/trainer/startup.py": WHOLE_JOB,
-    "verl_bridge/trainer/step_report.py": WHOLE_JOB,
     "verl_bridge/trainer/weight_publisher.py": WHOLE_JOB,
     "verl_bridge/reward/batch_scoring.py": "e2e/test_pools.py",
     "verl_bridge/bench/agent_loop.py": "e2e/test_bench.py",

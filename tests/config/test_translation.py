@@ -173,6 +173,7 @@ def test_every_knob_is_read() -> None:
         "reward.default": -1.0,
         "faults.bad_data": {"all_masked": "keep"},
         "faults.max_prompt_attempts": 3,
+        "faults.strict_observers": True,
         "run_dir": "somewhere",
         "custom_stages": ["m:C@reward->train"],
     }

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.deadline import unless_broken, within
+from recipe.async_pipeline.core.deadline import all_of, unless_broken, within
 from recipe.async_pipeline.errors import WaitTimeout
 from tests.fakes.virtual_time import counts_cancellations, forever, now
 
@@ -234,3 +234,36 @@ def test_an_error_of_the_answer_itself_comes_through() -> None:
 
     with pytest.raises(ValueError, match="mine"):
         run_virtual(unless_broken(fails(), lambda: None))
+
+
+# Several coroutines.
+
+
+def test_all_of_returns_when_all_have() -> None:
+    async def main() -> float:
+        await all_of(asyncio.sleep(1), asyncio.sleep(3))
+        return now()
+
+    assert run_virtual(main()) == 3
+
+
+def test_all_of_raises_the_first_error_after_the_others_have_ended() -> None:
+    ended: list[str] = []
+
+    async def fails() -> None:
+        await asyncio.sleep(1)
+        raise ConnectionError("gone")
+
+    async def lingers() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(2)
+            ended.append("lingers")
+
+    async def main() -> None:
+        with pytest.raises(ConnectionError, match="gone"):
+            await all_of(lingers(), fails())
+        assert (now(), ended) == (3, ["lingers"])
+
+    run_virtual(main())

@@ -33,7 +33,9 @@ MARK = "ASYNC_PIPELINE_TEST_JOB"
 
 def smoke_command(*overrides: str, pipeline: bool = True) -> list[str]:
     """verl's entry point with the smoke configuration."""
-    switch = ["+async_pipeline=True"] if pipeline else []
+    # An error of an observer must fail the test.
+    strict = "trainer.v1.async_pipeline.faults.strict_observers=True"
+    switch = ["+async_pipeline=True", strict] if pipeline else []
     config = ["--config-path", str(ROOT / "configs"), "--config-name", "smoke_cpu"]
     return [sys.executable, "-m", "verl.trainer.main_ppo", *config, *switch, *overrides]
 

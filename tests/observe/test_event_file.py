@@ -120,3 +120,24 @@ def test_an_incomplete_last_line_is_skipped_and_another_one_raises(tmp_path: Pat
     path.write_text('{"t": 9\n{"t": 1.0, "role": "flow", "event": "DONE"}\n')
     with pytest.raises(json.JSONDecodeError):
         read_events(path)
+
+
+class Unwritable:
+    """A record that cannot become a line."""
+
+    def as_dict(self) -> dict[str, Any]:
+        raise KeyError("no such field")
+
+
+def test_the_first_failure_is_reported_and_the_thread_lives(tmp_path: Path) -> None:
+    failures: list[Exception] = []
+    file = EventFile(tmp_path / "events.jsonl", on_failure=failures.append)
+    file(record(1))
+    for _ in range(3):
+        file(Unwritable())
+    with pytest.raises(OSError, match="is not complete: 'no such field'"):
+        file.sync()
+    file(record(2))
+    file.close()
+    assert [type(error) for error in failures] == [KeyError]
+    assert lines(tmp_path / "events.jsonl") == [record(1).as_dict()]

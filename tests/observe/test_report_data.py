@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.observe.observers import ACCOUNT
 from recipe.async_pipeline.observe.report_data import RunData, changed_settings, data_of
 from recipe.async_pipeline.observe.run_reader import read_run
 from tests.observe.run_folder import RecordedTrainer, write_run
@@ -147,3 +149,14 @@ def test_a_cold_start_does_not_change_the_typical_account(folder: Path, run: Run
     assert found.accounting.steady_s == pytest.approx(run.accounting.steady_s + 1000.0)
     assert found.typical.bubble_ratio == pytest.approx(run.typical.bubble_ratio, abs=0.02)
     assert found.typical.loop_s == pytest.approx(run.typical.loop_s, rel=0.2)
+
+
+@pytest.mark.parametrize("name", [ACCOUNT, "events.jsonl"])
+def test_a_run_that_switched_its_account_off_has_no_account(folder: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(folder, tmp_path / "run")
+    path = tmp_path / "run" / "summary.json"
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(summary | {"observers_off": {name: "OSError: disk full"}}))
+    found = data_of(read_run(tmp_path / "run"))
+    assert found.accounting is None
+    assert f"the run switched off {name} after an error (OSError: disk full)" in found.missing

@@ -132,3 +132,10 @@ def test_closing_lines_of_a_run_that_failed_before_step_one() -> None:
     )
     assert not any("reward" in line for line in lines)
     assert lines[-1] == f"{MARK} cause: E: boom"
+
+
+def test_closing_names_what_was_switched_off_and_omits_its_figures() -> None:
+    off = {"the overlap meter": "ValueError: x"}
+    text = "\n".join(closing({**SUMMARY, "overlap_s": None, "observers_off": off}))
+    assert "switched off after an error: the overlap meter (ValueError: x)" in text
+    assert "overlapped" not in text

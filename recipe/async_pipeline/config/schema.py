@@ -236,6 +236,10 @@ class FaultsConfig:
     0: never degrade."""
     restore_after_successes: Positive = 20
     """Consecutive successful weight updates after which the run returns to the level above."""
+    strict_observers: bool = False
+    """Whether an error of something that only observes the run, such as the account of device-seconds, a
+    tracker or a metric, ends the run. By default it is reported and switched off, and the run continues;
+    the ledger and the checks of lag and conservation always end the run. For tests."""
     bad_data: Policies = Policies()
     max_prompt_attempts: Positive = 2
     """How often a prompt whose group was dropped is generated before it is quarantined: its group then has

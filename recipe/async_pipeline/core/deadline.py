@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from ..errors import WaitTimeout
 from .wait_graph import Wait, waits_of
@@ -69,6 +69,21 @@ async def unless_broken(
         if not bringing.done():
             bringing.cancel()
             await asyncio.wait({bringing})
+
+
+async def all_of(*coroutines: Coroutine[Any, Any, object]) -> None:
+    """Run coroutines together until all have returned.
+
+    Raises the first error of any of them. If this function ends early, the others have been cancelled and
+    have ended by then.
+    """
+    tasks = [asyncio.create_task(one) for one in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Deadline:

@@ -33,6 +33,16 @@ class LogRecord:
         return {"t": round(self.t, 6), "role": self.role, "event": self.event, **state, **self.fields}
 
 
+Subscriber = Callable[[LogRecord], object]
+Guard = Callable[[str, Subscriber], Subscriber]
+"""Wraps a subscriber, given its name."""
+
+
+def unguarded(name: str, subscriber: Subscriber) -> Subscriber:
+    """Return the subscriber as it is: its errors reach the stage that appended the record."""
+    return subscriber
+
+
 class EventLog:
     """Records in the order in which they were appended; `t` never goes back.
 
@@ -41,14 +51,15 @@ class EventLog:
     event loop, not from threads.
     """
 
-    def __init__(self, clock: Clock, *, keep: int | None = None) -> None:
+    def __init__(self, clock: Clock, *, keep: int | None = None, guard: Guard = unguarded) -> None:
+        """`guard` wraps each subscriber; it decides what happens to an error of that subscriber."""
         if keep is not None and keep < 1:
             raise ValueError(f"an event log must keep at least 1 record, got keep={keep}; None keeps all")
-        self._clock = clock
+        self._clock, self._guard = clock, guard
         self._opened: float | None = None
         self._last_t = 0.0
         self._records: deque[LogRecord] = deque(maxlen=keep)
-        self._subscribers: list[Callable[[LogRecord], None]] = []
+        self._subscribers: list[Subscriber] = []
 
     @property
     def records(self) -> Sequence[LogRecord]:
@@ -58,8 +69,8 @@ class EventLog:
     def append(self, role: str, event: str, state: str | None = None, **fields: Any) -> LogRecord:
         """Stamp a record, keep it, and hand it to every subscriber before returning it.
 
-        Raises ValueError: a field is called `t`, which is the time. What a subscriber raises comes
-        through: a log that cannot be written is not a detail.
+        Raises ValueError if a field is called `t`, which is the time, and what a subscriber raises
+        through its guard.
         """
         if "t" in fields:
             raise ValueError(f"{role} {event}: no field can be called 't', that is the time")
@@ -69,9 +80,13 @@ class EventLog:
             callback(record)
         return record
 
-    def subscribe(self, callback: Callable[[LogRecord], None]) -> None:
-        """Call `callback` with each later record, in order. It must not append."""
-        self._subscribers.append(callback)
+    def subscribe(self, callback: Subscriber, *, name: str = "") -> None:
+        """Call `callback` with each later record, in order. It must not append.
+
+        `name` identifies it in messages; the default is the name of its class or function.
+        """
+        shown = name or getattr(callback, "__qualname__", type(callback).__name__)
+        self._subscribers.append(self._guard(shown, callback))
 
     def elapsed(self) -> float:
         """Return the seconds since the log was opened; opens it if necessary."""

@@ -37,7 +37,7 @@ from .cancellation import no_stray_cancellation
 from .channel import Channel
 from .clock import Clock, LoopClock
 from .degradation import Change, Level, StepDown
-from .events import EventLog
+from .events import EventLog, Guard, unguarded
 from .fates import FateRegister, Settlement
 from .flow_state import FlowState
 from .items import Publication, StepBatch
@@ -106,9 +106,11 @@ class AsyncTrainingFlow:
         clock: Clock | None = None,
         keep_records: int | None = None,
         startup_s: Callable[[], float] = lambda: 0.0,
+        guard: Guard = unguarded,
     ) -> None:
         """`keep_records` bounds the events kept in memory; subscribers see all of them. `startup_s`
-        returns how long the run took to start before the flow begins.
+        returns how long the run took to start before the flow begins. `guard` wraps each subscriber of
+        the event log; by default, an error of a subscriber ends the run.
         """
         self.trainer = trainer
         self.enable_async_rl = enable_async_rl
@@ -130,7 +132,7 @@ class AsyncTrainingFlow:
         self._depth = self.queue.depth
         """Batches generated ahead, unless asynchrony is reduced."""
         self.machines: list[RoleStateMachine] = []
-        self.log = EventLog(self.clock, keep=keep_records)
+        self.log = EventLog(self.clock, keep=keep_records, guard=guard)
         self.pools: PoolSet | None = None
         self.criticised: dict[int, StepBatch] = {}
         """Batches that the critic has learned from, until their step is finished."""

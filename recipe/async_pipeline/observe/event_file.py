@@ -35,11 +35,21 @@ class EventFile:
     After the first failure nothing more is written; `sync` raises the failure.
     """
 
-    def __init__(self, path: Path, *, append: bool = False) -> None:
-        """Open the file; `append` keeps its content and terminates a last line that was cut short."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        append: bool = False,
+        on_failure: Callable[[Exception], object] = lambda error: None,
+    ) -> None:
+        """Open the file; `append` keeps its content and terminates a last line that was cut short.
+
+        `on_failure` is called with the first failure, in the thread that writes.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._queue: queue.SimpleQueue[Record | threading.Event | None] = queue.SimpleQueue()
-        self._failure: OSError | None = None
+        self._failure: Exception | None = None
+        self._on_failure = on_failure
         torn = append and _is_torn(path)
         self._file = path.open("a" if append else "w", encoding="utf-8")
         if torn:
@@ -65,7 +75,9 @@ class EventFile:
         if not written.wait(SYNC_S):
             raise OSError(errno.ETIMEDOUT, f"{self._file.name} was not on disk within {SYNC_S:g} s")
         if self._failure is not None:
-            raise OSError(self._failure.errno, f"{self._file.name} is not complete: {self._failure.strerror}")
+            why = getattr(self._failure, "strerror", None) or str(self._failure)
+            number = getattr(self._failure, "errno", None) or errno.EIO
+            raise OSError(number, f"{self._file.name} is not complete: {why}")
 
     def close(self) -> None:
         """Write the queued records and close the file; give up on a disk after CLOSE_S. Idempotent."""
@@ -77,14 +89,19 @@ class EventFile:
         while (record := self._queue.get()) is not None:
             try:
                 self._write_record(record)
-            except OSError as error:
-                self._failure = self._failure or error
+            except Exception as error:  # noqa: BLE001 - without this thread the queue would grow for ever
+                self._failed(error)
             if isinstance(record, threading.Event):
                 record.set()
         try:
             self._file.close()
         except OSError as error:
-            self._failure = self._failure or error
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._on_failure(error)
 
     def _write_record(self, record: Record | threading.Event) -> None:
         if self._failure is not None:

@@ -13,6 +13,7 @@ from ..core.events import Interval, LogRecord, busy_intervals
 from .accountant import Accountant
 from .accounting import Accounting, AccountingError
 from .group_counts import GroupCounts
+from .observers import ACCOUNT
 from .run_reader import PREFIX, RunFiles
 
 Span = tuple[float, float, str]
@@ -102,6 +103,12 @@ class RunData:
 
 def data_of(files: RunFiles) -> RunData:
     """Return the numbers of a run, without its events if they are inconsistent or of another version."""
+    off: Mapping[str, str] = files.summary.get("observers_off") or {}
+    if off:
+        lines = [f"the run switched off {name} after an error ({error})" for name, error in off.items()]
+        # An account of a part of the run would look like one of the whole run.
+        incomplete = "events.jsonl" in off or ACCOUNT in off
+        files = replace(files, events=() if incomplete else files.events, missing=(*files.missing, *lines))
     try:
         found = _from_events(files.events) if files.events else {}
     except (AccountingError, KeyError) as error:

@@ -51,9 +51,12 @@ class RunRecorder:
         self.steps_before = len(self.step_s)
 
     def summarize(
-        self, result: FlowResult, overlap_s: float, now_unix: float, error: BaseException | None = None
+        self, result: FlowResult, overlap_s: float | None, now_unix: float, error: BaseException | None = None
     ) -> dict[str, Any]:
-        """Return all keys of summary.json except the account of device-seconds."""
+        """Return all keys of summary.json except the account of device-seconds.
+
+        `overlap_s` is None if it was not measured.
+        """
         fifth = max(1, len(self.rewards) // 5)
         loads = [p.load_s for p in result.publications]
         first = self.first_step_unix
@@ -79,7 +82,7 @@ class RunRecorder:
             "served_version": result.served_version,
             "trainer_version": result.trainer_version,
             "rollout_corr_kl_max": round(max(abs(k) for k in self.kls), 8) if self.kls else None,
-            "overlap_s": round(overlap_s, 3),
+            "overlap_s": None if overlap_s is None else round(overlap_s, 3),
             "publications": len(result.publications),
             "gather_s_median": round(median(p.gather_s for p in result.publications), 5) if loads else None,
             "load_s_median": round(median(loads), 5) if loads else None,

@@ -95,8 +95,12 @@ def closing(summary: Mapping[str, object]) -> list[str]:
 
     lines.append(
         f"{MARK} lag_max {summary['lag_max']} of {summary['max_lag']} allowed; served version "
-        f"{summary['served_version']} of {summary['trainer_version']}; generate and train overlapped "
-        f"for {summary['overlap_s']} s"
+        f"{summary['served_version']} of {summary['trainer_version']}"
+        + (
+            f"; generate and train overlapped for {summary['overlap_s']} s"
+            if summary["overlap_s"] is not None
+            else ""
+        )
     )
     if "overlap_efficiency" in summary:
         lines.append(
@@ -112,6 +116,9 @@ def closing(summary: Mapping[str, object]) -> list[str]:
         + (f"; {again} generated again" if again else "")
     )
 
+    off = summary.get("observers_off")
+    if isinstance(off, Mapping):
+        lines += [f"{MARK} switched off after an error: {name} ({error})" for name, error in off.items()]
     if summary.get("error"):
         lines.append(f"{MARK} cause: {summary['error']}")
     return lines

@@ -56,6 +56,7 @@ class SoakJob:
         environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
         watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
         config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", "+async_pipeline=True"]
+        strict = "trainer.v1.async_pipeline.faults.strict_observers=True"
         command = [
             "bash",
             "-c",
@@ -65,6 +66,7 @@ class SoakJob:
             "-m",
             "verl.trainer.main_ppo",
             *config,
+            strict,
             *self._overrides,
         ]
 

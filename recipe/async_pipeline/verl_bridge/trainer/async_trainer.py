@@ -33,6 +33,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...config.scheduling import schedule_of
 from ...core.bad_data import BadData
+from ...core.deadline import all_of
 from ...core.degradation import Caution, Change
 from ...core.flow import GRAPH, AsyncTrainingFlow
 from ...core.flow_state import FlowState
@@ -40,6 +41,7 @@ from ...core.items import Group, Prompt, PromptBatch, Publication, StepBatch, Ti
 from ...core.recall import Recall
 from ...core.schedule import Schedule
 from ...errors import PatchedVerlRequired
+from ...observe.observers import Observers
 from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder, write_atomically
 from ...observe.trace import leave_trace
@@ -67,6 +69,7 @@ from .run_loop import run_flow
 from .sample_metrics import SampleMeters
 from .startup import Startup
 from .terminal import say
+from .validation_buffer import ValidationBuffer
 from .verl_stages import VerlStages
 from .weight_publisher import WeightPublisher
 
@@ -74,8 +77,6 @@ CLOSE_S = 5.0
 """Seconds for the workers to unlink their shared memory at the end."""
 TRACE_S = 60.0
 """Seconds for writing the trace of the run; after a timeout, `async-pipeline report` can write it later."""
-VALIDATION_POLL_S = 0.05
-"""Polling interval of the sample store during validation, in seconds; verl's default is 2."""
 
 
 class AsyncPipelineTrainer(PPOTrainer):
@@ -101,7 +102,6 @@ class AsyncPipelineTrainer(PPOTrainer):
         worker_manager.install()
         ColocatedLoadBalancer.use()
         super().__init__(config)
-        self.replay_buffer.poll_interval = VALIDATION_POLL_S
 
         self.knobs, self.runtime = knobs_of(config), runtime_of(config)
         self.placement = self.runtime.placement
@@ -112,6 +112,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.calls = BlockingCalls(self.wait_timeout_s)
         self.stages = VerlStages(self, self.calls)
         self.startup = Startup(config, self.knobs, self.placement, self.calls)
+        self.observers = Observers(say, strict=faults.strict_observers)
         self.meters = SampleMeters(config, self.knobs.staleness.max_lag)
         policies = faults.bad_data.by_kind(self.knobs.reward.failure)
         self.bad_data = BadData(policies, faults.max_prompt_attempts, say)
@@ -192,6 +193,9 @@ class AsyncPipelineTrainer(PPOTrainer):
         say(f"{replicas} rollout replica(s) are up ({name})")
 
     # Methods that verl calls.
+
+    def _build_replay_buffer(self) -> ValidationBuffer:
+        return ValidationBuffer()
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """Return a multiple that is also divisible by the number of devices of each other pool."""
@@ -357,7 +361,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         say(f"weight updates are now {change.level.name.lower().replace('_', '-')}: {change.why}")
 
     async def watch(self) -> None:
-        await self.rollout_pool.watch()
+        await all_of(self.rollout_pool.watch(), self.report.watch())
 
     async def validate(self, version: int) -> float | None:
         """Validate a version that replicas have just loaded, if it is due. They keep it meanwhile.

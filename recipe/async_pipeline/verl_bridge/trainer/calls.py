@@ -13,7 +13,7 @@ from ...core.deadline import within
 
 T = TypeVar("T")
 CALL_THREADS = 16
-"""Maximum number of concurrent blocking calls: at most one per stage, and one of validation."""
+"""Maximum number of concurrent blocking calls: one per stage, one of validation, one of the step report."""
 
 
 class BlockingCalls:

@@ -42,6 +42,7 @@ def step_report(trainer: AsyncPipelineTrainer) -> StepReport:
         meters=trainer.meters,
         bad_data=trainer.bad_data,
         accounts=trainer.accounts,
+        observers=trainer.observers,
         recorder=trainer.recorder,
         gauges=RayGauges(trainer.config.trainer.experiment_name),
         logger=trainer.logger,

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report each step: all metrics to the trackers, and one line to the user."""
+"""Report each step: all metrics to the trackers, and one line to the user.
+
+The report of a step is computed in a thread while the next step trains:
+
+    train lane ──► finish(step) ──► the report of step - 1 is done ──► thread: metrics, trackers, free samples
+                                    └── the next step begins at once, except after a step with a checkpoint
+
+Metrics and trackers are observers: one that fails is switched off. What frees the samples is not.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +21,7 @@ import transfer_queue as tq
 from ...core.bad_data import BadData
 from ...core.items import StepBatch
 from ...core.schedule import Schedule
+from ...observe.observers import ACCOUNT, LOST, OFF_POLICY, SELECTION, Observers
 from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder
 from ...observe.table import StepRow, progress
@@ -24,6 +34,8 @@ from .weight_publisher import WeightPublisher
 
 SHOWN_REPLICAS = 16
 """Maximum number of replicas for which each replica's served version is a metric."""
+CLOSE_S = 60.0
+"""Seconds for the last report at the end of a run that failed."""
 
 
 class StepReport:
@@ -39,6 +51,7 @@ class StepReport:
         meters: SampleMeters,
         bad_data: BadData,
         accounts: StepAccountant,
+        observers: Observers,
         recorder: RunRecorder,
         gauges: RayGauges,
         logger: Any,
@@ -47,54 +60,117 @@ class StepReport:
     ) -> None:
         self._schedule, self._calls, self._stages, self._publisher = schedule, calls, stages, publisher
         self._meters, self._bad_data, self._accounts = meters, bad_data, accounts
-        self._recorder, self._gauges, self._logger = recorder, gauges, logger
+        self._observers, self._recorder = observers, recorder
+        self._gauges, self._logger = gauges, logger
         self._steps_per_epoch, self._rollout_data_dir = steps_per_epoch, rollout_data_dir
         self._last_finish = time.perf_counter()
         self._logged = 0
         """The newest step with logged metrics."""
+        self._reporting: asyncio.Task[None] | None = None
+        """The report of the last step."""
+        self._failed: asyncio.Future[None]
+        """Gets the first error of a report."""
 
     def begin(self) -> None:
-        """Start the clock of the first step."""
+        """Start the clock of the first step. Call this on the event loop of the run."""
         self._last_finish = time.perf_counter()
+        self._failed = asyncio.get_running_loop().create_future()
 
     async def finish(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
-        """Log the metrics of a trained batch and free its samples."""
+        """Begin to log the metrics of a trained batch and to free its samples.
+
+        Returns once the report of the step before is done. After the last step, and after one that is saved,
+        returns once its own is done: a run that resumes from a checkpoint misses no metrics. Raises the
+        error of a report.
+        """
         now = time.perf_counter()
         step_s, self._last_finish = now - self._last_finish, now
-        found, warning = self._meters.selection()
+        selected = self._observers.value(SELECTION, self._meters.selection, lost=LOST[SELECTION])
+        found, warning = selected or ({}, None)
         if warning is not None:
             say(warning)
-        found |= self._accounts.take()
-        critical = self._accounts.critical_role()
-        await self._calls(self._finish, batch, {**facts, **found}, step_s, critical)
+        found |= self._observers.value(ACCOUNT, self._accounts.take, lost=LOST[ACCOUNT]) or {}
+        critical = self._observers.value(ACCOUNT, self._accounts.critical_role, lost=LOST[ACCOUNT]) or ""
+
+        await self._reported()
+        self._reporting = asyncio.create_task(
+            self._calls(self._finish, batch, {**facts, **found}, step_s, critical),
+            name=f"report[{batch.step}]",
+        )
+        self._reporting.add_done_callback(self._note_failure)
+        if batch.step == self._schedule.last_step or self._schedule.saves(batch.step):
+            await self._reported()
+
+    async def watch(self) -> None:
+        """Raise the error of a report as soon as it fails, even if no further step ends. Never returns."""
+        await asyncio.shield(self._failed)
+
+    async def close(self) -> None:
+        """Wait for the report of the last step, for at most CLOSE_S. Its error, if any, is not raised."""
+        if self._reporting is not None:
+            await asyncio.wait([self._reporting], timeout=CLOSE_S)
+            self._reporting.cancel()
+        if self._failed.done():
+            self._failed.exception()  # mark it as retrieved
+
+    def _note_failure(self, report: asyncio.Task[None]) -> None:
+        if not report.cancelled() and (error := report.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _reported(self) -> None:
+        if self._reporting is not None:
+            # A cancelled lane must not abandon a report that is half written.
+            await asyncio.shield(self._reporting)
 
     async def log_validation(self, version: int, metrics: dict[str, Any], seconds: float) -> None:
         """Log the metrics of a validated version."""
         metrics["async_pipeline/validation/version"] = version
         # A tracker may drop metrics of a step before the newest; the metric above has the version.
-        await self._calls(self._logger.log, data=metrics, step=max(version, self._logged))
+        await self._calls(self._log, metrics, max(version, self._logged))
         shown = {k: round(float(v), 4) for k, v in metrics.items() if k.startswith("val-core")}
         say(f"validation of version {version}: {shown} in {seconds:.1f} s")
 
     def _finish(self, batch: StepBatch, facts: dict[str, float], step_s: float, critical: str) -> None:
         timing = {**batch.timing_s, "step": step_s}
         metrics = {**batch.metrics, **self._pipeline_metrics(batch, facts)}
-        view = self._stages.at(batch.step)
-        view._compute_metrics(
+        view, observers = self._stages.at(batch.step), self._observers
+        observers.value(
+            "verl's metrics",
+            view._compute_metrics,
             own_copy(batch.payload),
             metrics,
             timing,
             global_steps=batch.step,
             epoch=(batch.step - 1) // self._steps_per_epoch,
+            lost="without verl's metrics of a batch",
         )
         if self._rollout_data_dir:
-            view._log_rollout_data(own_copy(batch.payload), timing, self._rollout_data_dir)
+            observers.value(
+                "trainer.rollout_data_dir",
+                view._log_rollout_data,
+                own_copy(batch.payload),
+                timing,
+                self._rollout_data_dir,
+                lost="without further generations in that folder",
+            )
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
 
         self._show(batch, facts, metrics, step_s, critical)
-        self._gauges.show(metrics)
+        observers.value("Ray's metrics", self._gauges.show, metrics, lost="without gauges")
         self._logged = batch.step
-        self._logger.log(data=metrics, step=batch.step)
+        self._log(metrics, batch.step)
+
+    def _log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log metrics to each tracker separately: one that fails does not hide them from the others."""
+        for tracker in self._logger.logger:
+            self._observers.value(
+                f"the tracker {tracker}",
+                self._logger.log,
+                data=metrics,
+                step=step,
+                backend=[tracker],
+                lost="without its later metrics",
+            )
 
     def _pipeline_metrics(self, batch: StepBatch, facts: Mapping[str, float]) -> dict[str, Any]:
         found: dict[str, Any] = {**facts, **self._bad_data.metrics()}
@@ -109,7 +185,7 @@ class StepReport:
         ):
             if version is not None:
                 found[f"version/{name}"] = version
-        found |= self._meters.distances(batch)
+        found |= self._observers.value(OFF_POLICY, self._meters.distances, batch, lost=LOST[OFF_POLICY]) or {}
         return {f"async_pipeline/{name}": value for name, value in found.items()} | self._publisher.metrics()
 
     def _show(

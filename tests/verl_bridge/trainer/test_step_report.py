@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a step runs while the next step trains, and its errors are never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
+from recipe.async_pipeline.observe.observers import Observers
+from tests.conftest import Load
+from tests.fakes.trainer import SimTrainer
+
+pytestmark = pytest.mark.real_engine
+
+WAIT_S = 20.0
+FACTS = {
+    "lag/mean": 0.0,
+    "lag/max": 0.0,
+    "version/served_min": 0.0,
+    "queue/untrained": 0.0,
+    "queue/finished": 0.0,
+}
+
+
+class Tracker:
+    """Two trackers, of which one may fail."""
+
+    def __init__(self) -> None:
+        self.logger = {"good": None, "bad": None}
+        self.fails = False
+        self.logged: list[tuple[str, int]] = []
+
+    def log(self, *, data: Any, step: int, backend: list[str]) -> None:
+        if self.fails and backend == ["bad"]:
+            raise ConnectionError("no route to host")
+        self.logged.append((backend[0], step))
+
+
+class Parts:
+    """A StepReport with fakes; `freed` holds the steps whose samples were freed."""
+
+    def __init__(self, module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.freed: list[int] = []
+        self.may_free = threading.Event()
+        self.may_free.set()
+        self.error: Exception | None = None
+        self.said: list[str] = []
+        self.tracker, self.observers = Tracker(), Observers(self.said.append)
+        monkeypatch.setattr(module.tq, "kv_clear", self._free)
+        monkeypatch.setattr(module, "own_copy", lambda payload: payload)
+        monkeypatch.setattr(module, "say", self.said.append)
+        monkeypatch.setattr(module, "echo", lambda line: None)
+        quiet = SimpleNamespace(
+            _compute_metrics=lambda *args, **kwargs: None, metrics=dict, show=lambda metrics: None
+        )
+        self.report = module.StepReport(
+            schedule=SimTrainer(**settings).schedule,
+            calls=calls,
+            stages=SimpleNamespace(at=lambda step: quiet),
+            publisher=SimpleNamespace(rollout_pool=SimpleNamespace(versions={}), metrics=dict),
+            meters=SimpleNamespace(selection=lambda: ({}, None), distances=lambda batch: {}),
+            bad_data=quiet,
+            accounts=SimpleNamespace(take=dict, critical_role=str),
+            observers=self.observers,
+            recorder=SimpleNamespace(record=lambda *args: None),
+            gauges=quiet,
+            logger=self.tracker,
+            steps_per_epoch=1,
+            rollout_data_dir=None,
+        )
+
+    def _free(self, *, keys: int, partition_id: str) -> None:
+        assert self.may_free.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        self.freed.append(keys)
+
+    async def finish(self, step: int) -> None:
+        one = Trajectory(key=f"{step}", first_version=0, last_version=0, num_tokens=1, reward=1.0)
+        payload = SimpleNamespace(keys=step, partition_id="train")
+        group = Group(uid=f"{step}", step=step, trajectories=(one,))
+        await self.report.finish(StepBatch(step=step, groups=(group,), payload=payload), FACTS)
+
+
+@pytest.fixture
+def module(load: Load) -> Any:
+    return load("recipe.async_pipeline.verl_bridge.trainer.step_report")
+
+
+@pytest.fixture
+def calls(load: Load) -> Iterator[Any]:
+    made = load("recipe.async_pipeline.verl_bridge.trainer.calls").BlockingCalls(WAIT_S)
+    yield made
+    made.close()
+
+
+def test_the_next_step_does_not_wait_but_the_one_after_does(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+
+    async def main() -> None:
+        parts.report.begin()
+        parts.may_free.clear()
+        await asyncio.wait_for(parts.finish(1), WAIT_S)
+        second = asyncio.create_task(parts.finish(2))
+        await asyncio.sleep(0)
+        assert not second.done() and parts.freed == []
+        parts.may_free.set()
+        await asyncio.wait_for(second, WAIT_S)
+        assert parts.freed[0] == 1
+        await parts.report.close()
+        assert parts.freed == [1, 2]
+
+    asyncio.run(main())
+    assert parts.tracker.logged == [(name, step) for step in (1, 2) for name in ("good", "bad")]
+
+
+@pytest.mark.parametrize(("settings", "step"), [({"save_every": 2}, 2), ({"steps": 3}, 3)])
+def test_a_saved_step_and_the_last_one_are_reported_at_once(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int], step: int
+) -> None:
+    parts = Parts(module, calls, monkeypatch, **settings)
+
+    async def main() -> None:
+        parts.report.begin()
+        await parts.finish(step)
+
+    asyncio.run(main())
+    assert parts.freed == [step]
+
+
+def test_a_tracker_that_fails_is_switched_off_alone(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+    parts.tracker.fails = True
+
+    async def main() -> None:
+        parts.report.begin()
+        for step in (1, 2, 3):
+            await parts.finish(step)
+        await parts.report.close()
+
+    asyncio.run(main())
+    assert parts.tracker.logged == [("good", 1), ("good", 2), ("good", 3)]
+    assert parts.observers.off == {"the tracker bad": "ConnectionError: no route to host"}
+    assert len(parts.said) == 1
+
+
+def test_a_report_that_cannot_free_its_samples_ends_the_run(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+    parts.error = ConnectionError("the sample store is gone")
+
+    async def main() -> None:
+        parts.report.begin()
+        watching = asyncio.create_task(parts.report.watch())
+        await parts.finish(1)
+        with pytest.raises(ConnectionError, match="sample store"):
+            await asyncio.wait_for(watching, WAIT_S)
+        with pytest.raises(ConnectionError, match="sample store"):
+            await parts.finish(2)
+        await parts.report.close()
+
+    asyncio.run(main())
+
+
+def test_a_run_that_ends_early_keeps_its_last_report(
+    module: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(module, calls, monkeypatch)
+
+    async def main() -> None:
+        parts.report.begin()
+        watching = asyncio.create_task(parts.report.watch())
+        await parts.finish(1)
+        watching.cancel()
+        await asyncio.wait([watching])
+        await parts.report.close()
+
+    asyncio.run(main())
+    assert parts.tracker.logged == [("good", 1), ("bad", 1)]
