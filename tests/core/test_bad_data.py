@@ -354,3 +354,12 @@ def test_a_resumed_process_knows_what_the_previous_one_had_met() -> None:
     assert after.state() == before.state()
     assert after.refuse("p") == before.refuse("p") and after.refuse("q") is None
     assert after.judge("u", "q", flaw) == before.judge("u", "q", flaw) == Verdict("empty_answer: why", False)
+
+
+def test_only_the_last_writers_have_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipe.async_pipeline.core.bad_data.KEPT_WRITERS", 3)
+    found = BadData(dict.fromkeys(KINDS, "keep"), 1)
+    for version in range(10):
+        found.judge(f"g{version}", f"p{version}", [Flaw(KINDS[0], "", writer=f"replica 0 version {version}")])
+    assert list(found.summary()["writers"]) == [f"replica 0 version {version}" for version in (7, 8, 9)]
+    assert found.counts[KINDS[0]] == 10

@@ -42,6 +42,8 @@ def result(*publications: Publication, steps: int = 0) -> FlowResult:
         lag_max=1,
         trainer_version=steps,
         served_version=steps,
+        weight_updates=len(publications),
+        tensors_proved=sum(one.tensors_proved for one in publications),
         publications=publications,
     )
 

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.segment import Segment, create_segment
+from recipe.async_pipeline.weight_sync.segment import Segment, create_segment, warn_of_pageable_copies
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 
 
@@ -58,3 +59,60 @@ def test_a_reader_sees_what_the_owner_writes_and_does_not_unlink(segment: Segmen
     assert (SHM_DIR / segment.name).exists()
     segment.close()
     assert not (SHM_DIR / segment.name).exists()
+
+
+class Driver:
+    """CUDA's runtime, which refuses to register memory a number of times."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals, self.calls = refusals, list[str]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append("register")
+        self.refusals -= 1
+        return 2 if self.refusals >= 0 else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        return 0
+
+
+def check_error(code: int) -> None:
+    if code:
+        raise RuntimeError(f"out of memory ({code})\nCUDA kernel errors might be reported elsewhere")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver(refusals=10)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(
+        "recipe.async_pipeline.weight_sync.segment._clear_cuda_error", lambda: made.calls.append("clear")
+    )
+    warn_of_pageable_copies.cache_clear()
+    return made
+
+
+def test_refused_pinning_warns_once_and_is_not_repeated(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = [create_segment(64) for _ in range(2)]
+    for segment in segments * 2:
+        segment.pin(64)
+        segment.bytes[:] = 7
+    assert driver.calls == ["register", "clear"] * 2, "once for each segment"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("CUDA refuses to pin shared memory (out of memory (2)): weights are copied")
+    for segment in segments:
+        segment.close()
+    assert "unregister" not in driver.calls
+
+
+def test_pinned_memory_is_unpinned_before_it_grows_and_at_the_end(driver: Driver) -> None:
+    driver.refusals = 0
+    segment = create_segment(64)
+    for nbytes in (32, 32, 64):
+        segment.pin(nbytes)
+    segment.close()
+    assert driver.calls == ["register", "unregister", "register", "unregister"]

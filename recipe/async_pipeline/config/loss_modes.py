@@ -9,9 +9,12 @@ the old policy, and sg(x) is x without a gradient:
               where A < 0, at most -cA                     dual clip, arXiv 1912.09729
     tis       -sg(clip(r, lower, upper)) A log pi          truncated importance sampling, arXiv 1802.01561
     topr      -A log pi where A > 0,
-              -sg(min(r, 1)) A log pi elsewhere            arXiv 2503.14286
+              -sg(min(r, 1)) A log pi elsewhere            ROLL's form of arXiv 2503.14286
     cispo     -sg(clip(r, 1-e_low, 1+e_high)) A log pi     arXiv 2506.13585
-    kimi15    -A log pi + tau/2 (log r)^2                  arXiv 2501.12599
+    kimi15    -A log pi + tau/2 (log r)^2                  ROLL's form of arXiv 2501.12599
+
+The two papers use the ratio of the whole response, the product of its tokens' ratios: TOPR in the taper
+(`topr_ratio_level: sequence`), Kimi k1.5 inside the square, once per response, which nothing here computes.
 
 verl has four of them: PPO is its `vanilla`, REINFORCE its `gpg` (here `policy_gradient`, which adds a
 metric), kimi15 its `dro`, and `cispo` has the same name.

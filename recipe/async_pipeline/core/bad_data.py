@@ -30,6 +30,8 @@ MANY_DROPPED = 64
 """Dropped groups from which their share of all groups is checked."""
 SHOWN = 100
 """Quarantined prompts that the summary lists."""
+KEPT_WRITERS = 1000
+"""Writers with counts. A writer is a replica with a version, so new ones appear as long as a run lasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ class BadData:
         self.counts: Counter[str] = Counter()
         """Groups by kind; a group with several flaws counts once for each kind."""
         self.writers: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Counts by kind for each writer, where the writer is known."""
+        """Counts by kind for each of the last KEPT_WRITERS writers, where the writer is known."""
         self.quarantined: dict[str, tuple[str, str]] = {}
         """Uid and reason, by prompt."""
         self._policies, self._attempts, self._say = policies, attempts, say
@@ -238,6 +240,8 @@ class BadData:
             self.counts[kind] += 1
             if flaw.writer:
                 self.writers[flaw.writer][kind] += 1
+                if len(self.writers) > KEPT_WRITERS:
+                    del self.writers[next(iter(self.writers))]
             if self._policies[kind] == "fail":
                 raise BadDataError(
                     f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to continue without such groups"

@@ -28,6 +28,7 @@ first error stops every other stage and is raised unchanged.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,8 @@ from .state_machine import TERMINAL, StageState
 from .trainer_protocol import PipelineTrainer
 from .wait_graph import Holders
 
+KEPT_PUBLICATIONS = 1000
+"""Number of weight updates that are kept for the medians of the summary; `events.jsonl` has all of them."""
 GRAPH: Mapping[str, tuple[str, ...]] = {
     "dataloader": ("generate",),
     "generate": ("rollout",),
@@ -87,8 +90,11 @@ class FlowResult:
     lag_max: int
     trainer_version: int
     served_version: int
+    weight_updates: int
+    """Of this process, as the following two."""
+    tensors_proved: int
     publications: tuple[Publication, ...]
-    """Weight updates of this process."""
+    """The last weight updates, at most KEPT_PUBLICATIONS."""
 
 
 class AsyncTrainingFlow:
@@ -127,7 +133,8 @@ class AsyncTrainingFlow:
         )
         self.fates.subscribe(self._leave_queue)
         self.queue.on_drop(lambda uid: self.fates.settle(uid, "expired", why="it held a step up"))
-        self.publications: list[Publication] = []
+        self.publications: deque[Publication] = deque(maxlen=KEPT_PUBLICATIONS)
+        self.weight_updates = self.tensors_proved = 0
         self.step_down = StepDown(trainer.caution)
         self._depth = self.queue.depth
         """Batches generated ahead, unless asynchrony is reduced."""
@@ -201,6 +208,8 @@ class AsyncTrainingFlow:
             lag_max=self.ledger.lag_max,
             trainer_version=self.versions.trained,
             served_version=self.versions.served,
+            weight_updates=self.weight_updates,
+            tensors_proved=self.tensors_proved,
             publications=tuple(self.publications),
         )
 
@@ -229,6 +238,8 @@ class AsyncTrainingFlow:
     def published(self, publication: Publication) -> Change | None:
         """Record a finished weight update; returns the change of asynchrony, or None."""
         self.publications.append(publication)
+        self.weight_updates += 1
+        self.tensors_proved += publication.tensors_proved
         change = (
             self.step_down.failed(publication.failure) if publication.failure else self.step_down.succeeded()
         )

@@ -7,7 +7,7 @@ paused. Until then the seconds of their pool are pending and counted as the stag
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,8 @@ _TERMINAL = {state.name for state in TERMINAL}
 class Accountant:
     """A subscriber of the event log that keeps the account current, with a few additions per record."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_steps: int | None = None) -> None:
+        """`keep_steps` bounds the number of steps of the account; None keeps all."""
         self._pools: dict[str, PoolAccount] = {}
         self._home: dict[str, str] = {}
         """Stage to pool."""
@@ -34,7 +35,7 @@ class Accountant:
         self._pending: dict[str, Seconds] = {}
         """Seconds of the rollout's pool since its servers last reported."""
 
-        self._steps: list[StepAccount] = []
+        self._steps: deque[StepAccount] = deque(maxlen=keep_steps)
         self._step: Seconds = defaultdict(float)
         self._batches_in_flight = 1
         self._loop_s = 0.0
@@ -86,6 +87,11 @@ class Accountant:
         By then code is compiled and caches are full. Raises AccountingError if it does not add up.
         """
         return None if self._warm is None else self.account().after(self._warm, self._warm_loop_s)
+
+    @property
+    def last_step(self) -> StepAccount | None:
+        """The account of the last optimizer step, or None before the first."""
+        return self._steps[-1] if self._steps else None
 
     def settled(self) -> dict[str, Seconds]:
         """Return the device-seconds by pool and reason that are final."""

@@ -19,7 +19,8 @@ class StepAccountant:
     """
 
     def __init__(self) -> None:
-        self._accountant = Accountant()
+        # The steps would grow with the run; `events.jsonl` has them.
+        self._accountant = Accountant(keep_steps=1)
         self._before: Mapping[str, Mapping[str, float]] = {}
 
     def __call__(self, record: LogRecord) -> None:
@@ -50,8 +51,8 @@ class StepAccountant:
 
     def critical_role(self) -> str:
         """Return the stage that took most of the last step, or an empty string before the first step."""
-        steps = self._accountant.account().steps
-        return steps[-1].critical if steps else ""
+        step = self._accountant.last_step
+        return step.critical if step is not None else ""
 
     def summary(self) -> dict[str, Any]:
         """Return the part for `summary.json`. Raises AccountingError if device-seconds do not add up."""

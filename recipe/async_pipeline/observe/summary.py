@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import os
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,9 +26,9 @@ class RunRecorder:
     max_lag: int
     started_unix: float
     """Unix time at which the user's command started."""
-    rewards: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    kls: list[float] = field(default_factory=list)
+    rewards: array[float] = field(default_factory=lambda: array("d"))
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    kls: array[float] = field(default_factory=lambda: array("d"))
     first_step_unix: float | None = None
     steps_before: int = 0
     """Number of steps that earlier processes of a resumed run trained."""
@@ -83,11 +84,11 @@ class RunRecorder:
             "trainer_version": result.trainer_version,
             "rollout_corr_kl_max": round(max(abs(k) for k in self.kls), 8) if self.kls else None,
             "overlap_s": None if overlap_s is None else round(overlap_s, 3),
-            "publications": len(result.publications),
+            "publications": result.weight_updates,
             "gather_s_median": round(median(p.gather_s for p in result.publications), 5) if loads else None,
             "load_s_median": round(median(loads), 5) if loads else None,
             "stall_s_median": round(median(p.stall_s for p in result.publications), 5) if loads else None,
-            "tensors_proved": sum(p.tensors_proved for p in result.publications),
+            "tensors_proved": result.tensors_proved,
             "step_s_median": round(median(self.step_s[1:] or self.step_s), 4) if self.step_s else None,
             "train_s": round(now_unix - first + self.step_s[self.steps_before], 1)
             if first is not None
@@ -97,9 +98,9 @@ class RunRecorder:
         }
 
 
-def _floats(values: Sequence[float | None]) -> list[float]:
+def _floats(values: Sequence[float | None]) -> array[float]:
     """Return floats from JSON, which holds null in place of NaN."""
-    return [math.nan if value is None else float(value) for value in values]
+    return array("d", [math.nan if value is None else float(value) for value in values])
 
 
 def write_atomically(path: Path, value: Any, *, unknown: Callable[[Any], Any] | None = None) -> None:

@@ -7,6 +7,9 @@ resource tracker unlinks it, or else `async-pipeline watch` or the next run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
 import mmap
 import os
 from multiprocessing import resource_tracker
@@ -16,6 +19,8 @@ import xxhash
 
 from ..errors import WeightSyncError
 from .segment_names import SHM_DIR, check_name, new_name, open_own
+
+logger = logging.getLogger(__name__)
 
 
 class Segment:
@@ -38,6 +43,7 @@ class Segment:
             os.close(fd)
             raise
         self._fd, self._reserved, self._pinned = fd, 0, 0
+        self._refused = False
         self.name, self.size, self._owner = name, size, create
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
@@ -60,16 +66,23 @@ class Segment:
         self._reserved = nbytes
 
     def pin(self, nbytes: int) -> None:
-        """Let CUDA devices copy from and to the first `nbytes` bytes directly; otherwise the driver
-        copies twice.
+        """Let CUDA devices copy from and to the first `nbytes` bytes directly.
 
-        Raises RuntimeError if the driver refuses.
+        If the driver refuses, e.g. because of a limit on locked memory, it copies twice instead; the process
+        warns once and does not ask again for this segment.
         """
-        if nbytes <= self._pinned:
+        if nbytes <= self._pinned or self._refused:
             return
         self._unpin()
-        runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)))
+        try:
+            torch.cuda.check_error(
+                int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0))
+            )
+        except RuntimeError as error:
+            self._refused = True
+            _clear_cuda_error()
+            warn_of_pageable_copies(str(error).splitlines()[0])
+            return
         self._pinned = nbytes
 
     def checksum(self, nbytes: int) -> int:
@@ -93,6 +106,23 @@ class Segment:
         if self._pinned:
             self._pinned = 0
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())))
+
+
+def _clear_cuda_error() -> None:
+    """Consume the error that CUDA keeps for the next check, which would blame an unrelated kernel."""
+    # Not verified on a GPU: PyTorch has no call for it, but checks, and thereby clears, after each launch.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
+@functools.cache
+def warn_of_pageable_copies(why: str) -> None:
+    """Warn once in this process for each reason."""
+    logger.warning(
+        "CUDA refuses to pin shared memory (%s): weights are copied through pageable memory, which is "
+        "slower; raise the limit on locked memory (ulimit -l), or free host memory",
+        why,
+    )
 
 
 def _created(name: str) -> int:
