@@ -235,6 +235,8 @@ class AsyncPipelineTrainer(PPOTrainer):
 
     def open_run(self, agent_loop_manager: PushAgentLoopManager) -> None:
         """Open the run's folder and trackers, and create the parts that work on prompts and steps."""
+        # verl's `fit`, which is not used, sets this attribute; verl's `_validate` reads it.
+        self.agent_loop_manager = agent_loop_manager
         resumed_step = None if self.resumed is None else self.resumed.step
         self.folder = RunFolder(self.runtime.run_dir, self.runtime.run, resumed_step)
         settings = redacted(OmegaConf.to_container(self.config, resolve=True))
