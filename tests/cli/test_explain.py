@@ -59,8 +59,17 @@ def test_the_readmes_command_on_verls_configuration(capsys: pytest.CaptureFixtur
         "actor_rollout_ref.rollout.n_gpus_per_node=4",
         "trainer.nnodes=1",
         "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
         "algorithm.adv_estimator=grpo",
     ]
+    assert main(["explain", "+async_pipeline=True", *more]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "rollout.log_prob_micro_batch_size_per_gpu must be >= 1, got None; set it to a divisor of 256"
+        in error
+    )
+    more.append("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8")
     assert main(["explain", "+async_pipeline=True", *more]) == 0
     assert "one_step_off" in capsys.readouterr().out
     layout = [
@@ -68,7 +77,7 @@ def test_the_readmes_command_on_verls_configuration(capsys: pytest.CaptureFixtur
         "trainer.n_gpus_per_node=8",
         "actor_rollout_ref.rollout.nnodes=0",
     ]
-    assert main(["explain", "+async_pipeline=True", *more[1:3], "algorithm.adv_estimator=grpo", *layout]) == 0
+    assert main(["explain", "+async_pipeline=True", *more[1:3], *more[6:], *layout]) == 0
     assert "generate      ####" in capsys.readouterr().out
 
 
@@ -118,6 +127,20 @@ def test_the_plan_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None
             ["+async_pipeline=True", "trainer.v1.async_pipeline.weight_sync.every=5"],
             "weight_sync.every must be at most 2",
         ),
+        (["async_strategy=os:path"], "strategy: strategy os:path must be a class, got module; name a class"),
+        (
+            ["async_strategy=recipe.async_pipeline:RoleStateMachine"],
+            "must subclass recipe.async_pipeline.strategies.Schedule, got a class without a schedule",
+        ),
+        (
+            ["+data.train_batch_size=8"],
+            "+data.train_batch_size must not have a +, because this config has the",
+        ),
+        (
+            ["trainer.v1.async_pipeline.custom_stages=[a:B@reward->train]"],
+            "[a:B@reward->train] cannot be parsed; put values with special characters into double quotes",
+        ),
+        (["=3"], "Config group override must be a string or a list. Got int"),
         (["+async_pipeline=True", "nothing=1"], "nothing is not a key of this config"),
         (["+async_pipeline=True", "trainer.v1.async_pipeline.max_lagg=2"], "mean 'staleness.max_lag'"),
     ],

@@ -77,6 +77,38 @@ def test_json_has_exactly_these_keys(path: str, capsys: pytest.CaptureFixture[st
     assert facts["wall_s"] > 0
 
 
+def test_no_step_is_more_efficient_than_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """The few steps of the window happen to have shorter responses than all ten, which the bound counts."""
+    command = ["simulate", "--profile", "agentic_wait_cpu", "--devices", "4", "--strategy", "one_step_off"]
+    few = [*command, "--steps", "10", "--seed", "3"]
+    assert main.main([*few, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["bound_s"] > facts["step_s"] and facts["overlap_efficiency"] == 1.0
+    assert main.main(few) == 0
+    assert "efficiency 100% (the averaged steps have shorter responses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        ("os:path", "--strategy: strategy os:path must be a class, got module; name a class"),
+        (
+            "recipe.async_pipeline:RoleStateMachine",
+            "--strategy: strategy recipe.async_pipeline:RoleStateMachine must subclass recipe",
+        ),
+        (
+            "nosuch:X",
+            "--strategy names module 'nosuch', which cannot be found, got 'nosuch:X'; check PYTHONPATH",
+        ),
+    ],
+)
+def test_what_is_no_strategy_is_refused_as_explain_refuses_it(
+    strategy: str, why: str, path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(["simulate", "--profile", path, "--devices", "8", "--strategy", strategy]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_text_has_the_main_figures(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main.main(

@@ -10,7 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.config.foreign_pools import pools_of_ratios, pools_of_tasks
-from recipe.async_pipeline.config.placement import PLACED, Placement, Pool, check_divides, place, wishes_of
+from recipe.async_pipeline.config.placement import (
+    PLACED,
+    Placement,
+    Pool,
+    place,
+    placement_of,
+    wishes_of,
+)
 from recipe.async_pipeline.config.run_plan import drawing
 from recipe.async_pipeline.errors import ConfigError
 
@@ -210,18 +217,30 @@ def test_pools_that_fit_on_no_node_are_refused() -> None:
     assert len(placed(four(devices=[5, 5, 3, 3]), devices=16)) == 4
 
 
+def test_a_replica_that_fits_on_no_node_is_refused() -> None:
+    wishes = wishes_of(four(devices=[2, 2, 2, 2]))
+    with pytest.raises(
+        ConfigError,
+        match="a replica of pool generate needs 2 devices of one node, but the others leave at most 1 on any "
+        "of 3 nodes of 3; make a pool smaller",
+    ):
+        place(wishes, roles=WITH_REF, devices=9, node=3, replica=2)
+    assert place(wishes, roles=WITH_REF, devices=9, node=3, replica=1).devices == 8
+    with pytest.raises(ConfigError, match="a replica of pool generate needs 2 devices of one node"):
+        placement_of(
+            {
+                "trainer": {"nnodes": 3, "n_gpus_per_node": 3},
+                "actor_rollout_ref": {
+                    "rollout": {"nnodes": 0, "n_gpus_per_node": 3, "tensor_model_parallel_size": 2}
+                },
+            },
+            four(devices=[2, 2, 2, 2]),
+            WITH_REF,
+        )
+
+
 def test_large_pools_take_whole_nodes() -> None:
     assert placed(four(devices=[16, 4, 4, 24]), devices=48)["generate"] == (("generate",), (8, 8, 8))
-
-
-def test_samples_must_divide_evenly() -> None:
-    check_divides(Pool("a", ("train",), (8,)), 128, "a mini-batch")
-    with pytest.raises(
-        ConfigError, match="a mini-batch, 128 samples, .* 6 devices of pool a; nearest sizes are 4 and 8"
-    ):
-        check_divides(Pool("a", ("train",), (6,)), 128, "a mini-batch")
-    with pytest.raises(ConfigError, match="nearest sizes are 5$"):
-        check_divides(Pool("a", ("train",), (6,)), 5, "a mini-batch")
 
 
 # What comes out.

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.config.user_classes import base_names, class_constant, find_class
+from recipe.async_pipeline.config.user_classes import base_names, class_constant, find_class, schedule_at
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.strategies import FullyAsync
 
+SCHEDULES = """
+from recipe.async_pipeline.strategies import FullyAsync
+class Mine(FullyAsync): ...
+class Other(dict): ...
+"""
 SOURCE = """
 import sys
 sys.exit("this module must not be imported")
@@ -37,6 +43,8 @@ def function(): ...
 @pytest.fixture(autouse=True)
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_to_find.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "mine_to_load.py").write_text(SCHEDULES, encoding="utf-8")
+    (tmp_path / "broken_to_load.py").write_text("class Mine(list): ...\n1 / 0", encoding="utf-8")
     (tmp_path / "torn_to_find.py").write_text("class Plain(:\n", encoding="utf-8")
     (tmp_path / "open_to_find.py").write_text("def __getattr__(name): ...\n", encoding="utf-8")
     (tmp_path / "package_to_find").mkdir()
@@ -95,3 +103,24 @@ def test_errors_have_one_line(target: str, words: str) -> None:
     assert words in line
     assert repr(target) in line
     assert "\n" not in line
+
+
+def test_a_strategy_is_loaded() -> None:
+    assert schedule_at("fully_async", "p") is FullyAsync
+    assert issubclass(schedule_at("mine_to_load:Mine", "p"), FullyAsync)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mine_to_load:Other", "the.key: strategy mine_to_load:Other must subclass"),
+        ("os:path", "the.key: strategy os:path must be a class, got module; name a class"),
+        ("mine_to_load:Mien", "which the module does not define (did you mean 'Mine'?)"),
+        ("broken_to_load:Mine", "cannot be imported (ZeroDivisionError: division by zero); correct it"),
+    ],
+)
+def test_what_is_no_strategy_is_one_line(target: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        schedule_at(target, "the.key")
+    assert str(caught.value).startswith("the.key")
+    assert words in str(caught.value) and "\n" not in str(caught.value)

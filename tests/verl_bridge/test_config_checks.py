@@ -34,11 +34,56 @@ def test_tensor_parallelism_must_divide_the_devices(
         launch.checked(config)
 
 
+def test_a_replica_must_fit_into_a_node(launch: ModuleType, smoke: Smoke) -> None:
+    nodes = {f"{ROLLOUT}.nnodes": 2, "ray_kwargs.ray_init.num_gpus": None}
+    tp = f"{ROLLOUT}.tensor_model_parallel_size"
+    with pytest.raises(
+        ConfigError, match="must be at most the 8 rollout devices of a node, got 16: .* set it to 8"
+    ):
+        launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": 8, tp: 16}))
+    with pytest.raises(
+        ConfigError, match="must divide the 2 nodes of 6 rollout devices, got 4; set it to 3 or"
+    ):
+        launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": 6, tp: 4}))
+    launch.checked(smoke(nodes | {f"{ROLLOUT}.n_gpus_per_node": 8, tp: 4}))
+
+
+def test_a_micro_batch_that_does_not_divide_a_batch_is_refused(launch: ModuleType, smoke: Smoke) -> None:
+    six_by_five = {
+        "data.train_batch_size": 6,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 6,
+        f"{ROLLOUT}.n": 5,
+    }
+    with pytest.raises(ConfigError, match="ppo_micro_batch_size_per_gpu must divide the 30 .* set it to 30$"):
+        launch.checked(smoke(six_by_five))
+    micro = {
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 15,
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 30,
+    }
+    launch.checked(smoke(six_by_five | micro))
+    dynamic = {"actor_rollout_ref.actor.use_dynamic_bsz": True}
+    launch.checked(smoke(six_by_five | dynamic))
+
+
+def test_what_verl_itself_refuses_is_one_line(launch: ModuleType, smoke: Smoke) -> None:
+    greedy = {f"{ROLLOUT}.temperature": 0, f"{ROLLOUT}.val_kwargs.do_sample": True}
+    with pytest.raises(
+        ConfigError, match="^verl refuses this config: validation gen temperature .*; correct it$"
+    ):
+        launch.checked(smoke(greedy))
+
+
+MICRO_OF_FOUR = {
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 32,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 32,
+}
+
+
 @pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
 def test_ray_must_have_the_devices(launch: ModuleType, smoke: Smoke, path: str) -> None:
     with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
         launch.checked(smoke({path: 4}))
-    launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None}))
+    launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None, **MICRO_OF_FOUR}))
 
 
 MODEL = "reward.reward_model"

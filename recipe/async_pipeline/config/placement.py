@@ -42,6 +42,7 @@ RATIOS, TASKS, TASK_RATIOS = (
     "trainer.sperated_node_tasks",
     "trainer.sperated_node_ratios",
 )
+TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 TOLERANCE = 1e-3
 """Permits shares that are rounded to three digits."""
 
@@ -133,7 +134,15 @@ def placement_of(
             (Pool("train", training, (node,) * nodes), Pool("generate", ("generate",), (size,) * more))
         )
     largest = max(node, size) if more else node
-    return place(wishes_of(pools), roles=roles, devices=nodes * node + more * size, node=largest, path=path)
+    replica = select(config, TENSOR_PARALLEL)
+    return place(
+        wishes_of(pools),
+        roles=roles,
+        devices=nodes * node + more * size,
+        node=largest,
+        path=path,
+        replica=replica if isinstance(replica, int) else 1,
+    )
 
 
 def proximal_policy(knobs: AsyncPipelineConfig, placement: Placement, *, bypass: bool) -> str:
@@ -244,12 +253,19 @@ def role_called(name: Any, path: str) -> str:
 
 
 def place(
-    wishes: Sequence[Wish], *, roles: Sequence[str], devices: int, node: int, path: str = POOLS
+    wishes: Sequence[Wish],
+    *,
+    roles: Sequence[str],
+    devices: int,
+    node: int,
+    path: str = POOLS,
+    replica: int = 1,
 ) -> Placement:
     """Assign whole devices to each wish. Raises ConfigError, with the nearest possible sizes, if one fails.
 
     `roles` holds the stages of `PLACED` that the run has; stages that no wish names share the training
-    devices. `devices` counts all devices, and `node` the devices of one node.
+    devices. `devices` counts all devices, `node` the devices of one node, and `replica` the devices of one
+    replica.
     """
     wished = {role for wish in wishes for role in wish.roles}
     rest = tuple(role for role in roles if role not in wished)
@@ -274,7 +290,7 @@ def place(
         Pool(wish.name, here, _on_nodes(wish.name, count, node, path))
         for (wish, here), count in zip(kept, counts, strict=True)
     )
-    _check_packing(pools, -(-devices // node), node, path)
+    _check_packing(pools, -(-devices // node), node, max(1, replica), path)
     return Placement(pools)
 
 
@@ -296,8 +312,11 @@ def _without(unused: Wish, wishes: Sequence[Wish], path: str) -> str:
     return f"use {POOLS}={{{pools}}} instead{asked}"
 
 
-def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> None:
-    """Pack first fit, largest first. Raises ConfigError if no node has enough devices left for a pool."""
+def _check_packing(pools: Sequence[Pool], nodes: int, node: int, replica: int, path: str) -> None:
+    """Pack first fit, largest first, replicas last.
+
+    Raises ConfigError if no node has enough devices left for a pool or a replica.
+    """
     left = [node] * nodes
     parts = [(part, pool.name) for pool in pools if "generate" not in pool.roles for part in pool.per_node]
     begin = 0
@@ -306,11 +325,20 @@ def _check_packing(pools: Sequence[Pool], nodes: int, node: int, path: str) -> N
             begin += 1
         free = next((i for i in range(begin, nodes) if left[i] >= part), None)
         if free is None:
-            raise ConfigError(
-                f"{path}: pool {name} needs {part} devices of one node, but the others leave at most "
-                f"{max(left)} on any of {nodes} nodes of {node}; make a pool smaller"
-            )
+            raise _does_not_fit(f"pool {name}", part, left, node, path)
         left[free] -= part
+
+    for pool in pools:
+        if "generate" in pool.roles and sum(free // replica for free in left) < pool.devices // replica:
+            room = [free % replica for free in left]
+            raise _does_not_fit(f"a replica of pool {pool.name}", replica, room, node, path)
+
+
+def _does_not_fit(what: str, part: int, left: Sequence[int], node: int, path: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: {what} needs {part} devices of one node, but the others leave at most {max(left)} on any "
+        f"of {len(left)} nodes of {node}; make a pool smaller"
+    )
 
 
 def _whole_devices(wishes: Sequence[Wish], devices: int, path: str) -> list[int]:
@@ -349,16 +377,3 @@ def _on_nodes(name: str, devices: int, node: int, path: str) -> tuple[int, ...]:
             f"take whole nodes, got {devices}; nearest are {below} and {above}"
         )
     return (node,) * (devices // node)
-
-
-def check_divides(pool: Pool, samples: int, what: str) -> None:
-    """Raises ConfigError, with the nearest possible sizes, if a pool cannot divide `samples` evenly."""
-    if samples % pool.devices:
-        fits = [n for n in range(1, samples + 1) if samples % n == 0]
-        below = max(n for n in fits if n <= pool.devices) if pool.devices > 1 else 1
-        above = min((n for n in fits if n > pool.devices), default=None)
-        nearest = f"{below}" if above is None else f"{below} and {above}"
-        raise ConfigError(
-            f"{what}, {samples} samples, must be divisible by the {pool.devices} devices of pool "
-            f"{pool.name}; nearest sizes are {nearest}"
-        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the user's classes, written `module:Class`, in their source without importing it."""
+"""Find the user's classes, written `module:Class`: in their source, and strategies also by an import."""
 
 from __future__ import annotations
 
@@ -8,8 +8,30 @@ import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..core.schedule import Schedule
 from ..errors import ConfigError
+from ..strategies import STRATEGIES, schedule_class
 from .paths import hint
+
+
+def schedule_at(strategy: str, path: str) -> type[Schedule]:
+    """Return the schedule of a strategy of the table or of `module:Class`, which is imported.
+
+    `path` is the config key or the option, for errors. Raises ConfigError if there is no such class, if its
+    module cannot be imported, or if it is no strategy.
+    """
+    if strategy in STRATEGIES:
+        return STRATEGIES[strategy]
+    find_class(strategy, path)
+    try:
+        return schedule_class(strategy)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except Exception as error:  # noqa: BLE001 - importing the user's module may raise anything
+        raise ConfigError(
+            f"{path} names {strategy!r}, whose module cannot be imported ({type(error).__name__}: {error}); "
+            "correct it"
+        ) from None
 
 
 def find_class(target: str, path: str) -> ast.ClassDef | None:

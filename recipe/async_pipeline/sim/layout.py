@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..config.placement import Placement, Pool, check_divides, place, wishes_of
+from ..config.divisibility import check_divides, check_replicas
+from ..config.placement import Placement, Pool, place, wishes_of
 from ..config.schema import DEFAULT_AHEAD, AsyncPipelineConfig, canonical_strategy
+from ..config.user_classes import schedule_at
 from ..errors import ConfigError
-from ..strategies import schedule_class
 from .profile import Profile
 from .trainer import Setting
 
@@ -47,6 +48,7 @@ def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pool
         devices=devices,
         node=profile.devices_per_node,
         path=path,
+        replica=profile.devices_per_replica,
     )
 
     generate = placement.pool_of("generate")
@@ -57,6 +59,7 @@ def placement_of(profile: Profile, pools: Any, devices: int, path: str = "--pool
             f"{path}: generate must have whole replicas of {profile.devices_per_replica} devices, got "
             f"{generate.devices}; the nearest sizes are {below} and {below + profile.devices_per_replica}"
         )
+    check_replicas(generate, profile.devices_per_replica, "devices_per_replica of the profile")
     return placement
 
 
@@ -97,7 +100,7 @@ def knobs_of(
 ) -> AsyncPipelineConfig:
     """Return the settings of a strategy. Raises ConfigError if it is unknown or contradicts an option."""
     name = canonical_strategy(strategy, "--strategy")
-    implied = schedule_class(name).implied_lag
+    implied = schedule_at(name, "--strategy").implied_lag
     if max_lag is None:
         max_lag = DEFAULT_AHEAD if implied is None else implied
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import io
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,16 +22,18 @@ from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_rejection_mask,
 )
 from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import validate_config
 
 from ..checkpoint.resume import check_keys
 from ..config.aliases import BYPASS
+from ..config.batch_sizes import check_batch_sizes
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import OWN, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
 from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
-from ..config.user_classes import find_class
+from ..config.user_classes import find_class, schedule_at
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
 from ..patching.patched_tree import require_patched
@@ -222,11 +227,12 @@ def _require_resolvable(config: DictConfig) -> None:
 
 
 def _require_importable(knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if a custom strategy or stage names a class that cannot be found."""
-    roles = [(f"{OWN}.custom_stages", spec.partition("@")[0]) for spec in knobs.custom_stages]
-    for path, target in [(f"{OWN}.strategy", knobs.strategy), *roles]:
+    """Raises ConfigError if the strategy is none, or a custom stage names a class that cannot be found."""
+    schedule_at(knobs.strategy, f"{OWN}.strategy")
+    for spec in knobs.custom_stages:
+        target = spec.partition("@")[0]
         if ":" in target:
-            find_class(target, path)
+            find_class(target, f"{OWN}.custom_stages")
 
 
 def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
@@ -271,6 +277,30 @@ def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> 
         raise ConfigError(f"{OWN}.custom_stages: {error}") from None
 
 
+def _require_verls_consent(review: Review) -> None:
+    """Raises ConfigError with verl's reason if verl would refuse the config after these checks.
+
+    Without the critic, for which verl loads a model's config.
+    """
+    config = copy.deepcopy(review.config)
+    set_pool_sizes(config, review.placement)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            validate_config(config, need_reference_policy(config), use_critic=False)
+    except (AssertionError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"verl refuses this config: {reason}; correct it") from None
+
+
+def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
+    """Set verl's numbers of training and rollout devices from the pools."""
+    for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
+        pool = placement.pool_of(role)
+        assert pool is not None
+        _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
+
+
 CHECKS: tuple[Callable[[Review], None], ...] = (
     _require_plugin,
     _require_patches,
@@ -287,5 +317,7 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     _place,
     _choose_old_logp,
     lambda review: check_devices(review.config, review.placement, review.knobs),
+    lambda review: check_batch_sizes(review.resolved, review.placement),
+    _require_verls_consent,
 )
 """All checks, in the order in which they run; a wrong config gets the message of the first that fails."""

@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
+from ..config.divisibility import check_replicas
 from ..config.paths import OWN
-from ..config.placement import Placement, check_divides
+from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
 
@@ -65,36 +66,16 @@ def check_verl_config(config: DictConfig) -> None:
 
 
 def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
-    """Raises ConfigError if a model or batch cannot be divided over its pool, or Ray has too few devices."""
-    generate, train = placement.pool_of("generate"), placement.pool_of("train")
+    """Raises ConfigError if a model cannot be divided over its pool, or Ray has too few devices."""
+    generate = placement.pool_of("generate")
     assert generate is not None
-    assert train is not None
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if tp < 1 or generate.devices % tp:
-        below = generate.devices // max(tp, 1) * tp
-        nearest = [n for n in (below, below + tp) if n > 0] or [1]
-        raise ConfigError(
-            f"{ROLLOUT}.tensor_model_parallel_size must divide the {generate.devices} rollout devices, got "
-            f"{tp}; set it to 1 or give the rollout {' or '.join(map(str, nearest))} devices"
-        )
-
-    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
-    critic = placement.pool_of("critic")
-    for path, size in (
-        ("actor_rollout_ref.actor.ppo_mini_batch_size", mini),
-        *((("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),) if critic else ()),
-    ):
-        if size > batch:
-            raise ConfigError(
-                f"{path} must be at most data.train_batch_size={batch}, got {size}; set it to {batch}, or "
-                "use larger batches"
-            )
-    check_divides(
-        train,
-        mini * config.actor_rollout_ref.rollout.n,
-        "a mini-batch (actor.ppo_mini_batch_size x rollout.n)",
+    check_replicas(
+        generate,
+        config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        f"{ROLLOUT}.tensor_model_parallel_size",
     )
 
+    critic = placement.pool_of("critic")
     if critic is not None:
         strategy = config.critic.strategy
         if strategy not in ("fsdp", "fsdp2"):
@@ -102,11 +83,6 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
                 f"critic.strategy must be fsdp or fsdp2, got {strategy}; other training engines are not "
                 "supported yet"
             )
-        check_divides(
-            critic,
-            config.critic.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
-            "a mini-batch (critic.ppo_mini_batch_size x rollout.n)",
-        )
     elif config.trainer.critic_warmup:
         raise ConfigError(
             f"trainer.critic_warmup must be 0 without a critic, got {config.trainer.critic_warmup}; set "
@@ -122,14 +98,6 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
             f"{there}; raise it, or use fewer devices"
         )
 
-    for role in ("logp", "ref_logp"):
-        pool = placement.own_pool_of(role)
-        if pool is not None:
-            check_divides(
-                pool,
-                batch * config.actor_rollout_ref.rollout.n,
-                f"a batch of {role} (data.train_batch_size x rollout.n)",
-            )
     _check_loads(config, placement, knobs)
 
 

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that verl's workers could not divide are refused before the start, with a size that works."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.config.batch_sizes import check_batch_sizes
+from recipe.async_pipeline.config.paths import nested
+from recipe.async_pipeline.config.placement import Placement, Pool
+from recipe.async_pipeline.errors import ConfigError
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+MICRO = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+LOGP, REF_LOGP = (f"{prefix}.log_prob_micro_batch_size_per_gpu" for prefix in (ROLLOUT, REF))
+DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", f"{ROLLOUT}.log_prob_use_dynamic_bsz")
+
+DEFAULTS: dict[str, Any] = {
+    "data.train_batch_size": 16,
+    "trainer.critic_warmup": 0,
+    "actor_rollout_ref.model.use_remove_padding": True,
+    f"{ROLLOUT}.n": 8,
+    f"{ROLLOUT}.prompt_length": 8,
+    f"{ROLLOUT}.response_length": 4,
+    f"{ROLLOUT}.max_model_len": None,
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": False,
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 12,
+    LOGP: 4,
+    f"{ACTOR}.use_dynamic_bsz": False,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 12,
+    f"{ACTOR}.ppo_mini_batch_size": 16,
+    f"{ACTOR}.ulysses_sequence_parallel_size": 1,
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 1,
+    f"{ACTOR}.fsdp_config.fsdp_size": -1,
+    MICRO: 4,
+    f"{REF}.ulysses_sequence_parallel_size": 1,
+    f"{REF}.fsdp_config.fsdp_size": -1,
+    f"{REF}.log_prob_use_dynamic_bsz": False,
+    REF_LOGP: 4,
+    "critic.use_dynamic_bsz": False,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    "critic.ppo_mini_batch_size": 16,
+    "critic.fsdp.fsdp_size": -1,
+}
+SHARED = ("train", "logp", "ref_logp")
+WITH_CRITIC = (*SHARED, "critic")
+
+
+def check(
+    changes: dict[str, Any] | None = None, *, devices: int = 1, roles: tuple[str, ...] = SHARED, **pools: int
+) -> None:
+    """Check the defaults with changes. `pools` maps stages with separate pools to the devices of the pool."""
+    shared = Pool("train", tuple(role for role in roles if role not in pools), (devices,))
+    own = (Pool(role, (role,), (size,)) for role, size in pools.items())
+    placement = Placement((shared, *own, Pool("generate", ("generate",), (1,))))
+    check_batch_sizes(nested({**DEFAULTS, **(changes or {})}), placement)
+
+
+def batch(prompts: int, responses: int, mini: int | None = None, micro: int = 1) -> dict[str, Any]:
+    return {
+        "data.train_batch_size": prompts,
+        f"{ROLLOUT}.n": responses,
+        f"{ACTOR}.ppo_mini_batch_size": mini or prompts,
+        "critic.ppo_mini_batch_size": mini or prompts,
+        MICRO: micro,
+        LOGP: micro,
+        REF_LOGP: micro,
+    }
+
+
+def test_the_defaults_fit() -> None:
+    check()
+    check(roles=WITH_CRITIC)
+    check(devices=4, roles=WITH_CRITIC, logp=2, ref_logp=1, critic=8)
+
+
+SIX_BY_FIVE = {**batch(6, 5, micro=64)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "why"),
+    [
+        (
+            SIX_BY_FIVE,
+            {},
+            rf"{MICRO} must divide the 30 samples that each rank trains .* / 1 ranks\), got 64; "
+            "set it to 30$",
+        ),
+        (
+            {**SIX_BY_FIVE, MICRO: 30},
+            {},
+            rf"{LOGP} must divide the 30 samples of a batch on each rank of logp .*, got 64; set it to 30$",
+        ),
+        (
+            {**SIX_BY_FIVE, MICRO: 30, LOGP: 15},
+            {},
+            rf"{REF_LOGP} must divide the 30 samples .* of ref_logp .*, got 64; set it to 30$",
+        ),
+        (batch(6, 5, micro=4), {"devices": 2}, rf"{MICRO} must divide the 15 .* / 2 ranks.*; set it to 3$"),
+        (
+            batch(6, 5),
+            {"devices": 4},
+            r"a mini-batch \(actor.*, 30 samples, .* 4 devices .*; nearest .* 3 and 5",
+        ),
+        # Seven prompts are padded to eight.
+        (
+            {**batch(7, 1, mini=4, micro=4), LOGP: 7},
+            {},
+            rf"{LOGP} must divide the 8 samples .*; set it to 4$",
+        ),
+        (
+            batch(8, 4, mini=4, micro=16),
+            {"logp": 4},
+            rf"{LOGP} must divide the 8 samples .* on each rank of logp",
+        ),
+        (batch(5, 3), {"ref_logp": 2}, r"a batch of ref_logp \(data.*\), 15 samples, .* by the 2 devices"),
+        (
+            batch(7, 1, mini=7),
+            {"roles": SHARED, "logp": 2},
+            r"a batch of logp .*, 7 samples, must be divisible",
+        ),
+        (
+            {MICRO: None},
+            {},
+            rf"{MICRO} must be >= 1, got None; .* a divisor of 128, .*use_dynamic_bsz=True",
+        ),
+        ({LOGP: None}, {}, rf"{LOGP} must be >= 1, got None; set it to a divisor of 128"),
+        ({LOGP: None}, {"roles": ("train", "ref_logp")}, rf"{LOGP} must be >= 1, got None; set it, or"),
+        ({REF_LOGP: "x"}, {}, rf"{REF_LOGP} must be >= 1, got 'x'; set it to a divisor of 128"),
+        (
+            {"critic.ppo_micro_batch_size_per_gpu": None},
+            {"roles": WITH_CRITIC},
+            r"critic\.ppo_micro_batch_size_per_gpu must .* got None; set it, or critic\.use_dynamic_bsz=True",
+        ),
+        (
+            {"critic.ppo_mini_batch_size": 3, f"{ROLLOUT}.n": 1},
+            {"roles": WITH_CRITIC, "critic": 2},
+            r"a mini-batch \(critic\..* x rollout\.n\), 3 samples, must be divisible by the 2",
+        ),
+        (
+            {"critic.ppo_infer_max_token_len_per_gpu": 11},
+            {"roles": WITH_CRITIC},
+            r"critic\.ppo_infer_max_token_len_per_gpu must be .* longest sequence, 12 tokens .*got 11",
+        ),
+        # The steps of the warm-up are padded to the critic's mini-batches alone.
+        (
+            {
+                **batch(6, 1, mini=4, micro=4),
+                "critic.ppo_mini_batch_size": 6,
+                "trainer.critic_warmup": 2,
+            },
+            {"roles": WITH_CRITIC},
+            rf"{LOGP} must divide the 6 samples .*, got 4; set it to 3$",
+        ),
+        (
+            {f"{ACTOR}.use_dynamic_bsz": True},
+            {},
+            r"log_prob_use_dynamic_bsz must equal .*, got False; leave",
+        ),
+        (
+            {**dict.fromkeys(DYNAMIC, True), f"{ACTOR}.ppo_max_token_len_per_gpu": 11},
+            {},
+            r"ppo_max_token_len_per_gpu must be .* longest sequence, 12 tokens .*, got 11; set it to 12",
+        ),
+        (
+            {**dict.fromkeys(DYNAMIC, True), f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 11},
+            {},
+            r"rollout\.log_prob_max_token_len_per_gpu must be at least the longest sequence",
+        ),
+        (
+            {f"{REF}.log_prob_use_dynamic_bsz": True, f"{REF}.log_prob_max_token_len_per_gpu": None},
+            {},
+            r"ref\.log_prob_max_token_len_per_gpu must be >= 1, got None",
+        ),
+        (
+            {"data.train_batch_size": 17},
+            {"devices": 16},
+            "data.train_batch_size x .* must be divisible by the 16 training devices, got 17 x 8 = 136; set "
+            "data.train_batch_size to 18, or .*use_dynamic_bsz=True",
+        ),
+        (
+            {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 3},
+            {"devices": 4},
+            r"fsdp_config\.ulysses_sequence_parallel_size must divide the 4 devices .*, got 3; .* to 2$",
+        ),
+        (
+            {
+                f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+                "actor_rollout_ref.model.use_remove_padding": False,
+            },
+            {"devices": 4},
+            r"use_remove_padding must be True with .*actor\.ulysses_.*=2, got False; set it",
+        ),
+        (
+            {f"{ACTOR}.fsdp_config.fsdp_size": 3},
+            {"devices": 4},
+            r"fsdp_size must divide the 4 devices of pool train, got 3; set it to -1 \(all of them\) or 2$",
+        ),
+        ({f"{REF}.fsdp_config.fsdp_size": 0}, {}, r"ref\.fsdp_config\.fsdp_size must divide the 1 devices"),
+        ({f"{REF}.fsdp_config.fsdp_size": 1.5}, {}, r"fsdp_size must be a whole number, got 1\.5"),
+    ],
+)
+def test_what_verl_could_not_divide_is_refused(
+    changes: dict[str, Any], options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        check(changes, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_are_counted_instead_of_devices() -> None:
+    """Four devices with sequences over two are two ranks, for which three samples each are enough."""
+    ulysses = {
+        f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+        f"{REF}.ulysses_sequence_parallel_size": 2,
+        **dict.fromkeys(DYNAMIC, True),
+    }
+    check(batch(6, 1, micro=3) | ulysses, devices=4)
+    with pytest.raises(ConfigError, match=r"a mini-batch .*, 5 samples, .* by the 2 data-parallel ranks"):
+        check(batch(5, 1) | ulysses, devices=4)
+    # verl's own check counts devices unless micro-batches are packed by tokens.
+    fixed = ulysses | dict.fromkeys(DYNAMIC, False)
+    with pytest.raises(ConfigError, match="by the 4 training devices, got 6 x 1 = 6; set .* to 8, or"):
+        check(batch(6, 1, micro=3) | fixed, devices=4)
+
+
+def test_sequences_over_several_devices_share_the_tokens() -> None:
+    ulysses = {f"{section}.ulysses_sequence_parallel_size": 2 for section in (ACTOR, REF)}
+    tokens = dict.fromkeys(
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"), 6
+    )
+    check(ulysses | tokens | dict.fromkeys(DYNAMIC, True), devices=2)
+
+
+def test_a_shorter_context_limits_the_longest_sequence() -> None:
+    tokens = dict.fromkeys(
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"), 6
+    )
+    check({f"{ROLLOUT}.max_model_len": 6} | tokens | dict.fromkeys(DYNAMIC, True))
+
+
+def test_hybrid_sharding_leaves_the_ranks() -> None:
+    check({f"{ACTOR}.fsdp_config.fsdp_size": 2}, devices=4)
+    check({f"{ACTOR}.fsdp_config.fsdp_size": 64}, devices=4)
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 12), st.integers(1, 80), st.integers(1, 4))
+def test_the_remedy_for_a_micro_batch_is_accepted(
+    prompts: int, responses: int, mini: int, micro: int, devices: int
+) -> None:
+    changes = batch(prompts, responses, min(mini, prompts), micro)
+    for _ in range(3):
+        try:
+            check(changes, devices=devices)
+        except ConfigError as error:
+            path, _, text = str(error).partition(" ")
+            if "per_gpu" not in path:
+                return
+            assert changes[path] == micro
+            changes[path] = int(text.rpartition(" ")[2])
+    check(changes, devices=devices)
