@@ -22,6 +22,7 @@ def test_it_is_read_as_it_was_written(resume_from: Path | None, manager: dict[st
         run="17-ab",
         identity={"verl": "0.9"},
         run_dir=Path("/outputs/run"),
+        run_dir_mark=None,
         resume_from=resume_from,
         started_unix=12.5,
         placement=Placement((Pool("train", ("train", "logp"), (2,)), Pool("g", ("generate",), (1, 1)))),

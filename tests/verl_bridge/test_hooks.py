@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import recipe.async_pipeline.verl_bridge as bridge
 from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks, trainer
 from tests import REPOSITORY
@@ -113,6 +114,18 @@ def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> No
         ("interrupts.wait_for", "running"),
         ("registration.begin", ours),
     ]
+
+
+def test_the_cause_is_one_line_if_the_trainer_cannot_begin(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begin(config: DictConfig) -> None:
+        raise ConfigError("run_dir must be shared")
+
+    monkeypatch.setattr(sys.modules[f"{trainer.__name__}.registration"], "begin", begin)
+    with pytest.raises(ConfigError):
+        hooks.begin(config(trainer__v1__trainer_mode="one_step_off"))
+    assert capsys.readouterr().out == f"{MARK} cause: run_dir must be shared\n"
 
 
 def test_a_trainer_of_verls_is_left_alone(calls: list[tuple[Any, ...]]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +167,43 @@ def test_a_real_directory_named_latest_is_kept(launch: ModuleType, smoke: Smoke)
     launch.prepare(smoke())
     assert latest.is_dir() and not latest.is_symlink()
     assert {p.name for p in latest.parent.iterdir()} == {"latest", "run"}
+
+
+# The Ray cluster.
+
+
+def test_a_run_starts_its_own_cluster(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = smoke()
+    launch.prepare(config)
+    init = config.ray_kwargs.ray_init
+    assert (init.address, init.num_cpus, init.num_gpus) == ("local", 64, 2)
+    assert f"{MARK} Ray: starts a new cluster on this machine" in capsys.readouterr().out
+    assert config.trainer.v1.async_pipeline_runtime.run_dir_mark is None
+
+
+def test_a_run_joins_a_cluster_with_its_own_sizes(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The devices of the config describe a new cluster, so they are neither checked nor handed to Ray."""
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        config = smoke({f"{ROLLOUT}.n_gpus_per_node": 4})
+        launch.prepare(config)
+    init = config.ray_kwargs.ray_init
+    assert (init.address, init.num_cpus, init.num_gpus) == (address, None, None)
+    assert "Ray: joins the running cluster at " in capsys.readouterr().out
+    runtime = config.trainer.v1.async_pipeline_runtime
+    assert (Path(runtime.run_dir) / runtime.run_dir_mark).exists()
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "does not answer" in refused(launch, smoke(), capsys)
 
 
 # Layouts and installation.

@@ -26,6 +26,8 @@ class RuntimeConfig:
     """Settings that must not change when the run is resumed; see `checkpoint.resume.identity_of`."""
     run_dir: Path
     """Absolute path."""
+    run_dir_mark: str | None
+    """File that the driver left there, or None if the trainer runs on the driver's node."""
     resume_from: Path | None
     """Folder of the checkpoint, or None if the run starts at the beginning."""
     started_unix: float
@@ -45,6 +47,7 @@ class RuntimeConfig:
             run=str(plain["run"]),
             identity={str(name): str(value) for name, value in plain["identity"].items()},
             run_dir=Path(plain["run_dir"]),
+            run_dir_mark=plain["run_dir_mark"],
             resume_from=None if plain["resume_from"] is None else Path(plain["resume_from"]),
             started_unix=float(plain["started_unix"]),
             placement=Placement.from_list(plain["placement"]),
@@ -58,6 +61,7 @@ class RuntimeConfig:
             "run": self.run,
             "identity": dict(self.identity),
             "run_dir": str(self.run_dir),
+            "run_dir_mark": self.run_dir_mark,
             "resume_from": None if self.resume_from is None else str(self.resume_from),
             "started_unix": self.started_unix,
             "placement": self.placement.as_list(),

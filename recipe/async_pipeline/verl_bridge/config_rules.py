@@ -17,6 +17,7 @@ from ..config.paths import OWN
 from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
+from .ray_cluster import address_to_join
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -89,7 +90,9 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
             "algorithm.adv_estimator=gae to use one"
         )
 
-    there = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+    # The number describes a new cluster; one that runs already has its own.
+    joins = address_to_join(config) is not None
+    there = None if joins else OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
     needed = placement.devices + reward_model_devices(config)
     if there is not None and needed > there:
         raise ConfigError(

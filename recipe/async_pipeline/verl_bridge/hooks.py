@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config.schema import is_strategy
 from ..config.translation import is_enabled, require_no_stray_keys
 from ..console import EXIT_USERS, echo
-from ..errors import AsyncPipelineError
+from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
 
 
@@ -67,13 +67,18 @@ def wait_for(running: Any, config: DictConfig) -> None:
 def begin(config: DictConfig) -> None:
     """Register this package's trainers with verl and start the rollout servers early.
 
-    Returns immediately if the run uses one of verl's trainers.
+    Returns immediately if the run uses one of verl's trainers. Raises ConfigError, after one line about the
+    cause, if this process cannot run the trainer.
     """
     if not _has_our_trainer(config):
         return
     from .trainer import registration
 
-    registration.begin(config)
+    try:
+        registration.begin(config)
+    except ConfigError as error:
+        echo(f"{MARK} cause: {error}")
+        raise
 
 
 def _has_our_trainer(config: DictConfig) -> bool:

@@ -27,8 +27,9 @@ from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
-from .config_checks import STOCK_LOSS_CONFIG, Checked, _update, checked
-from .config_rules import MANAGER, ROLLOUT
+from .config_checks import STOCK_LOSS_CONFIG, Checked, _update, checked, set_pool_sizes
+from .config_rules import MANAGER
+from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
@@ -65,8 +66,12 @@ def _prepare(config: DictConfig) -> None:
     found = checked(config)
     if found is None:
         return
+    cluster, line = choose_cluster(config, found.placement)
     set_verls_keys(config, found)
-    _rewrite(config, found)
+    _rewrite(config, found, joins=cluster[ADDRESS] != LOCAL)
+    with open_dict(config):
+        _update(config, cluster)
+    _say(line)
     for note in found.translation.notes:
         _say(note)
     knobs = found.translation.config
@@ -78,14 +83,14 @@ def _prepare(config: DictConfig) -> None:
 def set_verls_keys(config: DictConfig, found: Checked) -> None:
     """Set verl's own keys to the values that follow from the knobs and from keys of other systems."""
     _update(config, found.translation.verl)
-    for role, path in (("train", "trainer"), ("generate", ROLLOUT)):
-        pool = found.placement.pool_of(role)
-        assert pool is not None
-        _update(config, {f"{path}.nnodes": len(pool.per_node), f"{path}.n_gpus_per_node": pool.per_node[0]})
+    set_pool_sizes(config, found.placement)
 
 
-def _rewrite(config: DictConfig, found: Checked) -> None:
-    """Rewrite the config to start our trainer, with the knobs and the state of the run."""
+def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:
+    """Rewrite the config to start our trainer, with the knobs and the state of the run.
+
+    `joins` means that the run joins a Ray cluster, which may start the trainer's process on another node.
+    """
     knobs = found.translation.config
     run_dir = _make_run_dir(config, knobs)
     origin = origin_of(
@@ -104,6 +109,7 @@ def _rewrite(config: DictConfig, found: Checked) -> None:
         run=origin.run,
         identity=origin.identity,
         run_dir=run_dir,
+        run_dir_mark=mark_run_dir(run_dir) if joins else None,
         resume_from=None if origin.found is None else origin.found.folder,
         started_unix=float(os.environ.get("ASYNC_PIPELINE_STARTED_UNIX") or time.time()),
         placement=found.placement,

@@ -45,6 +45,7 @@ def manager(load: Load) -> Iterator[Make]:
             run="r",
             identity={},
             run_dir=Path("run"),
+            run_dir_mark=None,
             resume_from=None,
             started_unix=0.0,
             placement=Placement(()),

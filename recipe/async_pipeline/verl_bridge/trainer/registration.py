@@ -11,7 +11,9 @@ from ...core.schedule import Schedule
 from ...errors import ConfigError
 from ...redaction import hide_in_output
 from ...strategies import STRATEGIES, load_class
+from ..ray_cluster import require_run_dir
 from ..rollout.server_manager import PipelineServerManager
+from ..run_config import runtime_of
 from .async_trainer import AsyncPipelineTrainer
 
 for _name in STRATEGIES:
@@ -24,10 +26,14 @@ def begin(config: DictConfig) -> None:
     Registers a strategy named `module:Class` and starts the rollout servers while verl starts the training
     workers. Hides secrets in the output of this process: verl prints its whole config, and Ray stores it in
     files that other users may read. Returns immediately for one of verl's trainers.
+
+    Raises ConfigError if this process does not see the run directory of the driver.
     """
     mode = str(config.trainer.v1.trainer_mode)
     if is_strategy(mode):
         hide_in_output()
+        runtime = runtime_of(config)
+        require_run_dir(runtime.run_dir, runtime.run_dir_mark)
         ensure_registered(mode)
         PipelineServerManager.start_early(config)
 
