@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.bench.arms import ARMS
 from recipe.async_pipeline.bench.measure import Measured
 from recipe.async_pipeline.bench.runner import Job, JobFailed
 from recipe.async_pipeline.cli import bench as command
@@ -103,3 +104,15 @@ def test_a_user_error_is_one_line_and_status_2(
     assert bench(*arguments) == 2
     assert message in capsys.readouterr().err
     assert ran == []
+
+
+def test_the_help_breaks_no_name_of_an_arm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main.main(["bench", "--help"])
+    text = capsys.readouterr().out
+    words = text.replace(",", " ").replace(")", " ").split()
+    assert {*ARMS} <= {*words}
+    assert not [word for word in words if word.startswith("verl_") and word not in ARMS]
