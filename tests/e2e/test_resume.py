@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,9 @@ def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
     }
 
 
-def losses(job: Job) -> list[dict[str, float]]:
+def losses(job: Job, compared: Sequence[str] = COMPARED) -> list[dict[str, float]]:
     rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
-    return [{name: row[name] for name in COMPARED} for row in rows]
+    return [{name: row[name] for name in compared} for row in rows]
 
 
 def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: Path, tmp_path: Path) -> None:
@@ -124,40 +125,76 @@ def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: 
     assert_same_weights(weights(killed), weights(alone))
 
 
-def test_killed_at_twenty_moments(tied_task: Path, tmp_path: Path) -> None:
-    """Half an hour on two cores."""
+def assert_twenty_kills_change_nothing(
+    task: Path, folder: Path, *overrides: str, compared: Sequence[str] = COMPARED
+) -> Job:
+    """Compare a run that is killed twenty times with one that is left alone, and return the latter."""
     kills = 20
     steps = kills + 4
-    alone, killed = tmp_path / "alone", tmp_path / "killed"
-    for folder in (alone, killed):
-        folder.mkdir()
-    # What an engine computes depends in its last bits on what else is in the batch; over so many steps one of
-    # them would turn a
-    # token into another one sooner or later.
-    alone_in_batch = "actor_rollout_ref.rollout.max_num_seqs=1"
+    alone, killed = folder / "alone", folder / "killed"
+    for one in (alone, killed):
+        one.mkdir()
+    # What an engine computes depends in its last bits on what else is in the batch. Over so many steps, one
+    # of them would change a token sooner or later.
+    overrides = ("actor_rollout_ref.rollout.max_num_seqs=1", *overrides)
     undisturbed = run_job(
-        command(alone, "on_policy", f"trainer.save_freq={steps}", alone_in_batch, steps=steps),
+        command(alone, "on_policy", f"trainer.save_freq={steps}", *overrides, steps=steps),
         alone / "run",
-        tied_task,
+        task,
     )
     ended_well(undisturbed, steps)
+
     again = command(
         killed,
         "on_policy",
         "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=2",
-        alone_in_batch,
+        *overrides,
         steps=steps,
     )
     for seed in range(kills):
-        job = run_job(again, killed / "run", tied_task, events=[killed_at(None, seed, killed / "run", steps)])
+        job = run_job(again, killed / "run", task, events=[killed_at(None, seed, killed / "run", steps)])
         assert job.status != 0
-    last = run_job(again, killed / "run", tied_task)
+    last = run_job(again, killed / "run", task)
     ended_well(last, steps)
-    assert losses(last) == [
-        pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)
+    assert losses(last, compared) == [
+        pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed, compared)
     ]
     assert_same_weights(weights(killed, steps), weights(alone, steps))
+    return undisturbed
+
+
+def test_killed_at_twenty_moments(tied_task: Path, tmp_path: Path) -> None:
+    """Takes half an hour on two cores."""
+    assert_twenty_kills_change_nothing(tied_task, tmp_path)
+
+
+KL_COEFFICIENT, REJECTED = "actor/reward_kl_penalty_coeff", "rollout_corr/rollout_rs_masked_fraction"
+
+
+def test_killed_at_twenty_moments_with_rejected_tokens_and_an_adaptive_kl(
+    tied_task: Path, tmp_path: Path
+) -> None:
+    """The reward stage of a later step, which rejects tokens and advances the coefficient, may run before a
+    checkpoint is complete.
+    """
+    undisturbed = assert_twenty_kills_change_nothing(
+        tied_task,
+        tmp_path,
+        # The replica's log-probs then differ from the trainer's by about a percent.
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "algorithm.rollout_correction.rollout_rs=token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold='0.98_1.02'",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.kl_coef=0.05",
+        "algorithm.kl_ctrl.horizon=1000",
+        "algorithm.kl_ctrl.target_kl=0.01",
+        compared=(*COMPARED, KL_COEFFICIENT, REJECTED),
+    )
+    rows = losses(undisturbed, (KL_COEFFICIENT, REJECTED))
+    assert len({row[KL_COEFFICIENT] for row in rows}) > len(rows) / 2, "the coefficient adapts"
+    assert any(0 < row[REJECTED] < 1 for row in rows), "some tokens are rejected"
 
 
 def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_over(
