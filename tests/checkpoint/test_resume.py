@@ -84,10 +84,15 @@ def test_resume_path_uses_that_checkpoint_or_fails(tmp_path: Path) -> None:
     found = origin(requested).found
     assert found is not None and found.folder == older
     (older / "x").write_text("y")
+    assert origin(requested).found is not None, "its contents are checked by the processes that load it"
+    whole: dict[str, Any] = {"faults.verify_checkpoint_at_start": True}
     with pytest.raises(
         CheckpointError,
         match="trainer.resume_from_path is refused: .*global_step_4 is damaged: the contents of x",
     ):
+        origin(requested, **whole)
+    (older / "x").write_text("xx")
+    with pytest.raises(CheckpointError, match="is refused: .*global_step_4 is damaged: x has 2 bytes"):
         origin(requested)
     assert newer.exists(), "it is not used instead"
 

@@ -8,17 +8,20 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.checkpoint.hashed_file import WrittenFiles
 from recipe.async_pipeline.checkpoint.store import (
     MANIFEST,
     TRACKER,
     Found,
     begin,
+    damage,
     newest,
     prune,
     publish,
@@ -81,8 +84,65 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path]
     folder = made(tmp_path, 5)
     damage(folder)
     with pytest.raises(CheckpointError, match=reason) as caught:
-        verify(folder, MINE)
+        verify(folder, MINE, contents=True)
     assert "global_step_5" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_are_read_only_if_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made(tmp_path, 5)
+    opened: list[str] = []
+    real = Path.open
+
+    def recorded(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(path.name)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", recorded)
+    verify(folder, MINE)
+    assert "model.pt" not in opened
+    verify(folder, MINE, contents=True)
+    assert "model.pt" in opened
+
+
+def test_a_process_checks_the_files_that_it_loads(tmp_path: Path) -> None:
+    part = begin(tmp_path, 5)
+    names = ["pipeline.json", "actor/a_rank_0.pt", "actor/a_rank_1.pt", "actor/huggingface/config.json"]
+    for name in [*names, "reference/rank_1_of_2.safetensors"]:
+        (part / name).parent.mkdir(parents=True, exist_ok=True)
+        (part / name).write_text(name)
+    folder = publish(part, step=5, run="r", identity=MINE, saved_unix=5.0)
+
+    def found() -> list[str | None]:
+        return [
+            damage(folder),
+            *(damage(folder, where, r) for where in ("actor", "reference") for r in (0, 1)),
+        ]
+
+    assert found() == [None] * 5
+    for place, name in enumerate([names[0], names[3], names[2], "", "reference/rank_1_of_2.safetensors"]):
+        if name:
+            (folder / name).write_bytes((folder / name).read_bytes().swapcase())
+            wrong = [
+                f"the contents of {name} differ from what was written" if i == place else None
+                for i in range(5)
+            ]
+            assert found() == wrong
+            (folder / name).write_text(name)
+    (folder / MANIFEST).unlink()
+    assert damage(folder) == f"its {MANIFEST} cannot be read"
+
+
+def test_files_that_were_hashed_while_they_were_written_are_not_read(tmp_path: Path) -> None:
+    part, counted = begin(tmp_path, 5), list[int]()
+    files = WrittenFiles(part)
+    with files.create(part / "samples") as file:
+        file.write(b"12345")
+    (part / "model.pt").write_text("weights")
+    folder = publish(
+        part, step=5, run="r", identity=MINE, saved_unix=5.0, known=files.entries, count=counted.append
+    )
+    assert sum(counted) == len("weights")
+    verify(folder, MINE, contents=True)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +202,9 @@ def test_newest_finds_the_newest_usable_checkpoint(tmp_path: Path) -> None:
         made(tmp_path, step)
     (tmp_path / "global_step_15" / "pipeline.json").write_text("[]")
     lines: list[str] = []
-    found = newest(tmp_path, MINE, None, lines.append)
+    unread = newest(tmp_path, MINE, None, lines.append)
+    assert unread is not None and unread.manifest.step == 15 and lines == []
+    found = newest(tmp_path, MINE, None, lines.append, contents=True)
     assert found == Found(tmp_path / "global_step_10", verify(tmp_path / "global_step_10", MINE))
     (line,) = lines
     assert (

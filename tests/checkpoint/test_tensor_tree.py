@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.checkpoint.hashed_file import WrittenFiles, entry_of
 from recipe.async_pipeline.errors import CheckpointError
 from tests.conftest import Load
 
@@ -23,7 +24,9 @@ def tree(load: Load) -> Any:
 
 
 def round_trip(tree: Any, path: Path, value: Any) -> Any:
-    tree.write(path / "x", value)
+    files = WrittenFiles(path)
+    tree.write(files, path / "x", value)
+    assert files.entries == {name: entry_of(path, path / name) for name in files.entries}
     assert {p.name for p in path.iterdir()} == {"x.safetensors", "x.msgpack"}
     return tree.read(path / "x")
 
@@ -63,6 +66,16 @@ def test_tensors_keep_shape_and_type(tree: Any, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found["rows"], value["rows"], strict=True))
 
 
+def test_every_type_of_tensor_round_trips(tree: Any, tmp_path: Path) -> None:
+    import torch
+
+    made = {str(kind): torch.ones(3, dtype=torch.float32).to(kind) for kind in tree._DTYPES}
+    found = round_trip(tree, tmp_path, made)
+    for name, tensor in made.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].view(torch.uint8).tolist() == tensor.view(torch.uint8).tolist()
+
+
 def test_arrays_round_trip(tree: Any, tmp_path: Path) -> None:
     import numpy as np
 
@@ -88,7 +101,7 @@ def test_images_round_trip(tree: Any, tmp_path: Path) -> None:
 
 def test_values_that_could_only_be_pickled_are_refused(tree: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a pathlib.PosixPath cannot be written without pickle"):
-        tree.write(tmp_path / "x", {"a": [tmp_path]})
+        tree.write(WrittenFiles(tmp_path), tmp_path / "x", {"a": [tmp_path]})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,7 +123,11 @@ def test_any_damaged_file_raises_only_checkpoint_error(
 ) -> None:
     import numpy as np
 
-    tree.write(tmp_path / "x", {"a": [np.arange(3), (1, {2: "b"}), np.array(["c"], dtype=object)]})
+    tree.write(
+        WrittenFiles(tmp_path),
+        tmp_path / "x",
+        {"a": [np.arange(3), (1, {2: "b"}), np.array(["c"], dtype=object)]},
+    )
     file = tmp_path / name
     written = file.read_bytes()
     file.write_bytes(data if whole else written[:at] + data + written[at + len(data) :])

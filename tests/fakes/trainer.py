@@ -107,6 +107,8 @@ class SimTrainer:
             "validate": 0.0,
             "pull": 0.0625,
             "save": 0.5,
+            "save_samples": 0.125,
+            "publish_checkpoint": 1.25,
             "restore": 0.0,
             "values": 0.25,
             "critic": 1.0,
@@ -242,7 +244,9 @@ class SimTrainer:
         await self._cost("finish", batch.step)
         self.finished.append(batch)
 
-    async def save(self, state: FlowState) -> bool:
+    async def save(
+        self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
+    ) -> bool:
         made = SimCheckpoint(state, self._drawn, self.criticised)
         assert len(self.trained) + self.schedule.first_step - 1 == state.step
         await self._cost("save", state.step)
@@ -250,6 +254,11 @@ class SimTrainer:
             "the weights changed while they were saved"
         )
         assert self.criticised == made.critic, "so did the critic"
+        models_read()
+        await self._cost("save_samples", state.step)
+        assert len(self.trained) + self.schedule.first_step - 1 == state.step, "a step freed the samples"
+        all_read()
+        await self._cost("publish_checkpoint", state.step)
         self.checkpoints.append(made)
         return True
 

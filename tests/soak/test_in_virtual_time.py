@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -113,9 +114,9 @@ class Hurt(SimTrainer):
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         return "failed" if group.flaw else super().rejects(group)
 
-    async def save(self, state: FlowState) -> bool:
+    async def save(self, state: FlowState, **read: Callable[[], object]) -> bool:
         full = self.dice.random() < 0.3 and state.step < self.schedule.last_step
-        return False if full else await super().save(state)
+        return False if full else await super().save(state, **read)
 
     async def publish(self, version: int, snapshot: object) -> Publication:
         ticket = Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 
 import pytest
 
+from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Group, StepBatch, Trajectory
 from recipe.async_pipeline.core.stage import RoleStateMachine
 from recipe.async_pipeline.core.state_machine import StageState
 from recipe.async_pipeline.errors import ConservationError, StalenessViolation
+from tests.fakes.lives import Life
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole
 
@@ -131,3 +133,64 @@ def test_a_prompt_that_was_never_drawn_is_caught(alone: MakeRole) -> None:
     machine.pipeline.versions.advance_gathered(0)
     with pytest.raises(ConservationError, match="never drawn"):
         run_virtual(train(machine, batch(1, (0, 0))))
+
+
+# Checkpoints.
+
+
+def saving(**costs: float) -> SimTrainer:
+    return SimTrainer(max_lag=3, save_every=1, steps=9, costs={"save": 5.0, **costs})
+
+
+def times(flow: AsyncTrainingFlow, event: str, step: int) -> list[float]:
+    """Return when something happened on the train lane to a step."""
+    return [
+        record.t
+        for record in flow.log.records
+        if (record.role, record.event, record.fields.get("step")) == ("train", event, step)
+    ]
+
+
+def test_devices_are_held_while_models_are_read_only() -> None:
+    trainer = saving(save_samples=20.0, publish_checkpoint=100.0)
+    flow = Life(trainer).flow
+    (trained,) = times(flow, "TRAINED", 1)
+    _, lease = times(flow, "LEASE", 1)
+    _, release = times(flow, "RELEASE", 1)
+    (saved,) = times(flow, "SAVED", 1)
+    assert trained <= lease and release == lease + 5.0, "the samples are read without devices"
+    (following,) = times(flow, "TRAINED", 2)
+    assert release + 20.0 < following < saved, "the next step is trained while it is completed"
+    assert saved == release + 120.0
+
+
+def test_checkpoints_are_completed_one_after_the_other_and_before_the_stage_ends() -> None:
+    trainer = saving(publish_checkpoint=100.0)
+    Life(trainer)
+    calls = [call for call in trainer.calls if call.startswith(("save:", "publish_checkpoint:"))]
+    assert calls == [f"{what}:{step}" for step in range(1, 10) for what in ("save", "publish_checkpoint")]
+    assert [one.flow.step for one in trainer.checkpoints] == list(range(1, 10))
+
+
+def test_a_checkpoint_that_takes_longer_than_any_wait_ends_no_run() -> None:
+    trainer = saving(save=5000.0, save_samples=3000.0, publish_checkpoint=9000.0)
+    trainer.wait_timeout_s = 100.0
+    life = Life(trainer)
+    assert life.flow.result().steps == 9
+    assert [one.flow.step for one in trainer.checkpoints] == list(range(1, 10))
+
+
+@pytest.mark.parametrize("moment", ["save", "save_samples", "publish_checkpoint"])
+def test_a_checkpoint_that_fails_ends_the_run_at_once_with_its_error(moment: str) -> None:
+    trainer = saving(update=500.0)
+    trainer.fail, trainer.wait_timeout_s = {moment: OSError("disk failed")}, None
+    flow = AsyncTrainingFlow(trainer)
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="disk failed"):
+            await flow.run()
+        assert flow.clock.now() < 1500, "the third step had not ended"
+
+    run_virtual(main())
+    assert [role for role, _ in flow.failures] == ["train"]
+    assert [one.flow.step for one in trainer.checkpoints] == [1]

@@ -156,7 +156,14 @@ def origin_of(
     root = Path(str(select(config, "trainer.default_local_dir"))).expanduser().resolve()
     identity = identity_of(config, knobs, placement, verl)
 
-    found = _found(config, root, identity, run_of(run_dir / LEDGER), say)
+    found = _found(
+        config,
+        root,
+        identity,
+        run_of(run_dir / LEDGER),
+        say,
+        contents=knobs.faults.verify_checkpoint_at_start,
+    )
 
     run = f"{time.time():.0f}-{uuid.uuid4().hex[:8]}" if found is None else found.manifest.run
     sweep(root)
@@ -169,16 +176,18 @@ def _found(
     identity: Mapping[str, str],
     run: str | None,
     say: Callable[[str], object],
+    *,
+    contents: bool,
 ) -> Found | None:
     mode = select(config, "trainer.resume_mode")
     if mode == "auto":
-        return newest(root, identity, run, say)
+        return newest(root, identity, run, say, contents=contents)
     if mode == "disable":
         return None
 
     folder = Path(str(select(config, "trainer.resume_from_path"))).expanduser().resolve()
     try:
-        return Found(folder, verify(folder, identity))
+        return Found(folder, verify(folder, identity, contents=contents))
     except CheckpointError as error:
         raise CheckpointError(f"trainer.resume_from_path is refused: {error}") from None
 

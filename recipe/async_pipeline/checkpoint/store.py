@@ -12,7 +12,8 @@
 A checkpoint is written into a `.part` folder that is never read. Once every file, and the manifest last, is
 on disk, a rename publishes it. A crash therefore leaves either the whole checkpoint or a `.part` folder,
 which the next process removes. A published checkpoint can still be damaged or belong to another run, so it
-is verified before use and refused with a reason.
+is verified before use and refused with a reason: the manifest and the size of each file before anything is
+started, the contents of a file by the process that loads it (`damage`).
 
 This module handles files and manifests; `verl_bridge.trainer.checkpoint_contents` defines their contents.
 """
@@ -22,7 +23,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,25 +33,16 @@ import xxhash
 
 from ..config.names import current_path
 from ..errors import CheckpointError, ConfigError
+from .hashed_file import Count, FileEntry, entry_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
 """The name that verl's tools expect."""
 HASH_THREADS = 4
-PIECE_BYTES = 16 << 20
-"""Bytes that are read at a time while a file is hashed."""
 _PUBLISHED = re.compile(r"global_step_(\d+)")
+_RANK = re.compile(r"rank_(\d+)[._]")
 _LEFTOVER = re.compile(r"\.global_step_\d+\.(part|gone)")
-
-
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint."""
-
-    path: str
-    """Relative to the checkpoint, with forward slashes."""
-    nbytes: int
-    xxh3: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,14 +83,32 @@ def begin(root: Path, step: int) -> Path:
     return part
 
 
-def publish(part: Path, *, step: int, run: str, identity: Mapping[str, str], saved_unix: float) -> Path:
+def publish(
+    part: Path,
+    *,
+    step: int,
+    run: str,
+    identity: Mapping[str, str],
+    saved_unix: float,
+    known: Mapping[str, FileEntry] | None = None,
+    count: Count | None = None,
+) -> Path:
     """Publish the files in `part` as a checkpoint; block until they are on disk. Returns its folder.
 
-    Replaces a checkpoint of the same step. Raises OSError if the disk does not accept the data.
+    Replaces a checkpoint of the same step. `known`: entries of files that are on disk and were hashed while
+    they were written, by path; the others are read, and `count` receives the bytes of each piece.
+
+    Raises OSError if the disk does not accept the data.
     """
+    hashed = known or {}
+
+    def entry(path: Path) -> FileEntry:
+        name = path.relative_to(part).as_posix()
+        return hashed[name] if name in hashed else entry_of(part, path, sync=True, count=count)
+
     files = sorted(path for path in part.rglob("*") if path.is_file())
     with ThreadPoolExecutor(HASH_THREADS) as threads:
-        entries = tuple(threads.map(lambda path: _entry(part, path, sync=True), files))
+        entries = tuple(threads.map(entry, files))
     manifest = Manifest(
         format=FORMAT, step=step, run=run, saved_unix=saved_unix, identity=dict(identity), files=entries
     ).sealed()
@@ -163,8 +173,12 @@ def published(root: Path) -> list[Path]:
     return sorted(found, key=_written_unix, reverse=True)
 
 
-def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None) -> Manifest:
-    """Read and check a whole checkpoint; return its manifest.
+def verify(
+    checkpoint: Path, identity: Mapping[str, str], run: str | None = None, *, contents: bool = False
+) -> Manifest:
+    """Check the manifest of a checkpoint and the sizes of its files; return the manifest.
+
+    `contents`: also read all files and compare their hashes.
 
     Raises CheckpointError if it is missing or damaged, its identity differs from `identity`, or it does not
     belong to `run` (None accepts any run).
@@ -190,11 +204,33 @@ def verify(checkpoint: Path, identity: Mapping[str, str], run: str | None = None
     _check_owner(checkpoint, manifest, identity, run)
     if not manifest.files:
         raise CheckpointError(f"{checkpoint} is damaged: its {MANIFEST} lists no file")
-    with ThreadPoolExecutor(HASH_THREADS) as threads:
-        for wrong in threads.map(lambda entry: _difference(checkpoint, entry), manifest.files):
-            if wrong is not None:
-                raise CheckpointError(f"{checkpoint} is damaged: {wrong}")
+    if (wrong := _first_difference(checkpoint, manifest.files, contents=contents)) is not None:
+        raise CheckpointError(f"{checkpoint} is damaged: {wrong}")
     return manifest
+
+
+def damage(checkpoint: Path, folder: str = "", rank: int = 0) -> str | None:
+    """Return how the contents of files differ from what was written, or None if they do not.
+
+    `folder`: the files directly in the checkpoint (empty), or those below one of its folders, for a process
+    with this rank: the files that have the rank in their name and, for rank 0, the files without a rank.
+    """
+    manifest = _manifest_of(checkpoint)
+    if manifest is None:
+        return f"its {MANIFEST} cannot be read"
+    below = [entry for entry in manifest.files if entry.path.rpartition("/")[0].partition("/")[0] == folder]
+    return _first_difference(checkpoint, [entry for entry in below if _rank_of(entry.path) == rank])
+
+
+def _rank_of(path: str) -> int:
+    found = _RANK.search(path.rpartition("/")[2])
+    return int(found[1]) if found else 0
+
+
+def _first_difference(checkpoint: Path, entries: Sequence[FileEntry], *, contents: bool = True) -> str | None:
+    with ThreadPoolExecutor(HASH_THREADS) as threads:
+        wrong = threads.map(lambda entry: _difference(checkpoint, entry, contents=contents), entries)
+        return next((one for one in wrong if one is not None), None)
 
 
 def _check_owner(checkpoint: Path, manifest: Manifest, identity: Mapping[str, str], run: str | None) -> None:
@@ -214,17 +250,23 @@ def _check_owner(checkpoint: Path, manifest: Manifest, identity: Mapping[str, st
 
 
 def newest(
-    root: Path, identity: Mapping[str, str], run: str | None, say: Callable[[str], object]
+    root: Path,
+    identity: Mapping[str, str],
+    run: str | None,
+    say: Callable[[str], object],
+    *,
+    contents: bool = False,
 ) -> Found | None:
     """Return the newest usable checkpoint of `run` (None: of any run), or None if there are no checkpoints.
 
-    `say` receives a line per refused checkpoint. Raises ConfigError if there are checkpoints but none is
-    usable.
+    `contents`: as for `verify`. `say` receives a line per refused checkpoint.
+
+    Raises ConfigError if there are checkpoints but none is usable.
     """
     refused = []
     for folder in published(root):
         try:
-            return Found(folder, verify(folder, identity, run))
+            return Found(folder, verify(folder, identity, run, contents=contents))
         except CheckpointError as error:
             refused.append(str(error))
             say(f"checkpoint refused: {error}")
@@ -252,36 +294,23 @@ def _written_unix(checkpoint: Path) -> float:
     return checkpoint.stat().st_mtime if manifest is None else manifest.saved_unix
 
 
-def _difference(checkpoint: Path, entry: FileEntry) -> str | None:
-    """Return how a file differs from its entry in the manifest, or None if it does not."""
+def _difference(checkpoint: Path, entry: FileEntry, *, contents: bool) -> str | None:
+    """Return how a file differs from its entry in the manifest, or None if it does not.
+
+    Without `contents`, only its size is compared, and the file is not read.
+    """
     path = checkpoint / entry.path
     try:
         if "\0" in entry.path or not path.resolve().is_relative_to(checkpoint.resolve()):
             return f"{entry.path!r} is not a file below it"
         if path.stat().st_size != entry.nbytes:
             return f"{entry.path} has {path.stat().st_size} bytes instead of {entry.nbytes}"
-        found = _entry(checkpoint, path)
+        if not contents:
+            return None
+        found = entry_of(checkpoint, path)
     except OSError as error:
         return f"{entry.path} cannot be read: {error.strerror}"
     return None if found == entry else f"the contents of {entry.path} differ from what was written"
-
-
-def _entry(root: Path, path: Path, *, sync: bool = False) -> FileEntry:
-    """Hash a file below `root`; with `sync`, flush it to disk."""
-    digest, nbytes = xxhash.xxh3_64(), 0
-    with path.open("rb") as file:
-        for piece in _pieces(file.fileno()):
-            digest.update(piece)
-            nbytes += len(piece)
-        if sync:
-            # fsync flushes the file itself, also data written through other handles.
-            os.fsync(file.fileno())
-    return FileEntry(path=path.relative_to(root).as_posix(), nbytes=nbytes, xxh3=digest.hexdigest())
-
-
-def _pieces(descriptor: int) -> Iterator[bytes]:
-    while piece := os.read(descriptor, PIECE_BYTES):
-        yield piece
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import _TYPES, load_file
 
 from ..errors import CheckpointError
+from .hashed_file import HashedFile, WrittenFiles
 
+_DTYPES = {kind: name for name, kind in _TYPES.items()}
 _TUPLE, _TENSOR, _ARRAY, _OBJECTS, _MAPPING, _PICTURE = (
     "~tuple",
     "~tensor",
@@ -30,15 +32,43 @@ _TUPLE, _TENSOR, _ARRAY, _OBJECTS, _MAPPING, _PICTURE = (
 )
 
 
-def write(path: Path, value: Any) -> None:
+def write(files: WrittenFiles, path: Path, value: Any) -> None:
     """Write `value` to the two files of `path`, which has no suffix.
 
     Raises CheckpointError if a value could only be pickled; nothing is written then.
     """
     tensors: dict[str, torch.Tensor] = {}
     plain = _flatten(value, tensors)
-    save_file(tensors, path.with_suffix(".safetensors"))
-    path.with_suffix(".msgpack").write_bytes(msgspec.msgpack.encode(plain))
+    with files.create(path.with_suffix(".safetensors")) as file:
+        _write_tensors(file, tensors)
+    with files.create(path.with_suffix(".msgpack")) as file:
+        file.write(msgspec.msgpack.encode(plain))
+
+
+def _write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the format of safetensors: the length of a header, the header, and the bytes of all tensors.
+
+    The library hashes nothing, and would need a copy of all tensors to return bytes. As it does, larger
+    elements come first, so that each tensor is aligned.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(len(encoded).to_bytes(8, "little"))
+    file.write(encoded)
+    for _, tensor in ordered:
+        if tensor.numel():
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def read(path: Path) -> Any:

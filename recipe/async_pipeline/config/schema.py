@@ -226,7 +226,14 @@ class FaultsConfig:
     wait_timeout_s: Seconds = 1800.0
     """Seconds that a stage may wait for items, room, a lease or a version, or for a call into verl to return,
     before the run fails and diagnosis.txt names the stages that waited for each other. It must exceed the
-    duration of any step, load or validation."""
+    duration of any step, load or validation. Checkpoints do not count: see checkpoint_stall_s."""
+    checkpoint_stall_s: Seconds = 1800.0
+    """Seconds without a byte of progress after which writing a checkpoint has failed, and with it the run.
+    While it grows, a checkpoint may take any time, and so may the stages that wait for it."""
+    verify_checkpoint_at_start: bool = False
+    """Read the whole checkpoint and compare its hashes before anything is started, so that with
+    trainer.resume_mode=auto a damaged one is passed over. By default only its manifest and the sizes of its
+    files are checked then, and each process checks the files that it loads."""
     loop_stall_s: Seconds = 60.0
     """Seconds that the trainer's event loop may be blocked before the stacks of all threads are written to
     diagnosis.txt in the run directory. The run continues."""

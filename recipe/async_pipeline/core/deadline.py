@@ -20,13 +20,15 @@ async def within(
     owner: str,
     what: str,
     holder: Callable[[], str] | None = None,
+    excused_s: Callable[[], float] | None = None,
 ) -> T:
     """Await something for at most `timeout_s` seconds (None: no deadline) and return its result.
 
     The awaitable runs in the caller's own task, so a cancellation reaches it at once and a result is
     never lost between two tasks. On expiry it is cancelled, and it has finished before the error is
     raised; if it completes nevertheless, the caller gets its result or its own error. `holder` describes
-    what holds up the wait; it is called on the loop at the moment of expiry.
+    what holds up the wait; it is called on the loop at the moment of expiry. `excused_s` counts seconds, from
+    any moment on, that the deadline does not include.
 
     Raises WaitTimeout if the deadline passes, and CancelledError if the caller is cancelled. Anything
     that the awaitable raises is passed on unchanged, including a TimeoutError.
@@ -36,8 +38,7 @@ async def within(
     with waits_of(loop).noted(wait):
         if timeout_s is None:
             return await awaitable
-        deadline = _Deadline(wait)
-        timer = loop.call_later(timeout_s, deadline.expire)
+        deadline = _Deadline(wait, excused_s)
         try:
             return await awaitable
         except asyncio.CancelledError:
@@ -45,7 +46,6 @@ async def within(
                 raise
             raise WaitTimeout(f"{deadline.why}{deadline.held_by}") from None
         finally:
-            timer.cancel()
             deadline.settle()
 
 
@@ -93,17 +93,25 @@ class _Deadline:
     which the deadline passes, the caller gets WaitTimeout on 3.10, and CancelledError from 3.11.
     """
 
-    def __init__(self, wait: Wait) -> None:
+    def __init__(self, wait: Wait, excused_s: Callable[[], float] | None) -> None:
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
+        assert wait.timeout_s is not None
         self._task = task
         self._wait = wait
+        self._excused_s = excused_s or (lambda: 0.0)
+        self._seen_s = self._excused_s()
+        self._timer = task.get_loop().call_later(wait.timeout_s, self.expire)
         self._cancels_before = self._pending_cancels()
         self.expired = False
         self.why = wait.in_words()
         self.held_by = ""
 
     def expire(self) -> None:
+        seen_s, self._seen_s = self._seen_s, self._excused_s()
+        if (more_s := self._seen_s - seen_s) > 0:
+            self._timer = self._task.get_loop().call_later(more_s, self.expire)
+            return
         self.expired = True
         self._task.cancel()
         # Last: should one of these raise, the wait has ended nevertheless.
@@ -117,6 +125,7 @@ class _Deadline:
 
     def settle(self) -> None:
         """Undo the cancellation, so that the task counts as cancelled only if another caller cancelled it."""
+        self._timer.cancel()
         uncancel = getattr(self._task, "uncancel", None)
         if self.expired and uncancel is not None:
             uncancel()

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from .background import BackgroundWork
 from .cancellation import no_stray_cancellation
 from .channel import Channel
 from .clock import Clock, LoopClock
@@ -44,6 +45,7 @@ from .flow_state import FlowState
 from .items import Publication, StepBatch
 from .ledger import Ledger
 from .pools import DevicePool, PoolSet
+from .progress import Excused
 from .stage import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
 from .state_machine import TERMINAL, StageState
@@ -143,6 +145,10 @@ class AsyncTrainingFlow:
         self.pools: PoolSet | None = None
         self.criticised: dict[int, StepBatch] = {}
         """Batches that the critic has learned from, until their step is finished."""
+        self.excused = Excused()
+        """Seconds in which stages wait for a checkpoint."""
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self.background = BackgroundWork(self._stop, lambda: self.stopping)
         self.failures: list[tuple[str, Exception]] = []
         """Errors in the order of their occurrence; the first is the cause."""
         self._runs_in: asyncio.Task[Any] | None = None
@@ -221,6 +227,15 @@ class AsyncTrainingFlow:
         # Python 3.10 does not count cancellations. It matters only to a loop that cancels all its tasks.
         cancelling: Callable[[], int] = getattr(self._runs_in, "cancelling", lambda: 0)
         return cancelling() > 0
+
+    def _stop(self, role: str, error: Exception) -> None:
+        """Stop all stages; the error is raised when they have stopped."""
+        if any(error is known for _, known in self.failures):
+            return
+        self.failures.append((role, error))
+        self._runs_in = None
+        for stage in self._tasks:
+            stage.cancel()
 
     def check_books(self) -> None:
         """Raise ConservationError if the prompts in flight differ from the prompts in the pipeline."""
@@ -310,29 +325,27 @@ class AsyncTrainingFlow:
 
     async def _supervise(self) -> None:
         self._runs_in = asyncio.current_task()
-        tasks = [asyncio.create_task(m.run(), name=m.name) for m in self.machines]
-        watch = asyncio.create_task(self._watch(tasks), name="watch")
+        self._tasks = tasks = tuple(asyncio.create_task(m.run(), name=m.name) for m in self.machines)
+        watch = asyncio.create_task(self._watch(), name="watch")
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self._runs_in = None
-            for task in (*tasks, watch):
+            others = (watch, *self.background.tasks)
+            for task in (*tasks, *others):
                 task.cancel()
-            await asyncio.gather(*tasks, watch, return_exceptions=True)
+            await asyncio.gather(*tasks, *others, return_exceptions=True)
         if self.failures:
             role, error = self.failures[0]
             self.log.append("flow", "FAILED", "FAILED", why=f"{role}: {type(error).__name__}: {error}"[:500])
             raise error
 
-    async def _watch(self, roles: Iterable[asyncio.Task[None]]) -> None:
+    async def _watch(self) -> None:
         try:
             with no_stray_cancellation(lambda: "the trainer's watch", lambda: self.stopping):
                 await self.trainer.watch()
         except Exception as error:  # noqa: BLE001  it is raised when all stages have stopped
-            self.failures.append(("watch", error))
-            self._runs_in = None
-            for role in roles:
-                role.cancel()
+            self._stop("watch", error)
 
 
 def _role(name: str) -> type[RoleStateMachine]:

@@ -228,7 +228,14 @@ class RoleStateMachine(ABC):
                 self.machine.fire(Event.STOP)
 
     async def _wait(self, awaitable: Awaitable[T], what: str, holder: Callable[[], str]) -> T:
-        return await within(awaitable, self.trainer.wait_timeout_s, owner=self.name, what=what, holder=holder)
+        return await within(
+            awaitable,
+            self.trainer.wait_timeout_s,
+            owner=self.name,
+            what=what,
+            holder=holder,
+            excused_s=self.pipeline.excused.seconds,
+        )
 
     def _producers(self, *channels: Channel[Any]) -> Callable[[], str]:
         return lambda: self.pipeline.describe(

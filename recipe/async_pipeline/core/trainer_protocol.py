@@ -7,7 +7,7 @@ Each method is awaited by exactly one stage while that stage holds its lease. De
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from .degradation import Caution, Change
@@ -86,12 +86,15 @@ class PipelineTrainer(Protocol):
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         """Log the metrics of a trained batch and free its samples."""
 
-    async def save(self, state: FlowState) -> bool:
+    async def save(
+        self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
+    ) -> bool:
         """Make a checkpoint; returns False if it could not be written and the run is to continue
         without it.
 
-        State that the trainer adds and that changes concurrently must be read before its first
-        await.
+        Calls `models_read` when it needs no device any more, and `all_read` when it does not read
+        the models or the samples any more: the next step may then be trained while it is completed. State
+        that the trainer adds and that changes concurrently must be read before its first await.
         """
 
     async def gather(self, version: int) -> object:

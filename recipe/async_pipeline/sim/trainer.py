@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
@@ -163,7 +163,9 @@ class SimulatedTrainer:
         """Not implemented: a simulation always starts at step 1."""
         raise NotImplementedError
 
-    async def save(self, state: FlowState) -> bool:
+    async def save(
+        self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
+    ) -> bool:
         """Not implemented: the cost of checkpoints is not simulated."""
         raise NotImplementedError
 

@@ -4,16 +4,20 @@
 A checkpoint of step s is taken after its bookkeeping: its weights are gathered by then, so that the replicas
 need not wait for it, and its metrics are logged, so that a run that resumes from it misses none. The state of
 the pipeline is taken in one turn of the event loop; generation continues meanwhile. The weights do not change
-during it, because this lane also takes the next step, and the critic waits for it as well.
+until all of it is read, because this lane also takes the next step, and the critic waits for that as well.
+The devices are released once the models are read. The rest, which is mostly hashing, continues in the
+background during the next steps.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import get_args
 
 from ..core.degradation import Level
 from ..core.fates import NotTrained
+from ..core.flow_state import FlowState
 from ..core.items import StepBatch
 from ..core.stage import RoleStateMachine, register_role
 from ..core.staleness import check_lag
@@ -22,6 +26,9 @@ from ..core.staleness import check_lag
 @register_role("train")
 class TrainStateMachine(RoleStateMachine):
     """Steps are strictly ordered; the weights of the last step are gathered before the next step."""
+
+    _saving: asyncio.Task[None] | None = None
+    """The last checkpoint, until it is known to be complete."""
 
     async def gate(self, item: StepBatch) -> None:
         """Waits for: the snapshot of the last published version; the critic, which comes first on
@@ -55,15 +62,44 @@ class TrainStateMachine(RoleStateMachine):
         judged = self.pipeline.criticised.pop(item.step, batch)
         await self.trainer.finish_step(batch.merged(judged), facts)
         if self.pipeline.schedule.saves(item.step):
+            await self._saved()
             await self.compute_again()
             await self._save(item.step)
 
+    async def drained(self) -> None:
+        await self._saved()
+
+    async def _saved(self) -> None:
+        """Return once the last checkpoint is complete.
+
+        Waits for: that checkpoint. Unblocked by: its publication. Its own progress bounds the wait.
+        """
+        if self._saving is not None:
+            with self.pipeline.excused.block():
+                await self._saving
+            self._saving = None
+
     async def _save(self, step: int) -> None:
-        state, started = self.pipeline.state(step), self.pipeline.clock.now()
-        if await self.trainer.save(state):
-            self.pipeline.ledger.checkpointed(step, state.ledger.number)
-            self.note("SAVED", version=step, seconds=round(self.pipeline.clock.now() - started, 6))
+        """Start a checkpoint; return once nothing of the run is read for it any more."""
+        state, all_read = self.pipeline.state(step), asyncio.Event()
+        self._saving = self.pipeline.background.start(self.name, self._write(state, all_read))
+        with self.pipeline.excused.block():
+            await all_read.wait()
+        if self._saving.done():
+            # It may have failed before all was read.
+            await self._saved()
+        self.release()
         self.pipeline.versions.advance_saved(step)
+
+    async def _write(self, state: FlowState, all_read: asyncio.Event) -> None:
+        step, started = state.step, self.pipeline.clock.now()
+        try:
+            complete = await self.trainer.save(state, models_read=self.release, all_read=all_read.set)
+        finally:
+            all_read.set()
+        if complete:
+            self.pipeline.ledger.checkpointed(step, state.ledger.number)
+            self.note("SAVED", step=step, version=step, seconds=round(self.pipeline.clock.now() - started, 6))
 
     def _check_lags(self, item: StepBatch) -> Mapping[str, float]:
         """Return the facts of the step. Raises StalenessViolation if a trajectory is older than the bound."""

@@ -126,13 +126,32 @@ def snapshot(
     return contents.Snapshot(state, groups, {"yielded": 3}, {"yielded": 4}, {"p9.0": [[request], []]})
 
 
+class Writer:
+    """Writes checkpoints in one call."""
+
+    def __init__(self, contents: ModuleType, **settings: Any) -> None:
+        self._checkpoints = contents.Checkpoints(**settings)
+
+    def write(self, snapshot: Any) -> Path:
+        part = self._checkpoints.begin(snapshot.state.flow.step)
+        try:
+            self._checkpoints.write_rest(part, snapshot)
+            self._checkpoints.write_models(part, snapshot.state)
+            folder: Path = self._checkpoints.publish(part, snapshot.state.flow.step)
+        except BaseException:
+            part.abandon()
+            raise
+        return folder
+
+
 def checkpoints(contents: ModuleType, root: Path, ranks: int = 1, synced: list[str] | None = None) -> Any:
     def save_models(folder: Path, state: Any) -> None:
         (folder / "actor").mkdir()
         for rank in range(min(ranks, 2)):
             (folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt").write_bytes(b"w")
 
-    return contents.Checkpoints(
+    return Writer(
+        contents,
         root=root,
         run="r",
         identity={"verl": "x"},
@@ -196,6 +215,18 @@ def test_only_the_newest_checkpoints_are_kept(contents: ModuleType, store: Store
     assert sorted(path.name for path in tmp_path.glob("global*")) == ["global_step_4", "global_step_6"]
 
 
+def test_progress_counts_bytes_written_and_hashed(contents: ModuleType, tmp_path: Path) -> None:
+    part = contents.Unfinished(tmp_path / "part")
+    assert part.progress() == 0, "the folder may be gone, or not exist yet"
+    (tmp_path / "part" / "actor").mkdir(parents=True)
+    (tmp_path / "part" / "actor" / "x").write_bytes(b"12345")
+    assert part.progress() == 5
+    part.count(3)
+    assert part.progress() == 8
+    part.abandon()
+    assert not (tmp_path / "part").exists()
+
+
 def test_missing_files_of_ranks_are_an_error(contents: ModuleType, store: Store, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="2 of 4 ranks have written .* all of them share"):
         checkpoints(contents, tmp_path, ranks=4).write(snapshot(contents, flow_state(store)))
@@ -213,11 +244,17 @@ def test_a_sample_that_cannot_be_written_is_an_error_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inconsistent_files_are_rejected(contents: ModuleType, store: Store, tmp_path: Path) -> None:
+def test_inconsistent_files_are_rejected(
+    contents: ModuleType, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoints(contents, tmp_path).write(snapshot(contents, flow_state(store)))
     samples = contents.tensor_tree.read(folder / "samples")
     lost = sorted(samples)[0]
-    contents.tensor_tree.write(folder / "samples", {key: row for key, row in samples.items() if key != lost})
+    left = {key: row for key, row in samples.items() if key != lost}
+    contents.tensor_tree.write(contents.WrittenFiles(folder), folder / "samples", left)
+    with pytest.raises(CheckpointError, match="is damaged: samples.* move it away to resume from an earlier"):
+        contents.read(folder)
+    monkeypatch.setattr(contents.store, "damage", lambda checkpoint: None)
     with pytest.raises(CheckpointError, match=f"lacks the samples of 1 responses of its state, e.g. {lost}"):
         contents.read(folder)
     (folder / "pipeline.json").write_text('{"flow": 3}')

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -349,8 +349,10 @@ class AsyncPipelineTrainer(PPOTrainer):
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
         await self.report.finish(batch, facts)
 
-    async def save(self, state: FlowState) -> bool:
-        return await self.checkpointing.save(state)
+    async def save(
+        self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
+    ) -> bool:
+        return await self.checkpointing.save(state, models_read=models_read, all_read=all_read)
 
     async def gather(self, version: int) -> WeightTicket:
         return await self.publisher.gather(version)

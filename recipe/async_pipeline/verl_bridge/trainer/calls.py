@@ -13,7 +13,9 @@ from ...core.deadline import within
 
 T = TypeVar("T")
 CALL_THREADS = 16
-"""Maximum number of concurrent blocking calls: one per stage, one of validation, one of the step report."""
+"""Maximum number of concurrent blocking calls: one per stage, one of validation, one of the step report,
+three of a checkpoint.
+"""
 
 
 class BlockingCalls:
@@ -33,6 +35,10 @@ class BlockingCalls:
         called = loop.run_in_executor(self._threads, partial(function, *args, **kwargs))
         name = getattr(function, "__name__", type(function).__name__)
         return await within(called, self.timeout_s, owner=task.get_name(), what=f"the call {name} to return")
+
+    async def without_deadline(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` in a thread and return its result. The caller bounds the wait."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Start a call that nothing on the event loop waits for."""

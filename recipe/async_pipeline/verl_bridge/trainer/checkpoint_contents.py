@@ -14,10 +14,13 @@ Columns that later stages add (log-probs, values, advantages) are not stored, be
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +31,8 @@ from verl.trainer.ppo.utils import Role
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from ...checkpoint import store, tensor_tree
+from ...checkpoint.hashed_file import WrittenFiles
+from ...config.paths import OWN
 from ...core.flow_state import FlowState
 from ...core.items import Group
 from ...errors import CheckpointError
@@ -103,38 +108,82 @@ class Checkpoints:
         self._root, self._run, self._identity, self._keep = root, run, identity, keep
         self._partition, self._save_models, self._sync_ledger = partition, save_models, sync_ledger
 
-    def write(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint and return its folder. A failure removes all of its files.
+    def begin(self, step: int) -> Unfinished:
+        """Create the folder of a checkpoint that is being written."""
+        return Unfinished(store.begin(self._root, step))
 
-        Raises OSError, or torch's error in its place, if the disk fails, and CheckpointError if a sample
-        requires pickle or the files of some ranks are missing.
+    def write_models(self, part: Unfinished, state: RunState) -> None:
+        """Have the workers write the models. Raises CheckpointError if files of some ranks are missing."""
+        self._save_models(part.folder, state)
+        _require_all_ranks(part.folder / ACTOR)
+
+    def write_rest(self, part: Unfinished, snapshot: Snapshot) -> None:
+        """Write everything except the models; may run at the same time. Reads the samples from the store.
+
+        Raises CheckpointError if a sample requires pickle.
         """
-        step = snapshot.state.flow.step
-        part = store.begin(self._root, step)
+        files, folder = part.files, part.folder
+        with files.create(folder / STATE) as file:
+            file.write(encode(snapshot.state))
+        tensor_tree.write(files, folder / LOADER, snapshot.loader)
+        with files.create(folder / VERLS_LOADER) as file:
+            torch.save(snapshot.present_loader, file)
+        tensor_tree.write(files, folder / TRANSCRIPTS, as_plain(snapshot.transcripts))
+        tensor_tree.write(files, folder / SAMPLES, fetch(snapshot.groups, self._partition))
 
-        try:
-            self._save_models(part, snapshot.state)
-            _require_all_ranks(part / ACTOR)
-            (part / STATE).write_bytes(encode(snapshot.state))
-            tensor_tree.write(part / LOADER, snapshot.loader)
-            torch.save(snapshot.present_loader, part / VERLS_LOADER)
-            tensor_tree.write(part / TRANSCRIPTS, as_plain(snapshot.transcripts))
-            tensor_tree.write(part / SAMPLES, fetch(snapshot.groups, self._partition))
-            # A published checkpoint guarantees that the ledger covers its state.
-            self._sync_ledger()
-            folder = store.publish(
-                part, step=step, run=self._run, identity=self._identity, saved_unix=time.time()
-            )
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+    def publish(self, part: Unfinished, step: int) -> Path:
+        """Hash what the workers wrote, publish the checkpoint, and delete old ones; return its folder.
 
+        Raises OSError if the disk fails.
+        """
+        # A published checkpoint guarantees that the ledger covers its state.
+        self._sync_ledger()
+        folder = store.publish(
+            part.folder,
+            step=step,
+            run=self._run,
+            identity=self._identity,
+            saved_unix=time.time(),
+            known=part.files.entries,
+            count=part.count,
+        )
         store.prune(self._root, self._run, self._keep)
         return folder
 
 
+class Unfinished:
+    """A checkpoint that is being written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, WrittenFiles(folder)
+        self._hashed, self._lock = 0, threading.Lock()
+
+    def count(self, nbytes: int) -> None:
+        """Add bytes that were read to be hashed."""
+        with self._lock:
+            self._hashed += nbytes
+
+    def progress(self) -> int:
+        """Return the number of bytes that were written or hashed so far. Blocks."""
+        written = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                # Workers rename files, and publishing renames the folder.
+                with suppress(FileNotFoundError):
+                    written += os.stat(os.path.join(folder, name)).st_size
+        return self._hashed + written
+
+    def abandon(self) -> None:
+        """Delete its files, unless it is published already."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 def read(folder: Path) -> Restored:
-    """Read a checkpoint. Raises CheckpointError if its files are invalid or inconsistent."""
+    """Read a checkpoint, without its models.
+
+    Raises CheckpointError if its files are damaged, invalid or inconsistent.
+    """
+    refuse_damage(folder, [store.damage(folder)])
     try:
         state = msgspec.json.decode((folder / STATE).read_bytes(), type=RunState)
     except msgspec.MsgspecError as error:
@@ -151,6 +200,16 @@ def read(folder: Path) -> Restored:
             f"{folder} lacks the samples of {len(missing)} responses of its state, e.g. {missing[0]}"
         )
     return restored
+
+
+def refuse_damage(checkpoint: Path, found: Iterable[str | None]) -> None:
+    """Raise CheckpointError if one of the processes that load a checkpoint has found damage."""
+    for damage in found:
+        if damage is not None:
+            raise CheckpointError(
+                f"{checkpoint} is damaged: {damage}; move it away to resume from an earlier one, or set "
+                f"{OWN}.faults.verify_checkpoint_at_start=true to pass over damaged ones"
+            )
 
 
 def kept_groups(state: RunState) -> list[Group]:

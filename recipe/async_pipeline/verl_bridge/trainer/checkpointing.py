@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ...core.bad_data import BadData
 from ...core.deadline import within
 from ...core.flow_state import FlowState
 from ...core.items import Group
+from ...core.progress import while_it_progresses
 from ...core.schedule import Schedule
 from ...errors import WaitTimeout
 from ...observe.event_file import EventFile
@@ -25,7 +27,17 @@ from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.partial_rollouts import WRITTEN_S, RecordedRequest, tokens_in
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
-from .checkpoint_contents import ACTOR, CRITIC, REFERENCE, Checkpoints, Restored, RunState, Snapshot
+from .checkpoint_contents import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    Checkpoints,
+    Restored,
+    RunState,
+    Snapshot,
+    Unfinished,
+    refuse_damage,
+)
 from .prompt_source import PromptSource
 from .terminal import say
 from .verl_stages import VerlStages
@@ -63,8 +75,13 @@ class Checkpointing:
         partition: str,
         rejects: Callable[[Group], Any],
         on_save: Callable[[int, str], object],
+        stall_s: float | None,
     ) -> None:
-        """`config` is verl's `trainer` section. `on_save(step, folder)` is called after each checkpoint."""
+        """`config` is verl's `trainer` section. `on_save(step, folder)` is called after each checkpoint.
+
+        `stall_s`: see `faults.checkpoint_stall_s`.
+        """
+        self._stall_s = stall_s
         self._run, self._identity, self._config, self._schedule = run, identity, config, schedule
         self._calls, self._stages, self._copies = calls, stages, copies
         self._actor_group, self._critic_group = actor_group, critic_group
@@ -72,23 +89,70 @@ class Checkpointing:
         self._recorder, self._ledger, self._partition = recorder, ledger, partition
         self._rejects, self._on_save = rejects, on_save
 
-    async def save(self, state: FlowState) -> bool:
-        """Write a checkpoint.
+    async def save(
+        self, state: FlowState, *, models_read: Callable[[], object], all_read: Callable[[], object]
+    ) -> bool:
+        """Write a checkpoint; see `PipelineTrainer.save`. It may take any time while it progresses.
 
         Returns False if the disk is full: earlier checkpoints stay and the run continues. Raises that
-        error at the last step, and any other error, such as CheckpointError for invalid contents.
+        error at the last step, and any other error, such as CheckpointError for invalid contents, or
+        WaitTimeout if no byte was added for `faults.checkpoint_stall_s`.
         """
-        snapshot = self._snapshot(state)
-        snapshot = snapshot._replace(transcripts=await self._partial_rollouts(state.in_flight()))
+        snapshot, step = self._snapshot(state), state.step
         try:
-            folder = await self._calls(self._checkpoints().write, snapshot)
+            part = await self._calls(self._checkpoints().begin, step)
+            folder = await while_it_progresses(
+                self._write(part, snapshot, models_read, all_read),
+                lambda: self._calls.without_deadline(part.progress),
+                self._stall_s,
+                owner="train",
+                what=f"the next byte of {part.folder}",
+                tell=lambda done, seconds: say(
+                    f"checkpoint of step {step}: {done / 2**30:.1f} GiB written or hashed "
+                    f"in {seconds:.0f} s, {part.folder}"
+                ),
+            )
         except Exception as error:
-            if not is_full(error) or state.step == self._schedule.last_step:
+            if not is_full(error) or step == self._schedule.last_step:
                 raise
-            say(f"step {state.step} has no checkpoint, those before stay: {one_line(error)}")
+            say(f"step {step} has no checkpoint, those before stay: {one_line(error)}")
             return False
-        await self._calls(self._on_save, state.step, str(folder))
+        await self._calls(self._on_save, step, str(folder))
         return True
+
+    async def _write(
+        self,
+        part: Unfinished,
+        snapshot: Snapshot,
+        models_read: Callable[[], object],
+        all_read: Callable[[], object],
+    ) -> Path:
+        """Write all files, the models and the rest at the same time, and publish them. Returns the folder."""
+        checkpoints, state = self._checkpoints(), snapshot.state
+
+        async def write_models() -> None:
+            await self._calls.without_deadline(checkpoints.write_models, part, state)
+            models_read()
+
+        async def write_rest() -> None:
+            transcripts = await self._partial_rollouts(state.flow.in_flight())
+            whole = snapshot._replace(transcripts=transcripts)
+            await self._calls.without_deadline(checkpoints.write_rest, part, whole)
+
+        try:
+            # Both end before the folder is deleted after a failure.
+            for error in await asyncio.gather(write_models(), write_rest(), return_exceptions=True):
+                if error is not None:
+                    raise error
+            all_read()
+            return await self._calls.without_deadline(checkpoints.publish, part, state.flow.step)
+        except Exception:
+            await self._calls.without_deadline(part.abandon)
+            raise
+        except asyncio.CancelledError:
+            # Its threads may still write; the next process removes what they leave.
+            self._calls.submit(part.abandon)
+            raise
 
     def _snapshot(self, state: FlowState) -> Snapshot:
         groups = [group for group in state.finished() if self._rejects(group) is None]
@@ -149,15 +213,23 @@ class Checkpointing:
 
 
 def load_models(restored: Restored, actor_group: Any, critic_group: Any | None) -> None:
-    """Load the trained models of a checkpoint. Blocks."""
+    """Load the trained models of a checkpoint. Blocks. Raises CheckpointError if their files are damaged."""
+    folder = restored.folder
+    refuse_damage(folder, actor_group.damage(str(folder), ACTOR))
+    if critic_group is not None:
+        refuse_damage(folder, critic_group.damage(str(folder), CRITIC))
     actor_group.load_checkpoint(local_path=str(restored.folder / ACTOR), del_local_after_load=False)
     if critic_group is not None:
         critic_group.load_checkpoint(local_path=str(restored.folder / CRITIC), del_local_after_load=False)
 
 
 def load_reference(restored: Restored, copy: PolicyCopy) -> None:
-    """Load the reference policy, unless it is still the initial one. Blocks."""
+    """Load the reference policy, unless it is still the initial one. Blocks.
+
+    Raises CheckpointError if its files are damaged.
+    """
     if restored.state.reference is not None:
+        refuse_damage(restored.folder, copy.group.damage(str(restored.folder), REFERENCE))
         copy.group.load_reference(str(restored.folder / REFERENCE))
         copy.version = restored.state.reference
 

@@ -78,4 +78,5 @@ def checkpointing(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) 
         partition=PARTITION,
         rejects=trainer.generation.rejects,
         on_save=on_save,
+        stall_s=trainer.knobs.faults.checkpoint_stall_s,
     )

@@ -18,6 +18,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 
+from ...checkpoint import store
 from ...checkpoint.safe_load import weights_only
 from ...core.deadline import within
 from ...errors import WeightSyncError
@@ -142,6 +143,11 @@ class PipelineWorker(ActorRolloutRefWorker):
         return await self._inbox.receive(described, pull_through(courier, encode(described)))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def damage(self, checkpoint: str, folder: str) -> str | None:
+        """Return what is wrong with the files that this rank is to load, or None."""
+        return store.damage(Path(checkpoint), folder, self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
         """Load as verl does. Raises CheckpointError if the files hold more than tensors and plain values."""
         with weights_only(Path(local_path)):
@@ -166,6 +172,11 @@ class PipelineWorker(ActorRolloutRefWorker):
 
 class PipelineCritic(TrainingWorker):
     """verl's critic, which loads tensors and plain values only."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def damage(self, checkpoint: str, folder: str) -> str | None:
+        """Return what is wrong with the files that this rank is to load, or None."""
+        return store.damage(Path(checkpoint), folder, self.rank)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:

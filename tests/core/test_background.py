@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work in the background ends the run if it fails, and is known until it ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from recipe.async_pipeline.core.background import BackgroundWork
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import StrayCancellation
+from tests.fakes.virtual_time import forever
+
+
+async def after(seconds: float, error: BaseException | None = None) -> str:
+    await asyncio.sleep(seconds)
+    if error is not None:
+        raise error
+    return "done"
+
+
+def test_the_result_is_that_of_the_work() -> None:
+    async def main() -> None:
+        failed: list[tuple[str, Exception]] = []
+        background = BackgroundWork(lambda role, error: failed.append((role, error)), lambda: False)
+        task = background.start("train", after(3.0))
+        assert background.tasks == {task}
+        assert (await task, failed) == ("done", [])
+        await asyncio.sleep(0)
+        assert background.tasks == set()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(OSError("full"), OSError), (asyncio.CancelledError(), StrayCancellation)]
+)
+def test_an_error_is_reported_at_once(error: BaseException, kind: type[Exception]) -> None:
+    async def main() -> None:
+        failed: list[tuple[str, Exception]] = []
+        background = BackgroundWork(lambda role, error: failed.append((role, error)), lambda: False)
+        background.start("train", after(3.0, error))
+        await asyncio.sleep(4.0)
+        ((role, found),) = failed
+        assert role == "train" and isinstance(found, kind)
+
+    run_virtual(main())
+
+
+def test_a_stop_is_no_error() -> None:
+    async def main() -> None:
+        failed: list[tuple[str, Exception]] = []
+        background = BackgroundWork(lambda role, error: failed.append((role, error)), lambda: True)
+        task = background.start("train", _never())
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and failed == []
+
+    run_virtual(main())
+
+
+async def _never() -> None:
+    await forever()
