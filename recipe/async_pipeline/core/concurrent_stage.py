@@ -164,8 +164,6 @@ class ConcurrentStage(RoleStateMachine):
             self.machine.fire(Event.ITEM, **fields)
             self._lease = await self._acquire()
             self.machine.fire(Event.LEASE, **fields)
-        elif self.state is StageState.RUNNING:
-            self.note("JOINED")
         else:
             self._resume(fields)
 
@@ -182,8 +180,11 @@ class ConcurrentStage(RoleStateMachine):
 
     async def _work_on(self, part: Any, made: _Part) -> None:
         _PART.set(made)
-        with self._no_stray_cancellation():
+        try:
             await self.process(part)
+        except asyncio.CancelledError:
+            with self._no_stray_cancellation():
+                raise
         _PART.set(None)
 
         task = asyncio.current_task()
@@ -191,14 +192,17 @@ class ConcurrentStage(RoleStateMachine):
         del self._parts[task]
         if made.working:
             self._working -= 1
-        self._settle({key: value for key, value in made.fields.items() if key == "step"})
+            self._advance()
+        if not self._working:
+            self._settle({key: value for key, value in made.fields.items() if key == "step"})
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Wake `_consume` when one of its tasks has ended."""
         if not self._closing:
             self._parts.pop(task, None)
             self._error = self._error or task.exception()
-            self._advance()
+            if self._error is not None or not (self._receiving or self._parts):
+                self._advance()
 
     # Moves of the machine.
 
