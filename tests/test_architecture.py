@@ -82,7 +82,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench/weight_sync_job.py": "e2e/test_bench.py",
     "verl_bridge/bench/weight_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench/probe.py": "e2e/test_bench.py",
-    "verl_bridge/agent_loop/manager.py": WHOLE_JOB,
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
     "verl_bridge/rollout/vllm/server.py": WHOLE_JOB,
     "verl_bridge/rollout/vllm/worker.py": WHOLE_JOB,

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call per group: it returns responses, or None once a recalled group has been given up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.core.recall import Recall
+from recipe.async_pipeline.errors import RolloutError
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+
+PROMPT = {"uid": "a"}
+
+
+@pytest.fixture
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.agent_loop.manager")
+
+
+class Worker:
+    """Answers when `answer` is set; `given_up` holds the groups that it had to give up."""
+
+    def __init__(self, on_give_up: Callable[[asyncio.Future[Any]], object]) -> None:
+        self.given_up: list[str] = []
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._on_give_up = on_give_up
+        self.run_group = SimpleNamespace(remote=lambda prompt: self._wait())
+        self.give_up = SimpleNamespace(remote=self._give_up)
+
+    def _wait(self) -> Awaitable[Any]:
+        async def wait() -> Any:
+            return await asyncio.shield(self.answer)
+
+        return wait()
+
+    async def _give_up(self, uid: str) -> None:
+        self.given_up.append(uid)
+        self._on_give_up(self.answer)
+
+
+def manager_of(module: ModuleType, worker: Worker) -> Any:
+    manager = object.__new__(module.PushAgentLoopManager)
+    manager._turns = itertools.cycle([worker])
+    return manager
+
+
+def answered(module: ModuleType, *trajectories: str) -> Any:
+    return module.Answered(list(trajectories), [None] * len(trajectories), [])
+
+
+async def until_begun() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_group_that_is_finished_is_returned(module: ModuleType) -> None:
+    async def story() -> None:
+        worker = Worker(lambda answer: None)
+        worker.answer.set_result(answered(module, "t"))
+        assert await manager_of(module, worker).run_group(PROMPT, Recall()) == answered(module, "t")
+        assert worker.given_up == []
+
+    asyncio.run(story())
+
+
+def test_an_error_of_the_rollout_is_passed_on(module: ModuleType) -> None:
+    async def story() -> None:
+        worker = Worker(lambda answer: None)
+        worker.answer.set_exception(RolloutError("no replica"))
+        with pytest.raises(RolloutError, match="no replica"):
+            await manager_of(module, worker).run_group(PROMPT, Recall())
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_recalled_group_is_given_up_once(module: ModuleType, stored: bool) -> None:
+    """What is in the sample store by then is returned, so that it can be cleared."""
+    left = answered(module, "t") if stored else answered(module)
+
+    async def story() -> None:
+        worker, recall = Worker(lambda answer: answer.set_result(left)), Recall()
+        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall))
+        await until_begun()
+        recall.give("regenerate")
+        assert await asyncio.wait_for(group, 5) == (left if stored else None)
+        assert worker.given_up == ["a"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_worker_that_is_gone_has_nothing_to_give_up(
+    module: ModuleType, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.01)
+
+    def gone(answer: asyncio.Future[Any]) -> None:
+        if fails:
+            answer.set_exception(ConnectionError("dead"))
+        raise ConnectionError("dead")
+
+    async def story() -> None:
+        worker, recall = Worker(gone), Recall()
+        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall))
+        await until_begun()
+        recall.give("drop")
+        assert await asyncio.wait_for(group, 5) is None
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("recalled", [False, True])
+def test_a_stop_is_no_recall(module: ModuleType, recalled: bool) -> None:
+    async def story() -> None:
+        worker, recall = Worker(lambda answer: None), Recall()
+        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall))
+        await until_begun()
+        if recalled:
+            recall.give("regenerate")
+            await until_begun()
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(group, 5)
+        assert worker.given_up == ["a"]
+
+    asyncio.run(story())
