@@ -53,6 +53,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "errors.py": "test_architecture.py",
     "core/trainer_protocol.py": "core/test_flow.py",
     "core/flow_state.py": "core/test_resume.py",
+    "weight_sync/consumer.py": "weight_sync/test_keeper.py",
     # Has one of verl's managers make such actors as are tested there.
     "verl_bridge/reward/worker_manager.py": "verl_bridge/test_restartable_actors.py",
     # Constants of the table.

@@ -84,8 +84,14 @@ class Replica:
             raise ProofError(f"{self.name}: other values")
 
 
-def distribute(*replicas: Replica, say: Callable[[str], None] = lambda line: None, **more: Any) -> Fleet:
-    deadlines = {
+def distribute(
+    *replicas: Replica,
+    say: Callable[[str], None] = lambda line: None,
+    max_concurrent_loads: int = 1,
+    **more: Any,
+) -> Fleet:
+    deadlines: dict[str, Any] = {
+        "max_concurrent_loads": lambda consumers: max_concurrent_loads,
         "load_timeout_s": LOAD_TIMEOUT_S,
         "restart_timeout_s": RESTART_TIMEOUT_S,
         "grace_s": GRACE_S,

@@ -112,6 +112,35 @@ def test_measurements_of_the_servers_replace_what_the_stages_saw() -> None:
     }
 
 
+def resized(records: list[LogRecord], *changes: tuple[float, int]) -> list[LogRecord]:
+    """Return the records with changes of the size of the generation pool."""
+    made = [
+        LogRecord(
+            t=t,
+            role="param_update",
+            event="RESIZED",
+            state=None,
+            fields={"pool": "generate", "devices": size},
+        )
+        for t, size in changes
+    ]
+    return sorted([*records, *made], key=lambda record: record.t)
+
+
+def test_devices_count_while_they_are_in_the_pool() -> None:
+    records = run_log(SimTrainer(max_lag=0, steps=4), startup_s=10.0)
+    end = records[-1].t
+    before, found = account(records), account(resized(records, (3.0, 3), (end - 2.0, 2)))
+    pool = found.pools["generate"]
+    assert pool.devices == 2
+    assert pool.total == pytest.approx(10.0 + end + 2 * (end - 3.0) - 2.0)
+    assert found.pools["train"] == before.pools["train"]
+    passed = sum(p.total - p.seconds["start_up"] for p in found.pools.values())
+    assert found.bubble_ratio == pytest.approx(1 - sum(p.busy for p in found.pools.values()) / passed)
+    later = found.after(account([r for r in records if r.t < 4.0]), loop_s=0.0)
+    assert [added for _, added in later.pools["generate"].changes][-1] == -1
+
+
 def test_a_pool_waits_for_the_slow_stage_downstream() -> None:
     """A slow reward stage fills its input channel, so the pool of log-probs waits for it."""
     trainer = SimTrainer(

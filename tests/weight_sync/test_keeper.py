@@ -12,7 +12,6 @@ from recipe.async_pipeline.weight_sync.keeper import (
     BACK_OFF_S,
     CHECK_EVERY_S,
     LONGEST_BACK_OFF_S,
-    first_error,
 )
 from tests.fakes.consumers import (
     GRACE_S,
@@ -130,22 +129,3 @@ def test_a_consumer_that_hangs_delays_no_check_of_another_one() -> None:
     run(scenario)
     assert 22 <= found["dies"] <= 22 + CHECK_EVERY_S
     assert found["hangs"] > 600
-
-
-def test_the_first_error_ends_the_others() -> None:
-    ended: list[str] = []
-
-    async def works(name: str, seconds: float, error: Exception | None = None) -> None:
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            ended.append(name)
-        if error is not None:
-            raise error
-
-    async def scenario() -> None:
-        with pytest.raises(ValueError, match="first"):
-            await first_error(works("a", 100.0), works("b", 1.0, ValueError("first")))
-        assert ended == ["b", "a"]
-
-    run(scenario)

@@ -55,6 +55,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "profile": Subcommand(
         "recipe.async_pipeline.cli.profile", "extract a profile from a run, for simulate and plan"
     ),
+    "replicas": Subcommand(
+        "recipe.async_pipeline.cli.replicas", "list, add or remove rollout replicas of a running run"
+    ),
     "report": Subcommand(
         "recipe.async_pipeline.cli.report", "write report.html for one run, or compare two runs"
     ),

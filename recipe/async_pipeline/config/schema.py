@@ -169,6 +169,24 @@ class WeightSyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """Rollout replicas that join and leave during a run; see `async-pipeline replicas`."""
+
+    PATH: ClassVar[str] = f"{OWN}.fleet"
+
+    max_replicas: Annotated[int, Bounds(least=0, remedy="0 keeps the replicas of the placement")] = 0
+    """Replicas up to which the run grows by itself: it starts one wherever a node of the Ray cluster has
+    enough free devices, such as a node that joined during the run. 0: only `async-pipeline replicas --add`
+    adds any."""
+    drain_timeout_s: Seconds = 600.0
+    """Seconds that a replica that is removed may take to finish its open requests; then other replicas
+    generate them again."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """How responses are scored, and what happens to one that cannot be scored."""
 
@@ -284,6 +302,7 @@ class AsyncPipelineConfig:
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
     weight_sync: WeightSyncConfig = WeightSyncConfig()
+    fleet: FleetConfig = FleetConfig()
     reward: RewardConfig = RewardConfig()
     faults: FaultsConfig = FaultsConfig()
 

@@ -67,6 +67,7 @@ class Accountant:
                 devices=p.devices,
                 roles=p.roles,
                 seconds=sum_by_reason(p.seconds, self._pending.get(name, {})),
+                changes=p.changes,
             )
             for name, p in self._pools.items()
         }
@@ -154,6 +155,11 @@ class Accountant:
                 self._shift(name, float(record.fields["seconds"]) * self._pools[name].devices, "validation")
         elif record.event == "TRAINED":
             self._finish_step(record)
+        elif record.event == "RESIZED":
+            pool = self._pools[str(record.fields["pool"])]
+            added = int(record.fields["devices"]) - pool.devices
+            pool.devices += added
+            pool.changes = (*pool.changes, (self._startup_s + record.t, added))
 
     def _finish_step(self, record: LogRecord) -> None:
         tail_s = float(record.fields.get("batch/tail_s", 0.0))

@@ -41,8 +41,16 @@ class PoolAccount:
     """The device-seconds of one pool."""
 
     devices: int
+    """At the end; replicas may have joined or left meanwhile."""
     roles: tuple[str, ...]
     seconds: Seconds = field(default_factory=lambda: defaultdict(float))
+    changes: tuple[tuple[float, int], ...] = ()
+    """Each change of the number of devices: seconds since the start of the account, devices added."""
+
+    def present_s(self, start_s: float, end_s: float) -> float:
+        """Return the device-seconds between two times since the start of the account."""
+        missed = sum(added * (t - start_s) for t, added in self.changes if t > start_s)
+        return self.devices * (end_s - start_s) - missed
 
     @property
     def total(self) -> float:
@@ -92,7 +100,7 @@ class Accounting:
     def check(self) -> None:
         """Check the sums. Raises AccountingError if a pool's seconds are not its devices times `wall_s`."""
         for name, pool in self.pools.items():
-            expected = pool.devices * self.wall_s
+            expected = pool.present_s(0.0, self.wall_s)
             if abs(pool.total - expected) > _TOLERANCE * max(1.0, expected):
                 raise AccountingError(
                     f"pool {name}: {pool.total:.6f} of {expected:.6f} device-seconds are accounted for"
@@ -108,6 +116,7 @@ class Accounting:
                 devices=p.devices,
                 roles=p.roles,
                 seconds=sum_by_reason(p.seconds, _negative(earlier.pools[name].seconds)),
+                changes=tuple((t - earlier.wall_s, n) for t, n in p.changes if t > earlier.wall_s),
             )
             for name, p in self.pools.items()
         }
@@ -122,14 +131,20 @@ class Accounting:
     @property
     def bubble_ratio(self) -> float:
         """Share of device-seconds without work since the first version was served."""
-        passed = self.steady_s * sum(pool.devices for pool in self.pools.values())
+        passed = sum(self._steady_device_s(pool) for pool in self.pools.values())
         return max(0.0, 1 - sum(pool.busy for pool in self.pools.values()) / passed) if passed else 0.0
 
     @property
     def busiest(self) -> float:
         """Share of that time in which the busiest pool worked; at 1, no schedule is faster on these pools."""
-        busy = [pool.busy / pool.devices for pool in self.pools.values() if pool.devices]
-        return min(1.0, max(busy, default=0.0) / self.steady_s) if self.steady_s else 0.0
+        if not self.steady_s:
+            return 0.0
+        shares = [pool.busy / s for pool in self.pools.values() if (s := self._steady_device_s(pool)) > 0]
+        return min(1.0, max(shares, default=0.0))
+
+    def _steady_device_s(self, pool: PoolAccount) -> float:
+        """Return the pool's device-seconds since the first version was served."""
+        return pool.present_s(self.wall_s - self.steady_s, self.wall_s)
 
     @property
     def overlap_efficiency(self) -> float:

@@ -15,6 +15,7 @@
     versioned_engine.py  which version wrote which token
     busy_time.py         seconds with open requests
     registry.py          the states and versions of all consumers, and what follows from them (pure)
+    consumer.py          what a consumer has to do
     keeper.py            keeps one consumer at the newest version, and restarts it after a failure
     fleet.py             each version to all consumers; consumers that join and leave
 

@@ -19,7 +19,8 @@ from ..core.items import LoadReport
 from ..core.wait_graph import Holders
 from ..core.wait_queue import Turnstile
 from ..errors import WeightSyncError
-from .keeper import ASK_S, Consumer, Keeper, Shared
+from .consumer import Consumer
+from .keeper import ASK_S, Keeper, Shared
 from .manifest import Ticket
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, Member, Registry
 
@@ -50,22 +51,25 @@ class Fleet:
         restart_timeout_s: float,
         grace_s: float = GRACE_S,
         wait_timeout_s: float | None = None,
-        max_concurrent_loads: int = 1,
+        max_concurrent_loads: Callable[[int], int] = lambda consumers: 1,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
         """Set the consumers that serve from the beginning, the deadlines, and who is notified.
 
-        `wait_timeout_s` bounds the wait for weights that another task holds. `max_concurrent_loads` consumers
-        load at the same time while the others serve. `say` gets one line for the user whenever a consumer
-        joins, leaves, falls behind, is fenced, or fails to return; `note` gets the event (JOINING, JOINED,
-        BEHIND, CAUGHT_UP, FENCED, ABSENT, REJOINED, LEAVING or LEFT), the consumer's name and its version.
+        `wait_timeout_s` bounds the wait for weights that another task holds. `max_concurrent_loads` maps the
+        number of consumers that serve to how many of them may load at the same time. `say` gets one line for
+        the user whenever a consumer joins, leaves, falls behind, is fenced, or fails to return; `note` gets
+        the event (JOINING, JOINED, BEHIND, CAUGHT_UP, FENCED, ABSENT, REJOINED, LEAVING or LEFT), the
+        consumer's name and its version.
         """
         self.registry = Registry()
         self._shared = Shared(
             registry=self.registry,
             load_timeout_s=load_timeout_s + grace_s,
             restart_timeout_s=restart_timeout_s,
-            slots=Turnstile(lambda: max_concurrent_loads - self.registry.loads_in_rotation()),
+            slots=Turnstile(
+                lambda: max_concurrent_loads(len(self.registry.rotation)) - self.registry.loads_in_rotation()
+            ),
             say=say,
             note=note,
         )
@@ -101,6 +105,19 @@ class Fleet:
     def members(self) -> list[Member]:
         """All consumers that have not left."""
         return [m for m in self.registry.members.values() if m.state is not ConsumerState.LEFT]
+
+    @property
+    def joined(self) -> int:
+        """The number of consumers that have served and have not left."""
+        return sum(self._keepers[member.name].has_served for member in self.members)
+
+    def consumer(self, name: str) -> Consumer:
+        """Return the consumer of this name."""
+        return self._keepers[name].consumer
+
+    def has_left(self, name: str) -> bool:
+        """Return whether the consumer of this name has left."""
+        return self.registry.members[name].state is ConsumerState.LEFT
 
     # Weight updates.
 

@@ -8,15 +8,15 @@ while it serves: then only some consumers pause at a time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from ..core.deadline import within
+from ..core.deadline import all_of, within
 from ..core.items import LoadReport
 from ..core.wait_queue import Turnstile
 from ..errors import WaitTimeout, WeightSyncError
+from .consumer import Consumer
 from .manifest import Ticket
 from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, Registry
 
@@ -35,42 +35,6 @@ DRAIN_POLL_S = 1.0
 """Interval for counting the open requests of a consumer that leaves. Lists of consumers that were made before
 it left the rotation may be this old.
 """
-
-
-class Consumer(Protocol):
-    """A process group that computes with published weights."""
-
-    name: str
-
-    @property
-    def in_place(self) -> bool:
-        """Whether it loads straight from the trainer's memory, which a later version overwrites."""
-
-    async def load(self, ticket: Ticket) -> LoadReport:
-        """Check, load and verify one version, and serve it afterwards."""
-
-    async def leave(self) -> None:
-        """Get no more work. Called after a failure, so it must work without the consumer's help."""
-
-    async def end(self) -> None:
-        """End what is left of its processes, whatever their state."""
-
-    async def start(self) -> None:
-        """Start without weights."""
-
-    async def join(self) -> None:
-        """Get work again."""
-
-    async def check(self) -> None:
-        """Return if the consumer works; raise the error that it died of. If it is stuck, this never
-        returns.
-        """
-
-    async def open_requests(self) -> int:
-        """Return the number of requests that it works on."""
-
-    async def release(self) -> None:
-        """Free its devices. Called once, after `end`."""
 
 
 class Signal:
@@ -128,7 +92,7 @@ class Keeper:
         self.member = self._registry.add(consumer.name, state)
         self._listed, self._listing = started, asyncio.Lock()
         """Whether the balancer has it, and the turn to change that."""
-        self._served_once = started
+        self.has_served = started
         """Otherwise it is new: a failure ends it, because it has never worked."""
         self._must_start = not started
         self._attempt = 0
@@ -149,13 +113,13 @@ class Keeper:
 
         Raises WaitTimeout if the balancer does not respond.
         """
-        if not self._served_once:
+        if not self.has_served:
             self._shared.note("JOINING", self.name, None)
         while True:
             try:
                 if self._must_start:
                     await self._start()
-                await first_error(self._pull(), self._check(), self._until_given_up())
+                await all_of(self._pull(), self._check(), self._until_given_up())
             except Exception as error:  # noqa: BLE001  the other consumers continue after any error
                 if not await self._fail(error):
                     return
@@ -267,14 +231,14 @@ class Keeper:
         event, line = "REJOINED", f"{self.name} serves again, version {version}"
         if self.member.state is ConsumerState.BEHIND:
             event, line = "CAUGHT_UP", f"{self.name} has caught up and serves version {version}"
-        elif not self._served_once:
+        elif not self.has_served:
             event, line = "JOINED", f"{self.name} has joined and serves version {version}"
         # First, so that a version that is offered now waits for it.
         self._registry.fire(self.name, ConsumerEvent.SERVE)
         async with self._listing:
             await within(self.consumer.join(), ASK_S, owner=self.name, what="the balancer to add it")
             self._listed = True
-        self._served_once, self._attempt = True, 0
+        self.has_served, self._attempt = True, 0
         self._shared.note(event, self.name, version)
         self._shared.say(line)
 
@@ -301,7 +265,7 @@ class Keeper:
         """Fence it, or count a failed restart. Return whether it is to be restarted."""
         shared, why = self._shared, in_words(error)
         shared.last_error, self._must_start = error, True
-        if not self._served_once:
+        if not self.has_served:
             self._registry.fire(self.name, ConsumerEvent.LEAVE)
             self.member.why = why
             shared.say(f"{self.name} could not join: {why}")
@@ -369,19 +333,6 @@ class Keeper:
         self._shared.note("LEFT", self.name, self.member.version)
         self._shared.say(f"{self.name} has left: {why}")
         self._shared.changed.notify()
-
-
-async def first_error(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines that never return; raise the first error, after the others were cancelled."""
-    tasks = [asyncio.ensure_future(one) for one in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def in_words(error: Exception) -> str:

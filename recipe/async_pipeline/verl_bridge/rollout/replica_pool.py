@@ -59,7 +59,7 @@ class ReplicaConsumer:
             await self.replica.start_again()
         else:
             self._started = True
-            await self.replica.init_standalone()
+            await self.replica.init_more()
         self.nodes = tuple([await node for node in self._pool.ask_nodes(self.replica)])
 
     async def join(self) -> None:
@@ -95,11 +95,13 @@ class RolloutPool:
         how: LoadMode,
         max_concurrent_loads: int | None = None,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
+        resized: Callable[[int], None] = lambda replicas: None,
     ) -> None:
         """Ask each replica for its node; blocks on Ray calls.
 
         `trainer_node` is the Ray node of the arenas. `max_concurrent_loads` is the configured value, or None
-        for the default. For `say` and `note` see `Fleet`.
+        for the default. For `say` and `note` see `Fleet`; `resized` gets the number of replicas
+        whenever one has joined or left.
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
@@ -116,9 +118,33 @@ class RolloutPool:
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
-            max_concurrent_loads=concurrent_loads(max_concurrent_loads, len(replicas)),
-            note=note,
+            max_concurrent_loads=lambda number: concurrent_loads(max_concurrent_loads, number),
+            note=self._noted,
         )
+        self._note, self._resized = note, resized
+
+    def _noted(self, event: str, name: str, version: int | None) -> None:
+        self._note(event, name, version)
+        if event in ("JOINED", "LEFT"):
+            self._resized(self.fleet.joined)
+
+    def add_replica(self) -> str:
+        """Start one more replica on free devices, and return its name."""
+        consumer = ReplicaConsumer(self._manager.another(), self)
+        self.fleet.add(consumer)
+        return consumer.name
+
+    def waiting_for_devices(self) -> int:
+        """Return the number of replicas that have yet to reserve their devices."""
+        return sum(not consumer.replica.has_devices for consumer in self._consumers())
+
+    def nodes_of(self, name: str) -> Sequence[str]:
+        """Return the Ray nodes of a replica, if they are known."""
+        return next((one.nodes for one in self._consumers() if one.name == name), ())
+
+    def _consumers(self) -> list[ReplicaConsumer]:
+        found = [self.fleet.consumer(member.name) for member in self.fleet.members]
+        return [one for one in found if isinstance(one, ReplicaConsumer)]
 
     @staticmethod
     def ask_nodes(replica: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from ...config.placement import Placement
 from ..ray_calls import ASK_S, got, result_of
 from ..run_config import open_requests_of
 from .client import PipelineLLMClient
-from .vllm.replica import PipelineVLLMReplica
+from .vllm.replica import SHARES_OF_A_DEVICE, PipelineVLLMReplica
 
 
 class PipelineServerManager(LLMServerManager):
@@ -74,6 +74,18 @@ class PipelineServerManager(LLMServerManager):
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         return super().get_client(client_cls or PipelineLLMClient, **kwargs)
 
+    def another(self) -> PipelineVLLMReplica:
+        """Return one more replica, which is not started yet."""
+        made = self.rollout_replica_class(
+            replica_rank=1 + max(replica.replica_rank for replica in self.rollout_replicas),
+            config=self.rollout_config,
+            model_config=self.model_config,
+            gpus_per_node=self.rollout_config.n_gpus_per_node,
+        )
+        # Kept although it may leave: Ray may still hold the names of its actors.
+        self.rollout_replicas.append(made)
+        return made
+
     def attach(self, balancer: Any) -> None:
         """Use a balancer that verl has started, so that clients can be created before the servers are up."""
         self.global_load_balancer = balancer
@@ -113,6 +125,22 @@ def _devices_by_node() -> list[int]:
     """Return the number of devices of each node that has any."""
     found = [int(node["Resources"].get(get_resource_name(), 0)) for node in ray.nodes() if node["Alive"]]
     return [devices for devices in found if devices]
+
+
+def free_replicas_by_node(devices: int) -> dict[str, tuple[str, int]]:
+    """Return, by Ray node, its address and how many replicas of `devices` fit on its free ones. Blocks."""
+    free = ray._private.state.available_resources_per_node()
+
+    def fits(node: str) -> int:
+        resources = free.get(node, {})
+        cpus = resources.get("CPU", 0) / (SHARES_OF_A_DEVICE * devices)
+        return int(min(resources.get(get_resource_name(), 0) / devices, cpus))
+
+    return {
+        node["NodeID"]: (node["NodeManagerAddress"], fits(node["NodeID"]))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def devices_of_a_node(placement: Placement) -> int:

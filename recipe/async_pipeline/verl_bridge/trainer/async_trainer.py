@@ -171,7 +171,9 @@ class AsyncPipelineTrainer(PPOTrainer):
             reward_loop_worker_handles=self.get_reward_handles(),
         )
 
-        self.rollout_pool = self.startup.rollout_pool(self.actor_rollout_wg, self._note_replica)
+        self.rollout_pool = self.startup.rollout_pool(
+            self.actor_rollout_wg, self._note_replica, self._note_size
+        )
         self.publisher = WeightPublisher(
             self.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
         )
@@ -262,6 +264,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         self.generation = composition.generation(self, agent_loop_manager)
         self.report = composition.step_report(self)
         self.checkpointing = composition.checkpointing(self, agent_loop_manager)
+        self.elasticity = composition.elasticity(self)
 
     def _note(self, stage: str, event: str, **fields: Any) -> None:
         self._flow.log.append(stage, event, **fields)
@@ -269,6 +272,13 @@ class AsyncPipelineTrainer(PPOTrainer):
     def _note_replica(self, event: str, name: str, version: int | None) -> None:
         fields: dict[str, Any] = {} if version is None else {"version": version}
         self._note("param_update", event, replica=name, **fields)
+
+    def _note_size(self, replicas: int) -> None:
+        """Note the devices of the pool for generation after a replica has joined or left."""
+        pool = self.placement.pool_of("generate")
+        assert pool is not None
+        devices = replicas * composition.devices_of_a_replica(self)
+        self._note("param_update", "RESIZED", pool=pool.name, devices=devices)
 
     # PipelineTrainer: facts and decisions.
 
@@ -365,7 +375,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         say(f"weight updates are now {change.level.name.lower().replace('_', '-')}: {change.why}")
 
     async def watch(self) -> None:
-        await all_of(self.rollout_pool.watch(), self.report.watch())
+        await all_of(self.rollout_pool.watch(), self.elasticity.run(), self.report.watch())
 
     async def validate(self, version: int) -> float | None:
         """Validate a version that replicas have just loaded, if it is due. They keep it meanwhile.

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..agent_loop.manager import PushAgentLoopManager
+from ..rollout.elasticity import Elasticity
+from ..rollout.server_manager import free_replicas_by_node
 from .checkpointing import Checkpointing
 from .generation import PARTITION, Generation
 from .ray_metrics import RayGauges
 from .step_report import StepReport
+from .terminal import say
 
 if TYPE_CHECKING:
     from .async_trainer import AsyncPipelineTrainer
@@ -48,6 +52,23 @@ def step_report(trainer: AsyncPipelineTrainer) -> StepReport:
         logger=trainer.logger,
         steps_per_epoch=trainer.steps_per_epoch,
         rollout_data_dir=trainer.config.trainer.get("rollout_data_dir"),
+    )
+
+
+def devices_of_a_replica(trainer: AsyncPipelineTrainer) -> int:
+    """Return the number of devices of one rollout replica."""
+    return int(trainer.config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+
+
+def elasticity(trainer: AsyncPipelineTrainer) -> Elasticity:
+    """Return the part that adds and removes replicas during the run."""
+    return Elasticity(
+        trainer.rollout_pool,
+        trainer.folder.path,
+        trainer.knobs.fleet,
+        say,
+        trainer.calls,
+        nodes=partial(free_replicas_by_node, devices_of_a_replica(trainer)),
     )
 
 

@@ -80,7 +80,12 @@ class Startup:
             self._logp_group = self._calls.submit(start_group, "logp", pool, config)
         self.servers = PipelineServerManager.started(self._config)
 
-    def rollout_pool(self, actor_group: Any, note: Callable[[str, str, int | None], None]) -> RolloutPool:
+    def rollout_pool(
+        self,
+        actor_group: Any,
+        note: Callable[[str, str, int | None], None],
+        resized: Callable[[int], None],
+    ) -> RolloutPool:
         """Return the replicas, once all of them have started. Blocks."""
         self.servers.ready(self._deadline_s)
         (trainer_node,) = nodes_of(actor_group.workers[:1])
@@ -95,6 +100,7 @@ class Startup:
             how=LoadMode(sync.in_flight_policy, sync.load_staging, sync.reuse_prefixes),
             max_concurrent_loads=sync.max_concurrent_loads,
             note=note,
+            resized=resized,
         )
 
     def logp_group(self) -> Any | None:

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.plugin.platform import get_platform
-from verl.single_controller.ray import ResourcePoolManager
+from verl.single_controller.ray import RayResourcePool, ResourcePoolManager
 from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutMode
@@ -62,6 +62,28 @@ class PipelineVLLMReplica(BoundedReplica, vLLMReplica):
         self._hold(groups)
         await self.launch_servers()
 
+    async def init_more(self) -> None:
+        """Do the same during a run, on devices that are free or become free.
+
+        Waits for: these devices.
+        """
+        self.rollout_mode = RolloutMode.STANDALONE
+        self.resource_pool = RayResourcePool(
+            [self.gpus_per_replica_node] * self.nnodes,
+            use_gpu=True,
+            max_colocate_count=SHARES_OF_A_DEVICE,
+            name_prefix=f"rollout_pool_{self.replica_rank}{self.name_suffix}",
+        )
+        bundle = {"CPU": SHARES_OF_A_DEVICE, get_platform().ray_resource_name(): 1}
+        self._bundles = [[bundle] * self.gpus_per_replica_node] * self.nnodes
+        await self._reserve_others()
+        await self.launch_servers()
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether its devices are reserved."""
+        return bool(self.workers)
+
     def _hold(self, groups: Sequence[Any]) -> None:
         """Start a reservation for each device."""
         options = get_platform().ray_resource_options(1 / SHARES_OF_A_DEVICE)
@@ -83,10 +105,10 @@ class PipelineVLLMReplica(BoundedReplica, vLLMReplica):
         ]
 
     async def _reserve_others(self) -> None:
-        """Wait for devices that replace the ones of a lost node.
+        """Wait for devices and reserve them: for a new replica, or to replace the ones of a lost node.
 
-        Ray would search by itself, but without a pause between two attempts, which keeps a core of its
-        head node busy (ray-project/ray#65007).
+        Ray would search for the latter by itself, but without a pause between two attempts, which keeps a
+        core of its head node busy (ray-project/ray#65007).
         """
         self._free()
         self._groups = [placement_group(bundles, strategy="STRICT_PACK") for bundles in self._bundles]

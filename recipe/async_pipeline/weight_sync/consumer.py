@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a consumer of published weights has to do."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..core.items import LoadReport
+from .manifest import Ticket
+
+
+class Consumer(Protocol):
+    """A process group that computes with published weights."""
+
+    name: str
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it loads straight from the trainer's memory, which a later version overwrites."""
+
+    async def load(self, ticket: Ticket) -> LoadReport:
+        """Check, load and verify one version, and serve it afterwards."""
+
+    async def leave(self) -> None:
+        """Get no more work. Called after a failure, so it must work without the consumer's help."""
+
+    async def end(self) -> None:
+        """End what is left of its processes, whatever their state."""
+
+    async def start(self) -> None:
+        """Start without weights."""
+
+    async def join(self) -> None:
+        """Get work again."""
+
+    async def check(self) -> None:
+        """Return if the consumer works; raise the error that it died of. If it is stuck, this never
+        returns.
+        """
+
+    async def open_requests(self) -> int:
+        """Return the number of requests that it works on."""
+
+    async def release(self) -> None:
+        """Free its devices. Called once, after `end`."""
