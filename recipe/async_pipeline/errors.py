@@ -55,6 +55,10 @@ class WeightSyncError(AsyncPipelineError, RuntimeError):
     """A weight version could not be gathered, transferred or loaded."""
 
 
+class VersionNotServed(WeightSyncError):
+    """A replica got a request of a group that was admitted with newer weights than it serves."""
+
+
 class CorruptionError(WeightSyncError):
     """Weights in transit differ from what the trainer gathered: a checksum does not match."""
 

@@ -146,6 +146,8 @@ def test_every_knob_is_read() -> None:
         "faults.degrade_after_failures": 4,
         "faults.restore_after_successes": 5,
         "weight_sync.verify_tensors": 3,
+        "fleet.max_replicas": 5,
+        "fleet.drain_timeout_s": 30.0,
         "staleness.depth": 2,
         "staleness.oldest_share": 0.5,
         "staleness.straggler": "drop",

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.staleness import Kind, Versions, check_lag, lag
-from recipe.async_pipeline.errors import StalenessViolation
+from recipe.async_pipeline.core.staleness import Kind, Versions, check_lag, check_served, lag
+from recipe.async_pipeline.errors import StalenessViolation, VersionNotServed
 
 
 def publish(versions: Versions, version: int) -> None:
@@ -140,3 +140,18 @@ def test_subscribers_hear_of_every_version_that_is_served() -> None:
     for version in range(3):
         publish(versions, version)
     assert heard == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("served", "admitted", "refused"),
+    [(None, None, False), (3, None, False), (3, 3, False), (4, 3, False), (3, 4, True), (None, 0, True)],
+)
+def test_a_replica_refuses_groups_that_were_admitted_with_newer_weights(
+    served: int | None, admitted: int | None, refused: bool
+) -> None:
+    if not refused:
+        check_served(served, admitted, "replica 1")
+        return
+    message = f"replica 1 serves version {served}, and the request requires version {admitted}; try another"
+    with pytest.raises(VersionNotServed, match=message):
+        check_served(served, admitted, "replica 1")

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from ..errors import StalenessViolation
+from ..errors import StalenessViolation, VersionNotServed
 
 Kind = Literal["trained", "saved", "gathered", "served", "critic"]
 MADE_BY: Mapping[Kind, str] = {
@@ -48,6 +48,17 @@ def check_lag(step: int, first_version: int, max_lag: int, what: str) -> int:
             f"step {step} got {what} of version {first_version}: lag {found} exceeds max_lag {max_lag}"
         )
     return found
+
+
+def check_served(served: int | None, admitted: int | None, replica: str) -> None:
+    """Check that a replica may generate for a group that was admitted with version `admitted`, if with any.
+
+    Raises VersionNotServed if the replica serves an older version.
+    """
+    if admitted is not None and (served is None or served < admitted):
+        raise VersionNotServed(
+            f"{replica} serves version {served}, and the request requires version {admitted}; try another one"
+        )
 
 
 class Versions:

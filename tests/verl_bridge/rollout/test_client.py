@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from recipe.async_pipeline.verl_bridge.rollout.router import Router
+from recipe.async_pipeline.errors import VersionNotServed
+from recipe.async_pipeline.verl_bridge.rollout.router import ADMITTED, Router
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -505,3 +506,36 @@ def test_a_partial_response_of_maximum_length_is_finished(module: ModuleType) ->
         resumed(module, [recorded_request(module, list(range(10)), None)], [], [[1]])
     )
     assert requests == [] and (whole.token_ids, whole.stop_reason) == (list(range(10)), "completed")
+
+
+def test_a_replica_that_refuses_because_it_is_behind_is_avoided_and_is_not_dead(module: ModuleType) -> None:
+    asked: list[dict[str, Any]] = []
+    error = raised_remotely(
+        VersionNotServed("replica 0 serves version 3, and the request requires version 4")
+    )
+    balancer = Balancer(behind=failing(error), current=well)
+    handle = balancer._handle
+
+    def with_log(name: str) -> Any:
+        made = handle(name)
+        remote = made.generate.remote
+
+        def generate(**kwargs: Any) -> Any:
+            asked.append(kwargs)
+            if name == "behind" and not balancer.by_default:
+                # verl's balancer no longer has it when the client asks again.
+                balancer.servers.pop("behind")
+            return remote(**kwargs)
+
+        made.generate.remote = generate
+        return made
+
+    balancer._handle = with_log  # type: ignore[method-assign]
+    token = ADMITTED.set(4)
+    try:
+        assert generate(module, balancer).token_ids == [1]
+    finally:
+        ADMITTED.reset(token)
+    assert balancer.requested == ["behind", "current"]
+    assert {one["admitted"] for one in asked} == {4}
+    assert ("behind" in balancer.servers) == balancer.by_default, "the client does not remove it for others"

@@ -62,14 +62,14 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
             found.update(one)
         return found
 
-    async def run_group(self, prompt: Mapping[str, Any], recall: Recall) -> Answered | None:
+    async def run_group(self, prompt: Mapping[str, Any], recall: Recall, admitted: int) -> Answered | None:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
         Returns None if the group was recalled and has been given up. If cancelled, which means that the
         run is being stopped, it ends when the group has been given up.
         """
         worker = next(self._turns)
-        answering = asyncio.ensure_future(worker.run_group.remote(prompt))
+        answering = asyncio.ensure_future(worker.run_group.remote(prompt, admitted))
         try:
             try:
                 await recall.or_done(answering)

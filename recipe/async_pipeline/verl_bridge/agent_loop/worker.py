@@ -20,6 +20,7 @@ from ...core.items import Trajectory
 from ...errors import RolloutError
 from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
 from ..reward.worker import PlainCaller
+from ..rollout.router import ADMITTED
 from ..run_config import knobs_of
 from ..sample_columns import Columns
 from ..sample_grouping import joinable
@@ -108,13 +109,14 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._transcripts: dict[str, list[Transcript]] = {}
         """Transcripts of the prompts in generation, response by response."""
 
-    async def run_group(self, prompt: dict[str, Any]) -> Answered:
-        """Generate and score n responses to one prompt.
+    async def run_group(self, prompt: dict[str, Any], admitted: int | None = None) -> Answered:
+        """Generate and score n responses to one prompt, on replicas that serve at least version `admitted`.
 
         Its row may hold what an earlier process generated for it; see `partial_rollouts.with_resumed`.
         Raises what the agent loop, the rollout server or the reward function raised.
         """
         self.serve_control_calls()
+        ADMITTED.set(admitted)
         uid = str(prompt["uid"])
         self._groups[uid] = asyncio.get_running_loop().create_future()
         self._finished[uid] = []

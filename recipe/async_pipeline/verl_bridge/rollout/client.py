@@ -18,12 +18,12 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
-from ...errors import WaitTimeout
+from ...errors import VersionNotServed, WaitTimeout
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn
 from ..ray_calls import ASK_S, cause_of
 from ..run_config import open_requests_of
-from .router import Router, servers_of
+from .router import ADMITTED, Router, servers_of
 
 logger = logging.getLogger(__name__)
 REFRESH_S = 1.0
@@ -124,6 +124,8 @@ class PipelineLLMClient(LLMServerClient):
 
     async def _ask(self, request_id: str, **kwargs: Any) -> TokenOutput:
         deaths = 0
+        if (admitted := ADMITTED.get()) is not None:
+            kwargs["admitted"] = admitted
         try:
             while True:
                 try:
@@ -136,10 +138,13 @@ class PipelineLLMClient(LLMServerClient):
                             "request %s: %s is dead or unreachable, trying another replica", request_id, dead
                         )
                         await self._take_out(dead, for_good=is_death(error))
+                    elif isinstance(cause_of(error), VersionNotServed):
+                        # It left the rotation after the list of replicas was made.
+                        await self._avoid(self._server_of[request_id])
                     elif NONE_LEFT not in str(cause_of(error)) or self._last_death is None:
                         raise
                     if deaths == DEATHS or not await self._any_replica_serves():
-                        raise self._last_death from error
+                        raise self._last_death or error from error
         except asyncio.CancelledError:
             if request_id in self._asked:
                 server, name = self._asked[request_id]
@@ -225,12 +230,18 @@ class PipelineLLMClient(LLMServerClient):
         until the next refresh; the trainer finds out whether it is dead.
         """
         if self._router is not None:
-            self._router.remove(dead)
             if not for_good:
-                await asyncio.sleep(0 if self._router.servers else REFRESH_S)
+                await self._avoid(dead)
                 return
+            self._router.remove(dead)
         removed = self._load_balancer.remove_servers.remote([dead])
         await within(removed, ASK_S, owner="an agent loop", what=f"the balancer to remove {dead}")
+
+    async def _avoid(self, server: str) -> None:
+        """Leave a server out until the next refresh, which this waits for if there is no other one."""
+        if self._router is not None:
+            self._router.remove(server)
+        await asyncio.sleep(0 if self._router is not None and self._router.servers else REFRESH_S)
 
     async def _any_replica_serves(self) -> bool:
         """Wait for a serving replica; return False if none returned in time."""

@@ -32,6 +32,7 @@ def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> 
         temperature=trainer.config.actor_rollout_ref.rollout.temperature,
         filter_metric=trainer._resolve_filter_groups_metric(),
         reward_workers=lambda: trainer.reward_loop_manager.reward_loop_workers,
+        served=lambda: trainer._flow.versions.served,
         note=lambda event, **fields: trainer._note("generate", event, **fields),
     )
 

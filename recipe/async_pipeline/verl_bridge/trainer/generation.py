@@ -49,17 +49,18 @@ class Generation:
         temperature: float,
         filter_metric: str | None,
         reward_workers: Callable[[], Sequence[Any]],
+        served: Callable[[], int],
         note: Callable[..., object],
     ) -> None:
         """`filter_metric` is the name of the metric that DAPO's filter compares, or None.
 
-        `reward_workers` returns the workers that score whole batches. `note(event, **fields)` logs an event
-        of the stage `generate`.
+        `reward_workers` returns the workers that score whole batches. `served` returns the version that
+        the rotation serves. `note(event, **fields)` logs an event of the stage `generate`.
         """
         self._manager, self._prompts, self._calls, self._stages = manager, prompts, calls, stages
         self._meters, self._bad_data, self._knobs = meters, bad_data, knobs
         self._temperature, self._filter_metric = temperature, filter_metric
-        self._reward_workers, self._note = reward_workers, note
+        self._reward_workers, self._served, self._note = reward_workers, served, note
         self._allowed = asyncio.Event()
         self._allowed.set()
 
@@ -94,7 +95,7 @@ class Generation:
             return _group(prompt, (), refused)
 
         started = time.perf_counter()
-        done = await self._manager.run_group(self._prompts.begin(prompt), recall)
+        done = await self._manager.run_group(self._prompts.begin(prompt), recall, self._served())
         seconds = time.perf_counter() - started
         if done is None:
             self._meters.cancelled(seconds)

@@ -18,6 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from ....core.deadline import unless_broken, within
 from ....core.items import LoadReport
+from ....core.staleness import check_served
 from ....errors import CorruptionError, WeightSyncError
 from ....weight_sync.arena import ArenaReader
 from ....weight_sync.board import await_manifest
@@ -215,12 +216,16 @@ class PipelineVLLMServer(ControlCalls, vLLMHttpServer):
         """
         return await self._versioned.written(request_ids)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        """Generate as verl does, and return the versions that wrote the response instead of the last one."""
+    async def generate(self, *args: Any, admitted: int | None = None, **kwargs: Any) -> TokenOutput:
+        """Generate as verl does, and return the versions that wrote the response instead of the last one.
+
+        Raises VersionNotServed if this replica serves an older version than `admitted`.
+        """
         request_id = kwargs["request_id"]
         if request_id in self._given_up:
             del self._given_up[request_id]
             raise asyncio.CancelledError(f"request {request_id} was given up before it began")
+        check_served(self.global_steps, admitted, f"replica {self.replica_rank}")
         task = asyncio.current_task()
         assert task is not None
         self._answering[request_id] = task
