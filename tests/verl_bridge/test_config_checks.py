@@ -79,6 +79,15 @@ MICRO_OF_FOUR = {
 }
 
 
+def test_a_run_cannot_have_fewer_replicas_than_it_starts_with(launch: ModuleType, smoke: Smoke) -> None:
+    overrides = {f"{ROLLOUT}.n_gpus_per_node": 3, "ray_kwargs.ray_init.num_gpus": 4}
+    knob = "trainer.v1.async_pipeline.fleet.max_replicas"
+    with pytest.raises(
+        ConfigError, match=r"max_replicas must be 0 or at least the 3 replicas .*, got 2; raise"
+    ):
+        launch.checked(smoke({**overrides, knob: 2}))
+
+
 @pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
 def test_ray_must_have_the_devices(launch: ModuleType, smoke: Smoke, path: str) -> None:
     with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):

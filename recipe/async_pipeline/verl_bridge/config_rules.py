@@ -70,11 +70,9 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
     """Raises ConfigError if a model cannot be divided over its pool, or Ray has too few devices."""
     generate = placement.pool_of("generate")
     assert generate is not None
-    check_replicas(
-        generate,
-        config.actor_rollout_ref.rollout.tensor_model_parallel_size,
-        f"{ROLLOUT}.tensor_model_parallel_size",
-    )
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    check_replicas(generate, tp, f"{ROLLOUT}.tensor_model_parallel_size")
+    _check_fleet(generate.devices // tp, knobs.fleet.max_replicas)
 
     critic = placement.pool_of("critic")
     if critic is not None:
@@ -102,6 +100,15 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
         )
 
     _check_loads(config, placement, knobs)
+
+
+def _check_fleet(replicas: int, most: int) -> None:
+    """Raises ConfigError if a run may have fewer replicas than it starts with."""
+    if 0 < most < replicas:
+        raise ConfigError(
+            f"{OWN}.fleet.max_replicas must be 0 or at least the {replicas} replicas of the placement, got "
+            f"{most}; raise it, or leave it out to add none"
+        )
 
 
 def reward_model_devices(config: DictConfig) -> int:
