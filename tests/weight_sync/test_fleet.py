@@ -491,6 +491,44 @@ def test_an_update_does_not_wait_for_one_that_is_removed_meanwhile() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("what", ["ok", "raise"])
+def test_one_is_removed_at_the_moment_when_its_load_ends(what: str) -> None:
+    async def scenario() -> None:
+        new = newcomer("new", loads=[what])
+        fleet = distribute(Replica("a"))
+        await publish(fleet, 0)
+        watch = watched(fleet)
+        fleet.add(new)
+        await asyncio.sleep(RESTART_S + LOAD_S)
+        assert fleet.registry.members["new"].state is ConsumerState.JOINING
+        fleet.remove("new", 1.0)
+        await asyncio.sleep(10)
+        assert (new.working, new.log[-1]) == (False, "new is gone")
+        assert not watch.done()
+        watch.cancel()
+
+    run(scenario)
+
+
+def test_late_ones_that_finish_while_another_is_removed_stay_in_the_rotation() -> None:
+    class SlowlyRemoved(Replica):
+        async def leave(self) -> None:
+            await asyncio.sleep(5)
+            await super().leave()
+
+    late_s = LATE_FACTOR * LOAD_S + LATE_GRACE_S
+
+    async def scenario() -> None:
+        slow = SlowlyRemoved("a", loads=["ok", "ok", "100"])
+        less_slow = Replica("b", loads=["ok", "ok", f"{late_s + 2}"])
+        fleet = distribute(slow, less_slow, Replica("c"), max_concurrent_loads=3, **deadline())
+        for version in range(3):
+            await publish(fleet, version)
+        assert fleet.versions == {"b": 2, "c": 2}
+
+    run(scenario)
+
+
 def test_a_newcomer_and_one_that_is_fenced_can_be_removed() -> None:
     new, bad = newcomer("new"), Replica("bad", loads=["ok", "raise"])
 

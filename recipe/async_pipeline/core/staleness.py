@@ -3,7 +3,7 @@
 
 Version 0 is the starting weights; the optimizer step `s` starts at version s-1 and makes version s. A
 version is *trained* once its step ended, *gathered* once its full weights are in host memory, and
-*served* once every replica serves and has verified it.
+*served* once every replica of the rotation serves and has verified it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Versions:
 
     @property
     def served(self) -> int:
-        """The newest version that *every* replica serves."""
+        """The newest version that *every* replica of the rotation serves."""
         return self._reached["served"]
 
     def advance_trained(self, version: int) -> None:

@@ -138,8 +138,9 @@ class Fleet:
                 keeper.offer()
             while not self._is_served(version):
                 self._require_a_consumer()
-                for name in self.registry.late(shared.now()):
-                    await self._keepers[name].fall_behind()
+                # Others may fail or finish while the balancer removes one.
+                while late := self.registry.late(shared.now()):
+                    await self._keepers[late[0]].fall_behind()
                 if not self._is_served(version):
                     await self._next_change(f"the replicas to serve version {version}")
             shared.begun.set()
@@ -238,12 +239,12 @@ class Fleet:
             raise WeightSyncError(f"{name} cannot leave: no other replica serves; add one first")
         keeping, keeper = self._tasks[name], self._keepers[name]
         drain_s = timeout_s if member.state in HAS_REQUESTS else 0.0
-        # At once, so that a version that is offered now does not wait for it.
+        # At once, so that a version that is offered now does not wait for it, and it serves none.
+        keeping.cancel()
         self.registry.fire(name, ConsumerEvent.LEAVE)
         self._shared.changed.notify()
 
         async def leave() -> None:
-            keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
             await keeper.depart(drain_s)
 

@@ -121,12 +121,13 @@ class RolloutPool:
             max_concurrent_loads=lambda number: concurrent_loads(max_concurrent_loads, number),
             note=self._noted,
         )
-        self._note, self._resized = note, resized
+        self._note, self._resized, self._size = note, resized, len(replicas)
 
     def _noted(self, event: str, name: str, version: int | None) -> None:
         self._note(event, name, version)
-        if event in ("JOINED", "LEFT"):
-            self._resized(self.fleet.joined)
+        if event in ("JOINED", "LEFT") and self.fleet.joined != self._size:
+            self._size = self.fleet.joined
+            self._resized(self._size)
 
     def add_replica(self) -> str:
         """Start one more replica on free devices, and return its name."""
