@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -625,3 +626,61 @@ def test_memory_is_overwritten_once_no_slow_replica_generates_with_what_it_reads
 
     run(scenario)
     assert [event for event, _, _ in notes].count("FENCED") == fences
+
+
+@pytest.mark.slow
+@given(
+    first=st.lists(STEPS, min_size=1, max_size=3),
+    actions=st.lists(
+        st.one_of(
+            st.tuples(st.just("publish"), st.floats(0, 40, allow_nan=False), STEPS),
+            st.tuples(st.just("add"), st.floats(0, 40, allow_nan=False), STEPS),
+            st.tuples(st.just("remove"), st.floats(0, 40, allow_nan=False), st.just([])),
+            st.tuples(st.just("retire"), st.floats(0, 40, allow_nan=False), st.just([])),
+        ),
+        max_size=20,
+    ),
+    picks=st.randoms(use_true_random=False),
+)
+@settings(max_examples=80)
+def test_the_rotation_serves_each_version_whichever_consumers_join_and_leave(
+    first: list[list[str]], actions: list[tuple[str, float, list[str]]], picks: Any
+) -> None:
+    replicas = {f"r{i}": Replica(f"r{i}", loads=["ok", *script]) for i, script in enumerate(first)}
+
+    async def scenario() -> None:
+        fleet = distribute(*replicas.values(), max_concurrent_loads=2)
+        watch = watched(fleet)
+        await publish(fleet, 0)
+        version = 0
+        try:
+            for action, gap, script in actions:
+                if action == "publish":
+                    version += 1
+                    await publish(fleet, version)
+                    for replica in replicas.values():
+                        assert not replica.working or replica.version == version
+                elif action == "add":
+                    name = f"r{len(replicas)}"
+                    replicas[name] = newcomer(name, loads=list(script), requests=[1, 2])
+                    fleet.add(replicas[name])
+                elif action == "retire":
+                    await fleet.retire(version - 1)
+                else:
+                    with suppress(WeightSyncError):
+                        fleet.remove(picks.choice(sorted(replicas)), 20.0)
+                await asyncio.sleep(gap)
+            await asyncio.sleep(1500)
+            assert not watch.done()
+        except (ProofError, WaitTimeout):
+            assert not any(replica.working for replica in replicas.values()), "no replica is left"
+            return
+        states = {member.name: member.state for member in fleet.members}
+        assert set(states.values()) <= {ConsumerState.SERVING, ConsumerState.AWAY}
+        for name, replica in replicas.items():
+            assert replica.working == (states.get(name) is ConsumerState.SERVING)
+            assert not replica.working or replica.version == version
+        watch.cancel()
+        await fleet.close()
+
+    run(scenario)
