@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -37,6 +41,76 @@ def test_a_run_that_ends_by_itself_is_noticed(job: Run) -> None:
 
     with pytest.raises(SoakFailed, match="it ended"):
         faults.strike(job, faults.Fault("", inflict, "versions are served again"), 10.0)
+
+
+@pytest.fixture
+def flooded(job: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    raylet = Found(7, "ray/raylet --node=x --gcs-address=127.0.0.1:6379 --more")
+    monkeypatch.setattr(job, "processes", lambda part="": [raylet] if part == faults.RAYLET else [])
+    return job
+
+
+def flooding(
+    monkeypatch: pytest.MonkeyPatch, stdout: str, *, status: int = 0, stderr: str = "", then: Any = None
+) -> list[list[str]]:
+    """Replace the process of a flood; `then` is called while it runs. Returns the commands."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        if then is not None:
+            then()
+        return subprocess.CompletedProcess(command, status, stdout, stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return commands
+
+
+WELL = {"requests": 4096, "lost": 0, "check_p99_s": 0.2}
+
+
+def test_a_flood_goes_to_the_cluster_of_the_run(flooded: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = flooding(monkeypatch, f"noise\n{json.dumps(WELL)}\n")
+    flooded.write(record("FENCED", replica="replica 0"))
+    faults.flood(flooded)
+    (command,) = commands
+    assert command[command.index("-m") :][:4] == ["-m", faults.FLOODING, "127.0.0.1:6379", "4096"]
+    assert find_spec(faults.FLOODING) is not None
+    assert json.dumps(WELL) in flooded.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ({"lost": 1}, "got 1 of 4096"),
+        ({"check_p99_s": 10.5}, "got 0 of 4096 and 10.5 s"),
+    ],
+)
+def test_a_flood_that_does_harm_fails(
+    flooded: Run, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], why: str
+) -> None:
+    flooding(monkeypatch, json.dumps({**WELL, **found}))
+    with pytest.raises(SoakFailed, match=why):
+        faults.flood(flooded)
+
+
+def test_a_replica_that_is_fenced_in_a_flood_fails(flooded: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    flooding(
+        monkeypatch,
+        json.dumps(WELL),
+        then=lambda: flooded.write(record("FENCED", replica="replica 1")),
+    )
+    with pytest.raises(SoakFailed, match="replica 1 was fenced during a flood"):
+        faults.flood(flooded)
+
+
+def test_a_flood_that_cannot_run_fails(job: Run, flooded: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    flooding(monkeypatch, "", status=1, stderr="FloodFailed: no rollout server has a name\n")
+    with pytest.raises(SoakFailed, match="no rollout server has a name"):
+        faults.flood(flooded)
+    monkeypatch.setattr(job, "processes", lambda part="": [])
+    with pytest.raises(SoakFailed, match="no raylet of the run"):
+        faults.flood(job)
 
 
 def test_a_flipped_bit_is_restored_unless_overwritten(job: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,12 @@ A fault is a function that injects it and, if it is temporary, waits until it ha
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +20,9 @@ from typing import Literal, NamedTuple
 
 import psutil
 
+from ..bench.workload import CONFIGS
 from ..weight_sync.segment_names import SHM_DIR, open_own
-from .job import ENGINE, SERVER, START_S, Record, SoakFailed, SoakJob
+from .job import ENGINE, SERVER, START_S, Record, SoakFailed, SoakJob, on_cpu
 from .processes import send
 from .small_disk import empty, fill
 
@@ -33,6 +38,11 @@ FULL_S = 120.0
 """Seconds until a checkpoint must have failed on a full disk."""
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
 """Requests of a burst, seconds for which the engine is stopped meanwhile, deadline of a request."""
+FLOOD, FLOOD_LIMIT_S, FLOOD_START_S, CONTROL_S = 4096, 120.0, 60.0, 10.0
+"""Requests of a flood, their deadline, seconds for its process to start, and the latency that a check may
+have: half of the time for a weight update."""
+FLOODING = "recipe.async_pipeline.verl_bridge.rollout.flood"
+RAYLET, RAY_ADDRESS = "raylet", re.compile(r"--gcs-address=(\S+)")
 NEXT_VERSION_S = 60.0
 """Seconds until the next weight version must have been gathered."""
 
@@ -230,6 +240,51 @@ def _port_of(pid: int) -> int:
     raise SoakFailed(f"process {pid} does not listen on this machine")
 
 
+def flood(job: SoakJob) -> None:
+    """Open many requests on one replica through Ray, as agent loop workers do, but without their bound.
+
+    Raises SoakFailed if a request is lost, a check is slow, or a replica is fenced.
+    """
+    since = job.now()
+    command = [sys.executable, "-m", FLOODING, _ray_address_of(job)]
+    limits = [str(FLOOD), f"{FLOOD_LIMIT_S:g}", f"{job.random.random():.3f}"]
+    try:
+        ended = subprocess.run(
+            on_cpu([*command, *limits]),
+            cwd=CONFIGS.parent,
+            env=job.environment,
+            capture_output=True,
+            text=True,
+            timeout=FLOOD_START_S + 2 * FLOOD_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SoakFailed(f"the flood did not end within {error.timeout:g} s") from None
+    with job.log.open("a") as log:
+        log.write(ended.stderr + ended.stdout)
+    if ended.returncode:
+        *_, last = ["no message", *ended.stderr.splitlines()]
+        raise SoakFailed(f"the flood failed: {last}; see {job.log}")
+
+    found = json.loads(ended.stdout.splitlines()[-1])
+    if found["lost"] or found["check_p99_s"] > CONTROL_S:
+        raise SoakFailed(
+            f"flood: no request may be lost and the 99th percentile of the checks must be at most "
+            f"{CONTROL_S:g} s, got {found['lost']} of {FLOOD} and {found['check_p99_s']:g} s; see {job.log}"
+        )
+    job.read()
+    fenced = [record["replica"] for record in job.records[since:] if record["event"] == "FENCED"]
+    if fenced:
+        raise SoakFailed(f"{fenced[0]} was fenced during a flood, although it was healthy; see {job.run_dir}")
+
+
+def _ray_address_of(job: SoakJob) -> str:
+    """Return the address of the run's Ray cluster. Raises SoakFailed if its raylet is not running."""
+    found = next(filter(None, (RAY_ADDRESS.search(one.command) for one in job.processes(RAYLET))), None)
+    if found is None:
+        raise SoakFailed("no raylet of the run has a --gcs-address in its command line")
+    return found[1]
+
+
 def _has(event: str) -> Callable[[Sequence[Record]], bool]:
     return lambda records: any(record["event"] == event for record in records)
 
@@ -264,6 +319,9 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "burst": Fault(
         f"{BURST} requests from outside while an engine is stopped", burst, "versions are served again"
+    ),
+    "flood": Fault(
+        f"{FLOOD} requests at once through Ray to one replica", flood, "versions are served again"
     ),
     "kill_run": Fault(
         "SIGKILL of every process of the run, then the same command again", kill_run, "the run is back"

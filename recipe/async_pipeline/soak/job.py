@@ -34,6 +34,11 @@ class SoakFailed(AsyncPipelineError, RuntimeError):
     """The run ended or did not recover, so no further fault can be injected."""
 
 
+def on_cpu(command: Sequence[str]) -> list[str]:
+    """Return a command that runs `command` with the variables of the CPU stack."""
+    return ["bash", "-c", 'source "$0"; exec "$@"', str(CONFIGS.parent / "run_scripts/cpu_env.sh"), *command]
+
+
 class SoakJob:
     """One run directory and the process that currently writes to it."""
 
@@ -53,37 +58,29 @@ class SoakJob:
 
     def start(self) -> None:
         """Start the run; it resumes from the last checkpoint if there is one."""
-        environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
         watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
         config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", "+async_pipeline=True"]
         strict = "trainer.v1.async_pipeline.faults.strict_observers=True"
-        command = [
-            "bash",
-            "-c",
-            'source "$0"; exec "$@"',
-            str(environment),
-            *watch,
-            "-m",
-            "verl.trainer.main_ppo",
-            *config,
-            strict,
-            *self._overrides,
-        ]
+        command = on_cpu([*watch, "-m", "verl.trainer.main_ppo", *config, strict, *self._overrides])
 
-        settings = {
-            **os.environ,
-            MARK: str(self.folder),
-            "ASYNC_PIPELINE_TASK": str(self._task),
-            "ASYNC_PIPELINE_RUN": "soak",
-        }
         self._read_to, self._rest, self.records = 0, b"", []
 
         # A new process renames the event file of the one before it, but only after a while.
         self._old_events = self._events.stat().st_ino if self._events.exists() else None
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, cwd=CONFIGS.parent, env=settings, stdout=log, stderr=log
+                command, cwd=CONFIGS.parent, env=self.environment, stdout=log, stderr=log
             )
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment of processes that belong to the run."""
+        return {
+            **os.environ,
+            MARK: str(self.folder),
+            "ASYNC_PIPELINE_TASK": str(self._task),
+            "ASYNC_PIPELINE_RUN": "soak",
+        }
 
     def kill(self) -> None:
         """Kill all processes of the run with SIGKILL, `watch` first. No-op if none is alive."""
