@@ -33,6 +33,9 @@ def test_only_later_objects_are_collected_within() -> None:
 
 
 def test_an_error_ends_it_too() -> None:
+    threshold = gc.get_threshold()
     with pytest.raises(KeyError), present_objects_frozen():
+        assert gc.get_threshold() > threshold
         raise KeyError
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == threshold

@@ -136,12 +136,8 @@ class Generation:
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
         """Return a batch of groups, in the order of their prompts, balanced over the training ranks."""
         ordered = tuple(sorted(groups, key=lambda g: self._prompts.place(g.uid)))
-        meta = KVBatchMeta(
-            partition_id=PARTITION,
-            keys=[t.key for g in ordered for t in g.trajectories],
-            tags=[dict(t.payload) for g in ordered for t in g.trajectories],
-            extra_info={"temperature": self._temperature},
-        )
+        # Thousands of keys and tags: in a thread, so that they do not hold up the event loop.
+        meta = await self._calls(_meta_of, ordered, self._temperature)
 
         timing = {}
         if not self._knobs.reward.while_generating:
@@ -178,6 +174,17 @@ class Generation:
                 f"{metric!r}; choose one of {known}"
             )
         return float(value)
+
+
+def _meta_of(groups: Sequence[Group], temperature: float) -> KVBatchMeta:
+    """Return verl's handle to the samples of a batch."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    return KVBatchMeta(
+        partition_id=PARTITION,
+        keys=[t.key for t in trajectories],
+        tags=[dict(t.payload) for t in trajectories],
+        extra_info={"temperature": temperature},
+    )
 
 
 def _identity(prompt: Prompt) -> str:
