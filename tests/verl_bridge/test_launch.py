@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from recipe.async_pipeline import verl_bridge
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
@@ -318,7 +319,9 @@ def test_missing_patches_are_an_error(
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Record the calls to a fake TransferQueue and to `atexit.register`."""
-    calls: dict[str, list[Any]] = {"init": [], "exit": []}
+    calls: dict[str, list[Any]] = {"init": [], "exit": [], "installed": []}
+    ours = SimpleNamespace(install=lambda: calls["installed"].append(len(calls["init"])))
+    monkeypatch.setattr(verl_bridge, "sample_store", ours, raising=False)
     module = ModuleType("transfer_queue")
     module.init = calls["init"].append  # type: ignore[attr-defined]
     module.close = lambda: None  # type: ignore[attr-defined]
@@ -337,11 +340,12 @@ def test_our_trainers_get_the_store_early(launch: ModuleType, store: dict[str, l
     launch.start_sample_store(with_mode(mode))
     assert store["init"] == [{"backend": {"SimpleStorage": {"num_data_storage_units": 3}}}], "resolved"
     assert store["exit"] == [sys.modules["transfer_queue"].close]
+    assert store["installed"] == [0], "before the store starts"
 
 
 def test_a_stock_trainer_starts_its_own_store(launch: ModuleType, store: dict[str, list[Any]]) -> None:
     launch.start_sample_store(with_mode("sync"))
-    assert store == {"init": [], "exit": []}
+    assert store == {"init": [], "exit": [], "installed": []}
 
 
 # Null keys.

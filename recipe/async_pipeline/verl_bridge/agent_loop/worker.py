@@ -24,6 +24,7 @@ from ..rollout.router import ADMITTED
 from ..run_config import knobs_of
 from ..sample_columns import Columns
 from ..sample_grouping import joinable
+from ..sample_store import count_cores_once
 from .hydra_cache import hydra_with_factories
 from .partial_rollouts import COLUMN, RecordedRequest, RecordingClient, Transcript, written_so_far
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
@@ -83,6 +84,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         # verl resolves the class of the agent loop, and merges its config, for each response.
         agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
         super().__init__(*args, **kwargs)
+        count_cores_once()
         if self.reward_loop_worker_handles is not None:
             self.reward_loop_worker_handles = [
                 PlainCaller(worker) for worker in self.reward_loop_worker_handles

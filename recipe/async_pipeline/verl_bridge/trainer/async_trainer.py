@@ -57,6 +57,7 @@ from ..reward import worker_manager
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import ColocatedLoadBalancer
 from ..run_config import knobs_of, runtime_of
+from ..sample_store import count_cores_once
 from . import checkpoint_contents, composition
 from .calls import BlockingCalls
 from .checkpoint_contents import Restored, kept_groups
@@ -100,6 +101,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
         require_patched(find_verl_root())
         worker_manager.install()
+        count_cores_once()
         ColocatedLoadBalancer.use()
         super().__init__(config)
 

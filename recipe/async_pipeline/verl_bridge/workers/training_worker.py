@@ -29,6 +29,7 @@ from ...weight_sync.receiver import Inbox
 from ...weight_sync.shard_load import load_parts, prove_parts
 from ..cpu_platform import is_cpu
 from ..object_store_transport import pull_through
+from ..sample_store import count_cores_once
 from .fsdp_shards import TrainingRanks, held_by
 from .loss_registry import ppo_loss_with_scores
 
@@ -59,6 +60,7 @@ class PipelineWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """Initialize as verl does, with this package's losses registered and scores available to them."""
         super().init_model()
+        count_cores_once()
         if "actor" in self.role and self.loss_fn.func is ppo_loss:
             self.actor.set_loss_fn(partial(ppo_loss_with_scores, **self.loss_fn.keywords))
 
