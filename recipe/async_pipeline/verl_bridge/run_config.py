@@ -35,5 +35,23 @@ def runtime_of(config: DictConfig) -> RuntimeConfig:
     return RuntimeConfig.of(nested({RUNTIME: _plain(config, RUNTIME)}))
 
 
+class ReadOnce:
+    """A view of a config that looks each key up once.
+
+    OmegaConf takes some ten microseconds for each key, and verl reads the same keys for each request.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config" or name.startswith("__"):  # not unpickled yet, or a protocol of Python's
+            raise AttributeError(name)
+        value = getattr(self._config, name)
+        value = ReadOnce(value) if isinstance(value, DictConfig) else value
+        setattr(self, name, value)
+        return value
+
+
 def _plain(config: DictConfig, path: str) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.select(config, path), resolve=True))

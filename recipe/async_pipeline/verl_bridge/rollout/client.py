@@ -22,7 +22,7 @@ from ...errors import VersionNotServed, WaitTimeout
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn
 from ..ray_calls import ASK_S, cause_of
-from ..run_config import open_requests_of
+from ..run_config import ReadOnce, open_requests_of
 from .router import ADMITTED, Router, servers_of
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,17 @@ class PipelineLLMClient(LLMServerClient):
     one.
     """
 
+    config: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        share = open_requests_of(self.config).share
+        self.config = ReadOnce(self.config)
         self._server_of: dict[str, str] = {}
         self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
         """For each open request, its server and its id there."""
         self._last_death: Exception | None = None
-        self._router: Router | None = Router(open_requests_of(self.config).share)
+        self._router: Router | None = Router(share)
         """None if verl's balancer does not use its default rule; then the balancer decides, and requests
         have no bound.
         """
