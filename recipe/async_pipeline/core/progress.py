@@ -12,7 +12,7 @@ from ..errors import WaitTimeout
 from .wait_graph import Wait, waits_of
 
 T = TypeVar("T")
-POLL_S = 1.0
+POLL_S = 5.0
 """Interval at which progress is measured."""
 TELL_S = 30.0
 """Interval at which progress is reported."""
