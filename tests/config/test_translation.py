@@ -142,6 +142,8 @@ def test_every_knob_is_read() -> None:
         "staleness.max_lag": 4,
         "faults.wait_timeout_s": 5,
         "weight_sync.timeout_s": 2.5,
+        "faults.checkpoint_stall_s": 900.0,
+        "faults.verify_checkpoint_at_start": True,
         "faults.loop_stall_s": 7.5,
         "faults.degrade_after_failures": 4,
         "faults.restore_after_successes": 5,

@@ -46,7 +46,7 @@ def resumed() -> tuple[Records, Records]:
     def make(**more: Any) -> SimTrainer:
         return SimTrainer(max_lag=2, steps=6, save_every=2, **more)
 
-    first = Life(make(), killed_at=260)
+    first = Life(make(), killed_at=290)
     assert first.checkpoints and not first.alive
     return first.ledger, Life(make(resume=first.checkpoints[-1])).ledger
 
