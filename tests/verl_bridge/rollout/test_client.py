@@ -501,6 +501,22 @@ def test_only_tokens_that_another_process_can_use_are_recorded(module: ModuleTyp
     assert [place is None for place in places] == [seed is not None]
 
 
+def test_a_request_whose_connection_ended_is_sent_again(module: ModuleType) -> None:
+    """It is no death of the replica; only Ray knows that."""
+    ends = iter([module.ConnectionLost("closed"), module.ConnectionLost("closed"), None])
+
+    async def respond() -> Any:
+        error = next(ends)
+        if error is not None:
+            raise error
+        return await well()
+
+    balancer = Balancer(a=respond)
+    assert generate(module, balancer).token_ids == [1]
+    assert balancer.requested == ["a"] * 3
+    assert balancer.servers, "the replica stays in the rotation"
+
+
 def test_a_partial_response_of_maximum_length_is_finished(module: ModuleType) -> None:
     (whole,), _, requests = asyncio.run(
         resumed(module, [recorded_request(module, list(range(10)), None)], [], [[1]])

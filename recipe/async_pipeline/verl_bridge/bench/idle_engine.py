@@ -18,6 +18,7 @@ from ...weight_sync.busy_time import OpenTime
 from ...weight_sync.manifest import Ticket
 from ...weight_sync.versioned_engine import LoadMode
 from ..control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
+from ..direct_calls import Address, DirectCalls
 
 if TYPE_CHECKING:
     from verl.workers.rollout.replica import TokenOutput
@@ -39,6 +40,7 @@ class IdleServer(ControlCalls):
         self._answering: dict[str, asyncio.Task[Any]] = {}
         self._open = OpenTime()
         self.most_open = 0
+        self._direct = DirectCalls(generate=self.generate)
 
     async def generate(self, *, request_id: str, sampling_params: dict[str, Any], **_: Any) -> Any:
         """Return a `TokenOutput` with the fields that this package's server adds."""
@@ -93,6 +95,10 @@ class IdleServer(ControlCalls):
         task = self._answering.get(request_id)
         if task is not None:
             task.cancel()
+
+    async def direct_address(self) -> Address:
+        """Return where agent loop workers send requests without Ray."""
+        return await self._direct.address()
 
     @control(CONTROL)
     async def written(self, request_ids: list[str]) -> dict[str, Any]:

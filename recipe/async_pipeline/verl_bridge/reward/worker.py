@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
+from ..direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
 from .executor import only_errors
 
 
@@ -43,6 +44,7 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
 
     def _init_reward_fn(self) -> None:
         super()._init_reward_fn()
+        self._direct = DirectCalls(compute_plain=self.compute_plain)
         if callable(getattr(self.reward_manager, "compute_score", None)):
             self.reward_manager.compute_score = only_errors(self.reward_manager.compute_score)
 
@@ -51,12 +53,16 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
         result: dict[str, Any] = await self.compute_score(answer.data())
         return result
 
+    async def direct_address(self) -> Address:
+        """Return where agent loop workers of this host send responses without Ray."""
+        return await self._direct.address()
+
 
 class PlainCaller:
     """A handle of a reward worker with the interface that verl's agent loop expects."""
 
     def __init__(self, worker: Any) -> None:
-        self._worker = worker
+        self._worker, self._direct = worker, DirectCaller(worker)
 
     @property
     def compute_score(self) -> PlainCaller:
@@ -65,5 +71,12 @@ class PlainCaller:
 
     def remote(self, data: DataProto) -> Awaitable[dict[str, Any]]:
         """Request the score of one response."""
-        result: Awaitable[dict[str, Any]] = self._worker.compute_plain.remote(Plain.of(data))
+        return self._score(Plain.of(data))
+
+    async def _score(self, answer: Plain) -> dict[str, Any]:
+        try:
+            result: dict[str, Any] = await self._direct.call("compute_plain", answer)
+        except ConnectionLost:
+            # Ray waits until the worker has been started again.
+            result = await self._worker.compute_plain.remote(answer)
         return result

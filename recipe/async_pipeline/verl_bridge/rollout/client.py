@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -21,6 +22,7 @@ from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn
+from ..direct_calls import ConnectionLost, DirectActors
 from ..ray_calls import ASK_S, cause_of
 from ..run_config import ReadOnce, open_requests_of
 from .router import ADMITTED, Router, servers_of
@@ -48,6 +50,7 @@ class PipelineLLMClient(LLMServerClient):
         share = open_requests_of(self.config).share
         self.config = ReadOnce(self.config)
         self._server_of: dict[str, str] = {}
+        self._direct = DirectActors("generate")
         self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
         """For each open request, its server and its id there."""
         self._last_death: Exception | None = None
@@ -133,7 +136,7 @@ class PipelineLLMClient(LLMServerClient):
         try:
             while True:
                 try:
-                    return await super().generate(request_id, **kwargs)
+                    return await self._send(request_id, **kwargs)
                 except Exception as error:
                     if is_death(error) or isinstance(error, ActorUnavailableError):
                         self._last_death, deaths = error, deaths + 1
@@ -158,12 +161,18 @@ class PipelineLLMClient(LLMServerClient):
             self._server_of.pop(request_id, None)
             self._asked.pop(request_id, None)
 
+    async def _send(self, request_id: str, **kwargs: Any) -> TokenOutput:
+        while True:
+            # If its connection ends, ask again through Ray, which knows whether the replica is dead.
+            with suppress(ConnectionLost):
+                return await super().generate(request_id, **kwargs)
+
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         found = await self._route(request_id)
         server, handle = found or await super()._acquire_server(request_id, **extra)
         self._server_of[request_id] = server
         self._asked[request_id] = (handle, "")
-        return server, handle
+        return server, self._direct.of(server, handle)
 
     async def _route(self, request_id: str) -> tuple[str, ray.actor.ActorHandle] | None:
         """Choose a replica here; return None if verl's balancer has to decide."""

@@ -28,6 +28,7 @@ from ....weight_sync.receiver import Inbox
 from ....weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
 from ...control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ...cpu_platform import is_cpu
+from ...direct_calls import Address, DirectCalls
 from ...object_store_transport import pull_through
 from . import prefork
 from .plugin import IN_PROCESS
@@ -71,6 +72,7 @@ class PipelineVLLMServer(ControlCalls, vLLMHttpServer):
         self._given_up: LRUCache[str, None] = LRUCache(GIVEN_UP)
         """Requests that were given up before they began: a control call can overtake them."""
         self._open = OpenTime()
+        self._direct = DirectCalls(generate=self.generate)
 
     def _get_worker_extension_cls(self) -> str:
         return EXTENSION
@@ -206,6 +208,10 @@ class PipelineVLLMServer(ControlCalls, vLLMHttpServer):
         elif not self.config.full_determinism:
             # Otherwise the next turn may have the same id.
             self._given_up[request_id] = None
+
+    async def direct_address(self) -> Address:
+        """Return where agent loop workers of this host send requests without Ray."""
+        return await self._direct.address()
 
     @control(CONTROL)
     async def written(

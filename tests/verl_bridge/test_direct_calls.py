@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A direct call has the result and the errors of a call through Ray, which replaces it where it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
+
+from recipe.async_pipeline.verl_bridge import direct_calls
+from recipe.async_pipeline.verl_bridge.direct_calls import (
+    Address,
+    ConnectionLost,
+    DirectActors,
+    DirectCaller,
+    DirectCalls,
+)
+
+
+class Actor:
+    """An actor in this process. Its methods run directly, or through this stand-in for Ray."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.started, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.served = DirectCalls(echo=self.echo, fail=self.fail, hang=self.hang, odd=self.odd)
+
+    async def echo(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append("direct")
+        return args, kwargs
+
+    async def fail(self) -> None:
+        raise ValueError("a bad prompt")
+
+    async def odd(self) -> Any:
+        return lambda: None
+
+    async def hang(self) -> None:
+        self.started.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.cancelled.set()
+
+
+class Handle:
+    """Ray's handle of an actor; calls to it are recorded."""
+
+    def __init__(self, actor: Actor, address: Callable[[], Awaitable[Address]] | None = None) -> None:
+        self.through_ray: list[str] = []
+        self._actor = actor
+        self.direct_address = SimpleNamespace(remote=address or actor.served.address)
+
+    def __getattr__(self, name: str) -> Any:
+        async def remote(*args: Any, **kwargs: Any) -> Any:
+            self.through_ray.append(name)
+            return await getattr(self._actor, name)(*args, **kwargs)
+
+        return SimpleNamespace(remote=remote)
+
+
+def with_actor(story: Callable[[Actor, Handle, DirectCaller], Awaitable[None]]) -> None:
+    async def run() -> None:
+        actor = Actor()
+        handle = Handle(actor)
+        caller = DirectCaller(handle)
+        await story(actor, handle, caller)
+        if caller._connection is not None and caller._connection.transport is not None:
+            caller._connection.transport.abort()
+        if actor.served._serving is not None:
+            actor.served._server.close()
+        # The other end closes as soon as the event loop has read the end of the stream.
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_call_returns_the_result() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        many = [caller.call("echo", number, key="x" * 100_000) for number in range(20)]
+        assert await asyncio.gather(*many) == [((n,), {"key": "x" * 100_000}) for n in range(20)]
+        assert not handle.through_ray
+
+    with_actor(story)
+
+
+def test_an_error_is_the_one_that_ray_would_raise() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        with pytest.raises(ValueError, match="a bad prompt") as raised:
+            await caller.call("fail")
+        assert isinstance(raised.value, RayTaskError)
+        assert isinstance(raised.value.cause, ValueError)
+        assert "in fail" in str(raised.value)
+        assert await caller.call("echo") == ((), {}), "the connection stays usable"
+
+    with_actor(story)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_the_call() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        with pytest.raises(RayTaskError, match=r"pickle"):
+            await caller.call("odd")
+
+    with_actor(story)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_arguments_that_are_too_large_or_cannot_be_pickled_go_through_ray(large: bool) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        argument = bytes(direct_calls.LARGEST_BYTES + 1) if large else lambda: None
+        assert await caller.call("echo", argument) == ((argument,), {})
+        assert handle.through_ray == ["echo"]
+
+    with_actor(story)
+
+
+@pytest.mark.parametrize("why", ["other host", "no such method", "dead", "nothing listens"])
+def test_without_a_connection_calls_go_through_ray(why: str) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        asked = 0
+
+        async def address() -> Address:
+            nonlocal asked
+            asked += 1
+            if why == "no such method":
+                raise AttributeError(why)
+            if why == "dead":
+                raise ActorDiedError
+            return Address("elsewhere" if why == "other host" else direct_calls._host(), "\0nothing")
+
+        handle = Handle(actor, address)
+        caller = DirectCaller(handle)
+        for _ in range(3):
+            assert await caller.call("echo", 1) == ((1,), {})
+        assert handle.through_ray == ["echo"] * 3
+        assert asked == 1, "the next attempt is only made after a while"
+
+    with_actor(story)
+
+
+def test_after_a_lost_connection_the_next_calls_go_through_ray() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        call = asyncio.create_task(caller.call("hang"))
+        await actor.started.wait()
+        assert caller._connection is not None
+        caller._connection.transport.abort()
+        with pytest.raises(ConnectionLost):
+            await call
+        await actor.cancelled.wait()
+        assert await caller.call("echo") == ((), {})
+        assert handle.through_ray == ["echo"]
+
+    with_actor(story)
+
+
+def test_a_method_that_is_cancelled_by_its_actor_is_cancelled_for_ray_too() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        call = asyncio.create_task(caller.call("hang"))
+        await actor.started.wait()
+        for task in asyncio.all_tasks():
+            if "_Callee._run" in repr(task):
+                task.cancel()
+        with pytest.raises(TaskCancelledError):
+            await call
+
+    with_actor(story)
+
+
+def test_a_caller_that_stops_waiting_ignores_the_reply() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        call = asyncio.create_task(caller.call("hang"))
+        await actor.started.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await caller.call("echo", 2) == ((2,), {})
+        assert caller._connection is not None
+        assert not caller._connection._waiting
+
+    with_actor(story)
+
+
+def test_a_peer_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        monkeypatch.setattr(direct_calls, "_uid_of_peer", lambda transport: os.getuid() + 1)
+        assert await caller.call("echo") == ((), {})
+        assert handle.through_ray == ["echo"]
+
+    with_actor(story)
+
+
+def test_the_handle_of_a_name_changes_only_with_its_actor() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        actors, other = DirectActors("echo"), Handle(actor)
+        first = actors.of("a", handle)
+        assert actors.of("a", handle) is first
+        assert actors.of("a", other) is not first
+
+    with_actor(story)
