@@ -95,6 +95,7 @@ find_python() {
 
 make_venv() {
   local python
+  [ ! -L "$VENV" ] || die "$VENV is a link, which would be replaced; remove it, or put a working environment there"
   python="$(find_python)" || die "no Python 3.11 or 3.12 found; install python3.11, or set PYTHON to one"
   rm -rf "$VENV" "$STAMPS/install_lock" "$STAMPS/install_editable" "$STAMPS/compile_all"
   "$python" -m venv "$VENV"

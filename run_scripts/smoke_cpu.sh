@@ -9,6 +9,11 @@
 # Sets everything up first (once). Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
 set -euo pipefail
 
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+  sed -n '3,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+  exit
+fi
+
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 bash run_scripts/setup.sh

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -73,3 +74,12 @@ def test_the_version_has_one_source() -> None:
     setup = (REPOSITORY / "setup.py").read_text(encoding="utf-8")
     assert "version=VERSION" in setup
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", __version__)
+
+
+def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
+    script = REPOSITORY / "run_scripts" / "smoke_cpu.sh"
+    shown = subprocess.run(
+        ["bash", str(script), "--help"], capture_output=True, text=True, timeout=30, check=True, env={}
+    )
+    assert shown.stdout.startswith("A tiny model learns")
+    assert "setup" not in shown.stderr

@@ -89,6 +89,7 @@ def test_applied_overrides_are_accepted_by_explain(path: str, capsys: pytest.Cap
     overrides = shlex.split(printed.replace("\\\n", " "))
     own = [
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.model.path=/nowhere",
         "+ray_kwargs.ray_init.num_gpus=16",
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.schedule import Schedule
+from recipe.async_pipeline.core.schedule import Schedule, synchronous
 from recipe.async_pipeline.core.staleness import Versions
 from recipe.async_pipeline.strategies import FullyAsync
 
@@ -79,7 +79,7 @@ def test_the_queue_is_set_by_the_schedule() -> None:
 
 
 def test_without_asynchrony_nothing_lags() -> None:
-    one = FullyAsync(batch=4, last_step=9, max_lag=3, depth=2, oldest_share=0.5, sync_every=2).synchronous()
+    one = synchronous(FullyAsync(batch=4, last_step=9, max_lag=3, depth=2, oldest_share=0.5, sync_every=2))
     assert isinstance(one, FullyAsync)
     assert (one.max_lag, one.depth, one.oldest_share, one.sync_every) == (0, None, 1.0, 2)
     assert one.queue(Versions()).max_lag == 0

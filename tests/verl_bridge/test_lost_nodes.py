@@ -94,7 +94,7 @@ def replica_of(module: ModuleType) -> Any:
     class Replica(module.PipelineVLLMReplica):  # type: ignore[name-defined,misc]
         def __init__(self) -> None:
             self.replica_rank, self.name_suffix, self.gpus_per_replica_node, self.nnodes = 0, "", 1, 1
-            self._plain_suffix, self._restarts = "", 0
+            self._plain_suffix, self._restarts, self._lost = "", 0, False
             self._processes: list[list[tuple[int, float]]] = [[]]
             self.servers: list[Any] = []
             self.launched: list[str] = []
@@ -111,16 +111,22 @@ def test_a_replica_moves_to_another_node_once_it_has_devices(load: Load, nodes: 
     replica = replica_of(load("recipe.async_pipeline.verl_bridge.rollout.vllm.replica"))
     lost = nodes.add()
 
+    async def restart() -> None:
+        await replica.end()
+        # What `launch_servers` records: one server, without a process to end.
+        replica._processes = [[]]
+        await replica.start_again()
+
     async def main() -> None:
         await replica.init_standalone()
-        await replica.restart()
+        await restart()
         assert replica.launched == [lost.node_id] * 2, "the same devices, while they exist"
         nodes.lose(lost, await replica.workers[0]._holder.__ray_call__.remote(lambda holder: os.getpid()))
         with pytest.raises(TimeoutError):
             # Longer than Ray needs to detect the lost node.
-            await asyncio.wait_for(replica.restart(), 10.0)
+            await asyncio.wait_for(restart(), 10.0)
         other = nodes.add()
-        await asyncio.wait_for(replica.restart(), LIMIT_S)
+        await asyncio.wait_for(restart(), LIMIT_S)
         assert replica.launched == [lost.node_id] * 2 + [other.node_id]
 
     asyncio.run(main())

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=SEEDS,
         metavar="N",
-        help="simulations of each finalist (default: %(default)s)",
+        help="simulations of each finalist, at least 3 (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=1, help="seed of the first simulation (default: %(default)s)"

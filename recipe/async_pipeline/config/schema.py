@@ -62,7 +62,7 @@ class StalenessConfig:
     straggler: Straggler = "wait"
     """What happens to an unfinished group that holds up a step while enough others are finished: the step
     waits for it (wait), it is generated again with newer weights (regenerate), or it is given up (drop). The
-    last two favor short responses; async_pipeline/bias/* measures by how much."""
+    last two favour short responses; async_pipeline/bias/* measures by how much."""
 
     def __post_init__(self) -> None:
         if str(self.straggler) == "resume":

@@ -46,6 +46,7 @@ from .items import Publication, StepBatch
 from .ledger import Ledger
 from .pools import DevicePool, PoolSet
 from .progress import Excused
+from .schedule import synchronous
 from .stage import ROLES, RoleStateMachine, create_role_state_machine
 from .staleness import Versions
 from .state_machine import TERMINAL, StageState
@@ -124,7 +125,7 @@ class AsyncTrainingFlow:
         self.enable_async_rl = enable_async_rl
         self.clock = clock or LoopClock()
         self._startup_s = startup_s
-        self.schedule = trainer.schedule if enable_async_rl else trainer.schedule.synchronous()
+        self.schedule = trainer.schedule if enable_async_rl else synchronous(trainer.schedule)
         self.max_lag = self.schedule.max_lag
         self.graph = graph_of(trainer.roles())
         self.versions = Versions()

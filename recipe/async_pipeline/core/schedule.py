@@ -125,6 +125,7 @@ class Schedule:
         every = self.save_every
         return every > 0 and (step % every == 0 or step == self.last_step)
 
-    def synchronous(self) -> Schedule:
-        """Return this schedule without any lag: a batch is admitted when the step before it is served."""
-        return replace(self, max_lag=0, depth=None, oldest_share=1.0)
+
+def synchronous(schedule: Schedule) -> Schedule:
+    """Return a schedule without any lag: a batch is admitted when the step before it is served."""
+    return replace(schedule, max_lag=0, depth=None, oldest_share=1.0)

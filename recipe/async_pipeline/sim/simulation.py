@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One simulated run: `AsyncTrainingFlow` unchanged, on a loop of virtual time, and its figures."""
+"""One simulated run: `AsyncTrainingFlow` unchanged, on a loop of virtual time, and its figures.
+
+A `core.schedule.Schedule` decides about order and age, as in a real run.
+"""
 
 from __future__ import annotations
 

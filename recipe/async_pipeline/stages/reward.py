@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""reward: the join. Scores exist since generation; here they become advantages."""
+"""reward: the join. Scores exist since generation; here they become advantages.
+
+The reward function runs elsewhere: `verl_bridge/reward/executor.py` has its limits and retries.
+"""
 
 from __future__ import annotations
 

@@ -32,10 +32,13 @@ class Worker:
         self.given_up: list[str] = []
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._on_give_up = on_give_up
-        self.run_group = SimpleNamespace(remote=lambda prompt: self._wait())
+        self.admitted: list[int] = []
+        self.run_group = SimpleNamespace(remote=self._run_group)
         self.give_up = SimpleNamespace(remote=self._give_up)
 
-    def _wait(self) -> Awaitable[Any]:
+    def _run_group(self, prompt: dict[str, Any], admitted: int) -> Awaitable[Any]:
+        self.admitted.append(admitted)
+
         async def wait() -> Any:
             return await asyncio.shield(self.answer)
 
@@ -65,8 +68,8 @@ def test_a_group_that_is_finished_is_returned(module: ModuleType) -> None:
     async def story() -> None:
         worker = Worker(lambda answer: None)
         worker.answer.set_result(answered(module, "t"))
-        assert await manager_of(module, worker).run_group(PROMPT, Recall()) == answered(module, "t")
-        assert worker.given_up == []
+        assert await manager_of(module, worker).run_group(PROMPT, Recall(), 3) == answered(module, "t")
+        assert (worker.given_up, worker.admitted) == ([], [3])
 
     asyncio.run(story())
 
@@ -76,7 +79,7 @@ def test_an_error_of_the_rollout_is_passed_on(module: ModuleType) -> None:
         worker = Worker(lambda answer: None)
         worker.answer.set_exception(RolloutError("no replica"))
         with pytest.raises(RolloutError, match="no replica"):
-            await manager_of(module, worker).run_group(PROMPT, Recall())
+            await manager_of(module, worker).run_group(PROMPT, Recall(), 3)
 
     asyncio.run(story())
 
@@ -88,7 +91,7 @@ def test_a_recalled_group_is_given_up_once(module: ModuleType, stored: bool) -> 
 
     async def story() -> None:
         worker, recall = Worker(lambda answer: answer.set_result(left)), Recall()
-        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall))
+        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
         await until_begun()
         recall.give("regenerate")
         assert await asyncio.wait_for(group, 5) == (left if stored else None)
@@ -110,7 +113,7 @@ def test_a_worker_that_is_gone_has_nothing_to_give_up(
 
     async def story() -> None:
         worker, recall = Worker(gone), Recall()
-        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall))
+        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
         await until_begun()
         recall.give("drop")
         assert await asyncio.wait_for(group, 5) is None
@@ -122,7 +125,7 @@ def test_a_worker_that_is_gone_has_nothing_to_give_up(
 def test_a_stop_is_no_recall(module: ModuleType, recalled: bool) -> None:
     async def story() -> None:
         worker, recall = Worker(lambda answer: None), Recall()
-        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall))
+        group = asyncio.create_task(manager_of(module, worker).run_group(PROMPT, recall, 3))
         await until_begun()
         if recalled:
             recall.give("regenerate")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout replicas of a run: on devices separate from training, loaded a few at a time."""
+"""The rollout replicas of a run: on devices separate from training, loaded a few at a time.
+
+`weight_sync/keeper.py` decides when a failed replica is restarted; the engine's replica class does it.
+"""
 
 from __future__ import annotations
 
