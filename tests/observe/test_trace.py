@@ -215,9 +215,10 @@ def test_perfetto_reads_the_trace_correctly(folder: Path, events: list[TraceEven
 
     edges = {(row["out_of"], row["into_"]): row["n"] for row in read["flows"]}
     trained = STEPS * GROUPS
-    assert (
-        edges["dataloader", "generate"] == edges["generate", "rollout"] == edges["reward", "train"] == trained
-    )
+    # Perfetto lets an arrow leave the slice that began first, and generate works on other groups already when
+    # the dataloader draws this one.
+    drawn = edges["dataloader", "generate"] + edges.get(("generate", "dataloader"), 0)
+    assert drawn == edges["generate", "rollout"] == edges["reward", "train"] == trained
     assert sum(edges.values()) == trained * 6, "no arrow is lost"
 
     counters = {row["name"]: row for row in read["counters"]}

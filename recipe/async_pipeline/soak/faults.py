@@ -252,7 +252,8 @@ def flood(job: SoakJob) -> None:
         ended = subprocess.run(
             on_cpu([*command, *limits]),
             cwd=CONFIGS.parent,
-            env=job.environment,
+            # Ray starts a cluster with a token, but does not present it unless it is told to.
+            env={**job.environment, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
             timeout=FLOOD_START_S + 2 * FLOOD_LIMIT_S,
