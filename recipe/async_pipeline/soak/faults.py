@@ -252,7 +252,7 @@ def flood(job: SoakJob) -> None:
         ended = subprocess.run(
             on_cpu([*command, *limits]),
             cwd=CONFIGS.parent,
-            # Ray starts a cluster with a token, but does not present it unless it is told to.
+            # Ray starts a cluster with a token, but presents it only in this mode.
             env={**job.environment, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
