@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.bench.outputs import check_outputs, job_logs
+from recipe.async_pipeline.bench.outputs import add_logs_option, check_outputs, job_logs
 from recipe.async_pipeline.errors import ConfigError
 
 
@@ -77,3 +78,12 @@ def test_named_logs_are_kept(tmp_path: Path) -> None:
         folder.mkdir()
     assert folder == (tmp_path / "logs").resolve()
     assert folder.exists()
+
+
+@pytest.mark.parametrize("arguments", [["--logs", "d", "sub"], ["sub", "--logs", "d"]])
+def test_logs_may_be_named_before_and_after_the_subcommand(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--logs", type=Path)
+    add_logs_option(parser.add_subparsers().add_parser("sub"))
+    assert parser.parse_args(arguments).logs == Path("d")
+    assert parser.parse_args(["sub"]).logs is None

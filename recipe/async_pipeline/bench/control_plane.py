@@ -25,7 +25,7 @@ import msgspec
 from ..console import echo
 from ..errors import ConfigError
 from .arms import hydra_overrides
-from .outputs import check_outputs, job_logs
+from .outputs import add_logs_option, check_outputs, job_logs
 from .report import machine
 from .runner import JobFailed, command_of, run_watched
 from .spans import Span, read_spans
@@ -126,13 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write all results to FILE, or to standard output",
     )
-    parser.add_argument(
-        "--logs",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="keep the output of the jobs in DIR (default: kept only if one fails)",
-    )
+    add_logs_option(parser)
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

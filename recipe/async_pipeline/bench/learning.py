@@ -16,7 +16,7 @@ from ..console import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from .arms import hydra_overrides
-from .outputs import check_outputs, job_logs
+from .outputs import add_logs_option, check_outputs, job_logs
 from .report import machine
 from .runner import JobFailed, command_of, run_watched
 
@@ -98,13 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a PNG to FILE (default: the file of --json, with the suffix .png)",
     )
-    parser.add_argument(
-        "--logs",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="keep the output of the jobs in DIR (default: kept only if one fails)",
-    )
+    add_logs_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the output files of a benchmark before it runs, and provide the directory of its logs."""
+"""Options for the output files of a benchmark, their check before it runs, and the directory of its logs."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import shutil
@@ -14,6 +15,17 @@ from pathlib import Path
 from ..errors import ConfigError
 
 PICTURES = (".png", ".svg", ".pdf")
+
+
+def add_logs_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--logs` to a subcommand of `bench`, which has the option too and the default for both."""
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="keep the output of the jobs in DIR (default: kept only if one fails)",
+    )
 
 
 def check_outputs(json_file: Path | None, picture: Path | None, logs: Path | None) -> None:

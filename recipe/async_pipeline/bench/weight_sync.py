@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.segment import create_segment
 from .arms import ARMS, hydra_overrides
-from .outputs import check_outputs, job_logs
+from .outputs import add_logs_option, check_outputs, job_logs
 from .report import machine
 from .runner import JobFailed, command_of, run_watched
 from .spans import read_spans
@@ -81,13 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all results to FILE"
     )
-    parser.add_argument(
-        "--logs",
-        type=Path,
-        default=argparse.SUPPRESS,
-        metavar="DIR",
-        help="keep the output of the jobs in DIR (default: kept only if one fails)",
-    )
+    add_logs_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
