@@ -12,6 +12,8 @@ Decisions, without verl, Ray or torch:
     core/          state machine, channels, leases, schedule, versions, ledger, the flow
     stages/        the eight stages, one file each; custom stages
     strategies/    on_policy, one_step_off, n_step_ahead, fully_async
+    agents/        episodes of agents: their ends, environments, and where these run
+    gateway/       agents that speak HTTP: sessions, chains of tokens, dialects
     config/        the keys that users set, their validation, and the plan of a run
 
 Work on files and memory, without verl or Ray:

@@ -67,8 +67,16 @@ class ProofError(WeightSyncError):
     """The weights that a replica serves differ from what the trainer published."""
 
 
+class EngineDeadError(AsyncPipelineError, RuntimeError):
+    """A process of a rollout engine has ended. vLLM's error has the same name."""
+
+
 class RolloutError(AsyncPipelineError, RuntimeError):
     """A group could not be generated or scored."""
+
+
+class EnvironmentFailed(AsyncPipelineError, RuntimeError):
+    """An environment of an episode raised, exceeded its time, died, or returned no step."""
 
 
 class BadDataError(AsyncPipelineError, ValueError):
@@ -89,3 +97,16 @@ class CheckpointError(AsyncPipelineError, ValueError):
 
 class RunFilesError(AsyncPipelineError, ValueError):
     """The files of a run are missing or cannot be parsed."""
+
+
+class AgentFailed(AsyncPipelineError, RuntimeError):
+    """The agent of an episode raised, exited with an error, or made no request."""
+
+
+class RequestRefused(AsyncPipelineError, ValueError):
+    """A request of an agent cannot be answered; the agent is at fault, not the run."""
+
+    def __init__(self, message: str, *, status: int = 400, end: str = "") -> None:
+        """`status`: of HTTP. `end`: the limit of the episode that it exceeds, if it does."""
+        super().__init__(message)
+        self.status, self.end = status, end

@@ -194,6 +194,10 @@ def test_a_remote_model_is_identified_by_name(tmp_path: Path) -> None:
         identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")["actor_rollout_ref.model.path"]
         == "some/model"
     )
+    path = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
+    assert path not in identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")
+    raw["actor_rollout_ref"]["actor"] = {"strategy": "megatron", "megatron": {path.rpartition(".")[2]: 2}}
+    assert identity_of(raw, AsyncPipelineConfig(), placement, "0.9.1")[path] == "2", "its files are cut by it"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from recipe.async_pipeline.core.fates import FateRegister
 from recipe.async_pipeline.core.items import Group, Trajectory
 from recipe.async_pipeline.core.ledger import Ledger
+from recipe.async_pipeline.core.ledger_audit import audit
 from recipe.async_pipeline.errors import ConservationError
 
 
@@ -160,3 +162,25 @@ def test_an_account_continues_from_its_state() -> None:
     after.finish(group("c"))
     fates.train(2, [group("b"), group("c")])
     fates.check({"d"})
+
+
+def test_an_episode_records_its_end_and_attempts_unless_they_are_usual() -> None:
+    fates, ledger = drawn("a")
+    records = kept(ledger)
+    first, second = group("a").trajectories
+    trajectories = (first, replace(second, attempts=3, end="turns"))
+    ledger.finish(Group(uid="a", step=1, trajectories=trajectories, redundant=2))
+    assert [one.get("attempts") for one in records[0]["trajectories"]] == [None, 3]
+    assert [one.get("end") for one in records[0]["trajectories"]] == [None, "turns"]
+    audited = audit(
+        [
+            {"n": 1, "kind": "opened", "step": 0, "max_lag": 1, "last_step": 1},
+            DISPATCHED,
+            {**records[0], "n": 3},
+        ]
+    )
+    assert (audited.episodes_repeated, audited.ends, audited.violations) == (2, {"turns": 1}, [])
+    assert audited.episodes_redundant == 2
+
+
+DISPATCHED = {"n": 2, "kind": "dispatched", "uid": "a", "step": 1, "version": 0}

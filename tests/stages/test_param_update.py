@@ -101,6 +101,7 @@ def test_served_is_logged_after_the_publication_and_before_the_validation(alone:
             "gather_s": 0.1,
             "transfer_s": 0.1,
             "load_s": 0.1,
+            "commit_s": 0.0,
             "stall_s": 0.1,
             "busy_s": 1e9,
             "bytes": 8,

@@ -206,6 +206,7 @@ def identity_of(
 
     return {
         **{path: str(select(config, path)) for path in same},
+        **_sizes_of_megatron(config),
         f"{OWN}.strategy": knobs.strategy,
         f"{OWN}.staleness.max_lag": str(knobs.staleness.max_lag),
         f"{OWN}.staleness.oldest_share": f"{knobs.staleness.oldest_share:g}",
@@ -215,6 +216,16 @@ def identity_of(
         "the number of the critic's devices": str(0 if critic is None else critic.devices),
         "verl": verl,
     }
+
+
+def _sizes_of_megatron(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return Megatron's parallel sizes, by which its checkpoints are cut, or nothing with another engine."""
+    if select(config, "actor_rollout_ref.actor.strategy") != "megatron":
+        return {}
+    section = "actor_rollout_ref.actor.megatron"
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+    paths = [f"{section}.{name}_parallel_size" for name in names]
+    return {path: str(select(config, path)) for path in paths}
 
 
 def model_of(path: str) -> str:

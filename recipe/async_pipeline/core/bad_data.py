@@ -51,6 +51,8 @@ class Policies:
     """The prompt has more tokens than data.max_prompt_length. keep: verl cuts off its beginning."""
     missing_answers: Literal["drop", "fail"] = "drop"
     """The agent loop returned nothing for a response, so the group is smaller than rollout.n."""
+    failed_episode: Literal["drop", "fail"] = "drop"
+    """An episode failed in all of its attempts; see agentic."""
 
     def by_kind(self, reward_failure: str) -> dict[str, str]:
         """The policy of each kind. `reward_failure`: the value of `reward.failure`."""

@@ -65,6 +65,10 @@ class Trajectory:
     reward: float | None = None
     filter_by: float | None = None
     """The value that group filtering compares; None if the run does not filter."""
+    end: str = "done"
+    """How its episode ended; see `agents.episodes`."""
+    attempts: int = 1
+    """How often its episode was played."""
     payload: Any = None
     """Opaque to the core: the tag of its sample in the store."""
 
@@ -81,6 +85,8 @@ class Group:
     """Why it cannot be trained; empty if it can. The sample store does not hold flawed groups."""
     again: bool = False
     """Generate its responses again because of the flaw."""
+    redundant: int = 0
+    """Further episodes that were begun and ended, because enough others had finished."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to find its samples."""
 
@@ -138,9 +144,11 @@ class LoadReport:
     transfer_s: float = 0.0
     """Until the verified version was in memory of the replica's host."""
     load_s: float = 0.0
-    """From there until it was served."""
+    """From there until it was served, without the wait for a turn."""
+    commit_s: float = 0.0
+    """The part of `load_s` after the preparation, for which replicas take turns."""
     stall_s: float = 0.0
-    """The part of `load_s` during which the replica was blocked."""
+    """The part of `commit_s` during which the replica was blocked."""
     prove_s: float = 0.0
     """The part of `stall_s` that the verification took."""
     busy_s: float = 0.0

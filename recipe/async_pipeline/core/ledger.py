@@ -122,7 +122,9 @@ class Ledger:
         if group.uid in self._finished:
             raise ConservationError(f"prompt {group.uid} is finished, but was finished before")
         self._finished.add(group.uid)
-        self._append("finished", uid=group.uid, trajectories=[_fields_of(one) for one in group.trajectories])
+        more = {"redundant": group.redundant} if group.redundant else {}
+        trajectories = [_fields_of(one) for one in group.trajectories]
+        self._append("finished", uid=group.uid, trajectories=trajectories, **more)
 
     def score(self, group: Group) -> None:
         """Note the rewards of a group that was finished without them."""
@@ -196,4 +198,8 @@ def _fields_of(one: Trajectory) -> dict[str, Any]:
         fields["spans"] = [list(span) for span in one.spans]
     if one.reward is not None:
         fields["reward"] = one.reward
+    if one.end != "done":
+        fields["end"] = one.end
+    if one.attempts > 1:
+        fields["attempts"] = one.attempts
     return fields

@@ -42,6 +42,12 @@ class Audit:
     in_flight: int = 0
     regenerated: int = 0
     trajectories_trained: int = 0
+    episodes_repeated: int = 0
+    """Attempts of finished responses that failed before the one that succeeded."""
+    episodes_redundant: int = 0
+    """Episodes that were ended because enough others of their group had finished."""
+    ends: Counter[str] = field(default_factory=Counter)
+    """Ends of the episodes of finished responses; `done` is not counted."""
     lag_max: int = 0
     max_lag: int | None = None
     processes: int = 0
@@ -197,6 +203,9 @@ class _Books:
         if self._live[uid] is not None:
             self._violation(f"prompt {uid} was finished twice")
         self._live[uid] = {str(one["key"]): int(one["first"]) for one in record["trajectories"]}
+        self.audit.episodes_repeated += sum(int(one.get("attempts", 1)) - 1 for one in record["trajectories"])
+        self.audit.episodes_redundant += int(record.get("redundant", 0))
+        self.audit.ends.update(str(one["end"]) for one in record["trajectories"] if "end" in one)
         self._finished_elsewhere.discard(uid)
 
     def _given_up(self, record: Record) -> None:

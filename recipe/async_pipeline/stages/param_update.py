@@ -56,6 +56,7 @@ class ParamUpdateStateMachine(RoleStateMachine):
             gather_s=publication.gather_s,
             transfer_s=publication.transfer_s,
             load_s=publication.load_s,
+            commit_s=publication.commit_s,
             stall_s=publication.stall_s,
             bytes=publication.num_bytes,
             busy_s=publication.busy_s,
