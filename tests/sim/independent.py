@@ -125,8 +125,13 @@ class Pipeline:
         if version:
             yield self.served[version - 1]
         sync = self.profile.sync
-        for engine in self.engines:
-            yield self.env.timeout(sync.transfer_s + sync.load_s - sync.stall_s)
-            engine.stall(sync.stall_s)
+        commit_s = sync.load_s if sync.commit_s is None else sync.commit_s
+        yield self.env.timeout(sync.transfer_s + sync.load_s - commit_s)
+        # A short commit takes no turn.
+        turns = [self.engines] if commit_s <= 0.25 else [[engine] for engine in self.engines]
+        for engines in turns:
+            yield self.env.timeout(commit_s - sync.stall_s)
+            for engine in engines:
+                engine.stall(sync.stall_s)
             yield self.env.timeout(sync.stall_s)
         self.served[version].succeed()

@@ -52,7 +52,7 @@ def test_an_engines_rate_is_made_concave_from_above() -> None:
 def test_terms_by_hand() -> None:
     of = profile(
         stages=Stages(update=Stage(fixed_s=0.5), logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1)),
-        sync=Sync(load_s=0.15),
+        sync=Sync(transfer_s=0.05, load_s=0.15, commit_s=0.1, loads_at_once=1),
     )
     terms = bound_terms(setting(of, "n_step_ahead", max_lag=3, depth=1))
     assert terms["train"] == pytest.approx(0.8)

@@ -45,7 +45,7 @@ KNOWN = profile(
         gather=Stage(fixed_s=0.05),
         assemble=Stage(fixed_s=0.02),
     ),
-    sync=Sync(transfer_s=0.1, load_s=0.2, stall_s=0.0),
+    sync=Sync(transfer_s=0.1, load_s=0.2, commit_s=0.15, stall_s=0.0),
 )
 
 
@@ -104,8 +104,9 @@ def test_stages_scale_by_the_given_share(found: Profile) -> None:
 
 
 def test_the_parts_of_a_weight_update_are_recovered(found: Profile) -> None:
-    assert (found.sync.transfer_s, found.sync.load_s, found.sync.stall_s) == pytest.approx(
-        (0.1, 0.2, 0.0), abs=1e-3
+    of = found.sync
+    assert (of.transfer_s, of.load_s, of.commit_s, of.stall_s) == pytest.approx(
+        (0.1, 0.2, 0.15, 0.0), abs=1e-3
     )
 
 

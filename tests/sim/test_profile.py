@@ -68,7 +68,7 @@ def test_the_smallest_profile_loads(tmp_path: Path) -> None:
         (
             "note: for a test",
             "note: x\nsync: {load_s: 1, stall_s: 2}",
-            r"sync.stall_s must be at most load_s",
+            r"sync.stall_s must be at most commit_s \(by default load_s\), 1, got 2",
         ),
         ("note: for a test", "note: x\nfailures: {group: 1.0}", r"failures.group must be from 0 to below 1"),
         ("origin: assumed", "origin: guessed", r"Invalid enum value 'guessed'"),

@@ -33,8 +33,8 @@ from tests.sim.independent import Pipeline
 from tests.sim.workloads import profile, random_profile, setting
 
 WRITTEN_S = 1.0  # of each response of `profile()`
-SYNC = Sync(transfer_s=0.05, load_s=0.1, stall_s=0.0)
-SERVING_S = 2 * (0.05 + 0.1)  # two replicas, one after the other
+SYNC = Sync(transfer_s=0.05, load_s=0.1, stall_s=0.0, loads_at_once=1)
+SERVING_S = 0.05 + 2 * 0.1  # two replicas, which prepare at once and load one after the other
 
 
 def staged(**stages: Any) -> Profile:
@@ -53,9 +53,9 @@ def test_on_policy_is_the_sum_of_its_parts() -> None:
 
 def test_one_step_off_takes_as_long_as_the_slower_half() -> None:
     of = staged(logp=Stage(fixed_s=0.2), gather=Stage(fixed_s=0.1))
-    # Prompt to weights to the prompt after next: 1.0 + 0.7 + 0.1 + 0.3, for two steps; training itself takes
+    # Prompt to weights to the prompt after next: 1.0 + 0.7 + 0.1 + 0.25, for two steps; training itself takes
     # 0.8.
-    assert simulate(setting(of, "one_step_off")).step_s == pytest.approx(2.1 / 2, rel=1e-9)
+    assert simulate(setting(of, "one_step_off")).step_s == pytest.approx(2.05 / 2, rel=1e-9)
 
 
 def test_deep_pipelines_are_limited_by_the_training_devices() -> None:
@@ -97,7 +97,7 @@ def test_reading_prompts_and_loading_weights_stop_engines() -> None:
     of = profile(
         answers=Answers(tokens=10.0, prompt_tokens=5.0),
         decode=Decode(token_s=(0.1,), prefill_token_s=0.01, slots=64),
-        sync=Sync(load_s=0.2, stall_s=0.2),
+        sync=Sync(load_s=0.2, stall_s=0.2, loads_at_once=1),
     )
     # Four answers a replica are read one after another, then written together.
     assert simulate(setting(of)).step_s == pytest.approx(4 * 5 * 0.01 + 1.0 + 0.5 + 2 * 0.2, rel=1e-9)

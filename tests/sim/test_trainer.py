@@ -110,11 +110,12 @@ def test_a_copy_of_the_policy_is_pulled_once_a_version() -> None:
 
 
 def test_a_publication_adds_up_its_replicas_times() -> None:
-    of = profile(sync=Sync(transfer_s=0.5, load_s=0.25, stall_s=0.125))
+    of = profile(sync=Sync(transfer_s=0.5, load_s=0.25, commit_s=0.2, stall_s=0.125))
     flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, steps=3)))
     first, *later = run_virtual(flow.run()).publications
     assert (first.transfer_s, first.load_s, first.stall_s, first.replicas) == (1.0, 0.5, 0.25, 2)
-    # The second replica begins to load when the first one serves, both after a second of writing.
+    assert first.commit_s == 0.4
+    # Both replicas load after a second of writing.
     assert later[0].busy_s == pytest.approx(2 * 1.0)
 
 
@@ -126,6 +127,18 @@ def test_several_replicas_may_load_at_once() -> None:
         return next(r.t for r in flow.log.records if r.event == "SERVED")
 
     assert [served(n) for n in (1, 2, 9)] == pytest.approx([5.0, 3.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("commit_s", "seconds"), [(None, 0.5 + 5 * 1.0), (0.5, 0.5 + 0.5 + 5 * 0.5), (0.25, 0.5 + 0.75 + 0.25)]
+)
+def test_replicas_prepare_at_once_and_short_commits_take_no_turns(
+    commit_s: float | None, seconds: float
+) -> None:
+    of = profile(sync=Sync(transfer_s=0.5, load_s=1.0, commit_s=commit_s))
+    flow = AsyncTrainingFlow(SimulatedTrainer(setting(of, generate=5, steps=1)))
+    run_virtual(flow.run())
+    assert next(r.t for r in flow.log.records if r.event == "SERVED") == pytest.approx(seconds)
 
 
 def test_stage_times_vary_as_the_profile_says() -> None:

@@ -59,7 +59,7 @@ def random_profile(seed: int) -> Profile:
     """Without a reference policy, whose place in the queue for training devices the reference model lacks."""
     chance = random.Random(seed)
     median = chance.uniform(20, 200)
-    load_s = chance.uniform(0.0, 1.0)
+    load_s, share = chance.uniform(0.0, 1.0), (0.2, 1.0)[seed % 2]
     return profile(
         batch=Batch(groups=chance.randint(4, 12), answers=chance.choice([1, 2, 4])),
         answers=Answers(
@@ -83,7 +83,12 @@ def random_profile(seed: int) -> Profile:
             advantage=Stage(fixed_s=chance.uniform(0.0, 0.2)),
             gather=Stage(fixed_s=chance.uniform(0.0, 0.5)),
         ),
-        sync=Sync(transfer_s=chance.uniform(0, 0.5), load_s=load_s, stall_s=load_s * chance.random()),
+        sync=Sync(
+            transfer_s=chance.uniform(0, 0.5),
+            load_s=load_s,
+            commit_s=load_s * share,
+            stall_s=load_s * share * chance.random(),
+        ),
     )
 
 

@@ -178,9 +178,8 @@ def bound_terms(setting: Setting, work: BatchWork | None = None) -> Mapping[str,
 def weights_s(setting: Setting) -> float:
     """Return the seconds from the end of a step until all replicas serve its weights."""
     sync, lanes = setting.profile.sync, -(-setting.replicas // setting.loads_at_once)
-    return setting.profile.stages.gather.seconds(0, setting.devices_of("train")) + lanes * (
-        sync.transfer_s + sync.load_s
-    )
+    gather_s = setting.profile.stages.gather.seconds(0, setting.devices_of("train"))
+    return gather_s + sync.prepare_s + lanes * sync.turn_s
 
 
 def _stage_seconds(setting: Setting, work: BatchWork) -> dict[str, float]:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from ..config.schema import concurrent_loads
+from ..core.events import LogRecord
 from .distribution import Distribution, histogram_of
 from .profile import Answers, Batch, Decode, Failures, Profile, Stage, Stages, Sync, Validation
 from .run_log import RunLog, begun_s
@@ -250,23 +252,32 @@ def _sync(run: RunLog) -> Sync:
     served = served[1:] or served
     gathered = {r.fields["version"]: r.t for r in run.records if r.event == "GATHERED"}
 
+    def each(record: LogRecord, name: str, default: str = "") -> float:
+        """Return the mean of a figure over the replicas."""
+        return float(record.fields.get(name, record.fields.get(default, 0.0))) / _replicas(record)
+
     before = 0.0
     overheads = []
     for r in served:
-        replicas = max(1, int(r.fields["replicas"]))
         took = r.t - max(before, gathered[r.fields["version"]])
-        overheads.append(max(0.0, took - r.fields["transfer_s"] - r.fields["load_s"]) / replicas)
+        commit_s = each(r, "commit_s", "load_s")
+        prepare_s = each(r, "transfer_s") + each(r, "load_s") - commit_s
+        turns = -(-_replicas(r) // concurrent_loads(None, _replicas(r), commit_s))
+        overheads.append(max(0.0, took - prepare_s - turns * commit_s))
         before = r.t
 
-    each = {
-        name: fmean(r.fields[name] / max(1, r.fields["replicas"]) for r in served)
-        for name in ("transfer_s", "load_s", "stall_s")
-    }
+    load_s = round(fmean(each(r, "load_s") for r in served), 6)
+    commit_s = round(min(load_s, fmean(each(r, "commit_s", "load_s") for r in served)), 6)
     return Sync(
-        transfer_s=round(each["transfer_s"] + fmean(overheads), 6),
-        load_s=round(each["load_s"], 6),
-        stall_s=round(min(each["stall_s"], each["load_s"]), 6),
+        transfer_s=round(fmean(each(r, "transfer_s") for r in served) + fmean(overheads), 6),
+        load_s=load_s,
+        commit_s=commit_s,
+        stall_s=round(min(fmean(each(r, "stall_s") for r in served), commit_s), 6),
     )
+
+
+def _replicas(served: LogRecord) -> int:
+    return max(1, int(served.fields["replicas"]))
 
 
 def _failed_share(run: RunLog) -> float:

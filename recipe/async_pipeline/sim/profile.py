@@ -210,11 +210,13 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     transfer_s: float = 0.0
     """Seconds until the version is on the replica's host; the replica keeps generating."""
     load_s: float = 0.0
-    """Seconds from there until it is served."""
+    """Seconds from there until it is served, without the wait for a turn."""
+    commit_s: float | None = None
+    """Part of `load_s` for which replicas take turns, after all have prepared at once; None: all of it."""
     stall_s: float = 0.0
-    """Part of `load_s` during which the replica does not generate."""
+    """Part of the commit during which the replica does not generate."""
     loads_at_once: int | None = None
-    """Replicas that are updated at the same time; None for the default, `schema.concurrent_loads`."""
+    """Replicas that commit at the same time; None for the default, `schema.concurrent_loads`."""
     pull_s: float = 0.0
     """Transfer and load for a pool of forward-only models (log-probs), per version."""
     switch_s: float = 0.0
@@ -224,9 +226,15 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         for name in ("transfer_s", "load_s", "stall_s", "pull_s", "switch_s"):
             _require(getattr(self, name) >= 0, f"sync.{name}", "must be >= 0", getattr(self, name))
         _require(
-            self.stall_s <= self.load_s,
+            0 <= self.turn_s <= self.load_s,
+            "sync.commit_s",
+            f"must be from 0 to load_s, {self.load_s:g}",
+            self.commit_s,
+        )
+        _require(
+            self.stall_s <= self.turn_s,
             "sync.stall_s",
-            f"must be at most load_s, {self.load_s:g}",
+            f"must be at most commit_s (by default load_s), {self.turn_s:g}",
             self.stall_s,
         )
         _require(
@@ -235,6 +243,16 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "must be >= 1",
             self.loads_at_once,
         )
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds of a commit."""
+        return self.load_s if self.commit_s is None else self.commit_s
+
+    @property
+    def prepare_s(self) -> float:
+        """Seconds of transfer and load before the commit."""
+        return self.transfer_s + self.load_s - self.turn_s
 
 
 class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -58,8 +58,10 @@ class Setting:
     @property
     def loads_at_once(self) -> int:
         """Replicas that load at the same time; all of them if training and generation take turns."""
-        asked = self.profile.sync.loads_at_once
-        return self.replicas if self.shared else concurrent_loads(asked, self.replicas)
+        sync = self.profile.sync
+        return (
+            self.replicas if self.shared else concurrent_loads(sync.loads_at_once, self.replicas, sync.turn_s)
+        )
 
     @property
     def old_logp(self) -> str:
@@ -234,13 +236,17 @@ class SimulatedTrainer:
         return version
 
     async def publish(self, version: int, snapshot: object) -> Publication:
-        """Update the replicas, `loads_at_once` at a time; a failed one is updated when it is back."""
+        """Update the replicas: all prepare at once, `loads_at_once` commit at a time.
+
+        A failed one is updated when it is back.
+        """
         async with self._weights:
             self._newest = version
             waiting = iter([replica for replica in self.pool.replicas if replica.is_up])
+            await asyncio.sleep(self.profile.sync.prepare_s)
 
             async def lane() -> float:
-                return sum([await self._load(replica, version) for replica in waiting])
+                return sum([await self._commit(replica, version) for replica in waiting])
 
             open_s = sum(await asyncio.gather(*(lane() for _ in range(self.setting.loads_at_once))))
         return self._publication(version, open_s)
@@ -262,10 +268,10 @@ class SimulatedTrainer:
             await asyncio.sleep(self.profile.sync.pull_s)
             self._held[role] = version
 
-    async def _load(self, replica: Replica, version: int) -> float:
-        """Load a version; return the seconds with open requests since the last load."""
+    async def _commit(self, replica: Replica, version: int) -> float:
+        """Serve a prepared version; return the seconds with open requests since the last load."""
         sync = self.profile.sync
-        await asyncio.sleep(sync.transfer_s + sync.load_s - sync.stall_s)
+        await asyncio.sleep(sync.turn_s - sync.stall_s)
         if sync.stall_s:
             self.pool.stall(replica, sync.stall_s)
             await asyncio.sleep(sync.stall_s)
@@ -278,6 +284,7 @@ class SimulatedTrainer:
         facts: dict[str, Any] = {
             "transfer_s": sync.transfer_s * replicas,
             "load_s": sync.load_s * replicas,
+            "commit_s": sync.turn_s * replicas,
             "stall_s": sync.stall_s * replicas,
             "busy_s": open_s,
             "replicas": replicas,
