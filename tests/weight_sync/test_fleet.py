@@ -228,17 +228,21 @@ RESTARTS = st.lists(st.sampled_from(["ok", "ok", "raise", "hang"]), max_size=4)
 
 @pytest.mark.slow
 @given(
-    scripts=st.lists(st.tuples(STEPS, RESTARTS, STEPS), min_size=1, max_size=3),
+    scripts=st.lists(st.tuples(STEPS, STEPS, RESTARTS, STEPS), min_size=1, max_size=3),
     gaps=st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=12),
     max_concurrent_loads=st.integers(1, 3),
 )
 @settings(max_examples=60)
 def test_after_any_failure_serving_consumers_are_current_and_others_return(
-    scripts: list[tuple[list[str], list[str], list[str]]], gaps: list[float], max_concurrent_loads: int
+    scripts: list[tuple[list[str], ...]],
+    gaps: list[float],
+    max_concurrent_loads: int,
 ) -> None:
     replicas = [
-        Replica(f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c))
-        for i, (a, b, c) in enumerate(scripts)
+        Replica(
+            f"r{i}", loads=["ok", *a], restarts=list(b), checks=list(c), prepares=["ok", *d], prepare_s=1.0
+        )
+        for i, (a, b, c, d) in enumerate(scripts)
     ]
 
     async def scenario() -> None:
@@ -255,6 +259,7 @@ def test_after_any_failure_serving_consumers_are_current_and_others_return(
             await asyncio.sleep(1500)
         except (ProofError, WaitTimeout):
             assert all(not replica.working for replica in replicas), "no replica is left"
+            await asyncio.gather(watch, return_exceptions=True)
             return
         for replica in replicas:
             if not replica.working:
@@ -646,7 +651,9 @@ def test_memory_is_overwritten_once_no_slow_replica_generates_with_what_it_reads
 def test_the_rotation_serves_each_version_whichever_consumers_join_and_leave(
     first: list[list[str]], actions: list[tuple[str, float, list[str]]], picks: Any
 ) -> None:
-    replicas = {f"r{i}": Replica(f"r{i}", loads=["ok", *script]) for i, script in enumerate(first)}
+    replicas = {
+        f"r{i}": Replica(f"r{i}", loads=["ok", *script], prepare_s=3.0) for i, script in enumerate(first)
+    }
 
     async def scenario() -> None:
         fleet = distribute(*replicas.values(), max_concurrent_loads=2)
@@ -662,7 +669,9 @@ def test_the_rotation_serves_each_version_whichever_consumers_join_and_leave(
                         assert not replica.working or replica.version == version
                 elif action == "add":
                     name = f"r{len(replicas)}"
-                    replicas[name] = newcomer(name, loads=list(script), requests=[1, 2])
+                    replicas[name] = newcomer(
+                        name, loads=list(script), prepares=script[::-1], prepare_s=3.0, requests=[1, 2]
+                    )
                     fleet.add(replicas[name])
                 elif action == "retire":
                     await fleet.retire(version - 1)
@@ -674,6 +683,7 @@ def test_the_rotation_serves_each_version_whichever_consumers_join_and_leave(
             assert not watch.done()
         except (ProofError, WaitTimeout):
             assert not any(replica.working for replica in replicas.values()), "no replica is left"
+            await asyncio.gather(watch, return_exceptions=True)
             return
         states = {member.name: member.state for member in fleet.members}
         assert set(states.values()) <= {ConsumerState.SERVING, ConsumerState.AWAY}

@@ -11,45 +11,26 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.manifest import BucketEntry, Manifest, TensorEntry
-from recipe.async_pipeline.weight_sync.receiver import ATTEMPTS, Fetch, Header, Inbox, Verdict, header_of
+from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.receiver import (
+    ATTEMPTS,
+    IN_FLIGHT,
+    Fetch,
+    Incoming,
+    Slot,
+    Verdict,
+    receive,
+)
+from recipe.async_pipeline.weight_sync.segment import Segment
 from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
-
-SIZES = (64, 200, 8)
-
-
-def payload(version: int, sequence: int, size: int) -> bytes:
-    return bytes((version * 31 + sequence * 7 + i) % 251 for i in range(size))
-
-
-def manifest(version: int, sizes: tuple[int, ...] = SIZES) -> Manifest:
-    """A version whose buckets hold one tensor of bytes each."""
-    return Manifest(
-        version=version,
-        tensors=tuple(TensorEntry(f"t{i}", (n,), "uint8", i, 0, n) for i, n in enumerate(sizes)),
-        buckets=tuple(
-            BucketEntry(f"elsewhere-{i}", n, xxhash.xxh3_64_intdigest(payload(version, i, n)))
-            for i, n in enumerate(sizes)
-        ),
-        samples=(),
-    )
-
-
-def read(local: Manifest) -> list[bytes]:
-    reader = ArenaReader()
-    reader.verify(local)
-    return [bytes(t.numpy()) for piece in reader.read(local, 1 << 20) for _, t in piece]
-
-
-def whole(version: int, sizes: tuple[int, ...] = SIZES) -> list[bytes]:
-    return [payload(version, i, n) for i, n in enumerate(sizes)]
+from recipe.async_pipeline.weight_sync.shares import Bucket
+from recipe.async_pipeline.weight_sync.transport import Header, header_of
+from tests.fakes.buckets import SIZES, manifest, payload, read, whole
 
 
 class Deliveries(RuleBasedStateMachine):
@@ -57,7 +38,9 @@ class Deliveries(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.inbox = Inbox()
+        self.slots = (Slot(), Slot())
+        self.filling = 0
+        self.incoming: Incoming | None = None
         self.awaited: Manifest | None = None
         self.sizes: tuple[int, ...] = SIZES
         self.arrived: set[int] = set()
@@ -67,25 +50,21 @@ class Deliveries(RuleBasedStateMachine):
         self.last = -1
 
     def teardown(self) -> None:
-        if hasattr(self, "inbox"):
-            self.inbox.close()
+        if hasattr(self, "slots"):
+            for slot in self.slots:
+                slot.close()
 
     @precondition(lambda self: self.awaited is None)
     @rule(jump=st.integers(1, 3), grown=st.integers(0, 40))
     def begin(self, jump: int, grown: int) -> None:
         self.sizes = tuple(n + grown for n in SIZES)
         self.awaited = manifest(self.last + jump, self.sizes)
-        self.inbox.begin(self.awaited)
-        self.arrived = set()
-
-    @precondition(lambda self: self.awaited is None and self.complete is not None)
-    @rule(back=st.integers(0, 3))
-    def begin_older(self, back: int) -> None:
-        with pytest.raises(WeightSyncError, match="versions only move forward"):
-            self.inbox.begin(manifest(self.last - back))
+        self.incoming = Incoming([self.awaited], self.slots[self.filling])
+        self.arrived, self.counts = set(), Counter()
 
     def deliver(self, header: bytes, data: bytes, verdict: Verdict) -> None:
-        assert self.inbox.accept(header, data) is verdict
+        assert self.incoming is not None
+        assert self.incoming.accept(header, data) is verdict
         self.counts[verdict] += 1
 
     @precondition(lambda self: self.awaited is not None)
@@ -115,9 +94,11 @@ class Deliveries(RuleBasedStateMachine):
         verdict = Verdict.REPEATED if sequence in self.arrived else Verdict.TRUNCATED
         self.deliver(header_of(self.awaited, sequence), data, verdict)
 
+    @precondition(lambda self: self.awaited is not None)
     @rule(sequence=st.integers(0, len(SIZES) - 1), away=st.sampled_from([-2, -1, 1, 2]))
     def arrive_of_another_version(self, sequence: int, away: int) -> None:
-        version = (self.awaited.version if self.awaited else self.last) + away
+        assert self.awaited is not None
+        version = self.awaited.version + away
         self.deliver(
             header_of(manifest(version), sequence), payload(version, sequence, SIZES[sequence]), Verdict.STALE
         )
@@ -130,6 +111,7 @@ class Deliveries(RuleBasedStateMachine):
         encoded = msgspec.msgpack.encode(Header(self.awaited.version, sequence, count, 8))
         self.deliver(encoded, bytes(8), Verdict.UNKNOWN)
 
+    @precondition(lambda self: self.awaited is not None)
     @rule(noise=st.binary(max_size=12))
     def arrive_with_nonsense_for_a_header(self, noise: bytes) -> None:
         self.deliver(b"\xc1" + noise, b"", Verdict.CORRUPT)
@@ -138,43 +120,47 @@ class Deliveries(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         assert self.awaited is not None
-        self.last = self.awaited.version
-        self.complete, self.expected = self.inbox.commit(), whole(self.last, self.sizes)
-        self.awaited = None
+        assert self.incoming is not None
+        self.last, self.filling = self.awaited.version, 1 - self.filling
+        self.complete, self.expected = self.incoming.finish(), whole(self.last, self.sizes)
+        self.awaited = self.incoming = None
 
     @precondition(lambda self: self.awaited is not None and len(self.arrived) < len(SIZES))
     @rule()
     def commit_too_early(self) -> None:
+        assert self.incoming is not None
         with pytest.raises(WeightSyncError, match="are missing"):
-            self.inbox.commit()
+            self.incoming.finish()
 
     @rule()
     def abort(self) -> None:
-        self.inbox.abort()
-        self.awaited = None
+        self.awaited = self.incoming = None
 
     @precondition(lambda self: self.awaited is None)
     @rule()
     def crash(self) -> None:
         """Another process takes over, with no memory of this one."""
-        self.inbox.close()
+        for slot in self.slots:
+            slot.close()
         self.start()
 
     @invariant()
     def what_is_complete_is_whole(self) -> None:
         if getattr(self, "complete", None) is not None:
             assert self.complete is not None and read(self.complete) == self.expected
-            assert self.inbox.version == self.last
 
     @invariant()
     def what_is_missing_is_known(self) -> None:
-        if getattr(self, "awaited", None) is not None:
-            assert set(self.inbox.missing()) == set(range(len(SIZES))) - self.arrived
+        if getattr(self, "incoming", None) is not None:
+            assert self.incoming is not None
+            missing = {bucket.sequence for bucket in self.incoming.missing()}
+            assert missing == set(range(len(SIZES))) - self.arrived
 
     @invariant()
     def everything_is_counted(self) -> None:
-        if hasattr(self, "inbox"):
-            assert self.inbox.verdicts == self.counts
+        if getattr(self, "incoming", None) is not None:
+            assert self.incoming is not None
+            assert self.incoming.verdicts == self.counts
 
 
 TestDeliveries = Deliveries.TestCase
@@ -186,8 +172,8 @@ TestDeliveries.settings = settings(
 @settings(deadline=None, database=None, derandomize=True, max_examples=200)
 @given(data=st.data())
 def test_any_header_has_a_verdict(data: st.DataObject) -> None:
-    inbox = Inbox()
-    inbox.begin(manifest(1))
+    slot = Slot()
+    incoming = Incoming([manifest(1)], slot)
     try:
         whole = bytearray(header_of(manifest(1), 0))
         for at in data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=3)):
@@ -196,67 +182,126 @@ def test_any_header_has_a_verdict(data: st.DataObject) -> None:
             st.one_of(st.just(bytes(whole)), st.binary(max_size=30), st.just(pickle.dumps(print)))
         )
         size = data.draw(st.sampled_from([0, SIZES[0], 10 * SIZES[0]]))
-        assert inbox.accept(header, payload(1, 0, size)) in Verdict
+        assert incoming.accept(header, payload(1, 0, size)) in Verdict
     finally:
-        inbox.close()
+        slot.close()
 
 
 @pytest.fixture
-def inbox() -> Iterator[Inbox]:
-    made = Inbox()
+def slot() -> Iterator[Slot]:
+    made = Slot()
     yield made
     made.close()
 
 
 def fetching(version: int, spoil: Callable[[int, int, bytes], bytes]) -> Fetch:
     """Fetches buckets of a version; `spoil(sequence, attempt, data)` says what really comes."""
-    attempts: Counter[int] = Counter()
 
-    async def fetch(sequence: int) -> tuple[bytes, bytes]:
-        attempts[sequence] += 1
-        data = payload(version, sequence, SIZES[sequence])
-        return header_of(manifest(version), sequence), spoil(sequence, attempts[sequence], data)
+    async def fetch(bucket: Bucket, attempt: int) -> tuple[bytes, bytes]:
+        data = payload(version, bucket.sequence, SIZES[bucket.sequence])
+        return header_of(manifest(version), bucket.sequence), spoil(bucket.sequence, attempt, data)
 
     return fetch
 
 
-def test_a_bucket_that_comes_broken_is_fetched_again(inbox: Inbox) -> None:
-    fetch = fetching(4, lambda sequence, attempt, data: data[:-1] if sequence == 1 and attempt < 3 else data)
-    local = asyncio.run(inbox.receive(manifest(4), fetch))
+def received(
+    slot: Slot, version: int, spoil: Callable[[int, int, bytes], bytes] = lambda s, a, d: d
+) -> Manifest:
+    return asyncio.run(receive(Incoming([manifest(version)], slot), fetching(version, spoil)))
+
+
+def test_a_bucket_that_comes_broken_is_fetched_again(slot: Slot) -> None:
+    async def main() -> tuple[Manifest, Incoming]:
+        incoming = Incoming([manifest(4)], slot)
+        fetch = fetching(4, lambda s, attempt, data: data[:-1] if s == 1 and attempt < 2 else data)
+        return await receive(incoming, fetch), incoming
+
+    local, incoming = asyncio.run(main())
     assert read(local) == whole(4)
-    assert inbox.verdicts == {Verdict.ACCEPTED: 3, Verdict.TRUNCATED: 2}
+    assert incoming.verdicts == {Verdict.ACCEPTED: 3, Verdict.TRUNCATED: 2}
 
 
-def test_a_bucket_that_always_comes_broken_ends_the_load_and_leaves_the_old_version(inbox: Inbox) -> None:
-    local = asyncio.run(inbox.receive(manifest(4), fetching(4, lambda s, a, data: data)))
-    broken = fetching(5, lambda s, a, data: bytes(len(data)))
+def test_a_bucket_that_always_comes_broken_ends_the_load(slot: Slot) -> None:
     with pytest.raises(
-        WeightSyncError, match=f"bucket 0 of v5 was requested {ATTEMPTS} times; the last copy was corrupt"
+        WeightSyncError, match=rf"bucket \d of v5 was requested {ATTEMPTS} times; the last copy was corrupt"
     ):
-        asyncio.run(inbox.receive(manifest(5), broken))
-    assert (inbox.version, read(local)) == (4, whole(4))
-    again = asyncio.run(inbox.receive(manifest(6), fetching(6, lambda s, a, data: data)))
-    assert read(again) == whole(6)
+        received(slot, 5, lambda s, a, data: bytes(len(data)))
+    assert read(received(slot, 6)) == whole(6)
 
 
-def test_what_the_way_raises_comes_through_and_the_next_version_is_welcome(inbox: Inbox) -> None:
-    async def lost(sequence: int) -> tuple[bytes, bytes]:
+def test_what_the_way_raises_comes_through_and_the_next_version_is_welcome(slot: Slot) -> None:
+    async def lost(bucket: Bucket, attempt: int) -> tuple[bytes, bytes]:
         raise ConnectionError("the other host is gone")
 
+    async def main() -> None:
+        await receive(Incoming([manifest(1)], slot), lost)
+
     with pytest.raises(ConnectionError):
-        asyncio.run(inbox.receive(manifest(1), lost))
-    asyncio.run(inbox.receive(manifest(2), fetching(2, lambda s, a, data: data)))
-    assert inbox.version == 2
+        asyncio.run(main())
+    assert read(received(slot, 2)) == whole(2)
 
 
-def test_memory_is_reused_private_and_unlinked(inbox: Inbox) -> None:
-    names = []
-    for version in range(4):
-        local = asyncio.run(inbox.receive(manifest(version), fetching(version, lambda s, a, data: data)))
-        names.append([bucket.segment for bucket in local.buckets])
-    assert names[0] == names[2] and names[1] == names[3]
-    assert not set(names[0]) & set(names[1])
-    paths = [Path(SHM_DIR / name) for name in (*names[0], *names[1])]
+def test_memory_is_reused_private_and_unlinked(slot: Slot) -> None:
+    names = [[bucket.segment for bucket in received(slot, version).buckets] for version in range(3)]
+    assert names[0] == names[1] == names[2]
+    paths = [Path(SHM_DIR / name) for name in names[0]]
     assert {path.stat().st_mode & 0o777 for path in paths} == {0o600}
-    inbox.close()
+    slot.close()
     assert not any(path.exists() for path in paths)
+
+
+def test_several_buckets_are_on_their_way_at_once(slot: Slot) -> None:
+    sizes = (8,) * 3 * IN_FLIGHT
+    described = manifest(1, sizes)
+
+    async def main() -> list[int]:
+        open_now, seen, full = 0, [], asyncio.Event()
+
+        async def fetch(bucket: Bucket, attempt: int) -> tuple[bytes, bytes]:
+            nonlocal open_now
+            open_now += 1
+            seen.append(open_now)
+            if open_now == IN_FLIGHT:
+                full.set()
+            await full.wait()
+            open_now -= 1
+            return header_of(described, bucket.sequence), payload(1, bucket.sequence, 8)
+
+        assert read(await receive(Incoming([described], slot), fetch)) == whole(1, sizes)
+        return seen
+
+    assert max(asyncio.run(main())) == IN_FLIGHT
+
+
+def test_a_bucket_that_is_here_can_be_sent_on_before_the_version_is_complete(slot: Slot) -> None:
+    async def main() -> None:
+        incoming = Incoming([manifest(3)], slot)
+        first, last = Bucket(0, 0), Bucket(0, 2)
+        waiting = asyncio.ensure_future(incoming.arrived(last))
+        incoming.accept(header_of(manifest(3), 0), payload(3, 0, SIZES[0]))
+        await incoming.arrived(first)
+        assert incoming.header(first) == header_of(manifest(3), 0)
+        assert bytes(incoming.payload(first)) == payload(3, 0, SIZES[0])
+        incoming.notify(ConnectionError("the other host is gone"))
+        with pytest.raises(WeightSyncError, match="v3 did not arrive: the other host is gone"):
+            await waiting
+        with pytest.raises(WeightSyncError, match="v3 has no bucket 7 of share 0"):
+            await incoming.arrived(Bucket(0, 7))
+
+    asyncio.run(main())
+
+
+def test_a_second_copy_does_not_overwrite_one_that_is_being_checked(slot: Slot) -> None:
+    """Otherwise corrupt bytes could replace correct ones after their checksum was compared."""
+    incoming = Incoming([manifest(1)], slot)
+    header, verdicts = header_of(manifest(1), 0), []
+    memory = slot.memory
+
+    def in_between(index: int, nbytes: int) -> Segment:
+        slot.memory = memory  # type: ignore[method-assign]
+        verdicts.append(incoming.accept(header, bytes(SIZES[0])))
+        return memory(index, nbytes)
+
+    slot.memory = in_between  # type: ignore[method-assign]
+    verdicts.append(incoming.accept(header, payload(1, 0, SIZES[0])))
+    assert verdicts == [Verdict.REPEATED, Verdict.ACCEPTED]

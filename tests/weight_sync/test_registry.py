@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -13,9 +14,12 @@ from recipe.async_pipeline.weight_sync.registry import (
     HAS_REQUESTS,
     LATE_FACTOR,
     LATE_GRACE_S,
+    LOAD_TRANSITIONS,
     TRANSITIONS,
     ConsumerEvent,
     ConsumerState,
+    LoadEvent,
+    LoadPhase,
     Registry,
     advance,
 )
@@ -40,7 +44,7 @@ def test_every_pair_of_state_and_event(state: ConsumerState, event: ConsumerEven
     for step in path_to(state):
         registry.fire("a", step)
     if (state, event) in TRANSITIONS:
-        assert advance(state, event) is TRANSITIONS[state, event]
+        assert advance(TRANSITIONS, state, event) is TRANSITIONS[state, event]
         registry.fire("a", event)
         assert member.state is TRANSITIONS[state, event]
     else:
@@ -76,8 +80,66 @@ def registry_of(**versions: int | None) -> Registry:
 
 
 def load(registry: Registry, name: str, began: float, ended: float) -> None:
-    registry.begin_load(name, began)
-    registry.end_load(name, ended)
+    registry.begin_prepare(name, began)
+    commit(registry, name, began, ended)
+
+
+def commit(registry: Registry, name: str, began: float, ended: float) -> None:
+    """Finish a load whose preparation is ready at `began`."""
+    registry.end_prepare(name, began)
+    registry.begin_commit(name, began)
+    registry.end_commit(name, ended)
+
+
+LOAD_CALLS = {
+    LoadEvent.PREPARE: lambda registry: registry.begin_prepare("a", 1.0),
+    LoadEvent.READY: lambda registry: registry.end_prepare("a", 1.0),
+    LoadEvent.COMMIT: lambda registry: registry.begin_commit("a", 1.0),
+    LoadEvent.DONE: lambda registry: registry.end_commit("a", 1.0),
+    LoadEvent.VOID: lambda registry: registry.void_load("a"),
+}
+WAY_TO = {
+    LoadPhase.NO_LOAD: [],
+    LoadPhase.PREPARING: [LoadEvent.PREPARE],
+    LoadPhase.PREPARED: [LoadEvent.PREPARE, LoadEvent.READY],
+    LoadPhase.COMMITTING: [LoadEvent.PREPARE, LoadEvent.READY, LoadEvent.COMMIT],
+}
+
+
+@pytest.mark.parametrize(("phase", "event"), list(itertools.product(LoadPhase, LoadEvent)))
+def test_every_pair_of_load_phase_and_event(phase: LoadPhase, event: LoadEvent) -> None:
+    registry = registry_of(a=3)
+    registry.offer(4)
+    member = registry.members["a"]
+    for step in WAY_TO[phase]:
+        LOAD_CALLS[step](registry)
+    before = dataclasses.replace(member)
+    if (phase, event) not in LOAD_TRANSITIONS:
+        with pytest.raises(WeightSyncError, match=f"a: {event.name} in {phase.name}; legal here: "):
+            LOAD_CALLS[event](registry)
+        assert member == before
+        return
+    LOAD_CALLS[event](registry)
+    assert member.phase is LOAD_TRANSITIONS[phase, event]
+    assert (member.loading is None) == (member.phase is LoadPhase.NO_LOAD)
+    assert (member.reading is None) == (member.phase is not LoadPhase.COMMITTING)
+    assert member.version == (4 if event is LoadEvent.DONE else 3)
+
+
+@pytest.mark.parametrize("phase", LoadPhase)
+@pytest.mark.parametrize("event", [Event.FAIL, Event.LEAVE])
+def test_a_failure_ends_a_load_in_each_phase_but_not_its_reading(
+    phase: LoadPhase, event: ConsumerEvent
+) -> None:
+    registry = registry_of(a=3)
+    registry.offer(4)
+    for step in WAY_TO[phase]:
+        LOAD_CALLS[step](registry)
+    registry.fire("a", event)
+    member = registry.members["a"]
+    assert (member.phase, member.loading) == (LoadPhase.NO_LOAD, None)
+    assert member.reading == (4 if phase is LoadPhase.COMMITTING else None)
+    assert registry.commits_in_rotation() == 0
 
 
 def test_a_version_is_served_by_all_of_the_rotation_or_not() -> None:
@@ -117,7 +179,7 @@ def test_a_consumer_loads_the_newest_version_that_is_in_memory() -> None:
 def test_a_load_that_is_void_leaves_the_version_as_it_was() -> None:
     registry = registry_of(a=3)
     registry.offer(4)
-    registry.begin_load("a", 0.0)
+    registry.begin_prepare("a", 0.0)
     registry.void_load("a")
     member = registry.members["a"]
     assert (member.version, member.loading, member.reading) == (3, None, None)
@@ -150,7 +212,7 @@ def late_after(longest_s: float) -> float:
 def test_a_load_is_compared_with_the_loads_of_the_others() -> None:
     registry = registry_of(a=None, b=None, c=None)
     registry.offer(0)
-    registry.begin_load("a", 0.0)
+    registry.begin_prepare("a", 0.0)
     assert registry.late_at("a") is None, "there is no load to compare it with"
     load(registry, "b", 0.0, 5.0)
     assert registry.late_at("a") == late_after(5.0)
@@ -168,10 +230,38 @@ def test_without_a_load_of_the_same_version_the_last_ones_count_but_not_the_firs
         for name in "ab":
             load(registry, name, 100.0 * version, ended)
         registry.offer(version + 10)
-        registry.begin_load("a", 200.0)
+        registry.begin_prepare("a", 200.0)
         assert registry.late_at("a") == (None if version == 0 else 200.0 + late_after(1.0))
         registry.void_load("a")
         registry.newest = version
+
+
+def test_the_wait_for_a_turn_is_not_late_and_is_no_part_of_the_load() -> None:
+    registry = registry_of(a=None, b=None)
+    registry.offer(0)
+    load(registry, "b", 0.0, 5.0)
+    registry.begin_prepare("a", 0.0)
+    assert registry.late_at("a") == late_after(5.0)
+    registry.end_prepare("a", 2.0)
+    assert registry.late_at("a") is None and registry.commits_in_rotation() == 0
+    registry.begin_commit("a", 102.0)
+    assert registry.commits_in_rotation() == 1
+    assert registry.late_at("a") == 100.0 + late_after(5.0)
+    registry.end_commit("a", 105.0)
+    assert (registry.members["a"].load_s, registry.members["a"].commit_s) == (5.0, 3.0)
+
+
+def test_the_longest_commit_is_that_of_the_last_load_of_each_in_the_rotation() -> None:
+    registry = registry_of(a=None, b=None, c=None)
+    for version, commits in enumerate(({"a": 50.0, "b": 60.0}, {"a": 9.0}, {"a": 1.0, "b": 2.0})):
+        assert registry.longest_commit_s() == (9.0 if version == 2 else None), "no first load of a process"
+        registry.offer(version)
+        for name, seconds in commits.items():
+            registry.begin_prepare(name, 0.0)
+            commit(registry, name, 100.0, 100.0 + seconds)
+    assert registry.longest_commit_s() == 2.0
+    registry.fire("b", Event.LATE)
+    assert registry.longest_commit_s() == 1.0
 
 
 def test_one_consumer_always_stays_in_the_rotation() -> None:
@@ -181,8 +271,8 @@ def test_one_consumer_always_stays_in_the_rotation() -> None:
         for name in "ab":
             load(registry, name, 0.0, 1.0)
     registry.offer(2)
-    registry.begin_load("b", 0.0)
-    registry.begin_load("a", 1.0)
+    registry.begin_prepare("b", 0.0)
+    registry.begin_prepare("a", 1.0)
     assert registry.late(1000.0) == ["b"], "the one that began first"
     registry.fire("b", Event.LATE)
     assert registry.late(1000.0) == [] and registry.next_late() is None
@@ -192,10 +282,13 @@ def test_one_consumer_always_stays_in_the_rotation() -> None:
 def test_memory_is_in_use_by_consumers_that_may_generate_with_it(state: ConsumerState) -> None:
     registry = registry_of(a=None)
     registry.offer(7)
-    registry.begin_load("a", 0.0)
+    registry.begin_prepare("a", 0.0)
+    registry.end_prepare("a", 0.0)
     member = registry.members["a"]
     member.state = state
     names = frozenset({"a"})
+    assert registry.in_the_way(7, names) == [], "what is only prepared is never served"
+    registry.begin_commit("a", 0.0)
     used = state in HAS_REQUESTS or state is State.FENCED
     assert (registry.in_the_way(7, names) == [member]) == used
     assert registry.in_the_way(6, names) == [], "an older version"

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter, Part
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
+from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
 
 Published = tuple[Manifest, dict[str, torch.Tensor]]
 
@@ -68,6 +70,22 @@ def test_every_rank_gets_its_blocks(published: Published, ranks: int, dim: int) 
     assert compared >= 4, "each tensor that has elements"
 
 
+def test_a_block_between_other_elements_is_loaded_and_proved(published: Published) -> None:
+    """Its values have one dimension more than the block, as in a fused Megatron weight."""
+    manifest, tensors = published
+    parts = [
+        part._replace(values=torch.zeros(len(part.values), 2, *part.shape[1:])[:, :1], block=part.shape)
+        for part in cut(weights(2), 0, 1, 0)
+        if part.values is not None and part.shape
+    ]
+    published_here = {part.name: tensors[part.name] for part in parts}
+    load_parts(7, published_here, parts)
+    assert prove_parts(manifest, parts) >= 3
+    for part in parts:
+        assert part.values is not None
+        assert torch.equal(part.values[:, 0], tensors[part.name].float())
+
+
 def test_one_wrong_block_is_found(published: Published) -> None:
     manifest, tensors = published
     for number, name in enumerate(weights(1)):
@@ -105,3 +123,17 @@ def test_another_model_is_refused_before_anything_is_written(published: Publishe
     assert all(
         torch.equal(part.values, b) for part, b in zip(more, before, strict=True) if part.values is not None
     )
+
+
+def test_an_adapter_goes_into_an_equal_adapter_only(published: Published) -> None:
+    weights_of, adapter = published[0], json.dumps({"r": 4, "lora_alpha": 8, "inference_mode": False})
+    require_same_adapter(weights_of, None)
+    with pytest.raises(WeightSyncError, match="v7 is of whole weights, but this model takes a LoRA adapter"):
+        require_same_adapter(weights_of, adapter)
+
+    adapter_of = msgspec.structs.replace(weights_of, adapter=adapter)
+    require_same_adapter(adapter_of, json.dumps({"r": 4, "lora_alpha": 8, "inference_mode": True}))
+    with pytest.raises(WeightSyncError, match="v7 is of a LoRA adapter, but this model takes whole weights"):
+        require_same_adapter(adapter_of, None)
+    with pytest.raises(WeightSyncError, match="an adapter with lora_alpha=8, this model has one with 16"):
+        require_same_adapter(adapter_of, json.dumps({"r": 4, "lora_alpha": 16}))

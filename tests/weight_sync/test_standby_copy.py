@@ -150,10 +150,11 @@ class Held(RecordedLoad):
     def __init__(self, load: RecordedLoad) -> None:
         self.__dict__.update(load.__dict__)
         self.go, self.error = threading.Event(), False
+        self.fails_on: int | None = None
 
     def copy(self, manifest: Manifest, published: Any, targets: Sequence[torch.Tensor]) -> None:
         assert self.go.wait(30)
-        if self.error:
+        if self.error or manifest.version == self.fails_on:
             raise WeightSyncError("the device is full")
         super().copy(manifest, published, targets)
 
@@ -167,6 +168,26 @@ def test_it_is_not_there_before_it_is_whole(bench: Bench) -> None:
     held.go.set()
     standby.join()
     assert standby.version() == 1
+
+
+def test_a_newer_version_replaces_one_that_is_being_copied_without_waiting_for_it(bench: Bench) -> None:
+    held = Held(bench.load)
+    held.fails_on = 1
+    standby = StandbyCopy(held, bench.model.parameters(), may_exchange=True)
+    ends: list[tuple[int, int | None, BaseException | None]] = []
+
+    def begin(version: int) -> None:
+        standby.begin(*bench.publish(version), lambda error: ends.append((version, standby.version(), error)))
+
+    begin(1)
+    begin(2)
+    assert standby.version() is None, "the first one is still being copied"
+    held.go.set()
+    standby.join()
+    assert [(version, there) for version, there, _ in ends] == [(1, None), (2, 2)]
+    assert isinstance(ends[0][2], WeightSyncError) and ends[1][2] is None
+    standby.commit()
+    bench.check_serves(2)
 
 
 def test_an_error_of_the_copy_reaches_the_caller_and_the_next_version_is_accepted(bench: Bench) -> None:

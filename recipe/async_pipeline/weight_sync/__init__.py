@@ -11,6 +11,11 @@
     copy_plan.py         the copies of an engine's loader, repeated without it
     standby_copy.py      a second copy on the device, filled during generation
     shard_load.py        a version into a sharded model of the trainer's kind
+    engine_adapter.py    what an engine has to offer: prepare, commit, and which element is which
+    recording_adapter.py the same for engines whose loader can be recorded
+    provenance.py        published elements in the intermediate tensors of a load
+    element_map.py       which published element each served element is
+    map_check.py         nothing is left out, and everything is where the engine expects it
     proof.py             the comparison of served and published values
     versioned_engine.py  which version wrote which token
     busy_time.py         seconds with open requests

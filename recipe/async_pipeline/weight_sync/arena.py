@@ -6,7 +6,9 @@ write and reused for every later version: the first touch of fresh shared memory
 a later write.
 
 Each rank copies its shard straight to its place in the whole tensor. No rank holds a whole tensor, and
-the ranks exchange no data. If an engine can only hand out assembled tensors, the owner alone writes them.
+the ranks exchange no data. Ranks on several hosts write their blocks into the memory of their host, and
+the hosts with consumers join them (`shares.py`). If an engine can only hand out assembled tensors, the owner
+alone writes them.
 """
 
 from __future__ import annotations
@@ -16,26 +18,35 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from ..errors import CorruptionError, WeightSyncError
 from .board import Board
 from .dual_buffer import DualBuffer
-from .manifest import BucketEntry, Failure, Layout, Manifest, TensorEntry, Ticket, encode
+from .manifest import (
+    Announcement,
+    Block,
+    BucketEntry,
+    Failure,
+    Layout,
+    Manifest,
+    TensorEntry,
+    Ticket,
+    encode,
+)
+from .memory_work import copy_all
 from .proof import draw_sample, sampled_names
-from .segment import Segment, create_segment
+from .ranks import Alone, Ranks
+from .segment import Segment, create_segment, view_of
 from .segment_names import SHM_DIR, sweep_orphans
+from .shares import Place, laid_out, share_of, used_by, view_of_block
 
-HASH_THREADS = max(1, min(8, (os.cpu_count() or 1) // 8))
-"""One thread hashes about 10 GB/s, which is less than the devices of a host copy."""
 ANNOUNCE_S = 600.0
 """Deadline for the checksums of a version, which were started one weight update earlier; the slowest host
 hashes 1 GB/s.
 """
-
-T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -48,30 +59,21 @@ class Part(NamedTuple):
     offset: tuple[int, ...]
     """Index of the block's first element in the whole tensor."""
     values: torch.Tensor | None
+    block: tuple[int, ...] | None = None
+    """Shape of the block, if `values` has more dimensions: a view of the elements in the order of the
+    block.
+    """
 
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Shape of the block that this rank holds."""
+        assert self.values is not None
+        return tuple(self.values.shape) if self.block is None else self.block
 
-class Ranks(Protocol):
-    """The training ranks, all on one host, that fill an arena together. Rank 0 owns it."""
-
-    rank: int
-
-    def share(self, value: T) -> T:
-        """Return rank 0's value. A collective."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-
-class Alone:
-    """A single rank."""
-
-    rank = 0
-
-    def share(self, value: T) -> T:
-        return value
-
-    def barrier(self) -> None:
-        pass
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where the block is in the whole tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.extent, strict=True))
 
 
 class Arena:
@@ -82,6 +84,10 @@ class Arena:
         self._bucket_bytes, self._dtype = bucket_bytes, dtype
         self._segments: list[Segment] = []
         self._layout = Layout(bucket_bytes)
+        self._blocks: list[Block] | None = None
+        """The blocks of this host's ranks, if ranks are on other hosts too; `_layout` then describes a copy
+        in which all blocks are joined.
+        """
         self._described: list[tuple[str, tuple[int, ...], torch.dtype]] = []
         """The parts that the layout was computed for."""
         self._targets: list[torch.Tensor] = []
@@ -89,23 +95,35 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._layout.used)
+        return sum(self._used)
+
+    @property
+    def _used(self) -> list[int]:
+        """Bytes of each bucket."""
+        return self._layout.used if self._blocks is None else used_by(self._blocks)
 
     def write_parts(self, parts: Sequence[Part], ranks: Ranks) -> None:
         """Copy this rank's blocks. All ranks call this with the same tensors in the same order."""
         described = [(part.name, part.shape, part.dtype) for part in parts]
         held = [part for part in parts if part.values is not None and part.values.numel()]
         if described != self._described:
-            self._lay_out(described, ranks)
-            places = {entry.name: entry for entry in self._layout.tensors}
-            self._targets = [self._target(places[part.name], part) for part in held]
+            self._layout, self._blocks, self._described = Layout(self._bucket_bytes), None, []
+            for name, shape, dtype in described:
+                self._place(name, shape, dtype)
+            if ranks.hosts == 1:
+                self._share_segments(ranks)
+                places = {entry.name: entry for entry in self._layout.tensors}
+                self._targets = [self._target(places[part.name], part) for part in held]
+            else:
+                self._targets = self._lay_out_blocks(parts, ranks)
+            self._described = described
         self._copy(self._targets, [part.values.detach() for part in held if part.values is not None])
         ranks.barrier()
 
     def write_whole(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy whole tensors in the order of iteration."""
         before = self._layout.used
-        self._layout, self._described = Layout(self._bucket_bytes), []
+        self._layout, self._blocks, self._described = Layout(self._bucket_bytes), None, []
         on_device = False
         for name, tensor in weights:
             entry = self._place(name, tuple(tensor.shape), tensor.dtype)
@@ -123,28 +141,29 @@ class Arena:
         if on_device:
             torch.cuda.synchronize()
 
-    def describe(self, version: int, publication: int, proof_tensors: int, adapter: str | None) -> Manifest:
+    def describe(
+        self, version: int, publication: int, proof_tensors: int, adapter: str | None
+    ) -> Announcement:
         """Return the manifest: checksums of all buckets, samples for the verification, and the layout.
 
         `publication` is the number of weight updates before this one.
         """
         tensors = {entry.name: entry for entry in self._layout.tensors}
-        filled = list(zip(self._segments, self._layout.used, strict=False))
-        with ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="xxh3") as threads:
-            sums = threads.map(lambda bucket: bucket[0].checksum(bucket[1]), filled)
-            return Manifest(
-                version=version,
-                tensors=tuple(self._layout.tensors),
-                samples=tuple(
-                    draw_sample(version, name, view_of(self._segments, tensors[name]))
-                    for name in sampled_names(tuple(tensors), publication, proof_tensors)
-                ),
-                buckets=tuple(
-                    BucketEntry(segment.name, used, xxh3)
-                    for (segment, used), xxh3 in zip(filled, sums, strict=True)
-                ),
-                adapter=adapter,
-            )
+        sampled = sampled_names(tuple(tensors), publication, proof_tensors)
+        filled = list(zip(self._segments, self._used, strict=False))
+        buckets = tuple(BucketEntry(segment.name, used, segment.checksum(used)) for segment, used in filled)
+        if self._blocks is not None:
+            raw = [segment.bytes for segment in self._segments]
+            return share_of(version, self._layout.tensors, self._blocks, raw, buckets, sampled, adapter)
+        return Manifest(
+            version=version,
+            tensors=tuple(self._layout.tensors),
+            samples=tuple(
+                draw_sample(version, name, view_of(self._segments, tensors[name])) for name in sampled
+            ),
+            buckets=buckets,
+            adapter=adapter,
+        )
 
     def close(self) -> None:
         for segment in self._segments:
@@ -154,11 +173,35 @@ class Arena:
         target = self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
         return self._layout.place(name, shape, str(target).removeprefix("torch."), target.itemsize)
 
-    def _lay_out(self, described: list[tuple[str, tuple[int, ...], torch.dtype]], ranks: Ranks) -> None:
-        self._layout, self._described = Layout(self._bucket_bytes), []
-        for name, shape, dtype in described:
-            self._place(name, shape, dtype)
-        used = self._layout.used
+    def _lay_out_blocks(self, parts: Sequence[Part], ranks: Ranks) -> list[torch.Tensor]:
+        """Lay out the blocks of all ranks of this host; return the targets of this rank."""
+        mine = [
+            Place(index, part.offset, part.extent)
+            for index, part in enumerate(parts)
+            if part.values is not None and part.values.numel()
+        ]
+        places = ranks.all(mine)
+        of_all = [place for of_rank in places for place in of_rank]
+        self._blocks = laid_out(self._layout.tensors, of_all, self._bucket_bytes)
+        self._share_segments(ranks)
+        if ranks.rank == 0:
+            # A host that joins the blocks sends them on without what is between them.
+            for segment, nbytes in zip(self._segments, self._used, strict=False):
+                segment.bytes[:nbytes].zero_()
+        ranks.barrier()
+        first = sum(len(of_rank) for of_rank in places[: ranks.rank])
+        own = self._blocks[first : first + len(mine)]
+        held = [part.values.shape for part in parts if part.values is not None and part.values.numel()]
+        return [
+            view_of_block(
+                self._segments[block.bucket].bytes, block, self._layout.tensors[block.tensor].dtype
+            ).view(shape)
+            for block, shape in zip(own, held, strict=True)
+        ]
+
+    def _share_segments(self, ranks: Ranks) -> None:
+        """Have all ranks of this host map the buckets of the owner."""
+        used = self._used
         if ranks.rank == 0:
             for bucket, nbytes in enumerate(used):
                 self._require_segment(bucket, nbytes)
@@ -169,7 +212,6 @@ class Arena:
             self._segments = [
                 Segment(name, nbytes, create=False) for name, nbytes in zip(names, used, strict=False)
             ]
-        self._described = described
 
     def _require_segment(self, bucket: int, nbytes: int) -> None:
         """Ensure that a bucket has a segment in which it can grow to its full size."""
@@ -182,17 +224,16 @@ class Arena:
 
     def _target(self, entry: TensorEntry, part: Part) -> torch.Tensor:
         assert part.values is not None
-        block = tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))
-        return view_of(self._segments, entry)[block]
+        return view_of(self._segments, entry)[part.slices].view(part.values.shape)
 
     def _copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         on_device = any(source.is_cuda for source in sources)
         if on_device:
-            self._pin(self._layout.used)
-        if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=on_device)
-        if on_device:
+            self._pin(self._used)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
             torch.cuda.synchronize()
+        else:
+            copy_all(targets, sources)
 
     def _pin(self, used: Sequence[int]) -> None:
         """Let CUDA devices write to the buckets directly."""
@@ -220,21 +261,23 @@ class ArenaWriter:
             sweep_orphans()
             self._boards = [Board(), Board()]
 
-    def gather(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Ticket:
+    def gather(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], adapter: str | None = None
+    ) -> Ticket:
         """Copy all weights in and return the ticket. For the owner only; after an error the old version
         is intact.
 
-        Raises WeightSyncError if the version is not newer than the last or memory runs out.
+        `adapter` describes the weights if they are a LoRA adapter; see `Manifest`. Raises WeightSyncError
+        if the version is not newer than the last or memory runs out.
         """
-        ticket = self._gather(version, lambda arena: arena.write_whole(weights))
+        ticket = self._gather(version, lambda arena: arena.write_whole(weights), adapter)
         assert ticket is not None, "only the owner gathers whole tensors"
         return ticket
 
     def gather_parts(self, version: int, parts: Sequence[Part], adapter: str | None = None) -> Ticket | None:
         """Copy this rank's blocks in. A collective; the owner gets the ticket, other ranks None.
 
-        `adapter` describes the parts if they are a LoRA adapter; see `Manifest`. Raises the same errors
-        as `gather`.
+        Otherwise like `gather`.
         """
         return self._gather(version, lambda arena: arena.write_parts(parts, self._ranks), adapter)
 
@@ -314,7 +357,7 @@ class ArenaReader:
                     f"v{manifest.version}: bucket {bucket.segment} is corrupt (xxh3 differs)"
                 )
 
-    def bucket(self, manifest: Manifest, sequence: int) -> torch.Tensor:
+    def bucket(self, manifest: Announcement, sequence: int) -> torch.Tensor:
         """Return the bytes of one bucket, an alias of the arena."""
         return self._map(manifest)[sequence].bytes[: manifest.buckets[sequence].nbytes]
 
@@ -334,7 +377,7 @@ class ArenaReader:
         for segment, bucket in zip(self._map(manifest), manifest.buckets, strict=True):
             segment.pin(bucket.nbytes)
 
-    def _map(self, manifest: Manifest) -> list[Segment]:
+    def _map(self, manifest: Announcement) -> list[Segment]:
         names = {b.segment for b in manifest.buckets}
         for bucket in manifest.buckets:
             known = self._segments.get(bucket.segment)
@@ -345,9 +388,3 @@ class ArenaReader:
             if name not in names and not (SHM_DIR / name).exists():
                 self._segments.pop(name).close()
         return [self._segments[b.segment] for b in manifest.buckets]
-
-
-def view_of(segments: Sequence[Segment], entry: TensorEntry) -> torch.Tensor:
-    """Return the tensor that `entry` describes, as an alias of its bucket."""
-    raw = segments[entry.bucket].bytes[entry.offset : entry.offset + entry.nbytes]
-    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)

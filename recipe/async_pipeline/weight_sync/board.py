@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 import psutil
 
 from ..errors import WeightSyncError
-from .manifest import MAX_BYTES, Failure, Manifest, Ticket, decode_announcement
+from .manifest import MAX_BYTES, Announcement, Failure, Manifest, Ticket, decode_announcement
 from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 POLL_S = 0.001
@@ -69,6 +69,17 @@ class Board:
 
 def await_manifest(ticket: Ticket, timeout_s: float) -> Manifest:
     """Wait until a version is announced and return its manifest. Blocks, so call it in a thread.
+
+    Raises WeightSyncError if `await_announcement` does, or if this host has a share of the version only.
+    """
+    found = await_announcement(ticket, timeout_s)
+    if not isinstance(found, Manifest):
+        raise WeightSyncError(f"v{ticket.version} is spread over several training hosts")
+    return found
+
+
+def await_announcement(ticket: Ticket, timeout_s: float) -> Announcement:
+    """Wait until a training host has announced its share of a version, or all of it. Blocks.
 
     Raises WeightSyncError if a newer version took its memory, or if the trainer failed, died or took too
     long.

@@ -16,10 +16,22 @@ class Consumer(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether it loads straight from the trainer's memory, which a later version overwrites."""
+        """Whether it commits straight from the trainer's memory, which a later version overwrites."""
 
-    async def load(self, ticket: Ticket) -> LoadReport:
-        """Check, load and verify one version, and serve it afterwards."""
+    async def prepare(self, ticket: Ticket) -> None:
+        """Fetch, check and stage one version, while the previous one is served.
+
+        Replaces the preparation of an older version, also one that still runs: its call may have been
+        cancelled. Preparing a version again that is prepared already does nothing. Raises if it fails; the
+        previous version is then served as before.
+        """
+
+    async def commit(self, version: int) -> LoadReport:
+        """Load and verify the version that `prepare` has prepared, and serve it afterwards.
+
+        The consumer computes nothing meanwhile, and may read the memory that it prepared from. Committing
+        the served version again does nothing. Raises if it fails; it is then unknown what is served.
+        """
 
     async def leave(self) -> None:
         """Get no more work. Called after a failure, so it must work without the consumer's help."""

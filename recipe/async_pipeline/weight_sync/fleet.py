@@ -2,9 +2,10 @@
 """The consumers of a run: bring each version to all of them; consumers join, leave, fail and return.
 
 A consumer computes with published weights: a rollout replica, later a pool for log-probs. Each has a keeper
-(`keeper.py`), which loads new versions and restarts it after a failure; `registry.py` has the states. The
-trainer is not involved: the newest version stays in host memory until every consumer of the rotation serves
-the next one. If none is left there, an update waits for the first that returns.
+(`keeper.py`), which loads new versions and restarts it after a failure; `registry.py` has the states. All
+consumers prepare a version at once, and take turns to commit it. The trainer is not involved: the newest
+version stays in host memory until every consumer of the rotation serves the next one. If none is left there,
+an update waits for the first that returns.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from ..core.wait_graph import Holders
 from ..core.wait_queue import Turnstile
 from ..errors import WeightSyncError
 from .consumer import Consumer
-from .keeper import ASK_S, Keeper, Shared
+from .keeper import ASK_S, Keeper
+from .keeper_state import Shared
 from .manifest import Ticket
-from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, Member, Registry
+from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, LoadPhase, Member, Registry
 
 GRACE_S = 30.0
 """Added to deadlines here, so that the consumer's own deadline fires first: its message is more precise."""
 RETIRE_S = 10.0
-"""Seconds that a slow consumer gets to finish a load whose memory is needed for a newer version."""
+"""Seconds that a slow consumer gets to finish a commit whose memory is needed for a newer version."""
 
 
 class Outcome(NamedTuple):
@@ -51,24 +53,28 @@ class Fleet:
         restart_timeout_s: float,
         grace_s: float = GRACE_S,
         wait_timeout_s: float | None = None,
-        max_concurrent_loads: Callable[[int], int] = lambda consumers: 1,
+        max_concurrent_loads: Callable[[int, float | None], int] = lambda consumers, commit_s: 1,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
     ) -> None:
         """Set the consumers that serve from the beginning, the deadlines, and who is notified.
 
         `wait_timeout_s` bounds the wait for weights that another task holds. `max_concurrent_loads` maps the
-        number of consumers that serve to how many of them may load at the same time. `say` gets one line for
-        the user whenever a consumer joins, leaves, falls behind, is fenced, or fails to return; `note` gets
-        the event (JOINING, JOINED, BEHIND, CAUGHT_UP, FENCED, ABSENT, REJOINED, LEAVING or LEFT), the
+        number of consumers that serve, and the longest of their last commits in seconds (None: unknown), to
+        how many of them may commit at the same time. `say` gets one line
+        for the user whenever a consumer joins, leaves, falls behind, is fenced, or fails to return; `note`
+        gets the event (JOINING, JOINED, BEHIND, CAUGHT_UP, FENCED, ABSENT, REJOINED, LEAVING or LEFT), the
         consumer's name and its version.
         """
-        self.registry = Registry()
+        self.registry = registry = Registry()
         self._shared = Shared(
             registry=self.registry,
             load_timeout_s=load_timeout_s + grace_s,
             restart_timeout_s=restart_timeout_s,
             slots=Turnstile(
-                lambda: max_concurrent_loads(len(self.registry.rotation)) - self.registry.loads_in_rotation()
+                lambda: (
+                    max_concurrent_loads(len(registry.rotation), registry.longest_commit_s())
+                    - registry.commits_in_rotation()
+                )
             ),
             say=say,
             note=note,
@@ -150,8 +156,8 @@ class Fleet:
         """Prepare for the memory of `version`, and of all older ones, to be overwritten.
 
         Loads of these versions outside of the rotation are void from here on. A consumer that could generate
-        with what it reads there gets `RETIRE_S` to finish, then it is ended. Raises WaitTimeout if it cannot
-        be ended.
+        with what a commit reads there gets `RETIRE_S` to finish, then it is ended. Raises WaitTimeout if it
+        cannot be ended.
         """
         self.registry.retire(version)
         in_place = frozenset(name for name, keeper in self._keepers.items() if keeper.consumer.in_place)
@@ -168,6 +174,8 @@ class Fleet:
                 why = f"it still loads version {member.reading}, whose memory is needed"
                 self._keepers[member.name].give_up(why)
 
+        for keeper in self._keepers.values():
+            keeper.offer()
         if not readers():
             return
         timer = asyncio.get_running_loop().call_later(RETIRE_S, end_them)
@@ -290,7 +298,12 @@ class Fleet:
                 timer.cancel()
 
     def _hold_ups(self) -> str:
-        loading = [f"{m.name} loads version {m.loading}" for m in self.members if m.loading is not None]
+        doing = {
+            LoadPhase.PREPARING: "prepares",
+            LoadPhase.PREPARED: "waits for its turn to load",
+            LoadPhase.COMMITTING: "loads",
+        }
+        loading = [f"{m.name} {doing[m.phase]} version {m.loading}" for m in self.members if m.phase in doing]
         return "; ".join([*loading, *(f"{name} is away: {why}" for name, why in self.fenced.items())])
 
     def _require_a_consumer(self) -> None:

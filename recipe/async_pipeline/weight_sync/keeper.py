@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep one consumer at the newest version: load it when it is behind, and restart it after a failure.
 
-A keeper is a task. It pulls versions by itself, so it waits for no other consumer, except for a turn to load
-while it serves: then only some consumers pause at a time.
+A keeper is a task. It pulls versions by itself, so it waits for no other consumer, except for a turn to
+commit while it serves: all consumers prepare a version at once, but only some pause at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..core.deadline import all_of, within
 from ..core.items import LoadReport
-from ..core.wait_queue import Turnstile
 from ..errors import WaitTimeout, WeightSyncError
 from .consumer import Consumer
+from .keeper_state import Shared
 from .manifest import Ticket
-from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState, Registry
+from .registry import HAS_REQUESTS, ConsumerEvent, ConsumerState
 
+T = TypeVar("T")
 ASK_S = 60.0
 """Deadline for the balancer to remove or add a consumer, and for a consumer's processes to end."""
 ATTEMPTS = 3
@@ -35,50 +36,6 @@ DRAIN_POLL_S = 1.0
 """Interval for counting the open requests of a consumer that leaves. Lists of consumers that were made before
 it left the rotation may be this old.
 """
-
-
-class Signal:
-    """Wakes all waiting tasks at each call of `notify`."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        event, self._event = self._event, asyncio.Event()
-        event.set()
-
-    async def wait(self) -> None:
-        """Wait for the next `notify`."""
-        await self._event.wait()
-
-
-@dataclass(kw_only=True)
-class Shared:
-    """What the keepers of a run have in common."""
-
-    registry: Registry
-    load_timeout_s: float
-    restart_timeout_s: float
-    slots: Turnstile
-    """Turns to load while serving."""
-    say: Callable[[str], None]
-    note: Callable[[str, str, int | None], None]
-    changed: Signal = field(default_factory=Signal)
-    """Notified after each change of the registry."""
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once a version was served, so a later failure is not a configuration error."""
-    watched: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once consumers are to be checked."""
-    ticket: Ticket | None = None
-    """The newest version."""
-    reports: list[LoadReport] = field(default_factory=list)
-    """Loads of the newest version."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """Consumers that failed since the newest version was offered, with the reason."""
-    last_error: Exception | None = None
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 class Keeper:
@@ -125,7 +82,7 @@ class Keeper:
                     return
 
     def offer(self) -> None:
-        """Have it look for a newer version."""
+        """Have it look which version to load; after a version was offered or retired."""
         self._offered.set()
 
     async def fall_behind(self) -> None:
@@ -190,8 +147,6 @@ class Keeper:
                 self._offered.clear()
                 await self._offered.wait()
                 continue
-            if self.member.state is ConsumerState.SERVING:
-                await self._shared.slots.turn(self.name)
             try:
                 await self._load()
             finally:
@@ -201,30 +156,85 @@ class Keeper:
     async def _load(self) -> None:
         ticket = self._shared.ticket
         assert ticket is not None
-        version = self._registry.begin_load(self.name, self._shared.now())
-        try:
-            report = await within(
-                self.consumer.load(ticket),
-                self._shared.load_timeout_s,
-                owner="param_update",
-                what=f"{self.name} to load version {version}",
-                holder=lambda: f"{self.name} does not respond",
-            )
-        except Exception as error:
-            if version > self._registry.retired or isinstance(error, WaitTimeout):
-                raise
-            # A newer version took the memory away during this load, which is no failure.
+        version = self._registry.begin_prepare(self.name, self._shared.now())
+        if not await self._prepare(ticket):
             self._registry.void_load(self.name)
             return
-        if version <= self._registry.retired and self.consumer.in_place:
-            # It may have read a mixture of two versions, with which it has generated nothing.
+
+        self._registry.end_prepare(self.name, self._shared.now())
+        if self.member.state is ConsumerState.SERVING:
+            await self._shared.slots.turn(self.name)
+        if self._registry.wanted(self.name) != version:
             self._registry.void_load(self.name)
             return
-        self._registry.end_load(self.name, self._shared.now())
+
+        # No await since the turn.
+        self._registry.begin_commit(self.name, self._shared.now())
+        report = await self._commit(version)
+        if report is None:
+            self._registry.void_load(self.name)
+            return
+        self._registry.end_commit(self.name, self._shared.now())
         if version == self._registry.newest:
             self._shared.reports.append(report)
             if self.member.state is not ConsumerState.SERVING:
                 await self._serve(version)
+
+    async def _prepare(self, ticket: Ticket) -> bool:
+        """Return whether a version is prepared; False if it is no longer wanted.
+
+        Raises the consumer's error, or WaitTimeout.
+        """
+        version = ticket.version
+        preparing = asyncio.create_task(
+            self._in_time(self.consumer.prepare(ticket), f"prepare version {version}")
+        )
+        overtaken = asyncio.create_task(self._overtaken(version))
+        try:
+            await asyncio.wait({preparing, overtaken}, return_when=asyncio.FIRST_COMPLETED)
+            # A newer version takes no longer than what is left of this one, which nothing may serve.
+            return preparing.done() and not self._is_void(version, preparing.exception())
+        finally:
+            for task in (preparing, overtaken):
+                task.cancel()
+            await asyncio.gather(preparing, overtaken, return_exceptions=True)
+
+    async def _overtaken(self, version: int) -> None:
+        """Return when another version is wanted, or none."""
+        while self._registry.wanted(self.name) == version:
+            self._offered.clear()
+            await self._offered.wait()
+
+    async def _commit(self, version: int) -> LoadReport | None:
+        """Return the report of a commit, or None if its memory was overwritten.
+
+        Raises the consumer's error, or WaitTimeout.
+        """
+        try:
+            report = await self._in_time(self.consumer.commit(version), f"load version {version}")
+        except Exception as error:  # noqa: BLE001  raised again unless the commit is void
+            if self._is_void(version, error):
+                return None
+            raise
+        # Otherwise it may have read a mixture of two versions, with which it has generated nothing.
+        return None if version <= self._registry.retired and self.consumer.in_place else report
+
+    def _is_void(self, version: int, error: BaseException | None) -> bool:
+        """Return whether a newer version took the memory away, which is no failure. Raises other errors."""
+        if error is None:
+            return False
+        if version > self._registry.retired or isinstance(error, WaitTimeout):
+            raise error
+        return True
+
+    async def _in_time(self, work: Awaitable[T], what: str) -> T:
+        return await within(
+            work,
+            self._shared.load_timeout_s,
+            owner="param_update",
+            what=f"{self.name} to {what}",
+            holder=lambda: f"{self.name} does not respond",
+        )
 
     async def _serve(self, version: int) -> None:
         """Enter the rotation, with the newest version."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -85,6 +85,15 @@ class Ticket(msgspec.Struct, frozen=True):
     """The process that will post the manifest."""
     num_bytes: Count
     gather_s: float
+    host: str = ""
+    """The training host whose memory holds it."""
+    others: tuple[Ticket, ...] = ()
+    """The shares of other training hosts, if the ranks are on several."""
+
+    @property
+    def shares(self) -> tuple[Ticket, ...]:
+        """Return the tickets of all training hosts; a `Bucket` names a share by its index here."""
+        return (msgspec.structs.replace(self, others=()), *self.others)
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
@@ -123,6 +132,45 @@ class Manifest(msgspec.Struct, frozen=True, tag=True):
             yield tuple(run)
 
 
+class Block(msgspec.Struct, frozen=True):
+    """A block of one tensor inside a bucket of a share; offset and size in bytes."""
+
+    tensor: Count
+    """Index of the tensor in `Share.tensors`."""
+    start: tuple[Count, ...]
+    """Index of its first element in the whole tensor."""
+    shape: tuple[Count, ...]
+    bucket: Count
+    offset: Count
+    nbytes: Count
+
+
+class PartialSample(msgspec.Struct, frozen=True):
+    """The values of a `Sample` that one training host holds."""
+
+    name: str
+    indices: tuple[Count, ...]
+    """Which of the sample's values these are."""
+    values: bytes
+
+
+class Share(msgspec.Struct, frozen=True, tag=True):
+    """The blocks of a version that the ranks of one training host hold; all shares form the version."""
+
+    version: Count
+    tensors: tuple[TensorEntry, ...]
+    """Where the whole tensors are in a joined copy; the same in all shares."""
+    blocks: tuple[Block, ...]
+    buckets: tuple[BucketEntry, ...]
+    samples: tuple[PartialSample, ...]
+    adapter: str | None = None
+    """See `Manifest`."""
+
+
+Announcement = Manifest | Share
+"""What a training host posts when a version is complete there."""
+
+
 class Layout:
     """Where the tensors of a version are: in order, in buckets, each on a cache line. The same on all
     ranks.
@@ -147,7 +195,7 @@ class Layout:
         return entry
 
 
-def encode(message: Manifest | Ticket | Failure) -> bytes:
+def encode(message: Announcement | Ticket | Failure) -> bytes:
     """Return the message as typed msgpack."""
     return msgspec.msgpack.encode(message)
 
@@ -163,10 +211,22 @@ def decode_ticket(data: bytes) -> Ticket:
     return ticket
 
 
-def decode_announcement(data: bytes) -> Manifest | Failure:
-    """Decode a board's content. Raises WeightSyncError if it is neither type or contradicts itself."""
-    found: Manifest | Failure = _decoded(data, Manifest | Failure, "weight manifest")
-    return found if isinstance(found, Failure) else _checked(found)
+def decode_announcement(data: bytes) -> Announcement | Failure:
+    """Decode a board's content. Raises WeightSyncError if it is of another type or contradicts itself."""
+    found: Announcement | Failure = _decoded(data, Manifest | Share | Failure, "weight manifest")
+    # Shares are checked together, when they are joined.
+    return _checked(found) if isinstance(found, Manifest) else found
+
+
+def joined(tickets: Sequence[Ticket]) -> Ticket:
+    """Return one ticket for the shares of all training hosts."""
+    first, *others = tickets
+    return msgspec.structs.replace(
+        first,
+        others=tuple(others),
+        num_bytes=sum(ticket.num_bytes for ticket in tickets),
+        gather_s=max(ticket.gather_s for ticket in tickets),
+    )
 
 
 def _decoded(data: bytes, kind: Any, what: str) -> Any:

@@ -1,41 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive buckets from another host, whose memory cannot be mapped.
+"""Receive the buckets of one version into memory of this host.
 
-Each bucket travels with a header. It is copied into shared memory of this host and checked there, against
-the manifest and not against its header; a bucket that does not match is counted and requested again. A
-version can be read once all its buckets have arrived. Its memory is reused only after a newer version is
-complete in the other slot.
+Each bucket travels with a header. It is checked here, against the trainer's manifest and not against its
+header; a bucket that does not match is counted and requested again. Several buckets are on their way at the
+same time, and a bucket that has arrived can be sent on before the version is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable
+import threading
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
+from ..core.deadline import all_of
 from ..errors import WeightSyncError
-from .dual_buffer import DualBuffer
-from .manifest import UNREADABLE, Manifest
+from .manifest import UNREADABLE, Announcement, Manifest
+from .preparation import to_the_end
 from .segment import Segment, create_segment
+from .shares import Bucket, landing_of
+from .transport import Header, header_of
 
 ATTEMPTS = 4
 """Number of requests for a bucket before its load fails."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """The header of a bucket."""
-
-    version: int
-    sequence: int
-    """Index of the bucket in its version, from 0."""
-    count: int
-    """Number of buckets of the version."""
-    nbytes: int
+IN_FLIGHT = 4
+"""Buckets of one version that are requested at the same time: some are sent while others are checked."""
 
 
 class Verdict(Enum):
@@ -53,100 +47,107 @@ class Verdict(Enum):
     """Its bytes differ from the trainer's."""
 
 
-Fetch = Callable[[int], Awaitable[tuple[bytes, Any]]]
-"""Maps a bucket's index to its encoded header and its bytes, as a buffer."""
+Fetch = Callable[[Bucket, int], Awaitable[tuple[bytes, Any]]]
+"""Maps a bucket and the number of earlier requests for it to its encoded header and its bytes."""
 
 
-class Inbox:
-    """Two slots of shared memory: one readable, one being filled."""
+class Slot:
+    """Memory for one version, reused by later ones."""
 
     def __init__(self) -> None:
+        self.segments: dict[int, Segment] = {}
+        self._allocating = threading.Lock()
+
+    def memory(self, index: int, nbytes: int) -> Segment:
+        """Return a segment with at least `nbytes` bytes. Raises WeightSyncError if memory runs out."""
+        with self._allocating:
+            segment = self.segments.get(index)
+            if segment is None or segment.size < nbytes:
+                if segment is not None:
+                    segment.close()
+                segment = self.segments[index] = create_segment(nbytes)
+            segment.reserve(nbytes)
+            return segment
+
+    def close(self) -> None:
+        """Unlink all memory."""
+        for segment in self.segments.values():
+            segment.close()
+        self.segments.clear()
+
+
+class Incoming:
+    """A version on its way into a slot. `accept` may run in several threads at once."""
+
+    def __init__(self, announced: Sequence[Announcement], slot: Slot) -> None:
+        """`announced` has the whole version, or the shares of all training hosts.
+
+        Raises WeightSyncError if they contradict each other.
+        """
+        self._landing = landing_of(announced)
+        self.version = self._landing.version
         self.verdicts: Counter[Verdict] = Counter()
-        self._buffer = DualBuffer()
-        self._slots: tuple[dict[int, Segment], dict[int, Segment]] = ({}, {})
-        self._awaited: Manifest | None = None
-        self._filling: dict[int, Segment] = {}
-        self._arrived: set[int] = set()
+        self._announced, self._slot = announced, slot
+        self._buckets = [
+            Bucket(share, sequence)
+            for share, of in enumerate(announced)
+            for sequence in range(len(of.buckets))
+        ]
+        self._known = frozenset(self._buckets)
+        self._arrived: set[Bucket] = set()
+        self._copying: set[Bucket] = set()
+        self._judging = threading.Lock()
+        self._news = asyncio.Event()
+        self._failure: BaseException | None = None
 
-    @property
-    def version(self) -> int | None:
-        """Return the newest complete version, or None."""
-        return self._buffer.ready_version
+    def missing(self) -> list[Bucket]:
+        """Return the buckets that have not arrived yet."""
+        return [bucket for bucket in self._buckets if bucket not in self._arrived]
 
-    def begin(self, manifest: Manifest) -> None:
-        """Await the buckets of a version. Raises WeightSyncError if another one fills or it is not newer."""
-        self._filling = self._slots[self._buffer.begin_fill(manifest.version)]
-        self._awaited, self._arrived = manifest, set()
-
-    def missing(self) -> list[int]:
-        """Return the indices of the buckets that have not arrived yet."""
-        awaited = self._require_awaited()
-        return [i for i in range(len(awaited.buckets)) if i not in self._arrived]
+    def has(self, bucket: Bucket) -> bool:
+        """Return whether a bucket has arrived and is correct."""
+        return bucket in self._arrived
 
     def accept(self, header: bytes, payload: Any) -> Verdict:
         """Check a bucket and take it in if it fits. `payload` is any buffer of bytes."""
         verdict = self._judge(header, memoryview(payload).cast("B"))
-        self.verdicts[verdict] += 1
+        with self._judging:
+            self.verdicts[verdict] += 1
         return verdict
 
-    def commit(self) -> Manifest:
+    def finish(self) -> Manifest:
         """Return the manifest of the local copy. Raises WeightSyncError if buckets are missing."""
-        awaited = self._require_awaited()
         if missing := self.missing():
-            raise WeightSyncError(f"v{awaited.version} cannot be used: buckets {missing} are missing")
-        buckets = tuple(
-            msgspec.structs.replace(bucket, segment=self._filling[i].name)
-            for i, bucket in enumerate(awaited.buckets)
-        )
-        self._buffer.commit()
-        self._awaited = None
-        return msgspec.structs.replace(awaited, buckets=buckets)
+            raise WeightSyncError(
+                f"v{self.version} cannot be used: buckets {[b.sequence for b in missing]} are missing"
+            )
+        return self._landing.manifest(self._slot)
 
-    def abort(self) -> None:
-        """Abandon the awaited version; the complete one stays."""
-        self._buffer.abort()
-        self._awaited = None
+    async def arrived(self, bucket: Bucket) -> None:
+        """Wait until a bucket is here.
 
-    def close(self) -> None:
-        """Unlink all memory."""
-        for slot in self._slots:
-            for segment in slot.values():
-                segment.close()
-            slot.clear()
-
-    async def receive(self, manifest: Manifest, fetch: Fetch) -> Manifest:
-        """Fetch a whole version and return the manifest of the local copy.
-
-        Raises WeightSyncError if a bucket failed `ATTEMPTS` times, and whatever `fetch` raises.
+        Raises WeightSyncError if there is no such bucket or the load fails.
         """
-        self.begin(manifest)
-        try:
-            for sequence in self.missing():
-                await self._fetch(sequence, fetch)
-            return self.commit()
-        except BaseException:
-            self.abort()
-            raise
+        if bucket not in self._known:
+            raise WeightSyncError(f"v{self.version} has no bucket {bucket.sequence} of share {bucket.share}")
+        while bucket not in self._arrived:
+            if self._failure is not None:
+                raise WeightSyncError(f"v{self.version} did not arrive: {self._failure}") from self._failure
+            await self._news.wait()
 
-    async def _fetch(self, sequence: int, fetch: Fetch) -> None:
-        verdict = None
-        for _ in range(ATTEMPTS):
-            header, payload = await fetch(sequence)
-            # Copy and checksum take long; do not block the event loop.
-            verdict = await asyncio.to_thread(self.accept, header, payload)
-            if sequence not in self.missing():
-                return
-        version = self._require_awaited().version
-        raise WeightSyncError(
-            f"bucket {sequence} of v{version} was requested {ATTEMPTS} times; the last copy was "
-            f"{verdict.value if verdict else 'missing'}; "
-            "see the log of the trainer's host"
-        )
+    def header(self, bucket: Bucket) -> bytes:
+        """Return the encoded header of a bucket."""
+        return header_of(self._announced[bucket.share], bucket.sequence, bucket.share)
 
-    def _require_awaited(self) -> Manifest:
-        if self._awaited is None:
-            raise WeightSyncError("no version is awaited")
-        return self._awaited
+    def payload(self, bucket: Bucket) -> Any:
+        """Return the bytes of a bucket that has arrived; they may be an alias of the slot."""
+        return self._landing.payload(self._slot, bucket)
+
+    def notify(self, failure: BaseException | None = None) -> None:
+        """Wake all who wait in `arrived`; with an error, they fail. Call it on the event loop."""
+        self._failure = self._failure or failure
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     def _judge(self, encoded: bytes, payload: memoryview) -> Verdict:
         try:
@@ -154,36 +155,60 @@ class Inbox:
         except UNREADABLE:
             return Verdict.CORRUPT
 
-        awaited = self._awaited
-        if awaited is None or header.version != awaited.version:
+        if header.version != self.version:
             return Verdict.STALE
-        if header.count != len(awaited.buckets) or not 0 <= header.sequence < header.count:
+        found = Bucket(header.share, header.sequence)
+        if found not in self._known or header.count != len(self._announced[found.share].buckets):
             return Verdict.UNKNOWN
-        if header.sequence in self._arrived:
-            return Verdict.REPEATED
+        # Otherwise a second, corrupt copy could overwrite the first one after its checksum was compared.
+        with self._judging:
+            if found in self._arrived or found in self._copying:
+                return Verdict.REPEATED
+            self._copying.add(found)
+        try:
+            return self._take_in(found, header.nbytes, payload)
+        finally:
+            self._copying.discard(found)
 
-        bucket = awaited.buckets[header.sequence]
-        if not len(payload) == header.nbytes == bucket.nbytes:
+    def _take_in(self, found: Bucket, nbytes: int, payload: memoryview) -> Verdict:
+        bucket = self._announced[found.share].buckets[found.sequence]
+        if not len(payload) == nbytes == bucket.nbytes:
             return Verdict.TRUNCATED
-
-        segment = self._memory(header.sequence, bucket.nbytes)
-        segment.reserve(bucket.nbytes)
-        np.copyto(segment.bytes.numpy()[: bucket.nbytes], np.frombuffer(payload, dtype=np.uint8))
-        if segment.checksum(bucket.nbytes) != bucket.xxh3:
+        if not self._landing.take(self._slot, found, payload):
             return Verdict.CORRUPT
-        self._arrived.add(header.sequence)
+        self._arrived.add(found)
         return Verdict.ACCEPTED
 
-    def _memory(self, sequence: int, nbytes: int) -> Segment:
-        segment = self._filling.get(sequence)
-        if segment is None or segment.size < nbytes:
-            if segment is not None:
-                segment.close()
-            segment = self._filling[sequence] = create_segment(nbytes)
-        return segment
+
+async def receive(incoming: Incoming, fetch: Fetch, in_flight: int = IN_FLIGHT) -> Manifest:
+    """Fetch a whole version, several buckets at a time, and return the manifest of the local copy.
+
+    Raises WeightSyncError if a bucket failed `ATTEMPTS` times, and whatever `fetch` raises.
+    """
+    waiting = deque(incoming.missing())
+
+    async def lane() -> None:
+        while waiting:
+            await _fetch(incoming, waiting.popleft(), fetch)
+
+    try:
+        await all_of(*(lane() for _ in range(min(in_flight, len(waiting)))))
+        return await to_the_end(incoming.finish)
+    except BaseException as error:
+        incoming.notify(error)
+        raise
 
 
-def header_of(manifest: Manifest, sequence: int) -> bytes:
-    """Return the encoded header of bucket `sequence`."""
-    count, nbytes = len(manifest.buckets), manifest.buckets[sequence].nbytes
-    return msgspec.msgpack.encode(Header(manifest.version, sequence, count, nbytes))
+async def _fetch(incoming: Incoming, bucket: Bucket, fetch: Fetch) -> None:
+    verdict = None
+    for attempt in range(ATTEMPTS):
+        header, payload = await fetch(bucket, attempt)
+        # Copy and checksum take long, so they run in a thread, which must end before its memory is reused.
+        verdict = await to_the_end(partial(incoming.accept, header, payload))
+        if incoming.has(bucket):
+            incoming.notify()
+            return
+    raise WeightSyncError(
+        f"bucket {bucket.sequence} of v{incoming.version} was requested {ATTEMPTS} times; the last copy was "
+        f"{verdict.value if verdict else 'missing'}; see the log of the trainer's host"
+    )

@@ -19,22 +19,35 @@ when every consumer of the rotation serves it, so a consumer outside of the rota
 JOINING: starts or loads; has no requests. BEHIND: too slow for a weight update; it keeps its open requests,
 gets no new ones, and returns when it has the newest version. FENCED: failed, and is being restarted. AWAY:
 did not return after several restarts. LEAVING: finishes its open requests, then its processes end.
-`TRANSITIONS` is the only authority: a pair that it does not list is illegal, raises, and changes nothing.
+
+A load has two parts. All consumers prepare a version at once, while they generate; a commit holds an engine
+between two of its steps, so consumers of the rotation take turns to commit:
+
+              PREPARE               READY            COMMIT                DONE
+     NO_LOAD ─────────► PREPARING ────────► PREPARED ───────► COMMITTING ───────► NO_LOAD
+        ▲                   │ VOID             │ VOID             │ VOID
+        └───────────────────┴──────────────────┴──────────────────┘
+
+VOID: a newer version replaces this one, or its memory was overwritten.
+`TRANSITIONS` and `LOAD_TRANSITIONS` are the only authority: a pair that they do not list is illegal, raises,
+and changes nothing.
 
 Pure: no clock, task or Ray handle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeVar
 
 from ..errors import WeightSyncError
 
 LATE_FACTOR = 3.0
 """A load is late if it takes this many times as long as the longest load of the others: replicas of one size
-differ by less, on one host (the same copies) and between hosts (the same network).
+differ by less, on one host (the same copies) and between hosts (the same network). The wait for a turn to
+commit does not count.
 """
 LATE_GRACE_S = 10.0
 """Added to that. A load of milliseconds may wait for a step of its engine, and a bucket with a wrong checksum
@@ -66,7 +79,26 @@ class ConsumerEvent(Enum):
     END = auto()
 
 
-State, Event = ConsumerState, ConsumerEvent
+class LoadPhase(Enum):
+    """How far the load of a version is."""
+
+    NO_LOAD = auto()
+    PREPARING = auto()
+    PREPARED = auto()
+    COMMITTING = auto()
+
+
+class LoadEvent(Enum):
+    """What happens to a load."""
+
+    PREPARE = auto()
+    READY = auto()
+    COMMIT = auto()
+    DONE = auto()
+    VOID = auto()
+
+
+State, Event, Phase = ConsumerState, ConsumerEvent, LoadPhase
 TRANSITIONS: dict[tuple[ConsumerState, ConsumerEvent], ConsumerState] = {
     (State.JOINING, Event.SERVE): State.SERVING,
     (State.JOINING, Event.FAIL): State.FENCED,
@@ -84,6 +116,16 @@ TRANSITIONS: dict[tuple[ConsumerState, ConsumerEvent], ConsumerState] = {
     (State.LEAVING, Event.END): State.LEFT,
 }
 """The next state by state and event. Pairs that are not listed are illegal."""
+LOAD_TRANSITIONS: dict[tuple[LoadPhase, LoadEvent], LoadPhase] = {
+    (Phase.NO_LOAD, LoadEvent.PREPARE): Phase.PREPARING,
+    (Phase.PREPARING, LoadEvent.READY): Phase.PREPARED,
+    (Phase.PREPARED, LoadEvent.COMMIT): Phase.COMMITTING,
+    (Phase.COMMITTING, LoadEvent.DONE): Phase.NO_LOAD,
+    (Phase.PREPARING, LoadEvent.VOID): Phase.NO_LOAD,
+    (Phase.PREPARED, LoadEvent.VOID): Phase.NO_LOAD,
+    (Phase.COMMITTING, LoadEvent.VOID): Phase.NO_LOAD,
+}
+"""The next phase of a load by phase and event. Pairs that are not listed are illegal."""
 
 HAS_REQUESTS = frozenset({State.SERVING, State.BEHIND, State.LEAVING})
 """States in which a consumer may have open requests."""
@@ -91,12 +133,16 @@ CAN_SERVE = frozenset({State.JOINING, State.SERVING, State.BEHIND, State.FENCED}
 """States from which a consumer serves a later version without a new start by the user."""
 
 
-def advance(state: ConsumerState, event: ConsumerEvent) -> ConsumerState:
-    """Return the state after `event` in `state`. Raises WeightSyncError if the event is illegal there."""
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+
+
+def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
+    """Return the state after `event` in `state`. Raises WeightSyncError if the table does not list them."""
     try:
-        return TRANSITIONS[state, event]
+        return table[state, event]
     except KeyError:
-        legal = ", ".join(e.name for s, e in TRANSITIONS if s is state) or "none, the state is terminal"
+        legal = ", ".join(e.name for s, e in table if s is state) or "none, the state is terminal"
         raise WeightSyncError(f"{event.name} in {state.name}; legal here: {legal}") from None
 
 
@@ -110,12 +156,18 @@ class Member:
     """The version that it serves or has loaded last; None before the first load."""
     loading: int | None = None
     """The version that is being loaded."""
+    phase: LoadPhase = Phase.NO_LOAD
+    """How far that load is."""
     since: float = 0.0
-    """When that load began."""
+    """When that load began; while it commits, later by its wait for a turn."""
     reading: int | None = None
-    """The version whose memory its processes may be reading; outlives a load that was given up."""
+    """The version whose memory a commit may be reading; outlives a commit that was given up. A version that
+    is only prepared from overwritten memory is never committed.
+    """
     load_s: float = 0.0
-    """Duration of its last load, in seconds."""
+    """Duration of its last load in seconds, without the wait for a turn."""
+    commit_s: float = 0.0
+    """The part of `load_s` for which it needed a turn."""
     num_loads: int = 0
     """Loads since its processes started."""
     why: str = ""
@@ -143,16 +195,13 @@ class Registry:
     def fire(self, name: str, event: ConsumerEvent) -> None:
         """Move a consumer. Raises WeightSyncError if the event is illegal in its state."""
         member = self.members[name]
-        try:
-            member.state = advance(member.state, event)
-        except WeightSyncError as error:
-            raise WeightSyncError(f"{name}: {error}") from None
+        member.state = _advance(name, TRANSITIONS, member.state, event)
         if event is Event.SERVE:
             member.why = ""
         elif event is Event.RESTART:
             member.version, member.num_loads = None, 0
         elif event in (Event.FAIL, Event.LEAVE):
-            member.loading = None
+            member.loading, member.phase = None, Phase.NO_LOAD
 
     def within(self, *states: ConsumerState) -> Iterator[Member]:
         """Yield the consumers that are in one of these states."""
@@ -187,33 +236,55 @@ class Registry:
             return None
         return self.newest
 
-    def begin_load(self, name: str, now: float) -> int:
-        """Note that a consumer begins to load the newest version; return that version."""
-        member, version = self.members[name], self.wanted(name)
+    def begin_prepare(self, name: str, now: float) -> int:
+        """Note that a consumer begins to prepare the newest version; return that version."""
+        member, version = self._load_event(name, LoadEvent.PREPARE), self.wanted(name)
         assert version is not None, "nothing to load"
-        member.loading = member.reading = version
-        member.since = now
+        member.loading, member.since = version, now
         return version
 
-    def end_load(self, name: str, now: float) -> None:
+    def end_prepare(self, name: str, now: float) -> None:
+        """Note that a consumer is ready to commit."""
+        member = self._load_event(name, LoadEvent.READY)
+        member.load_s = now - member.since
+
+    def begin_commit(self, name: str, now: float) -> None:
+        """Note that a consumer begins to commit what it has prepared."""
+        member = self._load_event(name, LoadEvent.COMMIT)
+        member.reading, member.since = member.loading, now - member.load_s
+
+    def end_commit(self, name: str, now: float) -> None:
         """Note that the consumer has loaded its version."""
-        member = self.members[name]
+        member = self._load_event(name, LoadEvent.DONE)
         member.version, member.loading, member.reading = member.loading, None, None
-        member.load_s, member.num_loads = now - member.since, member.num_loads + 1
+        prepare_s, member.load_s = member.load_s, now - member.since
+        member.commit_s, member.num_loads = member.load_s - prepare_s, member.num_loads + 1
 
     def void_load(self, name: str) -> None:
-        """Note that a load has ended, and that its version must not be used: its memory was overwritten."""
-        member = self.members[name]
+        """Note that a load has ended, and that its version must not be used."""
+        member = self._load_event(name, LoadEvent.VOID)
         member.loading = member.reading = None
+
+    def _load_event(self, name: str, event: LoadEvent) -> Member:
+        member = self.members[name]
+        member.phase = _advance(name, LOAD_TRANSITIONS, member.phase, event)
+        return member
 
     def serves(self, version: int) -> bool:
         """Return whether every consumer of the rotation serves `version`, and at least one does."""
         rotation = self.rotation
         return bool(rotation) and all(m.version is not None and m.version >= version for m in rotation)
 
-    def loads_in_rotation(self) -> int:
-        """Return the number of consumers of the rotation that load."""
-        return sum(member.loading is not None for member in self.rotation)
+    def commits_in_rotation(self) -> int:
+        """Return the number of consumers of the rotation that commit."""
+        return sum(member.phase is Phase.COMMITTING for member in self.rotation)
+
+    def longest_commit_s(self) -> float | None:
+        """Return the longest of the last commits in the rotation, or None if there was none.
+
+        The first load of a process is no measure: it goes through the engine's loader.
+        """
+        return max((m.commit_s for m in self.rotation if m.num_loads > 1), default=None)
 
     # Lateness.
 
@@ -222,10 +293,11 @@ class Registry:
 
         It is compared with the loads of the same version by the others of the rotation, or, while there are
         none, with their loads of the version before. The first load of a process is no measure: nothing is
-        warm, and no request is open. A consumer that is alone in the rotation is never late.
+        warm, and no request is open. A consumer that is alone in the rotation, or waits for a turn to
+        commit, is never late.
         """
         member = self.members[name]
-        if member.state is not State.SERVING or member.loading is None:
+        if member.state is not State.SERVING or member.phase not in (Phase.PREPARING, Phase.COMMITTING):
             return None
         others = [m for m in self.rotation if m is not member]
         same = [m.load_s for m in others if m.version == member.loading]
@@ -249,7 +321,7 @@ class Registry:
         """Return the consumers that may generate with what they read from the memory of `version` or older.
 
         `in_place` names the consumers that load straight from the trainer's memory. A consumer without
-        requests generates nothing: its load is void, and it loads again.
+        requests generates nothing: its load is void, and it loads again. So is one that only prepares.
         """
         return [
             m
@@ -259,3 +331,10 @@ class Registry:
             and m.name in in_place
             and (m.state in HAS_REQUESTS or m.state is State.FENCED)
         ]
+
+
+def _advance(name: str, table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
+    try:
+        return advance(table, state, event)
+    except WeightSyncError as error:
+        raise WeightSyncError(f"{name}: {error}") from None

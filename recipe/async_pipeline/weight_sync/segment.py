@@ -12,12 +12,14 @@ import functools
 import logging
 import mmap
 import os
+from collections.abc import Sequence
 from multiprocessing import resource_tracker
 
 import torch
-import xxhash
 
 from ..errors import WeightSyncError
+from .manifest import TensorEntry
+from .memory_work import checksum
 from .segment_names import SHM_DIR, check_name, new_name, open_own
 
 logger = logging.getLogger(__name__)
@@ -86,8 +88,8 @@ class Segment:
         self._pinned = nbytes
 
     def checksum(self, nbytes: int) -> int:
-        """Return xxh3 of the first `nbytes` bytes."""
-        return xxhash.xxh3_64_intdigest(memoryview(self._map)[:nbytes])
+        """Return the checksum of the first `nbytes` bytes."""
+        return checksum(memoryview(self._map)[:nbytes])
 
     def close(self) -> None:
         """Unlink the file if this process made it. The mapping ends when the last tensor that uses it
@@ -131,6 +133,12 @@ def _created(name: str) -> int:
         return os.open(SHM_DIR / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise WeightSyncError(f"shared memory {name}: {error.strerror}") from error
+
+
+def view_of(segments: Sequence[Segment], entry: TensorEntry) -> torch.Tensor:
+    """Return the tensor that `entry` describes, as an alias of its bucket."""
+    raw = segments[entry.bucket].bytes[entry.offset : entry.offset + entry.nbytes]
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
 def create_segment(size: int) -> Segment:

@@ -8,6 +8,7 @@ holds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,7 +17,32 @@ import torch
 from ..errors import ProofError, WeightSyncError
 from .arena import Part
 from .manifest import Manifest
+from .memory_work import copy_all
 from .proof import sample_positions, to_bytes
+
+SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Settings of an adapter that change what its tensors mean; their names say where they belong."""
+
+
+def require_same_adapter(manifest: Manifest, held: str | None) -> None:
+    """Compare what was published, weights or an adapter, with what this model has; see `Manifest.adapter`.
+
+    Raises WeightSyncError if they are of different kinds, or adapters that are scaled differently.
+    """
+    published = manifest.adapter
+    if published is None or held is None:
+        if published != held:
+            kinds = ("a LoRA adapter", "whole weights")
+            was, has = kinds if held is None else reversed(kinds)
+            raise WeightSyncError(f"v{manifest.version} is of {was}, but this model takes {has}")
+        return
+    theirs, ours = json.loads(published), json.loads(held)
+    for name in SCALING:
+        if theirs.get(name) != ours.get(name):
+            raise WeightSyncError(
+                f"v{manifest.version} is of an adapter with {name}={theirs.get(name)!r}, this model has one "
+                f"with {ours.get(name)!r}"
+            )
 
 
 def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Sequence[Part]) -> None:
@@ -37,11 +63,16 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
     held = [part for part in parts if part.values is not None and part.values.numel()]
     targets = [part.values.detach() for part in held if part.values is not None]
     if targets:
-        sources = [published[part.name][_block(part)] for part in held]
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources, non_blocking=targets[0].is_cuda)
+        sources = [
+            published[part.name][part.slices].view(target.shape)
+            for part, target in zip(held, targets, strict=True)
+        ]
         if targets[0].is_cuda:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             torch.cuda.synchronize()
+        else:
+            copy_all(targets, sources)
 
 
 def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
@@ -69,7 +100,7 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
         drawn = torch.frombuffer(bytearray(sample.values), dtype=torch.uint8).view(-1, dtype.itemsize)
         for part in held.get(entry.name, ()):
             assert part.values is not None
-            values = part.values.detach().reshape(part.values.shape or (1,))
+            values = part.values.detach().reshape(part.extent or (1,))
             first = np.array(part.offset or (0,)).reshape(-1, 1)
             inside = (positions >= first) & (positions < first + np.array(values.shape).reshape(-1, 1))
 
@@ -83,8 +114,3 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
                 raise ProofError(f"v{manifest.version}: {entry.name} differs from the published values")
             compared += 1
     return compared
-
-
-def _block(part: Part) -> tuple[slice, ...]:
-    assert part.values is not None
-    return tuple(slice(o, o + n) for o, n in zip(part.offset, part.values.shape, strict=True))

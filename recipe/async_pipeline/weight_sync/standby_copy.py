@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -20,6 +20,13 @@ from .manifest import Manifest
 
 COPY_S = 600.0
 """Deadline for the copy from host memory to the device, which takes seconds during generation."""
+
+Ended = Callable[[BaseException | None], None]
+"""Gets the error of a copy, or None."""
+
+
+def ignore(error: BaseException | None) -> None:
+    """Do nothing: `StandbyCopy.version` returns the version or raises the error as well."""
 
 
 class StandbyCopy:
@@ -32,19 +39,22 @@ class StandbyCopy:
         for parameter in {id(p): p for p in parameters}.values():
             self._owners[memory_of(parameter)].append(parameter)
         self._targets: list[torch.Tensor] = []
-        self._manifest: Manifest | None = None
+        self._wanted: int | None = None
+        """The version that `begin` was last called with, until it is served."""
+        self._ended: dict[int, BaseException | None] = {}
+        """The error of that version's copy, or None, once the copy has ended."""
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
 
-    def begin(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
-        """Fill the copy with a version, in a thread. The arena must not be written until `version`
-        returns it.
+    def begin(self, manifest: Manifest, published: Mapping[str, torch.Tensor], ended: Ended = ignore) -> None:
+        """Fill the copy with a version, in a thread, which calls `ended` last.
+
+        The thread first waits for that of an older version, whose copy is void. If the arena is written
+        before `version` returns this version, the copy must not be committed.
         """
-        self.join()
-        self._manifest, self._error = manifest, None
+        self._wanted = manifest.version
         self._thread = threading.Thread(
             target=self._fill,
-            args=(manifest, published),
+            args=(self._thread, manifest, published, ended),
             name=f"standby copy of v{manifest.version}",
             daemon=True,
         )
@@ -52,11 +62,13 @@ class StandbyCopy:
 
     def version(self) -> int | None:
         """Return the complete version that is not served yet, or None. Raises the error of the copy."""
-        if self._manifest is None or self._thread is None or self._thread.is_alive():
+        wanted = self._wanted
+        if wanted is None or wanted not in self._ended:
             return None
-        if self._error is not None:
-            raise self._error
-        return self._manifest.version
+        error = self._ended[wanted]
+        if error is not None:
+            raise error
+        return wanted
 
     def join(self) -> None:
         """Wait for the copy. Raises WeightSyncError if it does not end in time."""
@@ -93,9 +105,18 @@ class StandbyCopy:
             torch._foreach_copy_([served[i] for i in in_place], [standby[i] for i in in_place])
             if served[in_place[0]].is_cuda:
                 torch.cuda.current_stream().synchronize()
-        self._manifest = None
+        self._wanted = None
 
-    def _fill(self, manifest: Manifest, published: Mapping[str, torch.Tensor]) -> None:
+    def _fill(
+        self,
+        older: threading.Thread | None,
+        manifest: Manifest,
+        published: Mapping[str, torch.Tensor],
+        ended: Ended,
+    ) -> None:
+        if older is not None:
+            older.join()
+        failed: BaseException | None = None
         try:
             device = self._load.targets[0].device
             on_device = device.type == "cuda"
@@ -103,7 +124,9 @@ class StandbyCopy:
                 self._targets = self._targets or self._allocate()
                 self._load.copy(manifest, published, self._targets)
         except BaseException as error:  # noqa: BLE001  the next call for the version raises it
-            self._error = error
+            failed = error
+        self._ended = {manifest.version: failed}
+        ended(failed)
 
     def _allocate(self) -> list[torch.Tensor]:
         """Copy all memory that the load writes, including bytes it leaves alone, such as padding."""

@@ -16,22 +16,24 @@ Requests in flight at a load, by policy:
 from __future__ import annotations
 
 import asyncio
-import copy
 import hashlib
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from uuid import uuid4
 
 from ..core.deadline import within
 from ..core.items import LoadReport
 
 STANDSTILL_S = 5.0
 """Deadline for pausing an engine after a failed load."""
-_PAUSE = {"abort": "abort", "drain": "wait"}
-"""vLLM's names of the pause modes; `keep` needs no pause."""
+Request = TypeVar("Request")
+"""A request as an engine's own `generate` takes it."""
+Output = TypeVar("Output")
+"""What an engine's own `generate` returns."""
+_Request = TypeVar("_Request", contravariant=True)
 
 
 class Span(NamedTuple):
@@ -47,7 +49,9 @@ class Loaded(NamedTuple):
     reports: Sequence[LoadReport]
     """One for each rank of the engine."""
     progress: Mapping[str, int]
-    """Output tokens of each live request at the load, by the engine's internal id."""
+    """Output tokens of each live request at the load, by `Engine.name`. With tokens that the step before the
+    load has sampled, also if they are not sent yet.
+    """
 
 
 class LoadMode(NamedTuple):
@@ -61,16 +65,71 @@ class LoadMode(NamedTuple):
 Load = Callable[[], Awaitable[Loaded]]
 
 
-class Engine(Protocol):
-    """The part of vLLM's `AsyncLLM` that is used here."""
+class Part(NamedTuple):
+    """What one attempt has generated."""
 
-    output_processor: Any
-    generate: Callable[..., AsyncGenerator[Any, None]]
-    add_request: Callable[..., Awaitable[Any]]
+    token_ids: Sequence[int]
+    aborted: bool
+    """It is the end of a request that `Engine.pause` has stopped."""
+    raw: Any
+    """The engine's own form."""
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
 
-    async def resume_generation(self) -> None: ...
+class Attempt(NamedTuple):
+    """How a request goes to the engine."""
+
+    said: Sequence[int] = ()
+    """Tokens of previous attempts, which follow the prompt and count as generated."""
+    salt: str | None = None
+    """Requests with different salts share no keys and values."""
+    every_token: bool = True
+    """Whether outputs before the last one have a reader."""
+    text: bool = True
+    """Whether the text has a reader."""
+    sent: Callable[[], None] = lambda: None
+    """Called when the engine has got the request: a load that is sent later finds it there."""
+
+
+class Written(NamedTuple):
+    """What an attempt has generated so far."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float] | None
+
+
+class Engine(Protocol[_Request, Output]):
+    """What an engine does, in its server's process. A name is the id that the caller gave to a request."""
+
+    def name(self, request: _Request) -> str: ...
+
+    def prompt_tokens(self, request: _Request) -> int: ...
+
+    def attempt(self, request: _Request, how: Attempt) -> AsyncGenerator[Output, None]:
+        """Generate the rest of a response; while the engine is paused, wait. Ending the generator early
+        abandons the request.
+        """
+
+    def part(self, output: Output) -> Part | None:
+        """Return what the attempt has generated up to this output, or None if the output does not say."""
+
+    def log_probs(self, part: Part) -> Sequence[float] | None:
+        """Return the log-prob of each token, or None if they were not requested."""
+
+    def finished(self, output: Output) -> bool: ...
+
+    def joined(self, output: Output, before: Sequence[Part]) -> Output:
+        """Return the output of the last attempt with the previous ones in front."""
+
+    async def written(self, names: Sequence[str]) -> Mapping[str, Written]:
+        """Return what the attempts of these requests have generated so far."""
+
+    async def pause(self, mode: str) -> None:
+        """Let no attempt begin until `resume`.
+
+        `abort`: end all attempts; `drain`: wait for their ends; `freeze`: stop the engine between two steps.
+        """
+
+    async def resume(self) -> None: ...
 
 
 @dataclass
@@ -79,10 +138,10 @@ class _Answer:
 
     prompt_tokens: int
     spans: list[Span] = field(default_factory=list)
-    before: list[Any] = field(default_factory=list)
-    """Completions of the attempts that loads have stopped."""
-    part: Any = None
-    """The completion of this attempt, as far as it was seen."""
+    before: list[Part] = field(default_factory=list)
+    """What the attempts have generated that loads have stopped."""
+    part: Part | None = None
+    """What this attempt has generated, as far as it was seen."""
     sent_before: int | None = None
     """Number of the next load at the time when the engine got the request."""
     interrupted: bool = False
@@ -111,26 +170,12 @@ class _Answer:
         if version is not None:
             self.begin(version, self.base)
 
-    def take(self, output: Any) -> bool:
+    def take(self, part: Part | None, finished: bool) -> bool:
         """Record an output; return False if it only reports that a load has stopped the request."""
-        if output.outputs:
-            self.part = output.outputs[0]
-        reason = self.part.finish_reason if self.part is not None else "abort"
-        self.stopped_by_load = self.interrupted and output.finished and reason == "abort"
+        self.part = part or self.part
+        aborted = self.part is None or self.part.aborted
+        self.stopped_by_load = self.interrupted and finished and aborted
         return not self.stopped_by_load
-
-    def written(self, state: Any) -> tuple[list[int], list[float] | None]:
-        """Return the tokens of all attempts so far, and their log-probs.
-
-        `state` is the engine's own state of this attempt, or None.
-        """
-        parts = [(list(part.token_ids), part.logprobs) for part in self.before]
-        if state is not None:
-            parts.append((list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs))
-        tokens = [token for ids, _ in parts for token in ids]
-        if any(found is None or len(found) < len(ids) for ids, found in parts):
-            return tokens, None
-        return tokens, [found[i][token].logprob for ids, found in parts for i, token in enumerate(ids)]
 
     def written_spans(self) -> list[Span]:
         """Return the spans that have tokens; for an empty response, the first one."""
@@ -153,14 +198,13 @@ def recorded_spans() -> Iterator[list[Span]]:
         _recording.reset(token)
 
 
-class VersionedEngine:
-    """Replaces `generate` and `add_request` of an engine object."""
+class VersionedEngine(Generic[Request, Output]):
+    """What versions mean to an engine: which one wrote a token, and what a load does to requests."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine[Request, Output]) -> None:
         self.version: int | None = None
         """The served version; None before the first load."""
         self._engine = engine
-        self._generate, self._add_request = engine.generate, engine.add_request
         self._answers: dict[str, _Answer] = {}
         self._next_load = 0
         self._settled = asyncio.Event()
@@ -174,8 +218,6 @@ class VersionedEngine:
         """Receive outputs token by token, so that a response stopped by a load is counted as far as it
         was seen.
         """
-        engine.generate = self.generate
-        engine.add_request = self._add
 
     async def load(
         self, version: int, load: Load, in_flight: str, *, reuse_prefixes: bool = False
@@ -188,13 +230,17 @@ class VersionedEngine:
         """
         self._settled.clear()
         self._unknown, self._follow, self._salting = True, in_flight == "abort", not reuse_prefixes
-        if in_flight == "abort":
-            for answer in self._answers.values():
-                answer.interrupted = True
+        stopped = {name: len(a.before) for name, a in self._answers.items()} if in_flight == "abort" else {}
+        for name in stopped:
+            self._answers[name].interrupted = True
         try:
-            if in_flight in _PAUSE:
-                await self._pause(_PAUSE[in_flight])
-            again = sum(a.prompt_tokens + a.total for a in self._answers.values() if a.interrupted)
+            if in_flight != "keep":
+                await self._pause(in_flight)
+            again = sum(
+                a.prompt_tokens + a.total
+                for name, a in self._answers.items()
+                if name in stopped and (a.interrupted or len(a.before) > stopped[name])
+            )
             number, self._next_load = self._next_load, self._next_load + 1
             try:
                 loaded = await load()
@@ -202,7 +248,7 @@ class VersionedEngine:
                 # A dead or stuck engine cannot be paused; the caller gets the original error.
                 with suppress(Exception):
                     await within(
-                        self._pause("keep"),
+                        self._pause("freeze"),
                         STANDSTILL_S,
                         owner="a failed load",
                         what="the engine to pause",
@@ -210,33 +256,37 @@ class VersionedEngine:
                 raise
         finally:
             self._settled.set()
-        # vLLM appends random characters to the ids that it is given.
-        progress = {internal.rpartition("-")[0]: tokens for internal, tokens in loaded.progress.items()}
         for request, answer in self._answers.items():
             # A request that arrived after the load has no older tokens. Otherwise an unnamed one was
             # finished.
-            if request in progress or answer.sent_before is None or answer.sent_before > number:
+            if request in loaded.progress or answer.sent_before is None or answer.sent_before > number:
                 answer.interrupted = False
-                answer.begin(version, answer.base + progress.get(request, 0))
+                answer.begin(version, answer.base + loaded.progress.get(request, 0))
         self.version, self._unknown = version, False
         if self._paused:
-            await self._engine.resume_generation()
+            await self._engine.resume()
             self._paused = False
         return loaded, again
 
     async def _pause(self, mode: str) -> None:
         self._paused = True
-        await self._engine.pause_generation(mode=mode, clear_cache=False)
+        await self._engine.pause(mode)
 
-    async def _add(self, request_id: str, *args: Any, **kwargs: Any) -> Any:
-        queue = await self._add_request(request_id, *args, **kwargs)
-        if request_id in self._answers:
-            self._answers[request_id].sent_before = self._next_load
-        return queue
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a version may reuse keys and values of another one, as the newest load says."""
+        return not self._salting
 
-    async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
+    @property
+    def salt(self) -> str | None:
+        """Return the salt of requests that begin now: a version does not reuse keys and values of another
+        one, unless allowed.
+        """
+        if not self._salting:
+            return None
+        return uuid4().hex if self._unknown else salt_of(self.version)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Generate as the engine does, across loads.
 
         Within `recorded_spans`, a response that a load interrupts continues by itself; only its last
@@ -244,23 +294,24 @@ class VersionedEngine:
         """
         record = _recording.get()
         if record is None:
-            async for output in self._generate(self._salted(prompt), sampling_params, request_id, **kwargs):
-                yield output
+            async with aclosing(self._engine.attempt(request, Attempt(salt=self.salt))) as outputs:
+                async for output in outputs:
+                    yield output
             return
-        answer = _Answer(prompt_tokens=len(prompt["prompt_token_ids"]))
-        self._answers[request_id] = answer
+        name = self._engine.name(request)
+        answer = self._answers[name] = _Answer(prompt_tokens=self._engine.prompt_tokens(request))
+
+        def sent() -> None:
+            answer.sent_before = self._next_load
+
         try:
             while True:
                 answer.begin_attempt(self.version)
-                attempt = self._generate(
-                    self._salted(_extended(prompt, answer.said)),
-                    self._cheaper(_shortened(sampling_params, answer.base)),
-                    request_id,
-                    **kwargs,
-                )
-                async for output in attempt:
-                    if answer.take(output):
-                        yield _joined(output, answer.before)
+                how = Attempt(answer.said, self.salt, self._follow, text=False, sent=sent)
+                async with aclosing(self._engine.attempt(request, how)) as outputs:
+                    async for output in outputs:
+                        if answer.take(self._engine.part(output), self._engine.finished(output)):
+                            yield self._engine.joined(output, answer.before)
                 if not answer.stopped_by_load:
                     # A load may have changed the version that wrote its end; only the load knows.
                     await self._settled.wait()
@@ -268,7 +319,7 @@ class VersionedEngine:
                 if answer.part is not None:
                     answer.before.append(answer.part)
         finally:
-            del self._answers[request_id]
+            del self._answers[name]
             record[:] = answer.written_spans()
 
     async def written(
@@ -280,75 +331,40 @@ class VersionedEngine:
         Waits for: a load in progress, since only it knows where its span begins. Unblocked by: its end.
         """
         await self._settled.wait()
-        # The engine appends random characters to the ids that it is given.
-        states = {
-            name.rpartition("-")[0]: state
-            for name, state in self._engine.output_processor.request_states.items()
-        }
+        asked = {name: self._answers[name] for name in request_ids if name in self._answers}
+        attempts = {name: len(answer.before) for name, answer in asked.items()}
+        now = await self._engine.written(list(asked))
         found = {}
-        for request in request_ids:
-            answer = self._answers.get(request)
-            if answer is not None and not self._unknown:
-                tokens, log_probs = answer.written(states.get(request))
-                spans = [list(span) for span in answer.spans if span.start < len(tokens)]
-                if tokens and spans:
-                    found[request] = tokens, log_probs, spans
+        for name, answer in asked.items():
+            if self._unknown or self._answers.get(name) is not answer:
+                continue
+            # An attempt that has ended meanwhile is in front already.
+            current = now.get(name) if len(answer.before) == attempts[name] else None
+            parts = [Written(part.token_ids, self._engine.log_probs(part)) for part in answer.before]
+            tokens, log_probs = _together([*parts, *([current] if current is not None else [])])
+            spans = [list(span) for span in answer.spans if span.start < len(tokens)]
+            if tokens and spans:
+                found[name] = tokens, log_probs, spans
         return found
 
-    def _cheaper(self, params: Any) -> Any:
-        """Leave out outputs before the last one and text, which have no reader and cost time for each
-        token.
-        """
-        params = copy.copy(params)
-        if not self._follow:
-            params.output_kind = type(params.output_kind).FINAL_ONLY
-        if not params.stop:
-            params.detokenize = False
-        return params
 
-    def _salted(self, prompt: Any) -> Any:
-        """Mark the prompt so that a version does not reuse keys and values of another one, unless
-        allowed.
-        """
-        if not self._salting or not isinstance(prompt, dict):
-            return prompt
-        return {**prompt, "cache_salt": uuid.uuid4().hex if self._unknown else f"v{self.version}"}
+def salt_of(version: int | None) -> str:
+    """Return the salt of the requests that begin with a version."""
+    return f"v{version}"
 
 
-def _extended(prompt: dict[str, Any], said: Sequence[int]) -> dict[str, Any]:
-    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *said]} if said else prompt
+def _together(parts: Sequence[Written]) -> tuple[list[int], list[float] | None]:
+    tokens = [token for part in parts for token in part.token_ids]
+    if any(part.log_probs is None or len(part.log_probs) < len(part.token_ids) for part in parts):
+        return tokens, None
+    return tokens, [one for part in parts for one in (part.log_probs or ())[: len(part.token_ids)]]
 
 
-def _shortened(params: Any, said: int) -> Any:
-    """Return the sampling parameters for the rest of a response."""
-    if not said:
-        return params
-    left = copy.copy(params)
-    left.max_tokens = params.max_tokens - said
-    left.min_tokens = max(0, params.min_tokens - said)
-    if params.seed is not None:
-        # With the same seed, the rest would be sampled with the random numbers of the first tokens.
-        left.seed = _derived_seed(params.seed, said)
-    return left
+def derived_seed(seed: int, position: int) -> int:
+    """Return a seed of 32 bits for the tokens from `position` on.
 
-
-def _derived_seed(seed: int, position: int) -> int:
-    """Return a seed of 32 bits for the tokens from `position` on."""
+    With the seed of a request, the rest of its response would be sampled with the random numbers of the first
+    tokens.
+    """
     digest = hashlib.blake2b(f"{seed} {position}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
-
-
-def _joined(output: Any, before: Sequence[Any]) -> Any:
-    """Return the engine's output with the previous attempts in front."""
-    if before and output.outputs:
-        part = copy.copy(output.outputs[0])
-        said = sum(len(one.token_ids) for one in before)
-        part.token_ids = [*(token for one in before for token in one.token_ids), *part.token_ids]
-        if part.logprobs is not None:
-            part.logprobs = [*(entry for one in before for entry in one.logprobs), *part.logprobs]
-        if part.cumulative_logprob is not None:
-            part.cumulative_logprob += sum(one.cumulative_logprob for one in before)
-        part.text = "".join([*(one.text for one in before), part.text])
-        output.outputs = [part]
-        output.prompt_token_ids = output.prompt_token_ids[: len(output.prompt_token_ids) - said]
-    return output

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the keepers of a run have in common, and how they wake each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..core.items import LoadReport
+from ..core.wait_queue import Turnstile
+from .manifest import Ticket
+from .registry import Registry
+
+
+class Signal:
+    """Wakes all waiting tasks at each call of `notify`."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def notify(self) -> None:
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Wait for the next `notify`."""
+        await self._event.wait()
+
+
+@dataclass(kw_only=True)
+class Shared:
+    """What the keepers of a run have in common."""
+
+    registry: Registry
+    load_timeout_s: float
+    restart_timeout_s: float
+    slots: Turnstile
+    """Turns to commit while serving."""
+    say: Callable[[str], None]
+    note: Callable[[str, str, int | None], None]
+    changed: Signal = field(default_factory=Signal)
+    """Notified after each change of the registry."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a version was served, so a later failure is not a configuration error."""
+    watched: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once consumers are to be checked."""
+    ticket: Ticket | None = None
+    """The newest version."""
+    reports: list[LoadReport] = field(default_factory=list)
+    """Loads of the newest version."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Consumers that failed since the newest version was offered, with the reason."""
+    last_error: Exception | None = None
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies and checksums of host memory, by several threads.
+
+One thread copies or hashes less than half of what the memory of a host can do, and while engines and trainer
+use all cores, it also gets only its share of them. Both operations release the interpreter lock. Threads of
+PyTorch are of no use here: a process of an engine on a CPU often has one, to leave the cores to the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+
+T = TypeVar("T")
+R = TypeVar("R")
+THREADS = min(8, 2 * (os.cpu_count() or 1))
+"""Threads of a copy or a checksum. More than two on two cores: an update is short, and the processes that
+compute meanwhile keep all cores busy.
+"""
+PIECE_BYTES = 8 << 20
+"""Memory that a thread copies at a time."""
+HASHED_BYTES = 16 << 20
+"""Memory that is hashed at a time; part of the definition of `checksum`."""
+
+
+def checksum(data: Any) -> int:
+    """Return the checksum of a buffer of bytes.
+
+    It is xxh3 up to `HASHED_BYTES`; above, xxh3 of the concatenated xxh3 of each piece of that size.
+    """
+    view = memoryview(data).cast("B")
+    if view.nbytes <= HASHED_BYTES:
+        return xxhash.xxh3_64_intdigest(view)
+    pieces = [view[at : at + HASHED_BYTES] for at in range(0, view.nbytes, HASHED_BYTES)]
+    digests = _in_threads(xxhash.xxh3_64_digest, pieces)
+    return xxhash.xxh3_64_intdigest(b"".join(digests))
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into the target at its place, as `Tensor.copy_` does; all are in host memory.
+
+    The order is free, so targets must not overlap each other or a source.
+    """
+    batches = _batches(targets, sources)
+    # Where PyTorch has several threads, each copy uses them.
+    if len(batches) == 1 or torch.get_num_threads() > 1:
+        batches = [(list(targets), list(sources))]
+    _in_threads(_copy, batches)
+
+
+def apart(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether no two tensors can overlap, as far as their first and last elements tell."""
+    places = sorted(
+        (t.data_ptr(), t.data_ptr() + t.element_size() * _extent(t)) for t in tensors if t.numel()
+    )
+    return all(end <= start for (_, end), (start, _) in pairwise(places))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the elements from the first one of a tensor to its last one, inclusive."""
+    extent: int = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent
+
+
+Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def _copy(batch: Batch) -> None:
+    targets, sources = batch
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+
+
+def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Batch]:
+    """Split copies into batches of about `PIECE_BYTES`; large tensors along their first axis."""
+    batches: list[Batch] = [([], [])]
+    room = PIECE_BYTES
+    for whole, values in zip(targets, sources, strict=True):
+        pairs = [(whole, values)]
+        if whole.nbytes >= 2 * PIECE_BYTES and whole.dim() and whole.shape == values.shape:
+            pieces = min(whole.shape[0], whole.nbytes // PIECE_BYTES)
+            pairs = list(zip(whole.tensor_split(pieces), values.tensor_split(pieces), strict=True))
+        for target, source in pairs:
+            if room <= 0:
+                batches.append(([], []))
+                room = PIECE_BYTES
+            batches[-1][0].append(target)
+            batches[-1][1].append(source)
+            room -= target.nbytes
+    return batches
+
+
+def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """Return the results of `work` for all items. Raises the first error, after all work has ended."""
+    if len(items) < 2:
+        return [work(item) for item in items]
+    futures = [_threads(os.getpid()).submit(work, item) for item in items]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+@cache
+def _threads(pid: int) -> Executor:
+    """Return the threads of this process: a child has none of the threads of its parent."""
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="memory")

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine adapter for engines whose loader is Python code.
+
+The first load of a layout runs the engine's loader and records it. If it consisted of copies, later
+versions repeat the copies, into the served tensors or into a standby copy on the device. Either way the
+record tells which published element each served element is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..errors import ProofError
+from .arena import ArenaReader
+from .copy_plan import RecordedLoad, Recorder, view_of
+from .element_map import ElementMap, View
+from .engine_adapter import Computed, Conversion, Delivered, Expected
+from .manifest import Manifest, TensorEntry
+from .standby_copy import Ended, StandbyCopy, ignore
+
+Place = tuple[int, View, torch.dtype]
+
+
+class RecordingAdapter(ABC):
+    """One rank of an engine; see `engine_adapter.EngineAdapter`. Subclasses know the engine."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._reader = ArenaReader()
+        self._recorded: RecordedLoad | None = None
+        self._standby: StandbyCopy | None = None
+        self._elements: ElementMap | None = None
+        self._layout: tuple[TensorEntry, ...] = ()
+        self._converted: Mapping[str, Conversion] = {}
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return every served tensor that a load is responsible for; see `Delivered.tensors`."""
+
+    def begin(self) -> None:  # noqa: B027 - most engines require nothing
+        """Do what the engine requires before the first piece of each load by its loader."""
+
+    @abstractmethod
+    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Run the engine's loader on some published tensors."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Do what the engine requires after the last piece of each load."""
+
+    def expected(self, entry: TensorEntry) -> Expected | None:
+        """Return where the engine's own tables place a tensor; see `Delivered.expected`."""
+        return None
+
+    def computed(self) -> Sequence[Computed]:
+        """Return the served tensors that are not copies of published ones."""
+        return ()
+
+    @abstractmethod
+    def seal(self) -> None:
+        """Do what the engine does with weights once they are proved."""
+
+    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+        """Start to copy a version to the device; the thread that copies calls `ended` last.
+
+        Returns False if it cannot be staged because no load of its layout could be recorded.
+        """
+        served = list(self.tensors().values())
+        if self._recorded is None or not self._recorded.fits(manifest, served):
+            return False
+        if self._standby is None:
+            # The graphs of an accelerator hold addresses, so memory can be exchanged on CPU only.
+            on_cpu = self._device.type == "cpu"
+            self._standby = StandbyCopy(self._recorded, served, may_exchange=on_cpu)
+        self._standby.begin(manifest, self.published(manifest), ended)
+        return True
+
+    def staged_version(self) -> int | None:
+        """Return the version that is complete on the device, or None. Raises the error of the copy."""
+        return None if self._standby is None else self._standby.version()
+
+    def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:
+        """Load a version by the shortest way; see `EngineAdapter.commit`."""
+        tensors = self.tensors()
+        if self.staged_version() == manifest.version and self._standby is not None:
+            self._standby.commit()
+            self.finish()
+        elif self._recorded is not None and self._recorded.fits(manifest, tensors.values()):
+            self._recorded.copy(manifest, self.published(manifest), self._recorded.targets)
+            self.finish()
+        else:
+            self.begin()
+            tensors = self._load_and_record(manifest, piece_bytes, self.tensors())
+        assert self._elements is not None, "a load that was not recorded has no repetition"
+        return Delivered(tensors, self._elements, self.expected, self._converted, self.computed())
+
+    def published(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        """Return the version's tensors, aliases of the arena."""
+        if self._device.type == "cuda":
+            self._reader.pin(manifest)
+        return self._reader.tensors(manifest)
+
+    def _load_and_record(
+        self, manifest: Manifest, piece_bytes: int, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Run the loader, learn the map, and return the served tensors."""
+        self._standby = None
+        published, before = self.published(manifest), _places(tensors)
+        with Recorder(published) as recorder:
+            for piece in self._reader.read(manifest, piece_bytes):
+                self.load(piece)
+
+        learned = recorder.elements(tensors)
+        if learned != self._elements or manifest.tensors != self._layout:
+            self._elements, self._layout = learned, manifest.tensors
+            self._converted = widened(manifest, learned, tensors)
+
+        self.finish()
+        served = self.tensors()
+        for name, place in _places(served).items():
+            if before.get(name) != place:
+                raise ProofError(
+                    f"v{manifest.version}: {name} has no served tensor to compare; the engine repacked it"
+                )
+        self._recorded = recorder.recorded(manifest, published)
+        return served
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+    return {name: (t.data_ptr(), view_of(t), t.dtype) for name, t in tensors.items()}
+
+
+def widened(
+    manifest: Manifest, elements: ElementMap, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Conversion]:
+    """Return the conversions of served tensors whose dtype has every value of the published one.
+
+    Some engines keep a few tensors, such as a router's bias, in a wider dtype than the model's.
+    """
+    dtypes = {entry.name: getattr(torch, entry.dtype) for entry in manifest.tensors}
+    found: dict[str, Conversion] = {}
+    for name, pieces in elements.pieces.items():
+        for piece in pieces:
+            wide = tensors[piece.served].dtype
+            if name in dtypes and dtypes[name] != wide and holds(wide, dtypes[name]):
+                found[piece.served] = _Cast(wide)
+    return found
+
+
+class _Cast:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self._dtype)
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return whether a floating-point dtype has all values of another."""
+    if not (wide.is_floating_point and narrow.is_floating_point):
+        return False
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return bool(a.eps <= b.eps and a.max >= b.max and a.smallest_normal <= b.smallest_normal)

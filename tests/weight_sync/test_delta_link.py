@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A host gets a version as the difference from the one that it has, and whole whenever that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.delta import difference
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
+from recipe.async_pipeline.weight_sync.host_slots import Reader
+from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
+from recipe.async_pipeline.weight_sync.receiver import Verdict
+from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from recipe.async_pipeline.weight_sync.shares import Bucket
+from recipe.async_pipeline.weight_sync.transport import Header
+
+READER = Reader("replica 0", os.getpid(), 0.0)
+LIMIT_S = 30.0
+BUCKETS = 3
+MAKE = "recipe.async_pipeline.weight_sync.delta_link.difference"
+
+
+class Link:
+    """A transport that has another host lend buckets, and counts what travels."""
+
+    def __init__(self, sender: HostMemory, asks: Callable[[Ticket], Request], ticket: Ticket) -> None:
+        self._sender, self._asks, self._ticket = sender, asks, ticket
+        self.sent: list[tuple[int | None, int]] = []
+        """The base and the bytes of each bucket."""
+        self.spoil: Callable[[bytes], bytes] = lambda data: data
+
+    async def announced(self) -> Manifest:
+        return await asyncio.to_thread(await_manifest, self._ticket, LIMIT_S)
+
+    async def bucket(self, bucket: Bucket, attempt: int, base: int | None = None) -> tuple[bytes, Any]:
+        async with self._sender.lend(self._asks(self._ticket), bucket, base) as (header, payload):
+            data = bytes(payload)
+        found = msgspec.msgpack.decode(header, type=Header).base
+        self.sent.append((found, len(data)))
+        return header, self.spoil(data) if found is not None else data
+
+
+class Hosts:
+    """A trainer that changes a few values of each version, its host, and a host that receives."""
+
+    def __init__(self) -> None:
+        self.writer = ArenaWriter(8192, 4, torch.bfloat16)
+        self.weights = {f"w{i}": torch.randn(4096) for i in range(BUCKETS)}
+        self.trainer, self.here, self.leaf = (HostMemory(name, lambda r: True) for name in ("t", "h", "l"))
+
+    def publish(self, version: int) -> Ticket:
+        for values in self.weights.values():
+            values[version::1000] += 1
+        ticket = self.writer.gather(version, self.weights.items())
+        return msgspec.structs.replace(ticket, host="t")
+
+    async def receive(self, ticket: Ticket, link: Link | None = None, *, delta: bool = True) -> Link:
+        """Receive a version, and require the trainer's values."""
+        link = link or Link(self.trainer, lambda asked: Request(asked, [], LIMIT_S), ticket)
+        link._asks = lambda asked: Request(asked, [link], LIMIT_S)
+        await self._receive(self.here, ticket, link, delta)
+        return link
+
+    async def relay(self, ticket: Ticket, below: Link) -> Link:
+        """Receive a version from the host that received it from the trainer."""
+        link = Link(self.here, lambda asked: Request(asked, [below], LIMIT_S), ticket)
+        await self._receive(self.leaf, ticket, link, True)
+        return link
+
+    async def _receive(self, memory: HostMemory, ticket: Ticket, link: Link, delta: bool) -> None:
+        local = await memory.fetch(Request(ticket, [link], LIMIT_S, delta), READER)
+        memory.release(READER, ticket.version)
+        reader = ArenaReader()
+        reader.verify(local)
+        for name, values in reader.tensors(local).items():
+            assert torch.equal(values, self.weights[name].bfloat16())
+
+    async def close(self) -> None:
+        for memory in (self.trainer, self.here, self.leaf):
+            await memory.close()
+        self.writer.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert not list(SHM_DIR.glob(f"{PREFIX}*-{os.getpid()}-*"))
+
+
+def run(main: Callable[[Hosts], Awaitable[None]]) -> None:
+    async def with_hosts() -> None:
+        torch.manual_seed(0)
+        hosts = Hosts()
+        try:
+            await main(hosts)
+        finally:
+            await hosts.close()
+
+    asyncio.run(with_hosts())
+
+
+def test_later_versions_travel_as_differences() -> None:
+    async def main(hosts: Hosts) -> None:
+        first = await hosts.receive(hosts.publish(0))
+        assert first.sent == [(None, 8192)] * BUCKETS
+        for version in (1, 2, 3):
+            link = await hosts.receive(hosts.publish(version))
+            assert [base for base, _ in link.sent] == [version - 1] * BUCKETS
+            assert all(size < 300 for _, size in link.sent)
+
+    run(main)
+
+
+def test_a_relay_makes_differences_too() -> None:
+    async def main(hosts: Hosts) -> None:
+        for version in (0, 1):
+            ticket = hosts.publish(version)
+            link = await hosts.relay(ticket, await hosts.receive(ticket))
+        assert [base for base, _ in link.sent] == [0] * BUCKETS
+
+    run(main)
+
+
+def test_a_host_that_missed_a_version_gets_the_next_one_whole() -> None:
+    async def main(hosts: Hosts) -> None:
+        await hosts.receive(hosts.publish(0))
+        hosts.publish(1)
+        link = await hosts.receive(hosts.publish(2))
+        assert link.sent == [(None, 8192)] * BUCKETS, "version 2 took the memory of version 0"
+
+    run(main)
+
+
+def test_a_run_without_the_knob_asks_for_no_difference() -> None:
+    async def main(hosts: Hosts) -> None:
+        for version in (0, 1):
+            link = await hosts.receive(hosts.publish(version), delta=False)
+            assert link.sent == [(None, 8192)] * BUCKETS
+
+    run(main)
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: b"", lambda data: b"\xff" + data])
+def test_a_damaged_difference_is_replaced_by_the_whole_bucket(spoil: Callable[[bytes], bytes]) -> None:
+    async def main(hosts: Hosts) -> None:
+        await hosts.receive(hosts.publish(0))
+        ticket = hosts.publish(1)
+        link = Link(hosts.trainer, lambda asked: Request(asked, [], LIMIT_S), ticket)
+        link.spoil = spoil
+        await hosts.receive(ticket, link)
+        assert sorted(base is None for base, _ in link.sent) == [False] * BUCKETS + [True] * BUCKETS
+        assert hosts.here.status().verdicts[Verdict.TRUNCATED] == BUCKETS
+
+    run(main)
+
+
+def test_a_base_that_was_overwritten_is_found_by_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the trainer gathered the next version into that arena while the difference was made."""
+
+    async def main(hosts: Hosts) -> None:
+        await hosts.receive(hosts.publish(0))
+        monkeypatch.setattr(MAKE, lambda old, new, item: difference(old ^ 1, new, item))
+        link = await hosts.receive(hosts.publish(1))
+        assert [base for base, _ in link.sent].count(None) == BUCKETS
+        assert hosts.here.status().verdicts[Verdict.CORRUPT] == BUCKETS
+
+    run(main)
+
+
+def test_versions_without_anything_in_common_travel_whole() -> None:
+    async def main(hosts: Hosts) -> None:
+        await hosts.receive(hosts.publish(0))
+        hosts.weights = {name: torch.randn(4096) for name in hosts.weights}
+        link = await hosts.receive(hosts.publish(1))
+        assert link.sent == [(None, 8192)] * BUCKETS
+
+    run(main)
+
+
+def test_each_difference_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    async def main(hosts: Hosts) -> None:
+        await hosts.receive(hosts.publish(0))
+
+        def count(old: Any, new: Any, item: int) -> bytes | None:
+            made.append(item)
+            return difference(old, new, item)
+
+        monkeypatch.setattr(MAKE, count)
+        ticket = hosts.publish(1)
+        link = await hosts.receive(ticket)
+        await asyncio.gather(*(link.bucket(Bucket(0, index), 0, 0) for index in range(BUCKETS)))
+        assert made == [2] * BUCKETS, "of the size of bfloat16"
+
+    run(main)

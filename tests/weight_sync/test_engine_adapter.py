@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of engine adapters, and every fault of a loader is a ProofError that names a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.errors import ProofError
+from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.engine_adapter import Delivered
+from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.map_check import Checked, check_map
+from recipe.async_pipeline.weight_sync.proof import Prover
+from tests.fakes.adapter_contract import check_loads, check_stages, deliver
+from tests.fakes.engine import (
+    ATTENTION,
+    BIAS,
+    EMBED,
+    EXPERT,
+    LAYER,
+    LM_HEAD,
+    QUANTIZED,
+    FakeEngine,
+    Fault,
+    Weights,
+    shard_of_next_rank,
+    skipping,
+    swapping,
+    weights,
+)
+
+_FP8 = torch.float8_e4m3fn
+Publish = Callable[[Weights], Manifest]
+SHAPES = [
+    pytest.param(size, options, id=f"{size}-{'-'.join(options) or 'plain'}")
+    for size in (1, 2, 4)
+    for options in ({}, {"experts_apart": True}, {"tied": False}, {"names": False}, {"quantized": True})
+]
+
+
+@pytest.fixture
+def publish() -> Iterator[Publish]:
+    writer, version = ArenaWriter(1 << 12, 1000, None), iter(range(1, 100))
+
+    def gather(tensors: Weights) -> Manifest:
+        return await_manifest(writer.gather(next(version), tensors.items()), 30)
+
+    yield gather
+    writer.close()
+
+
+def replica(size: int, **options: Any) -> list[FakeEngine]:
+    return [FakeEngine(rank, size, **options) for rank in range(size)]
+
+
+def trained(options: dict[str, Any], version: int = 1, **more: Any) -> Weights:
+    return weights(version, **{k: v for k, v in options.items() if k in ("tied", "quantized")}, **more)
+
+
+def load(ranks: list[FakeEngine], manifest: Manifest) -> list[int]:
+    return deliver(ranks, [Prover(len(ranks)) for _ in ranks], manifest)[1]
+
+
+# The contract.
+
+
+@pytest.mark.parametrize(("size", "options"), SHAPES)
+def test_three_versions_are_proved(publish: Publish, size: int, options: dict[str, Any]) -> None:
+    versions = (publish(trained(options, number)) for number in range(1, 4))
+    check_loads(replica(size, **options), versions)
+
+
+@pytest.mark.parametrize(("size", "options"), SHAPES)
+def test_a_staged_version_is_served_at_its_commit(
+    publish: Publish, size: int, options: dict[str, Any]
+) -> None:
+    first, second = trained(options, 1), trained(options, 2)
+    check_stages(replica(size, **options), publish(first), publish(second))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_parts_may_be_published_as_one(publish: Publish, size: int) -> None:
+    assert load(replica(size), publish(weights(1, fused=True)))
+
+
+def test_a_map_is_checked_once(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[Manifest] = []
+
+    def counted(manifest: Manifest, delivered: Delivered) -> Checked:
+        checks.append(manifest)
+        return check_map(manifest, delivered)
+
+    monkeypatch.setattr("recipe.async_pipeline.weight_sync.proof.check_map", counted)
+    ranks = replica(1)
+    provers = [Prover()]
+    for version in range(1, 4):
+        deliver(ranks, provers, publish(weights(version)))
+    assert len(checks) == 1
+    deliver(ranks, provers, publish(weights(4, fused=True)))
+    assert len(checks) == 2, "another layout"
+
+
+def test_an_engine_may_serve_the_embedding_as_head(publish: Publish) -> None:
+    """Published under both names with the same values; the engine skips the head."""
+    same = weights(1)
+    same[LM_HEAD] = same[EMBED]
+    ranks = replica(1)
+    ranks[0].fault = skipping(LM_HEAD)
+    assert load(ranks, publish(same)) == [len(same)]
+    other = weights(1, tied=False)
+    with pytest.raises(ProofError, match=f"{LM_HEAD} is served with values other than the published"):
+        load(ranks, publish(other))
+
+
+# What is wrong is a ProofError that names the tensor.
+
+
+@pytest.mark.parametrize("name", weights(1, tied=False, quantized=True))
+@pytest.mark.parametrize("names", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tensor_that_the_loader_skips(publish: Publish, name: str, names: bool, size: int) -> None:
+    ranks = replica(size, tied=False, quantized=True, names=names)
+    for engine in ranks:
+        engine.fault = skipping(name)
+    with pytest.raises(ProofError, match=name):
+        load(ranks, publish(weights(1, tied=False, quantized=True)))
+
+
+@pytest.mark.parametrize("name", [n for n in weights(1, tied=False) if n != QUANTIZED])
+def test_a_tensor_that_was_not_published(publish: Publish, name: str) -> None:
+    fewer = weights(1, tied=False)
+    del fewer[name]
+    with pytest.raises(ProofError, match="is served, but its element"):
+        load(replica(1, tied=False), publish(fewer))
+
+
+def test_a_buffer_that_was_left_out_is_named(publish: Publish) -> None:
+    fewer = weights(1)
+    del fewer[BIAS]
+    with pytest.raises(ProofError, match=f"{BIAS} is served, but its element 0 comes from no published"):
+        load(replica(1), publish(fewer))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"),
+        (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"),
+        (f"{EXPERT}.0.gate_proj.weight", f"{EXPERT}.0.up_proj.weight"),
+        (f"{EXPERT}.0.gate_proj.weight", f"{EXPERT}.1.gate_proj.weight"),
+        (f"{EXPERT}.1.down_proj.weight", f"{EXPERT}.3.down_proj.weight"),
+        (EMBED, LM_HEAD),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensors_that_changed_places(publish: Publish, pair: tuple[str, str], size: int) -> None:
+    ranks = replica(size, tied=False)
+    for engine in ranks:
+        engine.fault = swapping(*pair)
+    with pytest.raises(ProofError, match=f"({pair[0]}|{pair[1]}) is in the wrong place: its element 0 is"):
+        load(ranks, publish(weights(1, tied=False)))
+
+
+@pytest.mark.parametrize("experts_apart", [True, False])
+def test_a_swapped_expert_of_an_engine_without_tables(publish: Publish, experts_apart: bool) -> None:
+    ranks = replica(2, names=False, experts_apart=experts_apart)
+    for engine in ranks:
+        engine.fault = swapping(f"{EXPERT}.0.down_proj.weight", f"{EXPERT}.1.down_proj.weight")
+    with pytest.raises(ProofError, match=rf"{EXPERT}.1.down_proj.weight is served out of order"):
+        load(ranks, publish(weights(1)))
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_the_shard_of_another_rank(publish: Publish, names: bool) -> None:
+    name = f"{ATTENTION}.o_proj.weight"
+    ranks = replica(2, names=names)
+    for engine in ranks:
+        engine.fault = shard_of_next_rank(name)
+    wrong = "in the wrong place" if names else "not in the order of the ranks"
+    with pytest.raises(ProofError, match=f"{name} is {wrong}"):
+        load(ranks, publish(weights(1)))
+
+
+def test_an_expert_that_no_rank_serves(publish: Publish) -> None:
+    ranks = replica(2, experts_apart=True, names=False)
+    ranks[1].local = range(1, 3)
+    ranks[1].fault = skipping(f"{EXPERT}.3.gate_proj.weight")
+    with pytest.raises(ProofError, match=rf"{EXPERT}\.3\.\w+\.weight was published, but no rank"):
+        load(ranks, publish(weights(1)))
+
+
+def test_a_scale_that_was_not_written(publish: Publish) -> None:
+    ranks = replica(1, quantized=True)
+    ranks[0].skip_scale = True
+    with pytest.raises(ProofError, match=f"{QUANTIZED}_scale is served with values other than"):
+        load(ranks, publish(weights(1, quantized=True)))
+
+
+def test_a_quantized_tensor_that_is_not_declared(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = replica(1, quantized=True)
+    monkeypatch.setattr(ranks[0], "computed", lambda: ())
+    with pytest.raises(ProofError, match=f"{QUANTIZED} was published, but the engine did not load it"):
+        load(ranks, publish(weights(1, quantized=True)))
+
+
+def test_a_narrower_dtype_that_is_not_declared(publish: Publish) -> None:
+    ranks = replica(1)
+    ranks[0]._tensors["model.norm.weight"] = ranks[0]._tensors["model.norm.weight"].to(dtype=_FP8)
+    with pytest.raises(ProofError, match="model.norm.weight was published as bfloat16, .* float8_e4m3fn"):
+        load(ranks, publish(weights(1)))
+
+
+def half(name: str) -> Fault:
+    def take(engine: FakeEngine, piece: list[Any]) -> list[Any]:
+        for at, tensor in piece:
+            if at == name:
+                engine._tensors[name].data[: len(tensor) // 2].copy_(tensor[: len(tensor) // 2])
+        return [(at, tensor) for at, tensor in piece if at != name]
+
+    return take
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_a_tensor_that_is_half_loaded(publish: Publish, names: bool) -> None:
+    ranks = replica(1, names=names)
+    ranks[0].fault = half("model.norm.weight")
+    lost = "element 15 is served as nothing" if names else "element 8 comes from no published tensor"
+    with pytest.raises(ProofError, match=f"model.norm.weight .* {lost}"):
+        load(ranks, publish(weights(1)))
+
+
+def test_values_that_change_after_the_load(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = replica(1)
+    monkeypatch.setattr(ranks[0], "finish", lambda: ranks[0]._tensors[EMBED].add_(1))
+    with pytest.raises(ProofError, match=f"{EMBED} is served with values other than the published ones"):
+        load(ranks, publish(weights(1)))
+
+
+def test_a_tensor_that_the_engine_repacks(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = replica(1)
+    served = ranks[0]._tensors
+
+    def repack() -> None:
+        served["model.norm.weight"] = served["model.norm.weight"].clone()
+
+    monkeypatch.setattr(ranks[0], "finish", repack)
+    with pytest.raises(ProofError, match="model.norm.weight has no served tensor to compare; the engine"):
+        load(ranks, publish(weights(1)))

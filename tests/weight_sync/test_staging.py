@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server learns from boards when all ranks of its engine have staged a version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync.staging import POLL_S, StagingBoard, await_staged
+
+
+@pytest.fixture
+def boards() -> Iterator[list[StagingBoard]]:
+    made = [StagingBoard(), StagingBoard()]
+    yield made
+    for board in made:
+        board.close()
+
+
+def names(boards: list[StagingBoard]) -> list[str]:
+    return [board.name for board in boards]
+
+
+def test_a_version_is_staged_once_every_rank_says_so(boards: list[StagingBoard]) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        for board, at in zip(boards, (2.0, 5.0), strict=True):
+            board.post(3, None)  # of the version before
+            loop.call_later(at, board.post, 4, None)
+        await await_staged(names(boards), 4)
+        assert 5.0 - POLL_S < loop.time() < 5.0 + 2 * POLL_S
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_any_rank_reaches_the_server(boards: list[StagingBoard], rank: int) -> None:
+    boards[rank].post(4, MemoryError("the device is full"))
+    boards[1 - rank].post(4, None)
+    with pytest.raises(
+        WeightSyncError, match="v4 could not be copied to the device: MemoryError: the device is full"
+    ):
+        run_virtual(await_staged(names(boards), 4))
+
+
+def test_a_newer_version_ends_the_wait(boards: list[StagingBoard]) -> None:
+    boards[0].post(5, None)
+    with pytest.raises(WeightSyncError, match="v4 was replaced by v5"):
+        run_virtual(await_staged(names(boards), 4))
+
+
+def test_a_cleared_board_announces_nothing(boards: list[StagingBoard]) -> None:
+    async def scenario() -> None:
+        boards[0].post(4, MemoryError("the device is full"))
+        boards[0].clear()
+        asyncio.get_running_loop().call_later(1.0, boards[0].post, 4, None)
+        await await_staged(names(boards[:1]), 4)
+
+    run_virtual(scenario())
+
+
+def test_foreign_bytes_are_refused(boards: list[StagingBoard]) -> None:
+    boards[0]._board.post(b"\xc1")
+    with pytest.raises(WeightSyncError, match="not an announcement of a staged version"):
+        run_virtual(await_staged(names(boards), 4))
