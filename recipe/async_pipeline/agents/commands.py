@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a command in its own process group, folder and environment, and collect the end of its output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+KEPT_BYTES = 1 << 16
+"""Of each stream: the end of the output."""
+KILL_S = 5.0
+"""Seconds that a killed command gets to disappear."""
+DRAIN_S = 1.0
+"""Seconds to wait for the end of the output of a command that has ended: a process that left its group may
+keep a pipe open."""
+PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables of the run that a command gets. All others, such as keys and tokens, it does not."""
+
+
+class Finished(NamedTuple):
+    """A command that has ended."""
+
+    status: int
+    stdout: str
+    """Its end."""
+    stderr: str
+    """Its end."""
+
+    def in_words(self) -> str:
+        """Describe how it ended, with the last lines that it wrote."""
+        last = [line for line in (self.stderr or self.stdout).splitlines() if line.strip()][-3:]
+        how = f"exit status {self.status}"
+        if self.status > 128:
+            with suppress(ValueError):
+                how = f"killed by {signal.Signals(self.status - 128).name}"
+        return how + (f": {' | '.join(last)}" if last else "")
+
+    def last_object(self) -> dict[str, Any] | None:
+        """Return the JSON object in the last line of its output, or None if that is something else."""
+        lines = [line for line in self.stdout.splitlines() if line.strip()]
+        try:
+            found = json.loads(lines[-1]) if lines else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+
+def environment(added: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a command: what is passed of the run's, and what is added."""
+    passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+    return {**passed, **added}
+
+
+async def run_command(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Finished:
+    """Run a command until it ends. If cancelled, it is killed with everything that it started.
+
+    Raises OSError if the guard cannot be started. A command that cannot be started has the status 127.
+    """
+    loop = asyncio.get_running_loop()
+    lifeline, ours = os.pipe()
+    guard = Path(__file__).with_name("command_process.py")
+
+    def start() -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", str(guard), str(lifeline)],
+                pass_fds=(lifeline,),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        finally:
+            os.close(lifeline)
+
+    try:
+        process = await loop.run_in_executor(None, start)
+    except BaseException:
+        os.close(ours)
+        raise
+    transports: list[asyncio.BaseTransport] = []
+    try:
+        spec = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode()
+        await loop.run_in_executor(None, _tell, process, spec)
+        tails = [_Tail(loop), _Tail(loop)]
+        for stream, tail in zip((process.stdout, process.stderr), tails, strict=True):
+            assert stream is not None
+            transports.append((await loop.connect_read_pipe(lambda tail=tail: tail, stream))[0])  # type: ignore[misc]
+        status = await _ended(process)
+        await asyncio.wait([tail.closed for tail in tails], timeout=DRAIN_S)
+        return Finished(status, *(tail.text() for tail in tails))
+    finally:
+        # The guard kills the command if it is still running.
+        os.close(ours)
+        for transport in transports:
+            transport.close()
+        if process.returncode is None:
+            await loop.run_in_executor(None, _reap, process)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def _tell(process: subprocess.Popen[bytes], spec: bytes) -> None:
+    stdin: IO[bytes] | None = process.stdin
+    assert stdin is not None
+    with suppress(BrokenPipeError):
+        stdin.write(spec)
+        stdin.close()
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit status, without a thread for each process."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    pid = os.pidfd_open(process.pid)
+
+    def settle() -> None:
+        loop.remove_reader(pid)
+        ended.set_result(None)
+
+    loop.add_reader(pid, settle)
+    try:
+        await ended
+    finally:
+        loop.remove_reader(pid)
+        os.close(pid)
+    return process.wait()
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(KILL_S)
+    except subprocess.TimeoutExpired:
+        # The guard is stuck; the kernel kills the command with it.
+        process.kill()
+        process.wait()
+
+
+class _Tail(asyncio.Protocol):
+    """Keeps the end of a stream."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._data = bytearray()
+        self.closed: asyncio.Future[None] = loop.create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        if len(self._data) > 2 * KEPT_BYTES:
+            del self._data[:-KEPT_BYTES]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def text(self) -> str:
+        return bytes(self._data[-KEPT_BYTES:]).decode(errors="replace")

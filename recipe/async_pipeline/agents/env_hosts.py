@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an environment runs: in the event loop, in a thread, or in a process that can be killed.
+
+inline      no overhead; an environment that blocks or hangs stops every episode of the worker
+thread      one that blocks stops itself only; one that hangs leaves its thread behind
+process     one that hangs, crashes or calls exit() is killed with everything that it started
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from ..errors import EnvironmentFailed
+from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
+
+CLOSE_S = 5.0
+"""Seconds that an environment gets to close itself."""
+
+
+class Host(Protocol):
+    """Runs one environment. At most one call at a time."""
+
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+        """Begin an episode. Raises EnvironmentFailed."""
+
+    async def step(self, text: str) -> Step:
+        """Answer a text. Raises EnvironmentFailed."""
+
+    async def close(self) -> bool:
+        """End the environment, also one that hangs. Returns whether nothing of it is left."""
+
+
+class InlineHost:
+    """Calls the environment in the event loop."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._player = Player(spec)
+
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+        return await self._player.reset(seed, task)
+
+    async def step(self, text: str) -> Step:
+        return await self._player.step(text)
+
+    async def close(self) -> bool:
+        try:
+            await asyncio.wait_for(self._player.close(), CLOSE_S)
+        except (EnvironmentFailed, asyncio.TimeoutError):
+            return False
+        return True
+
+
+class ThreadHost:
+    """Calls the environment in a thread, which has an event loop for environments with coroutines."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._player = Player(spec)
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a hanging environment must not keep the worker's process from ending.
+        self._thread = threading.Thread(target=self._run, name="environment", daemon=True)
+        self._thread.start()
+        self._loop: asyncio.AbstractEventLoop
+
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+        found: str = await self._call(lambda: self._player.reset(seed, task))
+        return found
+
+    async def step(self, text: str) -> Step:
+        found: Step = await self._call(lambda: self._player.step(text))
+        return found
+
+    async def close(self) -> bool:
+        closing = asyncio.ensure_future(self._call(self._player.close))
+        done, _ = await asyncio.wait({closing}, timeout=CLOSE_S)
+        self._calls.put(None)
+        closing.cancel()
+        return bool(done) and not closing.cancelled() and closing.exception() is None
+
+    async def _call(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        caller = asyncio.get_running_loop()
+        result: asyncio.Future[Any] = caller.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if result.cancelled():
+                return
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
+
+        def call() -> None:
+            value, raised = None, None
+            try:
+                value = self._loop.run_until_complete(begin())
+            except EnvironmentFailed as error:
+                raised = error
+            if not caller.is_closed():
+                caller.call_soon_threadsafe(settle, value, raised)
+
+        self._calls.put(call)
+        return await result
+
+    def _run(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        while (call := self._calls.get()) is not None:
+            call()
+        self._loop.close()
+
+
+class ProcessHost:
+    """Calls the environment in a process; see `env_process`."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    @property
+    def guard_pid(self) -> int | None:
+        """The process that the environment's process is a child of; None before the first call."""
+        return None if self._guard is None else self._guard.pid
+
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+        if self._guard is None:
+            await self._start()
+        found = await self._call({"call": "reset", "seed": seed, "task": dict(task)})
+        return str(found)
+
+    async def step(self, text: str) -> Step:
+        return checked_step(await self._call({"call": "step", "text": text}))
+
+    async def close(self) -> bool:
+        if self._guard is None:
+            return True
+        # The guard kills the player, however busy it is.
+        assert self._lifeline is not None
+        os.close(self._lifeline)
+        self._writer.close()
+        guard = self._guard
+
+        def reaped() -> bool:
+            try:
+                guard.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                return False
+            return True
+
+        return await asyncio.get_running_loop().run_in_executor(None, reaped)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        command = [sys.executable, "-m", f"{__package__}.env_process", str(theirs.fileno()), str(lifeline)]
+
+        def start() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(), lifeline),
+                stdin=subprocess.DEVNULL,
+                # The modules that this process can import.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+
+        try:
+            self._guard = await asyncio.get_running_loop().run_in_executor(None, start)
+        finally:
+            theirs.close()
+            os.close(lifeline)
+        ours.setblocking(False)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MESSAGE_BYTES)
+        self._send(asdict(self._spec))
+
+    async def _call(self, request: Mapping[str, Any]) -> Any:
+        try:
+            self._send(request)
+            await self._writer.drain()
+            line = await self._reader.readline()
+        except (OSError, ValueError) as error:  # ValueError: the answer is too long
+            raise EnvironmentFailed(f"{request['call']}: no answer: {error}") from error
+        if not line:
+            raise EnvironmentFailed(f"{request['call']}: the environment's process died")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EnvironmentFailed(answer["error"])
+        return answer["result"]
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+HOSTS: Mapping[Isolation, Callable[[EnvironmentSpec], Host]] = {
+    "process": ProcessHost,
+    "thread": ThreadHost,
+    "inline": InlineHost,
+}

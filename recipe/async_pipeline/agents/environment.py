@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that speak text: the protocol, and calls to one with checked results.
+
+    reset(seed, **task) ─► observation ─► policy ─► step(text) ─► observation, reward, over ─► policy ─► ...
+
+`reset` begins an episode. The seed belongs to the prompt: all episodes of a group, and each attempt at one,
+get the same seed, so that only what the policy wrote makes them differ. One object plays many episodes, one
+after another. Methods may be coroutines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from ..errors import ConfigError, EnvironmentFailed
+
+BUILT_IN: Mapping[str, str] = {"frozen_lake": "recipe.async_pipeline.agents.frozen_lake:FrozenLake"}
+"""Environments of this package, by the name that a config may use."""
+GYMNASIUM = "recipe.async_pipeline.agents.gym_environment:GymEnvironment"
+"""The adapter for any other name, which then is an id of gymnasium."""
+
+
+Isolation = Literal["process", "thread", "inline"]
+"""Where an environment runs; see `env_hosts`."""
+MESSAGE_BYTES = 1 << 26
+"""The longest message to or from the process of an environment."""
+
+
+class Step(NamedTuple):
+    """The answer of an environment to a text."""
+
+    observation: str
+    """What the policy reads next; unused if the episode is over."""
+    reward: float = 0.0
+    """Finite. The rewards of all steps of an episode are added up."""
+    over: bool = False
+    """The episode has ended."""
+    invalid: bool = False
+    """The text was no action. An episode that is over because of it ended as `invalid`."""
+
+
+class TextEnvironment(Protocol):
+    """An environment. Each method may raise any exception: the episode then ends as `env_failed`."""
+
+    def reset(self, seed: int, **task: Any) -> Any:
+        """Begin an episode; return the first observation, a text. `task`: of the row, if it has one."""
+
+    def step(self, text: str) -> Any:
+        """Return the `Step` that the text of the policy leads to."""
+
+    def close(self) -> Any:
+        """Free what the environment holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSpec:
+    """Which environment to make, with plain values only, which a process can receive."""
+
+    name: str
+    """A name of `BUILT_IN`, `module:Class`, or an id of gymnasium."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the class."""
+
+    def make(self) -> TextEnvironment:
+        """Return a new environment. Raises ConfigError if there is no such class."""
+        target = BUILT_IN.get(self.name, self.name)
+        if ":" not in target:
+            target, kwargs = GYMNASIUM, {"id": self.name, **self.kwargs}
+        else:
+            kwargs = dict(self.kwargs)
+        module, _, name = target.partition(":")
+        try:
+            made: TextEnvironment = getattr(importlib.import_module(module), name)(**kwargs)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the environment {self.name!r} cannot be imported ({error}); write {', '.join(BUILT_IN)}, "
+                "module:Class, or an id of gymnasium"
+            ) from error
+        return made
+
+
+class Player:
+    """Calls one environment, made at the first call, and checks what it returns."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        self._environment: TextEnvironment | None = None
+
+    async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
+        """Return the first observation. Raises EnvironmentFailed."""
+        return _observation(await self._call("reset", seed, **task))
+
+    async def step(self, text: str) -> Step:
+        """Return the step. Raises EnvironmentFailed."""
+        return checked_step(await self._call("step", text))
+
+    async def close(self) -> None:
+        """Close the environment if it was made. Raises EnvironmentFailed."""
+        if self._environment is not None:
+            await self._call("close")
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self._environment is None:
+                self._environment = self._spec.make()
+            call: Callable[..., Any] = getattr(self._environment, method)
+            result = call(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        # An environment may also call exit(), which must not end the process of others.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may raise anything
+            raise EnvironmentFailed(f"{method}: {type(error).__name__}: {error}") from error
+
+
+def checked_step(found: Any) -> Step:
+    """Return what `step` returned as a Step. Raises EnvironmentFailed if it is none."""
+    if not (isinstance(found, tuple | list) and 1 <= len(found) <= len(Step._fields)):
+        raise EnvironmentFailed(f"step must return a Step (observation, reward, over), got {found!r}"[:500])
+    step = Step(*found)
+    try:
+        reward = float(step.reward)
+    except (TypeError, ValueError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise EnvironmentFailed(f"the reward of a step must be a finite number, got {step.reward!r}"[:500])
+    return Step(_observation(step.observation), reward, bool(step.over), bool(step.invalid))
+
+
+def _observation(found: Any) -> str:
+    if not isinstance(found, str):
+        raise EnvironmentFailed(f"an observation must be text, got {found!r}"[:500])
+    return found

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of an episode, what is to blame for each, and what happens then.
+
+    attempt ──► end ──► train   trained with the reward that it got
+       ▲                score   trained with `failure_reward` instead
+       │                again ──┬──► while attempts are left; its seed and its siblings stay
+       └────────────────────────┘
+                        drop    the last attempt has failed: its group is bad data (`core.bad_data`)
+
+An episode is one response of a group: all requests, tool calls and steps of an environment from its prompt to
+its reward. What the policy is to blame for is trained; what the policy is not to blame for must neither be
+trained as if it were nor cost the other episodes of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple, get_args, get_type_hints
+
+from ..core.items import Group, Trajectory
+
+Action = Literal["train", "score", "again", "drop"]
+Blame = Literal["policy", "environment", "agent", "unknown", "none"]
+DONE = "done"
+"""The end of an episode that reached its own end."""
+REDUNDANT = "redundant"
+"""The end of an episode that its group did not need: enough others had finished."""
+FAILED_EPISODE = "failed_episode"
+"""The kind of bad data that a dropped episode is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndPolicies:
+    """What happens to an episode that did not reach its own end: train (it is trained with the reward that it
+    got), score (it is trained with `failure_reward`), again (this episode is repeated, up to `attempts` in
+    all, while the other episodes of its group are kept; then as drop), or drop (its group is not trained, as
+    faults.bad_data.failed_episode says). The agent loop `environment` knows all ends, others the last two.
+    """
+
+    turns: Literal["train", "score"] = "train"
+    """`max_turns` was reached before the environment ended the episode."""
+    tokens: Literal["train", "score"] = "train"
+    """The response had no room for another observation and turn (data.max_response_length)."""
+    cut_off: Literal["train", "score"] = "train"
+    """A turn was cut off before its end token. The environment does not get it."""
+    invalid: Literal["train", "score"] = "train"
+    """The environment ended the episode because a turn was no action."""
+    env_failed: Literal["again", "score", "drop"] = "again"
+    """The environment raised, exceeded `env_timeout_s`, died, or returned no step. score: as again, if the
+    policy has written nothing yet."""
+    agent_failed: Literal["again", "drop"] = "again"
+    """The agent loop raised an exception, or a tool called exit()."""
+    deadline: Literal["again", "drop"] = "again"
+    """The episode took longer than `episode_timeout_s`, a turn than `turn_timeout_s`, or a tool call than
+    `tool_timeout_s`."""
+
+
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(EndPolicies).items()
+}
+"""The policies of each end that has a choice, the default first."""
+BLAME: Mapping[str, Blame] = {
+    DONE: "policy",
+    "turns": "policy",
+    "tokens": "policy",
+    "cut_off": "policy",
+    "invalid": "policy",
+    "env_failed": "environment",
+    "agent_failed": "agent",
+    "deadline": "unknown",
+    REDUNDANT: "none",
+}
+"""All ends, and what is to blame for each."""
+ENDS = tuple(BLAME)
+
+
+class EpisodeRules(NamedTuple):
+    """The rules of a run for the episodes that did not reach their own end."""
+
+    attempts: int
+    """How often an episode is played, at most."""
+    policies: Mapping[str, str]
+    """By end; see `POLICIES`."""
+
+    @classmethod
+    def of(cls, attempts: int, policies: EndPolicies) -> EpisodeRules:
+        """Return the rules that a config states."""
+        return cls(attempts, asdict(policies))
+
+    def judge(self, end: str, attempt: int, *, written: bool) -> Action:
+        """Decide about attempt number `attempt`, from 1, which ended this way.
+
+        `written`: it left a response that can be trained. Raises KeyError for an unknown end.
+        """
+        policy = "train" if end == DONE else self.policies[end]
+        if written and policy == "train":
+            return "train"
+        if written and policy == "score":
+            return "score"
+        return "again" if policy != "drop" and attempt < self.attempts else "drop"
+
+
+def last_responses(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """Return the last response of each episode: an agent that changes its history leaves several."""
+    found = list(trajectories)
+    keys = {one.key for one in found}
+    return [one for one in found if _following(one.key) not in keys]
+
+
+def _following(key: str) -> str:
+    """Return the key of the next response of the same episode. Keys are `uid_session_index`."""
+    episode, _, index = key.rpartition("_")
+    return f"{episode}_{int(index) + 1}" if index.isdecimal() else ""
+
+
+def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
+    """Return the metrics of the episodes of a step; empty if all are single responses without incident."""
+    step = list(groups)
+    rows = [one for group in step for one in group.trajectories]
+    found = [one for group in step for one in last_responses(group.trajectories)]
+    redundant = sum(group.redundant for group in step)
+    turns = [one.turns for one in rows if one.turns is not None]
+    repeated = sum(one.attempts - 1 for one in found)
+    incidents = repeated or redundant or any(one.end != DONE for one in found)
+    if not incidents and max(turns, default=0) <= 2:
+        return {}
+
+    counts = {f"agentic/end/{end}": float(sum(one.end == end for one in found)) for end in ENDS}
+    counts[f"agentic/end/{REDUNDANT}"] = float(redundant)
+    metrics = {"agentic/episodes": float(len(found)), "agentic/again": float(repeated), **counts}
+    if len(rows) > len(found):
+        metrics["agentic/conversations"] = float(len(rows))
+    if found:
+        succeeded = sum(one.end == DONE and (one.reward or 0.0) > 0 for one in found)
+        metrics["agentic/success"] = succeeded / len(found)
+    if turns:
+        metrics |= {"agentic/turns/mean": sum(turns) / len(turns), "agentic/turns/max": float(max(turns))}
+    return metrics

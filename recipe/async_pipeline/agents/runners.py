@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run an agent for one episode: a function of Python, or any command. It reaches the policy over HTTP.
+
+    agent                                 gets                                      may give a reward by
+    module:function, a coroutine or not   function(task, policy)                    returning a number
+    anything else: a command              OPENAI_BASE_URL, OPENAI_API_KEY,          printing {"reward": 1.0}
+                                          ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,    as its last line
+                                          ASYNC_PIPELINE_TASK, a JSON file
+
+A `verify` command runs after the agent, in the agent's folder, and prints the reward; then the agent's own is
+not used. Another kind of runner is a class with `run` and a line in `runner_of`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import re
+import shlex
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import AgentFailed, ConfigError, EnvironmentFailed
+from .commands import Finished, environment, run_command
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"
+
+
+class Policy(NamedTuple):
+    """Where an agent reaches the policy."""
+
+    base_url: str
+    """With `/v1`, as OpenAI's clients expect it."""
+    api_key: str
+    """The model key of its session."""
+
+
+class Task(NamedTuple):
+    """What an episode is about."""
+
+    shown: Mapping[str, Any]
+    """To the agent: `messages`, `seed` and `task`."""
+    hidden: Mapping[str, Any]
+    """What only `verify` sees in addition, such as the ground truth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """Which agent to run, and what judges it."""
+
+    agent: str
+    """`module:function`, or a command."""
+    verify: str | None = None
+    """A command."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further variables of the commands."""
+
+
+class Runner(Protocol):
+    """Runs an agent."""
+
+    async def run(self, task: Task, policy: Policy) -> float | None:
+        """Run it for one episode, and return its reward or None if it gave none.
+
+        Raises AgentFailed. If cancelled, the agent is stopped, as far as it can be.
+        """
+
+
+def is_function(agent: str) -> bool:
+    """Return whether an agent is a function, and not a command."""
+    return FUNCTION.fullmatch(agent) is not None
+
+
+def runner_of(spec: AgentSpec) -> Runner:
+    """Return what runs an agent. Raises ConfigError if there is no such function."""
+    return FunctionRunner(spec) if is_function(spec.agent) else CommandRunner(spec)
+
+
+class FunctionRunner:
+    """Calls a function: a coroutine in the event loop, another one in a thread."""
+
+    def __init__(self, spec: AgentSpec) -> None:
+        module, _, name = spec.agent.partition(":")
+        try:
+            self._function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"the agent {spec.agent!r} cannot be imported: {error}; correct it") from error
+        self._spec = spec
+
+    async def run(self, task: Task, policy: Policy) -> float | None:
+        """See `Runner`. A thread cannot be stopped: it fails at its next request."""
+        try:
+            if inspect.iscoroutinefunction(self._function):
+                found = await self._function(dict(task.shown), policy)
+            else:
+                found = await _in_thread(lambda: self._function(dict(task.shown), policy))
+        except AgentFailed:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
+            raise AgentFailed(f"{type(error).__name__}: {error}") from error
+        reward = _reward(found.get("reward") if isinstance(found, Mapping) else found, AgentFailed)
+        if self._spec.verify is None:
+            return reward
+        with Folder() as folder:
+            await folder.make(task)
+            return await verified(self._spec, folder, task)
+
+
+class CommandRunner:
+    """Runs a command in a new folder, which is deleted when the episode has ended."""
+
+    def __init__(self, spec: AgentSpec) -> None:
+        self._spec = spec
+        self._command = shlex.split(spec.agent)
+
+    async def run(self, task: Task, policy: Policy) -> float | None:
+        """See `Runner`."""
+        with Folder() as folder:
+            await folder.make(task)
+            reached = {
+                "OPENAI_BASE_URL": policy.base_url,
+                "OPENAI_API_KEY": policy.api_key,
+                "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": policy.api_key,
+            }
+            env = environment({**folder.variables(), **self._spec.env, **reached})
+            finished = await run_command(self._command, folder.path, env)
+            if finished.status != 0:
+                raise AgentFailed(finished.in_words())
+            if self._spec.verify is not None:
+                return await verified(self._spec, folder, task)
+            return _reward((finished.last_object() or {}).get("reward"), AgentFailed)
+
+
+class Folder:
+    """The folder of one episode. Leaving the context deletes it, in a thread."""
+
+    def __init__(self) -> None:
+        self.path = Path()
+
+    async def make(self, task: Task) -> None:
+        """Make it, with the task in a file."""
+
+        def make() -> Path:
+            path = Path(tempfile.mkdtemp(prefix="episode-"))
+            (path / TASK_FILE).write_text(json.dumps(task.shown, ensure_ascii=False), encoding="utf-8")
+            return path
+
+        self.path = await asyncio.get_running_loop().run_in_executor(None, make)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables that name it."""
+        where = str(self.path)
+        return {"ASYNC_PIPELINE_TASK": str(self.path / TASK_FILE), "HOME": where, "TMPDIR": where}
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.path != Path():
+            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, self.path, True)
+
+
+async def verified(spec: AgentSpec, folder: Folder, task: Task) -> float:
+    """Return the reward that the `verify` command prints. Raises EnvironmentFailed if it prints none."""
+    assert spec.verify is not None
+    hidden = folder.path / HIDDEN_FILE
+    text = json.dumps({**task.shown, **task.hidden}, ensure_ascii=False)
+    await asyncio.get_running_loop().run_in_executor(None, lambda: hidden.write_text(text, encoding="utf-8"))
+    env = environment({**folder.variables(), **spec.env, "ASYNC_PIPELINE_TASK": str(hidden)})
+    finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env)
+    if finished.status != 0:
+        raise EnvironmentFailed(f"verify: {finished.in_words()}")
+    reward = _reward((finished.last_object() or {}).get("reward"), EnvironmentFailed)
+    if reward is None:
+        raise EnvironmentFailed(
+            f'verify must print {{"reward": number}} as its last line, got {finished.stdout[-200:]!r}'
+        )
+    return reward
+
+
+def _reward(found: Any, error: type[Exception]) -> float | None:
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise error(f"the reward must be a finite number, got {found!r}"[:500])
+    return float(found)
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns in a new thread, which does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value, raised = None, None
+        try:
+            value = call()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
+            # A future cannot hold StopIteration, nor should exit() end the worker.
+            raised = AgentFailed(f"{type(error).__name__}: {error}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, raised)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return await result

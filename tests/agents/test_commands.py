@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of agents: their environment, their output, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.agents.commands import KEPT_BYTES, Finished, environment, run_command
+from tests.fakes.waiting import until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups of Linux")
+
+
+def run(code: str, cwd: Path, **env: str) -> Finished:
+    """Run Python code as a command."""
+    command = [sys.executable, "-I", "-c", code]
+    return asyncio.run(asyncio.wait_for(run_command(command, cwd, env), 60))
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_command_has_its_folder_and_only_its_environment(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.getcwd(), sorted(os.environ)); print('e', file=sys.stderr); sys.exit(3)"
+    finished = run(code, tmp_path, NAME="value")
+    assert finished.stdout.startswith(f"{tmp_path} ") and "'NAME'" in finished.stdout
+    assert "HOME" not in finished.stdout
+    assert (finished.status, finished.stderr) == (3, "e\n")
+    assert finished.in_words() == "exit status 3: e"
+
+
+def test_what_is_passed_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    found = environment({"NAME": "value"})
+    assert found["PATH"] == os.environ["PATH"] and found["NAME"] == "value"
+    assert "HF_TOKEN" not in found and "PYTHONPATH" not in found
+
+
+def test_the_end_of_the_output_is_kept(tmp_path: Path) -> None:
+    finished = run(f"print('x' * {5 * KEPT_BYTES}); print('{{\"reward\": 2}}')", tmp_path)
+    assert len(finished.stdout) <= KEPT_BYTES and finished.last_object() == {"reward": 2}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "text", "[1]", '{"a": 1}\nmore'])
+def test_a_last_line_that_is_no_object(text: str) -> None:
+    assert Finished(0, text, "").last_object() is None
+
+
+def test_a_command_that_cannot_be_started(tmp_path: Path) -> None:
+    finished = asyncio.run(run_command([str(tmp_path / "none")], tmp_path, {}))
+    assert finished.status == 127 and "No such file" in finished.in_words()
+
+
+def test_a_command_that_is_killed(tmp_path: Path) -> None:
+    finished = run("import os; os.kill(os.getpid(), 9)", tmp_path)
+    assert finished.in_words() == "killed by SIGKILL"
+
+
+LEAVES_A_CHILD = (
+    "import subprocess, sys; "
+    "child = subprocess.Popen([sys.executable, '-I', '-c', 'import time; time.sleep(600)']); "
+    "print(child.pid, flush=True); "
+)
+
+
+def test_children_end_with_their_command(tmp_path: Path) -> None:
+    finished = run(LEAVES_A_CHILD, tmp_path)
+    assert finished.status == 0
+    until(lambda: gone(int(finished.stdout)), "the child is killed")
+
+
+def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:
+    code = LEAVES_A_CHILD + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()"
+
+    async def test() -> None:
+        command = [sys.executable, "-I", "-c", code]
+        task = asyncio.create_task(run_command(command, tmp_path, {}))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    until(lambda: gone(int((tmp_path / "pid").read_text())), "the child is killed")
+
+
+def test_a_command_does_not_outlive_its_worker(tmp_path: Path) -> None:
+    """A worker that is killed cannot clean up."""
+    code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(600)"
+    worker = (
+        "import asyncio, sys, pathlib\n"
+        "from recipe.async_pipeline.agents.commands import run_command\n"
+        f"command = [sys.executable, '-I', '-c', {code!r}]\n"
+        f"asyncio.run(run_command(command, pathlib.Path({str(tmp_path)!r}), {{}}))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", worker], env=env)
+    pid = tmp_path / "pid"
+    until(lambda: pid.exists() and bool(pid.read_text()), "the command runs")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    until(lambda: gone(int(pid.read_text())), "the command is killed")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of an episode: every end, policy and attempt has one decision."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from recipe.async_pipeline.agents.episodes import (
+    BLAME,
+    DONE,
+    ENDS,
+    FAILED_EPISODE,
+    POLICIES,
+    EndPolicies,
+    EpisodeRules,
+    last_responses,
+    metrics_of,
+)
+from recipe.async_pipeline.core.bad_data import POLICIES as KINDS
+from recipe.async_pipeline.core.items import Group, Trajectory
+
+CASES = [(end, policy) for end, policies in POLICIES.items() for policy in policies]
+
+
+def test_the_table_is_whole() -> None:
+    assert set(POLICIES) <= set(ENDS) == set(BLAME)
+    assert FAILED_EPISODE in KINDS, "what is dropped is bad data of a known kind"
+    defaults = dataclasses.asdict(EndPolicies())
+    assert {end: policies[0] for end, policies in POLICIES.items()} == defaults
+
+
+@pytest.mark.parametrize(("end", "policy"), CASES)
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(("attempts", "attempt"), [*itertools.product((1, 2, 3), (1, 2, 3))])
+def test_every_end_has_one_decision(
+    end: str, policy: str, written: bool, attempts: int, attempt: int
+) -> None:
+    rules = EpisodeRules(attempts, {**dataclasses.asdict(EndPolicies()), end: policy})
+    left = "again" if attempt < attempts else "drop"
+    expected = {"again": left, "drop": "drop"}.get(policy, policy if written else left)
+    assert rules.judge(end, attempt, written=written) == expected
+
+
+def test_what_reached_its_own_end_is_trained() -> None:
+    rules = EpisodeRules.of(2, EndPolicies(agent_failed="drop"))
+    assert [rules.judge(DONE, attempt, written=True) for attempt in (1, 2)] == ["train", "train"]
+    assert rules.judge("agent_failed", 1, written=False) == "drop"
+    assert rules.judge("deadline", 1, written=False) == "again"
+    with pytest.raises(KeyError, match="finished"):
+        rules.judge("finished", 1, written=True)
+
+
+def test_what_the_policy_is_to_blame_for_is_never_repeated() -> None:
+    for end, policies in POLICIES.items():
+        assert ("again" in policies) == (BLAME[end] != "policy")
+
+
+def one(turns: int | None = 2, end: str = DONE, attempts: int = 1) -> Trajectory:
+    return Trajectory(
+        key="a", first_version=0, last_version=0, num_tokens=3, turns=turns, end=end, attempts=attempts
+    )
+
+
+def groups(*trajectories: Trajectory, redundant: int = 0) -> list[Group]:
+    return [Group(uid="a", step=1, trajectories=trajectories, redundant=redundant)]
+
+
+def test_an_episode_with_several_conversations_counts_once() -> None:
+    keys = ["u_0_0", "u_0_1", "u_0_2", "u_1_0", "u_10_0"]
+    rows = [replace(one(4), key=key) for key in keys]
+    assert [found.key for found in last_responses(rows)] == ["u_0_2", "u_1_0", "u_10_0"]
+    found = metrics_of(groups(*rows))
+    assert (found["agentic/episodes"], found["agentic/conversations"]) == (3.0, 5.0)
+    assert found["agentic/end/done"] == 3.0
+
+
+@pytest.mark.parametrize("turns", [None, 2])
+def test_a_step_of_single_responses_has_no_metrics_of_agents(turns: int | None) -> None:
+    assert metrics_of([]) == metrics_of(groups(*[one(turns)] * 3)) == {}
+
+
+def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
+    found = metrics_of(groups(one(2), one(6, attempts=3), one(4, end="deadline"), redundant=2))
+    assert found == {
+        "agentic/episodes": 3.0,
+        "agentic/again": 2.0,
+        "agentic/success": 0.0,
+        "agentic/turns/mean": 4.0,
+        "agentic/turns/max": 6.0,
+        **{f"agentic/end/{end}": 0.0 for end in ENDS},
+        "agentic/end/done": 2.0,
+        "agentic/end/deadline": 1.0,
+        "agentic/end/redundant": 2.0,
+    }
+    rewarded = [replace(one(4), reward=reward) for reward in (1.0, 0.0, -0.5)]
+    assert metrics_of(groups(*rewarded))["agentic/success"] == pytest.approx(1 / 3)
+    assert metrics_of(groups(replace(one(4, end="turns"), reward=1.0)))["agentic/success"] == 0.0
+    assert metrics_of(groups(one(2, attempts=2)))["agentic/again"] == 1.0
+    assert "agentic/turns/mean" not in metrics_of(groups(one(None, attempts=2)))
+    assert metrics_of(groups(one(2), redundant=1))["agentic/end/redundant"] == 1.0
