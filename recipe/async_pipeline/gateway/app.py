@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's HTTP routes: keys, bodies and streams are handled here, once for all dialects.
+
+    POST /v1/chat/completions, /v1/messages, /v1/responses    model key     a turn
+    POST /v1/generate                                         model key     a turn, as tokens
+    GET  /v1/models                                           model key     one model, `policy`
+    POST /v1/session/reward  {"reward": number}               control key   the last one counts
+    POST /v1/session/end     {"reason": text}                 control key   idempotent
+    GET  /v1/session                                          control key   what happened so far
+
+Errors have `x-should-retry: false`, because the same request would fail again. An update of the weights, or a
+replica that dies, is no error: the request takes longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from ..core.deadline import within
+from ..errors import RequestRefused, WaitTimeout
+from .dialects import DIALECTS
+from .registry import Sessions
+from .sessions import Reply, Session, TokenReply, digest_of
+from .wire import Dialect, Read, decoded, texts
+
+MODEL = "policy"
+READ_S = 60.0
+"""Seconds that a client may take to send a body."""
+NO_RETRY = {"x-should-retry": "false"}
+JSON = "application/json"
+RETRY = "x-stainless-retry-count"
+"""With it, OpenAI's and Anthropic's clients number their attempts at one request."""
+
+
+class _Generate(msgspec.Struct):
+    prompt_ids: list[int]
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+
+
+class _Reward(msgspec.Struct):
+    reward: float
+
+
+class _End(msgspec.Struct):
+    reason: str = "ended"
+
+
+class Gateway:
+    """Serves the sessions of a process."""
+
+    def __init__(
+        self, sessions: Sessions, *, max_body_bytes: int = 32 << 20, keep_alive_s: float = 5.0
+    ) -> None:
+        """`keep_alive_s`: seconds between the events that keep a stream open while an answer is written."""
+        self._sessions = sessions
+        self._max_body_bytes, self._keep_alive_s = max_body_bytes, keep_alive_s
+        self.app = Starlette(
+            routes=[
+                *(Route(one.path, self._speaking(one), methods=["POST"]) for one in DIALECTS),
+                Route("/v1/generate", self._handled(self._generate), methods=["POST"]),
+                Route("/v1/models", self._handled(self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", self._handled(self._model), methods=["GET"]),
+                Route("/v1/session", self._handled(self._session), methods=["GET"]),
+                Route("/v1/session/reward", self._handled(self._reward), methods=["POST"]),
+                Route("/v1/session/end", self._handled(self._end), methods=["POST"]),
+            ]
+        )
+
+    def _speaking(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            try:
+                return await self._turn(dialect, request)
+            except RequestRefused as error:
+                body = dialect.error(error.status, str(error))
+                return Response(body, error.status, NO_RETRY, JSON)
+
+        return handle
+
+    def _handled(
+        self, handle: Callable[[Request], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle_or_refuse(request: Request) -> Response:
+            try:
+                return Response(msgspec.json.encode(await handle(request)), 200, media_type=JSON)
+            except RequestRefused as error:
+                body = {"error": {"message": str(error), "type": "invalid_request_error"}}
+                return Response(msgspec.json.encode(body), error.status, NO_RETRY, JSON)
+
+        return handle_or_refuse
+
+    async def _turn(self, dialect: Dialect, request: Request) -> Response:
+        session = self._session_of(request, controls=False)
+        body = await self._body(request)
+        session.check_open()
+        read = dialect.read(body)
+        digest = digest_of(dialect.path.encode(), body)
+        answering = session.once(digest, lambda: session.turn(read.ask), again=_is_retry(request))
+        if not read.stream:
+            return Response(dialect.answer(read, await answering), 200, media_type=JSON)
+
+        # The status is sent before the answer is known, so wait for errors that are known at once.
+        task: asyncio.Future[Reply] = asyncio.ensure_future(answering)
+        await asyncio.wait({task}, timeout=self._keep_alive_s)
+        if task.done():
+            task.result()
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(
+            self._events(dialect, read, task), 200, headers, media_type="text/event-stream"
+        )
+
+    async def _events(
+        self, dialect: Dialect, read: Read, task: asyncio.Future[Reply]
+    ) -> AsyncIterator[bytes]:
+        try:
+            while not task.done():
+                yield dialect.keep_alive
+                await asyncio.wait({task}, timeout=self._keep_alive_s)
+            try:
+                reply = task.result()
+            except RequestRefused as error:
+                yield dialect.error_event(error.status, str(error))
+                return
+            yield b"".join(dialect.events(read, reply))
+        finally:
+            # The generation continues: the client may try again.
+            task.cancel()
+
+    async def _generate(self, request: Request) -> Any:
+        session = self._session_of(request, controls=False)
+        body = await self._body(request)
+        session.check_open()
+        found = decoded(body, _Generate)
+
+        def begin() -> Awaitable[TokenReply]:
+            return session.turn_of_tokens(found.prompt_ids, found.max_tokens, texts(found.stop))
+
+        digest = digest_of(b"/v1/generate", body)
+        reply: TokenReply = await session.once(digest, begin, again=_is_retry(request))
+        return reply._asdict()
+
+    async def _models(self, request: Request) -> Any:
+        self._session_of(request, controls=False)
+        return {"object": "list", "data": [_MODEL], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+
+    async def _model(self, request: Request) -> Any:
+        self._session_of(request, controls=False)
+        return _MODEL
+
+    async def _session(self, request: Request) -> Any:
+        session = self._session_of(request, controls=True)
+        rows = session.rows()
+        counts = session.counts
+        return {
+            "turns": counts.turns,
+            "chains": len(rows),
+            "tokens": sum(sum(row.mask) for row in rows),
+            "versions": sorted({version for row in rows for version, _ in row.spans}),
+            "coalesced": counts.coalesced,
+            "overridden": counts.overridden,
+            "reward": session.reward,
+            "ended": session.ended,
+        }
+
+    async def _reward(self, request: Request) -> Any:
+        session = self._session_of(request, controls=True)
+        body = await self._body(request)
+        try:
+            reward = decoded(body, _Reward).reward
+        except RequestRefused as error:
+            raise RequestRefused(str(error), status=422) from error
+        if not math.isfinite(reward):
+            raise RequestRefused(f"reward must be a finite number, got {reward}", status=422)
+        session.reward = reward
+        return {}
+
+    async def _end(self, request: Request) -> Any:
+        session = self._session_of(request, controls=True)
+        body = await self._body(request)
+        session.end(decoded(body or b"{}", _End).reason)
+        return {}
+
+    def _session_of(self, request: Request, *, controls: bool) -> Session:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        return self._sessions.of(key.strip(), controls=controls)
+
+    async def _body(self, request: Request) -> bytes:
+        parts, size = [], 0
+
+        async def read() -> None:
+            nonlocal size
+            async for part in request.stream():
+                size += len(part)
+                if size > self._max_body_bytes:
+                    raise RequestRefused(f"the body exceeds {self._max_body_bytes} bytes", status=413)
+                parts.append(part)
+
+        try:
+            await within(read(), READ_S, owner="the gateway", what="a body to arrive")
+        except WaitTimeout as error:
+            raise RequestRefused(f"the body took more than {READ_S:g} s to arrive", status=408) from error
+        except ClientDisconnect as error:
+            raise RequestRefused("the client disconnected", status=400) from error
+        return b"".join(parts)
+
+
+_MODEL = {
+    "id": MODEL,
+    "object": "model",
+    "type": "model",
+    "created": 0,
+    "owned_by": "async_pipeline",
+    "display_name": MODEL,
+    "created_at": "1970-01-01T00:00:00Z",
+}
+
+
+def _is_retry(request: Request) -> bool:
+    count = request.headers.get(RETRY, "0")
+    return count.isdecimal() and int(count) > 0

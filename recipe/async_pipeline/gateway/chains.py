@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversations of a session as chains of tokens. Pure: no clock, no tokenizer, no engine.
+
+    request: messages ──► the longest history that a chain already has ──► the tokens of that history,
+                                                                           and what is new
+        history is all of the chain    ► the chain grows
+        history is a part of it, or    ► a new chain begins with these tokens; they are not trained there
+        the chain is being answered
+        no history in common           ► a new chain begins with the whole request, tokenized
+
+A chain becomes one row of training. Its tokens are exactly what its last request sent to the engine and what
+the engine answered: text is compared, but never encoded again. An answer is trained in one chain only, the
+one that it was written for. An agent that edits, forgets or summarises its history, asks twice, or follows
+several branches gets more chains, up to a limit, and no error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from uuid import uuid4
+
+from ..errors import RequestRefused
+from .conversation import Message, identities, identity
+
+Span = tuple[int, int]
+"""A version and the position of the first token that it wrote; it wrote until the next span."""
+
+
+class Answer(NamedTuple):
+    """What the engine wrote for one request."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float] | None
+    """Of each token; None if the run does not record them."""
+    spans: Sequence[Span]
+    """Positions count from the first token of the answer."""
+    whole: bool = True
+    """It ends with the token that ends a turn. Another message fits only after such an answer."""
+
+
+class Row(NamedTuple):
+    """One chain for training."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    """1 for tokens of the response that the policy wrote in this chain."""
+    log_probs: list[float] | None
+    """Of the response; 0 where the mask is 0."""
+    spans: list[Span]
+    """Positions count from the first token of the response. At least one span for each answer."""
+    answers: int
+
+
+class Boundary(NamedTuple):
+    """The end of an answer: here a chain can be continued, or another one begin."""
+
+    messages: int | None
+    """Messages up to here; None in a chain of requests that sent tokens."""
+    tokens: int
+    whole: bool
+
+
+@dataclass
+class Chain:
+    """One conversation."""
+
+    tools: Hashable
+    start: int
+    """Tokens of the prompt, which precede the response."""
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    """Names its requests to the engines: all go to the replica that has its tokens cached."""
+    messages: list[Message] = field(default_factory=list)
+    identities: list[Hashable] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    """By position in `token_ids`."""
+    boundaries: list[Boundary] = field(default_factory=list)
+    busy: bool = False
+    """A request is being answered that will make it grow."""
+    answers: int = 0
+    last: int = 0
+    """Number of its last answer in the session."""
+
+    def grow(self, request: Sequence[int], kept: int, answer: Answer) -> None:
+        """Append the rest of a request and its answer; the first `kept` tokens are the chain's own."""
+        added = len(request) - kept
+        self.token_ids = [*request, *answer.token_ids]
+        self.mask = [*self.mask[:kept], *[0] * added, *[1] * len(answer.token_ids)]
+        if self.log_probs is not None and answer.log_probs is not None:
+            self.log_probs = [*self.log_probs[:kept], *[0.0] * added, *answer.log_probs]
+        else:
+            self.log_probs = None
+        spans = [(int(version), len(request) + int(at)) for version, at in answer.spans]
+        self.spans = [*(span for span in self.spans if span[1] < kept), *spans]
+        self.boundaries = [one for one in self.boundaries if one.tokens <= kept]
+
+    def row(self, prompt_limit: int) -> Row:
+        """Return it for training. What the prompt has beyond the limit is part of the response, masked."""
+        start = min(self.start, prompt_limit)
+        return Row(
+            self.token_ids[:start],
+            self.token_ids[start:],
+            self.mask[start:],
+            None if self.log_probs is None else self.log_probs[start:],
+            [(version, at - start) for version, at in self.spans],
+            self.answers,
+        )
+
+
+class Request:
+    """A request that is being answered. Ends with `commit` or `abandon`, and changes nothing before.
+
+    `known`: tokens of the history that a chain has, empty without one; `previous`: messages of that history;
+    `new`: messages that follow.
+    """
+
+    def __init__(
+        self, chains: Chains, chain: Chain, *, grows: bool, known: list[int], previous: list[Message]
+    ) -> None:
+        self._chains, self._grows = chains, grows
+        self.chain, self.known, self.previous = chain, known, previous
+        self.new: list[Message] = []
+        self.identities: list[Hashable] = []
+        self.open = True
+
+    @property
+    def forks(self) -> bool:
+        """Whether it begins another chain."""
+        return not self._grows
+
+    def room(self, length: int, prompt_limit: int, response_limit: int) -> int:
+        """Return how many tokens may be written after `length` tokens of the request."""
+        start = self.chain.start if self.known else length
+        return min(start, prompt_limit) + response_limit - length
+
+    def commit(self, token_ids: Sequence[int], kept: int, answer: Answer, said: Message | None) -> None:
+        """Take the answer. `token_ids`: of the whole request, of which the first `kept` are from `known`.
+
+        `said`: the answer as a message; None for a request that sent tokens.
+        """
+        assert self.open, "a request is answered once"
+        assert list(token_ids[:kept]) == self.known[:kept]
+        self._close()
+        chain = self.chain
+        if not self._grows:
+            # What another chain has written is not trained here.
+            chain.mask, chain.log_probs = [0] * kept, [0.0] * kept
+            if not self.known:
+                chain.start = len(token_ids)
+            self._chains.all.append(chain)
+        chain.grow(token_ids, kept, answer)
+        chain.answers += 1
+        chain.last = next(self._chains.answered)
+        if said is not None:
+            chain.messages = [*self.previous, *self.new, said]
+            chain.identities = [*self.identities, identity(said)]
+        messages = None if said is None else len(chain.messages)
+        chain.boundaries.append(Boundary(messages, len(chain.token_ids), answer.whole))
+
+    def abandon(self) -> None:
+        """Leave the chains as they are. Idempotent."""
+        if self.open:
+            self._close()
+
+    def _close(self) -> None:
+        self.open = False
+        if self._grows:
+            self.chain.busy = False
+        else:
+            self._chains.beginning -= 1
+
+
+class Chains:
+    """All conversations of a session."""
+
+    def __init__(self, limit: int) -> None:
+        """`limit`: the number of chains."""
+        self._limit = limit
+        self.all: list[Chain] = []
+        self.beginning = 0
+        """Requests in flight that will begin a chain."""
+        self.answered = itertools.count(1)
+
+    def open(
+        self, messages: Sequence[Message], tools: Hashable = (), *, from_scratch: bool = False
+    ) -> Request:
+        """Return the request for these messages. `from_scratch`: use no history.
+
+        Raises RequestRefused if it needs another chain and there are as many as there may be.
+        """
+        found = identities(messages)
+        best: tuple[int, bool, int] = (0, False, 0)
+        anchor: tuple[Chain, Boundary] | None = None
+        for chain in () if from_scratch else self.all:
+            boundary = _common(chain, found) if chain.tools == tools else None
+            if boundary is not None:
+                assert boundary.messages is not None
+                rank = (boundary.messages, _grows(chain, boundary), chain.last)
+                if rank > best:
+                    best, anchor = rank, (chain, boundary)
+        request = self._open(anchor, tools)
+        request.new = list(messages[len(request.previous) :])
+        request.identities = found
+        return request
+
+    def open_tokens(self, token_ids: Sequence[int]) -> Request:
+        """Return the request for a prompt of tokens. Raises as `open`."""
+        best: tuple[int, bool, int] = (0, False, 0)
+        anchor: tuple[Chain, Boundary] | None = None
+        for chain in self.all:
+            for boundary in chain.boundaries:
+                rank = (boundary.tokens, _grows(chain, boundary), chain.last)
+                if rank > best and list(token_ids[: boundary.tokens]) == chain.token_ids[: boundary.tokens]:
+                    best, anchor = rank, (chain, boundary)
+        return self._open(anchor, ())
+
+    def rows(self, prompt_limit: int) -> list[Row]:
+        """Return the chains for training, the one with the last answer last."""
+        return [chain.row(prompt_limit) for chain in sorted(self.all, key=lambda chain: chain.last)]
+
+    def _open(self, anchor: tuple[Chain, Boundary] | None, tools: Hashable) -> Request:
+        if anchor is not None and _grows(*anchor):
+            chain = anchor[0]
+            chain.busy = True
+            return Request(self, chain, grows=True, known=chain.token_ids, previous=chain.messages)
+
+        if len(self.all) + self.beginning >= self._limit:
+            raise RequestRefused(
+                f"this session has {self._limit} conversations, which is the limit, and the messages "
+                "continue none of them; raise agentic.gateway.max_chains, or change less of the history",
+                end="chains",
+            )
+        self.beginning += 1
+        if anchor is None:
+            return Request(self, Chain(tools, 0), grows=False, known=[], previous=[])
+        chain, boundary = anchor
+        return Request(
+            self,
+            Chain(tools, chain.start),
+            grows=False,
+            known=chain.token_ids[: boundary.tokens],
+            previous=chain.messages[: boundary.messages or 0],
+        )
+
+
+def _grows(chain: Chain, boundary: Boundary) -> bool:
+    return not chain.busy and boundary is chain.boundaries[-1]
+
+
+def _common(chain: Chain, wanted: list[Hashable]) -> Boundary | None:
+    """Return the last boundary of a chain up to which it has the wanted messages, followed by new ones."""
+    for boundary in reversed(chain.boundaries):
+        count = boundary.messages
+        if count is None or not boundary.whole or count >= len(wanted):
+            continue
+        if chain.identities[:count] == wanted[:count]:
+            return boundary
+    return None

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of a conversation, and when two of them are the same.
+
+A message is a mapping as chat templates read it: `role`, `content` (a text), for a message of the assistant
+also `tool_calls`, for one of a tool `tool_call_id`. Agents do not send back exactly what they received: they
+drop ids, reasoning and white space, and write arguments again. What a chat template would not show, or the
+policy did not mean, makes no difference here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+END_OF_REASONING = "</think>"
+"""What precedes it in a message of the assistant is reasoning, which many agents leave out of the history."""
+
+
+class ToolCall(NamedTuple):
+    """A call that the policy wrote."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON, as far as the policy wrote valid JSON."""
+
+    def as_message(self) -> dict[str, Any]:
+        """Return it as an item of `tool_calls`."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": parsed(self.arguments)},
+        }
+
+
+class Said(NamedTuple):
+    """A turn of the policy as text."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+    stop: str | None = None
+    """The stop text of the request that ended it, if one did."""
+
+    def as_message(self) -> Message:
+        """Return it as a message of the assistant."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [call.as_message() for call in self.calls]
+        return message
+
+
+def parsed(arguments: str) -> Any:
+    """Return the arguments of a call as a mapping, which chat templates expect; as they are if invalid."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def identity(message: Mapping[str, Any]) -> Hashable:
+    """Return a value that is equal for messages that are the same."""
+    role, content = message["role"], message.get("content") or ""
+    if role != "assistant":
+        return role, content
+    text = str(content).rpartition(END_OF_REASONING)[2].strip()
+    return role, text, tuple(_call(one) for one in message.get("tool_calls") or ())
+
+
+def identities(messages: Sequence[Mapping[str, Any]]) -> list[Hashable]:
+    """Return the identity of each message."""
+    return [identity(message) for message in messages]
+
+
+def _call(call: Mapping[str, Any]) -> tuple[str, str]:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    return str(function["name"]), json.dumps(arguments, sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a dialect is: how one API writes requests, answers, streams and errors.
+
+A dialect is pure: it reads a body and writes bytes. Keys, retries, deadlines and tokens are the same for all
+of them, and so are the tests (`tests/gateway/test_dialects.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from ..errors import RequestRefused
+from .conversation import Message
+from .sessions import Ask, Reply
+
+T = TypeVar("T")
+
+
+class Read(NamedTuple):
+    """A request, and what its answer has to repeat."""
+
+    ask: Ask
+    model: str
+    """The name that the agent uses for the policy."""
+    stream: bool
+    usage: bool = True
+    """A stream ends with the number of tokens."""
+
+
+class Dialect(Protocol):
+    """One API."""
+
+    path: str
+    """Of its requests."""
+    keep_alive: bytes
+    """An event that clients ignore."""
+
+    def read(self, body: bytes) -> Read:
+        """Return the request in a body. Raises RequestRefused, which names the field."""
+
+    def answer(self, read: Read, reply: Reply) -> bytes:
+        """Return the body of an answer."""
+
+    def events(self, read: Read, reply: Reply) -> Iterator[bytes]:
+        """Yield the server-sent events of an answer that is complete."""
+
+    def error(self, status: int, message: str) -> bytes:
+        """Return the body of an error."""
+
+    def error_event(self, status: int, message: str) -> bytes:
+        """Return the event of an error in a stream that has begun."""
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """Return a body as the struct `kind`. Raises RequestRefused, which names the field."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise RequestRefused(f"invalid request: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestRefused(f"the body is not valid JSON: {error}") from error
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """Return a server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def refuse(reasons: Mapping[str, bool], why: str) -> None:
+    """Raises RequestRefused for the fields that a request has and that cannot be honoured."""
+    found = [name for name, given in reasons.items() if given]
+    if found:
+        raise RequestRefused(f"{', '.join(found)}: {why}; leave it out")
+
+
+CHANGES_SAMPLING = "the policy would be sampled in a way that the training does not know of"
+
+
+def text_of(content: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """Return content, a text or a list of parts, as one text. Raises RequestRefused for other parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, Mapping) or part.get("type") not in kinds:
+            found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestRefused(f"content must be text, got a part of type {found!r}")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
+
+
+def tool_of(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Return a tool as OpenAI's chat API has it."""
+    if not isinstance(name, str) or not name:
+        raise RequestRefused(f"a tool must have a name, got {name!r}")
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def checked(messages: list[Message]) -> list[Message]:
+    """Return messages of a request. Raises RequestRefused without one."""
+    if not messages:
+        raise RequestRefused("a request must have at least one message, got none")
+    return messages
+
+
+def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return stop texts; without empty ones, which would end every answer."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return tuple(text for text in found if text)
+
+
+def arguments_of(value: Any) -> str:
+    """Return arguments of a call as the text that the wire has."""
+    return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routes that are no dialect, and what all of them refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.gateway.registry import Sessions
+from recipe.async_pipeline.gateway.sessions import Session
+from tests.fakes.agent_policy import END, LIMITS, FakePolicy
+
+httpx = pytest.importorskip("httpx")
+Serve = Callable[..., Any]
+Play = Callable[[Any], None]
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "go"}]}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_tokens_in_tokens_log_probs_and_versions_out(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("ab", "c")) as at, httpx.AsyncClient(base_url=at.url) as http:
+            headers = bearer(at.session.keys.model)
+            first = (await http.post("/v1/generate", json={"prompt_ids": [1, 2]}, headers=headers)).json()
+            assert first == {
+                "token_ids": [*b"ab", END],
+                "log_probs": [-1.0, -1.015625, -1.03125],
+                "versions": [0, 0, 0],
+                "finish": "stop",
+            }
+            prompt = [1, 2, *first["token_ids"], 3]
+            body = {"prompt_ids": prompt, "max_tokens": 1}
+            second = (await http.post("/v1/generate", json=body, headers=headers)).json()
+            assert (second["token_ids"], second["finish"]) == ([*b"c"], "length")
+            (row,) = at.session.rows()
+            assert row.prompt_ids + row.response_ids == [*prompt, *b"c"]
+
+    play(test)
+
+
+def test_only_the_control_key_rewards_ends_and_sees_the_session(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("ab")) as at, httpx.AsyncClient(base_url=at.url) as http:
+            model, control = bearer(at.session.keys.model), bearer(at.session.keys.control)
+            for path, body in (("reward", {"reward": 1.0}), ("end", {})):
+                refused = await http.post(f"/v1/session/{path}", json=body, headers=model)
+                assert refused.status_code == 403
+                assert "needs the control key" in refused.json()["error"]["message"]
+            assert (await http.get("/v1/session", headers=model)).status_code == 403
+            assert at.session.reward is None and at.session.ended is None
+
+            await http.post(CHAT, json=BODY, headers=model)
+            for reward in (0.25, 2):
+                await http.post("/v1/session/reward", json={"reward": reward}, headers=control)
+            seen = (await http.get("/v1/session", headers=control)).json()
+            assert seen == {
+                "turns": 1,
+                "chains": 1,
+                "tokens": 3,
+                "versions": [0],
+                "coalesced": 0,
+                "overridden": 0,
+                "reward": 2.0,
+                "ended": None,
+            }
+            for _ in range(2):
+                ended = await http.post("/v1/session/end", json={"reason": "enough"}, headers=control)
+                assert ended.status_code == 200
+            late = await http.post(CHAT, json=BODY, headers=model)
+            assert (late.status_code, late.headers["x-should-retry"]) == (410, "false")
+            assert "has ended: enough" in late.json()["error"]["message"]
+
+    play(test)
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"reward": "1"}', b'{"reward": NaN}', b'{"reward": null}', b""])
+def test_a_reward_that_is_no_number(serve: Serve, play: Play, body: bytes) -> None:
+    async def test() -> None:
+        async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
+            headers = bearer(at.session.keys.control)
+            refused = await http.post("/v1/session/reward", content=body, headers=headers)
+            assert refused.status_code == 422 and at.session.reward is None
+
+    play(test)
+
+
+def test_models(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
+            headers = {"x-api-key": at.session.keys.model}
+            listed = (await http.get("/v1/models", headers=headers)).json()
+            assert [one["id"] for one in listed["data"]] == ["policy"]
+            assert (await http.get("/v1/models/any/name", headers=headers)).json()["id"] == "policy"
+            assert (await http.get("/v1/models")).status_code == 401
+
+    play(test)
+
+
+def test_a_body_that_is_too_large(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve(max_body_bytes=1000) as at, httpx.AsyncClient(base_url=at.url) as http:
+            body = {"messages": [{"role": "user", "content": "x" * 2000}]}
+            refused = await http.post(CHAT, json=body, headers=bearer(at.session.keys.model))
+            assert refused.status_code == 413 and at.policy.prompts == []
+
+    play(test)
+
+
+def test_sessions_do_not_see_each_other(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve() as at, httpx.AsyncClient(base_url=at.url, timeout=30) as http:
+            others = [Session(FakePolicy(f"answer {i}"), LIMITS) for i in range(64)]
+            sessions: Sessions = at.sessions
+            for one in others:
+                sessions.add(one)
+
+            async def ask(one: Session) -> str:
+                answer = await http.post(CHAT, json=BODY, headers=bearer(one.keys.model))
+                return str(answer.json()["choices"][0]["message"]["content"])
+
+            assert await asyncio.gather(*map(ask, others)) == [f"answer {i}" for i in range(64)]
+            assert [len(one.rows()) for one in others] == [1] * 64 and at.session.rows() == []
+
+    play(test)
+
+
+def test_an_update_of_the_weights_is_no_error(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("abcdef")) as at, httpx.AsyncClient(base_url=at.url) as http:
+            at.policy.gate.clear()
+            headers = bearer(at.session.keys.model)
+            asking = asyncio.create_task(http.post("/v1/generate", json={"prompt_ids": [1]}, headers=headers))
+            while not at.policy.prompts:  # noqa: ASYNC110 - the server has no event for it
+                await asyncio.sleep(0.01)
+            at.policy.version = 7
+            at.policy.gate.set()
+            answer = await asking
+            assert answer.status_code == 200
+            assert json.loads(answer.content)["versions"] == [0, 0, 0, 7, 7, 7, 7]
+
+    play(test)

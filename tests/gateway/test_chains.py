@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains: each row is what requests sent and what the engine answered, and no token is trained twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipe.async_pipeline.errors import RequestRefused
+from recipe.async_pipeline.gateway.chains import Answer, Chains, Request, Row
+from recipe.async_pipeline.gateway.conversation import Message
+
+TURN_END, SEPARATOR, GENERATE = 900, 901, 902
+MANY = 99
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def tokens_of(message: Message) -> list[int]:
+    return [ord(message["role"][0]), *map(ord, message["content"]), TURN_END]
+
+
+class Sent(NamedTuple):
+    """A request as the engine got it, and its answer."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Agent:
+    """Sends requests through chains, with a tokenizer of one token a letter."""
+
+    def __init__(self, limit: int = MANY, *, trims: bool = False) -> None:
+        """`trims`: the builder drops the last token of an answer when a message follows, as for GLM."""
+        self.chains, self.trims = Chains(limit), trims
+        self.sent: list[Sent] = []
+
+    def begin(self, messages: Sequence[Message], tools: str = "") -> Request:
+        return self.chains.open(messages, tools)
+
+    def end(self, request: Request, *, whole: bool = True) -> Message:
+        """Answer a request with tokens that no other answer has."""
+        kept = len(request.known) - (1 if self.trims and request.known else 0)
+        prompt = [*request.known[:kept], *([SEPARATOR] if request.known else [])]
+        prompt += [token for message in request.new for token in tokens_of(message)] + [GENERATE]
+        version = len(self.sent)
+        text = f"answer {version}"
+        answer = [1000 + 10 * version + i for i in range(3)] + ([TURN_END] if whole else [])
+        self.sent.append(Sent(prompt, answer))
+        said = {"role": "assistant", "content": text}
+        log_probs = [-float(token) for token in answer]
+        request.commit(prompt, kept, Answer(answer, log_probs, [(version, 0)], whole), said)
+        return said
+
+    def ask(self, messages: Sequence[Message], tools: str = "", *, whole: bool = True) -> list[Message]:
+        """Return the history with the answer."""
+        return [*messages, self.end(self.begin(messages, tools), whole=whole)]
+
+    def check(self, prompt_limit: int = 10_000) -> list[Row]:
+        """Compare each row with what was sent; return the rows."""
+        rows = self.chains.rows(prompt_limit)
+        seen: list[int] = []
+        for row in rows:
+            whole, start = row.prompt_ids + row.response_ids, len(row.prompt_ids)
+            assert start <= prompt_limit
+            assert row.log_probs is not None
+            assert len(row.response_ids) == len(row.mask) == len(row.log_probs)
+            trained = [False] * len(whole)
+            for version, at in row.spans:
+                prompt, answer = self.sent[version]
+                assert whole[: start + at] == prompt, "the tokens before an answer are its request"
+                found = whole[start + at : start + at + len(answer)]
+                if self.trims and found[-1] != answer[-1]:
+                    answer = answer[:-1]
+                assert found[: len(answer)] == answer
+                trained[start + at : start + at + len(answer)] = [True] * len(answer)
+                seen.append(version)
+            assert row.mask == [int(on) for on in trained[start:]] and not any(trained[:start])
+            expected = [-float(t) if on else 0.0 for t, on in zip(whole, trained, strict=True)]
+            assert row.log_probs == expected[start:]
+            assert row.answers == len(row.spans)
+        assert sorted(seen) == list(range(len(self.sent))), "each answer is trained, and once"
+        if rows:
+            assert rows[-1].spans[-1][0] == len(self.sent) - 1, "the row of the last answer is the last"
+        return rows
+
+
+def test_a_plain_conversation_is_one_row() -> None:
+    agent = Agent()
+    history = [user("q")]
+    for text in ("a", "b", "c"):
+        history = [*agent.ask(history), user(text)]
+    (row,) = agent.check()
+    assert row.prompt_ids == [*tokens_of(user("q")), GENERATE] and row.answers == 3
+    assert [at for _, at in row.spans] == [0, 9, 18]
+    assert len({chain.request_id for chain in agent.chains.all}) == 1
+
+
+def test_an_edited_history_is_another_row_and_the_first_is_kept() -> None:
+    agent = Agent()
+    history = agent.ask([user("q")])
+    agent.ask([history[0], {"role": "assistant", "content": "edited"}, user("go")])
+    first, second = agent.check()
+    assert second.prompt_ids[-1] == GENERATE and second.answers == first.answers == 1
+    agent.ask([*history, user("on")])
+    assert [row.answers for row in agent.check()] == [1, 2], "the first chain was still there"
+
+
+def test_a_history_that_is_edited_late_keeps_the_tokens_before_the_edit() -> None:
+    agent = Agent()
+    history = agent.ask([*agent.ask([user("q")]), user("a")])
+    edited = [*history[:3], {"role": "assistant", "content": "edited"}, user("b")]
+    agent.ask(edited)
+    first, second = agent.check()
+    assert second.prompt_ids == first.prompt_ids
+    assert second.response_ids[:4] == first.response_ids[:4] and second.mask[:4] == [0] * 4
+
+
+def test_the_same_request_twice_is_two_samples() -> None:
+    agent = Agent()
+    one, two = agent.ask([user("q")]), agent.ask([user("q")])
+    agent.ask([*one, user("a")])
+    agent.ask([*two, user("a")])
+    rows = agent.check()
+    assert [row.answers for row in rows] == [2, 2]
+
+
+def test_a_chain_that_is_being_answered_is_branched_off() -> None:
+    agent = Agent()
+    history = agent.ask([user("q")])
+    first, second = agent.begin([*history, user("a")]), agent.begin([*history, user("b")])
+    assert (first.forks, second.forks) == (False, True)
+    agent.end(second)
+    agent.end(first)
+    assert [row.answers for row in agent.check()] == [1, 2]
+
+
+def test_a_forgotten_beginning_is_another_row() -> None:
+    agent = Agent()
+    history = agent.ask([*agent.ask([user("q")]), user("a")])
+    summary = agent.ask([{"role": "system", "content": "summary"}, user("next")])
+    agent.ask([*summary, user("b")])
+    assert [row.answers for row in agent.check()] == [2, 2]
+    assert history
+
+
+def test_a_cut_off_answer_ends_its_chain() -> None:
+    agent = Agent()
+    history = agent.ask([user("q")], whole=False)
+    agent.ask([*history, user("a")])
+    first, second = agent.check()
+    assert TURN_END not in first.response_ids
+    assert second.prompt_ids == [
+        *tokens_of(user("q")),
+        *tokens_of(history[1]),
+        *tokens_of(user("a")),
+        GENERATE,
+    ]
+
+
+def test_other_tools_are_another_row() -> None:
+    agent = Agent()
+    history = agent.ask([user("q")], "hammer")
+    agent.ask([*history, user("a")], "saw")
+    agent.ask([*history, user("a")], "hammer")
+    assert [row.answers for row in agent.check()] == [1, 2]
+
+
+def test_a_request_that_fails_leaves_no_trace() -> None:
+    agent = Agent(limit=1)
+    agent.begin([user("q")]).abandon()
+    history = agent.ask([user("q")])
+    growing = agent.begin([*history, user("a")])
+    growing.abandon()
+    growing.abandon()
+    agent.ask([*history, user("b")])
+    assert [row.answers for row in agent.check()] == [2]
+
+
+def test_the_limit_of_chains_counts_requests_in_flight() -> None:
+    agent = Agent(limit=2)
+    open_requests = [agent.begin([user("a")]), agent.begin([user("b")])]
+    with pytest.raises(RequestRefused, match="has 2 conversations, which is the limit") as refused:
+        agent.begin([user("c")])
+    assert (refused.value.status, refused.value.end) == (400, "chains")
+    for request in open_requests:
+        agent.end(request)
+    with pytest.raises(RequestRefused):
+        agent.begin([user("c")])
+    assert len(agent.check()) == 2
+
+
+def test_a_prompt_above_the_limit_continues_in_the_response() -> None:
+    agent = Agent()
+    agent.ask([user("long prompt")])
+    (row,) = agent.check(prompt_limit=4)
+    assert len(row.prompt_ids) == 4 and row.mask == [0] * 10 + [1] * 4
+
+
+def test_the_room_for_an_answer() -> None:
+    agent = Agent()
+    request = agent.begin([user("q")])
+    assert request.room(4, prompt_limit=10, response_limit=20) == 20
+    assert request.room(15, prompt_limit=10, response_limit=20) == 15, "the rest of the prompt uses some"
+    history = [user("q"), agent.end(request)]
+    request = agent.begin([*history, user("a")])
+    assert request.room(14, prompt_limit=10, response_limit=20) == 10, "as for one response of all turns"
+
+
+def test_tokens_continue_the_chain_whose_tokens_they_begin_with() -> None:
+    chains = Chains(MANY)
+
+    def ask(prompt: list[int], answer: list[int]) -> list[int]:
+        request = chains.open_tokens(prompt)
+        request.commit(prompt, len(request.known), Answer(answer, None, [(1, 0)], whole=False), None)
+        return prompt + answer
+
+    history = ask([1, 2], [3, 4])
+    ask([*history, 5], [6])
+    ask([*history, 7], [8])
+    ask([1, 9], [3])
+    rows = chains.rows(MANY)
+    assert [row.prompt_ids + row.response_ids for row in rows] == [
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 7, 8],
+        [1, 9, 3],
+    ]
+    assert [row.mask for row in rows] == [[1, 1, 0, 1], [0, 0, 0, 1], [1]]
+    assert all(row.log_probs is None for row in rows)
+
+
+OPERATIONS = st.sampled_from(
+    ["continue", "resend", "edit", "compact", "branch", "cut", "tools", "fail", "two"]
+)
+
+
+def changed(kind: str, number: int, text: str, history: list[Message]) -> list[Message]:
+    """Return what an agent sends that treats its history in this way."""
+    if kind == "resend" and history:
+        return history[:-1]
+    if kind == "edit" and history:
+        place = number % len(history)
+        edited = {**history[place], "content": f"edited {text}"}
+        return [*history[:place], edited, *history[place + 1 :], user(text)]
+    if kind == "compact":
+        return [{"role": "system", "content": f"summary {text}"}, user(text)]
+    if kind == "branch":
+        return [*history[: 2 * (number % (len(history) // 2 + 1))], user(text)]
+    return [*history, user(text)]
+
+
+def two_at_once(agent: Agent, request: list[Message]) -> list[list[Message]]:
+    """Return two histories, of which the second request began while the first was in flight."""
+    first, more = agent.begin(request), [*request, user("again")]
+    try:
+        second = agent.begin(more)
+    except RequestRefused:
+        first.abandon()
+        raise
+    return [[*more, agent.end(second)], [*request, agent.end(first)]]
+
+
+@given(st.lists(st.tuples(OPERATIONS, st.integers(0, 50)), max_size=25), st.integers(1, 9), st.booleans())
+def test_any_agent(operations: list[tuple[str, int]], limit: int, trims: bool) -> None:
+    """Edits, repetitions, summaries, branches, answers that are cut off, and requests at the same time."""
+    agent = Agent(limit, trims=trims)
+    conversations: list[list[Message]] = [[]]
+
+    def do(kind: str, number: int, text: str) -> None:
+        request = changed(kind, number, text, conversations[number % len(conversations)])
+        if kind == "fail":
+            agent.begin(request).abandon()
+        elif kind == "two":
+            conversations.extend(two_at_once(agent, request))
+        else:
+            tools = "saw" if kind == "tools" else ""
+            conversations.append(agent.ask(request, tools, whole=kind != "cut"))
+
+    refused = 0
+    for i, (kind, number) in enumerate(operations):
+        try:
+            do(kind, number, str(i))
+        except RequestRefused:
+            refused += 1
+    rows = agent.check()
+    assert len(rows) <= limit
+    assert not any(chain.busy for chain in agent.chains.all) and agent.chains.beginning == 0
+    if not refused and not rows:
+        assert all(kind in ("fail", "resend") for kind, _ in operations)
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_any_agent_that_sends_tokens(choices: list[int]) -> None:
+    chains: Any = Chains(MANY)
+    histories: list[list[int]] = [[7]]
+    answers: dict[int, list[int]] = {}
+    for number, choice in enumerate(choices):
+        prompt = [*histories[choice % len(histories)], choice]
+        answer = [1000 + number]
+        request = chains.open_tokens(prompt)
+        assert request.known == prompt[: len(request.known)]
+        request.commit(prompt, len(request.known), Answer(answer, [-1.0], [(number, 0)]), None)
+        answers[number] = prompt
+        histories.append([*prompt, *answer])
+    found = []
+    for row in chains.rows(MANY):
+        whole = row.prompt_ids + row.response_ids
+        for version, at in row.spans:
+            assert whole[: len(row.prompt_ids) + at] == answers[version]
+            found.append(version)
+    assert sorted(found) == list(range(len(choices)))

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract that every dialect keeps, with the real clients, whole and streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import RequestRefused
+from recipe.async_pipeline.gateway.dialects import DIALECTS
+from recipe.async_pipeline.gateway.sessions import Ask, Session
+from tests.fakes.agent_policy import LIMITS, FakePolicy
+
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+from tests.fakes.agent_clients import CLIENTS, STATUS_ERRORS  # noqa: E402
+
+Serve = Callable[..., Any]
+Play = Callable[[Any], None]
+each = pytest.mark.parametrize(
+    ("api", "stream"), [(api, stream) for api in CLIENTS for stream in (False, True)]
+)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for a condition of the server, which has no event for it."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def white_box(policy: FakePolicy, observations: list[str]) -> Session:
+    """Play a conversation without HTTP."""
+    session = Session(policy, LIMITS)
+    messages = [{"role": "system", "content": "be brief"}]
+    for observation in observations:
+        messages.append({"role": "user", "content": observation})
+        reply = await session.turn(Ask(list(messages), []))
+        messages.append(reply.said.as_message())
+    return session
+
+
+@each
+def test_the_same_tokens_log_probs_and_versions_as_without_http(
+    serve: Serve, play: Play, api: str, stream: bool
+) -> None:
+    """Answers are bytes that follow from the prompt, and mostly no text: encoding them again would show."""
+    observations = ["first", "second", "third"]
+
+    async def test() -> None:
+        expected = (await white_box(FakePolicy(), observations)).rows()
+        async with serve() as at:
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=stream)
+            entries: list[tuple[Any, ...]] = [("system", "be brief")]
+            for observation in observations:
+                entries.append(("user", observation))
+                turn = await client.say(entries)
+                assert turn.finish == "stop"
+                assert (turn.prompt_tokens, turn.tokens) == (len(at.policy.prompts[-1]), 7)
+                entries.append(turn.entry())
+            await client.close()
+            assert at.session.rows() == expected
+            assert len(expected) == 1 and expected[0].answers == 3
+
+    play(test)
+
+
+@each
+def test_tools(serve: Serve, play: Play, api: str, stream: bool) -> None:
+    async def test() -> None:
+        policy = FakePolicy('adding[add {"x": 4}][add {"x": 5}]', '[add {"x": 6}]', "done")
+        async with serve(policy) as at:
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=stream)
+            entries: list[tuple[Any, ...]] = [("user", "go")]
+            first = await client.say(entries, tools=True)
+            assert first.text == "adding" and first.finish == "calls"
+            assert [call[1:] for call in first.calls] == [("add", {"x": 4}), ("add", {"x": 5})]
+            assert len({call[0] for call in first.calls}) == 2
+            entries += [first.entry(), *(("tool", call[0], str(call[2]["x"])) for call in first.calls)]
+            second = await client.say(entries, tools=True)
+            assert (second.text, second.calls[0][1:]) == ("", ("add", {"x": 6}))
+            entries += [second.entry(), ("tool", second.calls[0][0], "6")]
+            third = await client.say(entries, tools=True)
+            assert (third.text, third.calls, third.finish) == ("done", [], "stop")
+            await client.close()
+            (row,) = at.session.rows()
+            assert row.answers == 3
+            assert b"<tool>4<tool>5" in bytes(token for token in row.response_ids if token < 256)
+            (tools,) = at.policy.tools
+            assert tools[0]["function"]["name"] == "add"
+            assert tools[0]["function"]["parameters"]["properties"]["x"]["type"] == "integer"
+
+    play(test)
+
+
+@each
+def test_an_answer_that_is_cut_off(serve: Serve, play: Play, api: str, stream: bool) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("abcdef")) as at:
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=stream)
+            turn = await client.say([("user", "go")], max_tokens=3)
+            await client.close()
+            assert (turn.text, turn.finish, turn.tokens) == ("abc", "length", 3)
+
+    play(test)
+
+
+@each
+def test_a_client_that_gives_up_waiting_costs_no_second_generation(
+    serve: Serve, play: Play, api: str, stream: bool
+) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("late"), keep_alive_s=60.0) as at:
+            at.policy.gate.clear()
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=stream, timeout=0.2, max_retries=20)
+            asking = asyncio.create_task(client.say([("user", "go")]))
+            await until(lambda: at.session.counts.coalesced > 0)
+            at.policy.gate.set()
+            turn = await asking
+            await client.close()
+            assert turn.text == "late"
+            assert len(at.policy.prompts) == 1 and len(at.session.rows()) == 1
+
+    play(test)
+
+
+@pytest.mark.parametrize("api", CLIENTS)
+def test_a_stream_is_kept_open_while_the_answer_is_written(serve: Serve, play: Play, api: str) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("slow"), keep_alive_s=0.02) as at:
+            at.policy.gate.clear()
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=True, timeout=2.0, max_retries=0)
+            asking = asyncio.create_task(client.say([("user", "go")]))
+            await asyncio.sleep(0.3)
+            at.policy.gate.set()
+            assert (await asking).text == "slow"
+            await client.close()
+
+    play(test)
+
+
+@each
+def test_errors_are_not_repeated(serve: Serve, play: Play, api: str, stream: bool) -> None:
+    async def test() -> None:
+        async with serve() as at:
+            seen = []
+            for key, entries, status in (
+                ("sk-unknown", [("user", "go")], 401),
+                (at.session.keys.control, [("user", "go")], 403),
+                (at.session.keys.model, [("user", "go"), ("assistant", "prefill", [])], 400),
+                (at.session.keys.model, [("user", "refuse")], 400),
+            ):
+                client = CLIENTS[api](at.url, key, stream=stream, max_retries=5)
+                with pytest.raises(STATUS_ERRORS) as error:
+                    await client.say(entries)
+                await client.close()
+                seen.append(error.value.status_code)
+                assert error.value.status_code == status
+                assert error.value.response.headers["x-should-retry"] == "false"
+            at.session.end("recalled")
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=stream, max_retries=5)
+            with pytest.raises(STATUS_ERRORS, match="the session has ended: recalled") as error:
+                await client.say([("user", "go")])
+            await client.close()
+            assert error.value.status_code == 410
+            assert at.policy.prompts == []
+
+    play(test)
+
+
+@pytest.mark.parametrize("api", CLIENTS)
+def test_an_error_inside_a_stream(serve: Serve, play: Play, api: str) -> None:
+    async def test() -> None:
+        async with serve(keep_alive_s=0.01) as at:
+            at.policy.gate.clear()
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=True, max_retries=0)
+            asking = asyncio.create_task(client.say([("user", "go")]))
+            await until(lambda: bool(at.policy.prompts))
+            await asyncio.sleep(0.05)
+            at.session.end("recalled")
+            with pytest.raises(Exception, match="the session has ended: recalled"):
+                await asking
+            await client.close()
+
+    play(test)
+
+
+MESSAGES = [{"role": "user", "content": "go"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 9},
+    "/v1/responses": {"input": "go"},
+}
+OF_PATH = {one.path: one for one in DIALECTS}
+REFUSED = [
+    ("/v1/chat/completions", {"n": 2}, "n: the policy would be sampled"),
+    ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format: the policy"),
+    ("/v1/chat/completions", {"logit_bias": {"5": 1}}, "logit_bias: the policy"),
+    ("/v1/chat/completions", {"tool_choice": "required"}, "tool_choice: the policy"),
+    ("/v1/chat/completions", {"logprobs": True}, "logprobs: /v1/generate returns"),
+    ("/v1/chat/completions", {"functions": [{}]}, "functions: tools replaced them"),
+    ("/v1/chat/completions", {"messages": []}, "at least one message"),
+    ("/v1/chat/completions", {"messages": [{"role": "critic", "content": ""}]}, "role must be one of"),
+    ("/v1/chat/completions", {"tools": [{"type": "web", "function": {"name": "f"}}]}, "must be a function"),
+    ("/v1/chat/completions", {"tools": [{"function": {"name": ""}}]}, "a tool must have a name"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "got a part of type 'image_url'",
+    ),
+    ("/v1/messages", {"tool_choice": {"type": "any"}}, "tool_choice: the policy"),
+    ("/v1/messages", {"messages": []}, "at least one message"),
+    ("/v1/messages", {"messages": [{"role": "tool", "content": ""}]}, "role must be user or assistant"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of type 'image'"),
+    ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be a custom one"),
+    ("/v1/responses", {"previous_response_id": "r"}, "previous_response_id: responses are not kept"),
+    ("/v1/responses", {"conversation": "c"}, "conversation: responses are not kept"),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format: the policy"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, "must be a function"),
+    ("/v1/responses", {"input": [{"type": "item_reference"}]}, "'item_reference' are not supported"),
+    ("/v1/responses", {"input": [{"role": "critic", "content": ""}]}, "role must be user"),
+]
+
+
+@pytest.mark.parametrize(("path", "changes", "message"), REFUSED)
+def test_what_cannot_be_honoured_is_refused_with_its_name(
+    path: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestRefused, match=message) as error:
+        OF_PATH[path].read(json.dumps(BODIES[path] | changes).encode())
+    assert error.value.status == 400
+    written = json.loads(OF_PATH[path].error(400, str(error.value)))
+    assert message.split(":")[0] in written["error"]["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": 3, "input": 3}'])
+def test_a_body_of_another_form_is_refused(path: str, body: bytes) -> None:
+    with pytest.raises(RequestRefused, match="invalid request|not valid JSON"):
+        OF_PATH[path].read(body)
+
+
+def test_the_sampling_parameters_of_the_agent_are_counted() -> None:
+    for path, body in BODIES.items():
+        assert OF_PATH[path].read(json.dumps(body).encode()).ask.overridden == ()
+        read = OF_PATH[path].read(json.dumps(body | {"temperature": 0.0, "top_p": 0.5}).encode())
+        assert read.ask.overridden == ("temperature", "top_p")
+
+
+def test_parts_and_roles_that_mean_the_same() -> None:
+    chat = OF_PATH["/v1/chat/completions"]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "developer", "content": parts}, {"role": "assistant", "content": None}]}
+    assert chat.read(json.dumps(body).encode()).ask.messages == [
+        {"role": "system", "content": "ab"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_tools_that_the_agent_forbids_are_not_shown() -> None:
+    tool = {"name": "f"}
+    for path, tools, choice in (
+        ("/v1/chat/completions", [{"type": "function", "function": tool}], "none"),
+        ("/v1/messages", [tool], {"type": "none"}),
+        ("/v1/responses", [{"type": "function", **tool}], "none"),
+    ):
+        body = BODIES[path] | {"tools": tools}
+        assert len(OF_PATH[path].read(json.dumps(body).encode()).ask.tools) == 1
+        body["tool_choice"] = choice
+        assert OF_PATH[path].read(json.dumps(body).encode()).ask.tools == []
+
+
+def test_anthropic_keeps_calls_with_invalid_arguments() -> None:
+    """The wire has only mappings, and the history must still be the one that the policy wrote."""
+    messages = OF_PATH["/v1/messages"]
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": {"invalid_json": "{oops"}}
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    body = {"max_tokens": 1, "messages": [{"role": "assistant", "content": [thinking, block]}]}
+    (message,) = messages.read(json.dumps(body).encode()).ask.messages
+    assert message["content"] == "" and message["tool_calls"][0]["function"]["arguments"] == "{oops"

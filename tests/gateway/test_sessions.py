@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions: two keys, retries that cost nothing, deadlines, and one end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import RequestRefused, WaitTimeout
+from recipe.async_pipeline.gateway.sessions import (
+    Ask,
+    Session,
+    SessionLimits,
+    digest_of,
+)
+from tests.fakes.agent_policy import END, LIMITS, FakePolicy
+
+
+def ask(*texts: str, **more: Any) -> Ask:
+    roles = ("user", "assistant")
+    return Ask([{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)], [], **more)
+
+
+def played(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_conversation_becomes_one_row() -> None:
+    async def test() -> None:
+        policy = FakePolicy("one", "two")
+        session = Session(policy, LIMITS)
+        first = await session.turn(ask("q"))
+        policy.version = 3
+        second = await session.turn(ask("q", first.said.text, "next"))
+        (row,) = session.rows()
+        assert bytes(row.prompt_ids) == b"<user>q"
+        assert row.response_ids == [*b"one", END, *b"<user>next", *b"two", END]
+        assert row.mask == [1] * 4 + [0] * 10 + [1] * 4
+        assert row.spans == [(0, 0), (3, 14)]
+        assert (first.prompt_tokens, first.tokens, first.finish) == (7, 4, "stop")
+        assert (second.prompt_tokens, second.tokens) == (21, 4)
+        assert len(set(policy.request_ids)) == 1, "one replica has the tokens cached"
+        assert session.counts.turns == 2
+
+    played(test)
+
+
+def test_limits_of_tokens_and_stops() -> None:
+    async def test() -> None:
+        policy = FakePolicy("abcdef", "x STOP y")
+        session = Session(policy, LIMITS)
+        cut = await session.turn(ask("q", max_tokens=3))
+        assert (cut.said.text, cut.finish) == ("abc", "length")
+        stopped = await session.turn(ask("q2", stop=("STOP",)))
+        assert (stopped.said.text, stopped.said.stop, stopped.finish) == ("x ", "STOP", "stop")
+        await session.turn(ask("q2", "x ", "more"))
+        assert len(session.rows()) == 3, "no message fits after a text that a stop has cut"
+
+    played(test)
+
+
+def test_the_room_of_a_response_is_the_limit() -> None:
+    async def test() -> None:
+        limits = SessionLimits(prompt_tokens=7, response_tokens=12)
+        policy = FakePolicy("one", "two")
+        session = Session(policy, limits)
+        await session.turn(ask("q"))
+        with pytest.raises(
+            RequestRefused, match=r"context_length_exceeded: the request has 21 tokens"
+        ) as refused:
+            await session.turn(ask("q", "one", "next"))
+        assert refused.value.end == "tokens"
+        assert policy.limits == [12]
+        assert [row.answers for row in session.rows()] == [1], "a refused request leaves no trace"
+
+    played(test)
+
+
+def test_turns_are_limited_and_the_limit_is_remembered_until_an_answer() -> None:
+    async def test() -> None:
+        session = Session(FakePolicy(), dataclasses.replace(LIMITS, max_turns=1, max_chains=1))
+
+        async def request(text: str) -> Any:
+            return await session.once(text.encode(), lambda: session.turn(ask(text)), again=False)
+
+        await request("q")
+        with pytest.raises(RequestRefused, match="has used its 1 turns"):
+            await request("q2")
+        assert session.limit_hit == "turns" and session.ended is None
+
+    played(test)
+
+
+def test_a_template_that_cannot_append_gets_the_whole_request_again() -> None:
+    async def test() -> None:
+        policy = FakePolicy("one", "two")
+        session = Session(policy, LIMITS)
+        await session.turn(ask("q"))
+        policy.appends = False
+        await session.turn(ask("q", "one", "next"))
+        assert [row.answers for row in session.rows()] == [1, 1]
+        assert session.counts.tokenized_again == 1
+
+    played(test)
+
+
+def test_requests_that_cannot_be_answered_are_the_agents_fault() -> None:
+    async def test() -> None:
+        session = Session(FakePolicy(), LIMITS)
+        for refused in (ask("q", "prefill"), ask("refuse")):
+            with pytest.raises(RequestRefused) as error:
+                await session.turn(refused)
+            assert error.value.status == 400
+        assert session.ended is None and session.rows() == []
+
+    played(test)
+
+
+def test_a_request_that_is_sent_again_joins_the_one_in_flight() -> None:
+    async def test() -> None:
+        policy = FakePolicy("one")
+        policy.gate.clear()
+        session = Session(policy, LIMITS)
+
+        def begin() -> Awaitable[Any]:
+            return session.turn(ask("q"))
+
+        first = asyncio.create_task(session.once(b"q", begin, again=False))
+        await settled()
+        first.cancel()
+        await settled()
+        second = asyncio.create_task(session.once(b"q", begin, again=True))
+        await settled()
+        policy.gate.set()
+        reply = await second
+        third = await session.once(b"q", begin, again=True)
+        assert reply is third and reply.said.text == "one"
+        assert len(policy.prompts) == 1 and len(session.rows()) == 1
+        assert session.counts.coalesced == 2
+
+    played(test)
+
+
+def test_an_equal_request_that_is_new_is_another_sample() -> None:
+    async def test() -> None:
+        policy = FakePolicy("one", "two")
+        session = Session(policy, LIMITS)
+        replies = [await session.once(b"q", lambda: session.turn(ask("q")), again=False) for _ in range(2)]
+        assert [reply.said.text for reply in replies] == ["one", "two"]
+        assert session.counts.coalesced == 0
+        retried = await session.once(b"q", lambda: session.turn(ask("q")), again=True)
+        assert retried is replies[1], "the latest one"
+        await session.once(b"other", lambda: session.turn(ask("o")), again=False)
+        await session.once(b"q", lambda: session.turn(ask("q")), again=True)
+        assert len(policy.prompts) == 4, "an older body may be stale, so it is sampled again"
+
+    played(test)
+
+
+def test_a_turn_that_takes_too_long_ends_the_session() -> None:
+    async def test() -> None:
+        policy = FakePolicy()
+        policy.gate.clear()
+        session = Session(policy, dataclasses.replace(LIMITS, turn_timeout_s=0.01))
+        with pytest.raises(RequestRefused) as refused:
+            await session.once(b"q", lambda: session.turn(ask("q")), again=False)
+        assert (refused.value.status, session.ended) == (410, "deadline")
+        assert isinstance(session.over.exception(), WaitTimeout)
+        assert session.rows() == []
+
+    played(test)
+
+
+def test_an_error_of_the_engines_ends_the_session() -> None:
+    async def test() -> None:
+        policy = FakePolicy()
+        policy.error = WaitTimeout("the balancer")
+        session = Session(policy, LIMITS)
+        with pytest.raises(RequestRefused) as refused:
+            await session.once(b"q", lambda: session.turn(ask("q")), again=False)
+        assert refused.value.status == 503
+        assert session.over.exception() is policy.error and session.ended == "failed"
+        with pytest.raises(RequestRefused, match="has ended: failed"):
+            await session.once(b"q", lambda: session.turn(ask("q")), again=True)
+
+    played(test)
+
+
+def test_the_end_gives_up_requests_in_flight() -> None:
+    async def test() -> None:
+        policy = FakePolicy()
+        policy.gate.clear()
+        session = Session(policy, LIMITS)
+        waiting = asyncio.create_task(session.once(b"q", lambda: session.turn(ask("q")), again=False))
+        await settled()
+        await session.close("recalled")
+        with pytest.raises(RequestRefused, match="has ended: recalled") as refused:
+            await waiting
+        assert refused.value.status == 410
+        session.end("again")
+        assert session.ended == "recalled" and session.over.exception() is None
+        assert not session.chains.beginning
+
+    played(test)
+
+
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name")
+
+
+def test_turns_run_in_the_context_of_the_session() -> None:
+    """Versions, transcripts and attempts of an episode are context variables."""
+
+    class Noting(FakePolicy):
+        async def begin(self, messages: Any, tools: Any) -> list[int]:
+            self.answers.append(NAME.get())
+            return await super().begin(messages, tools)
+
+    async def test() -> None:
+        NAME.set("episode")
+        policy = Noting()
+        session = Session(policy, LIMITS)
+        NAME.set("server")
+        reply = await session.once(b"q", lambda: session.turn(ask("q")), again=False)
+        assert reply.said.text == "episode"
+
+    played(test)
+
+
+def test_tokens_in_and_versions_out() -> None:
+    async def test() -> None:
+        policy = FakePolicy("abc", "d")
+        session = Session(policy, LIMITS)
+        first = await session.turn_of_tokens([1, 2], None)
+        assert first.token_ids == [*b"abc", END] and first.finish == "stop"
+        policy.gate.clear()
+        turning = asyncio.create_task(session.turn_of_tokens([1, 2, *first.token_ids, 5], None))
+        await settled()
+        policy.version = 4
+        policy.gate.set()
+        second = await turning
+        assert second.versions == [0, 4]
+        (row,) = session.rows()
+        assert row.response_ids == [*b"abc", END, 5, *b"d", END] and row.spans == [(0, 0), (0, 5), (4, 6)]
+        with pytest.raises(RequestRefused, match="at least one token"):
+            await session.turn_of_tokens([], None)
+
+    played(test)
+
+
+def test_digests_tell_parts_apart() -> None:
+    assert digest_of(b"ab", b"c") != digest_of(b"a", b"bc")
+    assert digest_of(b"a") == digest_of(b"a")

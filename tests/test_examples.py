@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run outside of this package: they import nothing of it."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import os
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from recipe.async_pipeline.agents.frozen_lake import FrozenLake
+from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of
+from recipe.async_pipeline.gateway.registry import Sessions
+from recipe.async_pipeline.gateway.sessions import Session, SessionLimits
+from tests import REPOSITORY
+from tests.fakes.agent_policy import FakePolicy
+
+EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+LAKE = REPOSITORY / "examples" / "lake_agent.py"
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_imports_nothing_of_this_package(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level and not (node.module or "").startswith("recipe")
+        elif isinstance(node, ast.Import):
+            assert not any(one.name.startswith("recipe") for one in node.names)
+
+
+@pytest.fixture
+def lake_agent(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for name in ("openai", "gymnasium", "starlette", "uvicorn"):
+        pytest.importorskip(name)
+    spec = importlib.util.spec_from_file_location("lake_agent", LAKE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "lake_agent", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_command", [False, True])
+def test_the_lake_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, as_command: bool) -> None:
+    """It sees what the agent loop `environment` would show, and gets the same reward."""
+    from recipe.async_pipeline.gateway.app import Gateway
+    from recipe.async_pipeline.gateway.server import GatewayServer
+
+    lake, seed = FrozenLake(), 7
+    texts, moves = [lake.reset(seed)], "DRDRDRDR"
+    reward = 0.0
+    for move in moves:
+        step = lake.step(move)
+        texts.append(step.observation)
+        reward += step.reward
+        if step.over:
+            break
+    agent = shlex.join([sys.executable, str(LAKE)]) if as_command else "lake_agent:play"
+
+    async def play() -> tuple[float | None, list[str]]:
+        sessions, policy = Sessions(), FakePolicy(*moves)
+        session = Session(policy, SessionLimits(prompt_tokens=1000, response_tokens=1000))
+        sessions.add(session)
+        server = GatewayServer(Gateway(sessions).app)
+        await server.start()
+        runner = runner_of(
+            AgentSpec(agent=agent, env={"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "")})
+        )
+        task = Task({"messages": [], "seed": seed, "task": {}}, {})
+        found = await runner.run(task, Policy(f"{server.url}/v1", session.keys.model))
+        if lake_agent.CLIENT is not None:  # one for all episodes of a process, so nobody else closes it
+            await lake_agent.CLIENT.close()
+        await server.stop()
+        (row,) = session.rows()
+        whole = bytes(token for token in row.prompt_ids + row.response_ids if token < 256).decode()
+        return found, whole.split("<user>")[1:]
+
+    found, seen = asyncio.run(asyncio.wait_for(play(), 120))
+    assert found == reward
+    assert [text.removesuffix(move) for text, move in zip(seen, moves, strict=False)] == texts[: len(seen)]
