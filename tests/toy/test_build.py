@@ -103,6 +103,12 @@ def test_the_marker_holds_every_parameter(tmp_path: Path) -> None:
     assert parameters["warmup"]["slip_rate"] == WarmupSpec().slip_rate
 
 
+def test_a_mixture_is_another_toy() -> None:
+    dense, moe = ToySpec(), ToySpec.of(seed=0, tied=True, moe=True)
+    assert moe.dir_name.startswith("addition-moe-tied-seed0-")
+    assert "num_experts" not in dense.parameters()["model"], "dense toys keep their names"
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_real_toy_loads_and_is_sometimes_right(tmp_path: Path, tied: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.toy.model import ModelSpec, make_model
+from recipe.async_pipeline.toy.model import ModelSpec, MoeModelSpec, make_model
 from recipe.async_pipeline.toy.tokenizer import VOCAB_SIZE, make_tokenizer
 
 
@@ -27,11 +27,26 @@ def test_a_width_that_is_no_multiple_of_head_dim_is_refused() -> None:
         ModelSpec(head_dim=64, hidden_size=96)
 
 
+@pytest.mark.parametrize("experts", [0, 5])
+def test_a_token_visits_some_of_the_experts(experts: int) -> None:
+    with pytest.raises(ConfigError, match=f"1 to num_experts=4, got {experts}"):
+        MoeModelSpec(experts_per_token=experts)
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     return make_tokenizer()
+
+
+@pytest.mark.real_engine
+def test_a_mixture_has_its_experts_in_every_layer(tokenizer: Any) -> None:
+    spec = MoeModelSpec(num_layers=2, hidden_size=32, intermediate_size=32, expert_size=64)
+    model = make_model(spec, tokenizer, seed=0)
+    for layer in model.model.layers:
+        assert tuple(layer.mlp.experts.down_proj.shape) == (4, 32, 64)
+        assert tuple(layer.mlp.gate.weight.shape) == (4, 32)
 
 
 @pytest.mark.real_engine

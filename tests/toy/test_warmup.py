@@ -68,8 +68,8 @@ def test_the_second_phase_continues_while_the_policy_is_too_weak(
     spec = WarmupSpec(taught_accuracy=0.0, min_accuracy=0.1, **SHORT)
     assert warm_up(model, tokenizer, SPLIT, spec, seed=0, report=lines.append) == 0.5
     assert [line.split("after ")[-1].split(",")[0] for line in lines[1:]] == [
-        "1 steps on wrong digits",
-        "2 steps on wrong digits",
+        "1 steps on wrong answers",
+        "2 steps on wrong answers",
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real task that two CPU cores can learn: addition, generated from a seed.
+"""Real tasks that two CPU cores learn, made from a seed: addition, FrozenLake, and sums with a tool.
 
     task ──► data ──► train.parquet, val.parquet ─┐
       │                                           ├─► build: one cached directory
@@ -13,6 +13,9 @@
     data         writes verl's columns
     reward       scores one response
     build        collects everything in one directory that is complete or absent
+
+    lake         the boards of FrozenLake, and their teacher; lake_warmup and lake_build as above
+    calculator   sums of two lengths and a tool that costs; calculator_* as above
 
 `async-pipeline task make` is the command. Only `model`, `tokenizer`, `warmup` and `data` need the heavy
 libraries, and they import them when called.

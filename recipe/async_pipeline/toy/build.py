@@ -14,14 +14,17 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from recipe.async_pipeline.toy.model import ModelSpec
+from recipe.async_pipeline.toy.model import ModelSpec, MoeModelSpec
 from recipe.async_pipeline.toy.task import TaskSpec
 from recipe.async_pipeline.toy.warmup import WarmupSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 # Increase it when the code produces a different result from the same parameters.
 FORMAT = 1
@@ -31,17 +34,18 @@ REWARD_FILE = Path(__file__).with_name("reward.py")
 
 @dataclass(frozen=True, kw_only=True)
 class ToySpec:
-    """All parameters of the toy."""
+    """All parameters of the addition task."""
 
+    reward: ClassVar[Path | None] = REWARD_FILE
     seed: int = 0
     task: TaskSpec = field(default_factory=TaskSpec)
     model: ModelSpec = field(default_factory=ModelSpec)
     warmup: WarmupSpec = field(default_factory=WarmupSpec)
 
     @classmethod
-    def of(cls, *, seed: int, tied: bool) -> ToySpec:
-        """Return the default toy with the two choices that the command offers."""
-        return cls(seed=seed, model=ModelSpec(tied=tied))
+    def of(cls, *, seed: int, tied: bool, moe: bool = False) -> ToySpec:
+        """Return the default toy with the choices that the command offers."""
+        return cls(seed=seed, model=MoeModelSpec(tied=tied) if moe else ModelSpec(tied=tied))
 
     def parameters(self) -> dict[str, Any]:
         """Return all parameters and the format, as plain values."""
@@ -50,9 +54,30 @@ class ToySpec:
     @property
     def dir_name(self) -> str:
         """Name of the directory: the parameters of most interest, then the hash of all."""
-        text = json.dumps(self.parameters(), sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        return f"addition-{'tied' if self.model.tied else 'untied'}-seed{self.seed}-{digest}"
+        kind = "tied" if self.model.tied else "untied"
+        kind = f"moe-{kind}" if isinstance(self.model, MoeModelSpec) else kind
+        return dir_name_of(f"addition-{kind}-seed{self.seed}", self.parameters())
+
+
+class Spec(Protocol):
+    """All parameters of a task."""
+
+    @property
+    def reward(self) -> Path | None:
+        """The file of the reward rule; None if the task needs no rule."""
+
+    @property
+    def dir_name(self) -> str:
+        """Name of the directory, another one for other parameters."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Return all parameters as plain values."""
+
+
+def dir_name_of(name: str, parameters: Mapping[str, Any]) -> str:
+    """Return the name of a directory, which contains a hash of all parameters."""
+    text = json.dumps(parameters, sort_keys=True)
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +85,7 @@ class Measured:
     """Measurements taken while the toy was made."""
 
     accuracy_after_warmup: float
-    """Share of validation sums that the policy answers correctly, sampled at temperature 1."""
+    """Share of held-out prompts for which the policy succeeds, sampled at temperature 1."""
 
     seconds: float
     """Time it took to make."""
@@ -72,6 +97,7 @@ class Toy:
 
     dir: Path
     measured: Measured
+    reward: Path | None = REWARD_FILE
 
     def as_dict(self) -> dict[str, str | float]:
         """Return every path and measurement, as `task make --json` prints them."""
@@ -80,16 +106,16 @@ class Toy:
             "model": str(self.dir / "model"),
             "train": str(self.dir / "train.parquet"),
             "val": str(self.dir / "val.parquet"),
-            "reward": str(REWARD_FILE),
+            **({} if self.reward is None else {"reward": str(self.reward)}),
             **dataclasses.asdict(self.measured),
         }
 
 
 # Fills an existing, empty directory and returns the accuracy after warm-up.
-Fill = Callable[[ToySpec, Path, Callable[[str], None]], float]
+Fill = Callable[[Any, Path, Callable[[str], None]], float]
 
 
-def ensure_toy(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None) -> Toy:
+def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None) -> Toy:
     """Return the toy of `spec` under `root`; make it first if it is absent or incomplete.
 
     Two processes may do this at the same time: the first to finish wins and the other uses its result.
@@ -98,17 +124,18 @@ def ensure_toy(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill
     final = root / spec.dir_name
     finished = find_finished(final)
     if finished is not None:
-        return finished
+        return replace(finished, reward=spec.reward)
 
     started = time.monotonic()
     work = root / f".{spec.dir_name}.{uuid.uuid4().hex}.tmp"
     work.mkdir(parents=True)
     try:
-        accuracy = (fill or fill_toy)(spec, work, report)
+        make: Fill = fill or fill_toy
+        accuracy = make(spec, work, report)
         measured = Measured(accuracy_after_warmup=accuracy, seconds=round(time.monotonic() - started, 2))
         marker = {"parameters": spec.parameters(), "measured": dataclasses.asdict(measured)}
         (work / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        return _publish(work, final)
+        return replace(_publish(work, final), reward=spec.reward)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -143,9 +170,6 @@ def fill_toy(spec: ToySpec, work: Path, report: Callable[[str], None]) -> float:
 
     Returns the accuracy of the policy before it is rounded to bf16. Takes about half a minute on two cores.
     """
-    import torch
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
-
     from recipe.async_pipeline.toy.data import write_parquet
     from recipe.async_pipeline.toy.model import make_model
     from recipe.async_pipeline.toy.task import split_problems
@@ -164,11 +188,19 @@ def fill_toy(spec: ToySpec, work: Path, report: Callable[[str], None]) -> float:
         "to learn"
     )
 
+    save_model(model, tokenizer, work / "model")
+    return accuracy
+
+
+def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Save a model in bf16, with its tokenizer."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
     # A progress bar for one shard would clutter the report.
     disable_progress_bar()
     try:
-        model.to(torch.bfloat16).save_pretrained(work / "model")
+        model.to(torch.bfloat16).save_pretrained(path)
     finally:
         enable_progress_bar()
-    tokenizer.save_pretrained(work / "model")
-    return accuracy
+    tokenizer.save_pretrained(path)

@@ -26,8 +26,12 @@ def make_row(problem: Problem, index: int, split_name: str) -> dict[str, Any]:
 
 def write_parquet(problems: Sequence[Problem], split_name: str, path: Path) -> None:
     """Write one row per problem, in the given order. Replaces `path`."""
+    write_rows([make_row(problem, index, split_name) for index, problem in enumerate(problems)], path)
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows in the given order. Replaces `path`."""
     import pyarrow
     import pyarrow.parquet
 
-    rows = [make_row(problem, index, split_name) for index, problem in enumerate(problems)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

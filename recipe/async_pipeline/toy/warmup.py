@@ -11,7 +11,9 @@ than it shows, and imitates the errors; the reward does not accept them, which i
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,13 +22,12 @@ from recipe.async_pipeline.toy.task import careless_answer
 from recipe.async_pipeline.toy.tokenizer import answer_ids, prompt_ids, prompt_messages
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     from recipe.async_pipeline.toy.task import Problem, Split
 
 # The label that torch's cross entropy ignores.
-_IGNORED = -100
+IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def collate(examples: Sequence[Example], pad_id: int) -> tuple[list[list[int]], 
     for example in examples:
         fill = width - len(example.prompt) - len(example.answer)
         ids.append([*example.prompt, *example.answer, *[pad_id] * fill])
-        labels.append([*[_IGNORED] * len(example.prompt), *example.answer, *[_IGNORED] * fill])
+        labels.append([*[IGNORED] * len(example.prompt), *example.answer, *[IGNORED] * fill])
     return ids, labels
 
 
@@ -175,40 +176,33 @@ def warm_up(
     Restores torch's thread count and random state. `report` receives a line per measurement. Raises
     WarmupFailed if a required accuracy is not reached.
     """
-    import torch
-
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(spec.num_threads)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return _Warmup(model, tokenizer, split, spec, random.Random(seed), report).run()
-    finally:
-        torch.set_num_threads(threads_before)
+    with reproducible(spec, seed):
+        return _Addition(model, tokenizer, split, spec, random.Random(seed), report).run()
 
 
-class _Warmup:
-    """The two phases, on one model and one optimizer."""
+class TwoPhases(ABC):
+    """The two phases, on one model and one optimizer; a task says what a batch and the accuracy are."""
 
     def __init__(
-        self,
-        model: Qwen2ForCausalLM,
-        tokenizer: PreTrainedTokenizerFast,
-        split: Split,
-        spec: WarmupSpec,
-        rng: random.Random,
-        report: Callable[[str], None],
+        self, model: Qwen2ForCausalLM, spec: WarmupSpec, rng: random.Random, report: Callable[[str], None]
     ) -> None:
         import torch
 
-        self.model, self.tokenizer, self.split, self.spec = model, tokenizer, split, spec
-        self.rng, self.report = rng, report
+        self.model, self.spec, self.rng, self.report = model, spec, rng, report
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
         )
 
+    @abstractmethod
+    def batch(self, slip_rate: float) -> tuple[list[list[int]], list[list[int]]]:
+        """Return ids and labels of a batch, as `collate`; its teacher errs with this probability."""
+
+    @abstractmethod
+    def accuracy(self, *, unseen: bool) -> float:
+        """Return the share of tasks that the policy does right when sampled: held-out ones, or others."""
+
     def run(self) -> float:
-        """Run both phases; return the accuracy on the validation sums."""
+        """Run both phases; return the accuracy on held-out tasks."""
         self._teach()
         return self._spoil()
 
@@ -220,8 +214,7 @@ class _Warmup:
             if step % spec.check_every:
                 continue
 
-            checked = self.rng.sample(self.split.train, min(spec.num_checked, len(self.split.train)))
-            accuracy = sampled_accuracy(self.model, self.tokenizer, checked)
+            accuracy = self.accuracy(unseen=False)
             self.report(f"warm-up step {step}: accuracy {accuracy:.2f} of {spec.taught_accuracy}")
             if accuracy >= spec.taught_accuracy:
                 return
@@ -232,18 +225,18 @@ class _Warmup:
         )
 
     def _spoil(self) -> float:
-        """Train on answers with wrong digits; return the accuracy. Raises WarmupFailed if it is too low."""
+        """Train on answers with errors; return the accuracy. Raises WarmupFailed if it is too low."""
         spec, accuracy = self.spec, 0.0
         for step in range(1, spec.max_slip_steps + 1):
             self._train(spec.slip_learning_rate, slip_rate=spec.slip_rate)
             if step < spec.num_slip_steps or (step - spec.num_slip_steps) % spec.check_every:
                 continue
 
-            accuracy = sampled_accuracy(self.model, self.tokenizer, self.split.val)
+            accuracy = self.accuracy(unseen=True)
             if accuracy >= spec.min_accuracy:
                 return accuracy
             self.report(
-                f"warm-up: accuracy {accuracy:.2f} after {step} steps on wrong digits, RL needs "
+                f"warm-up: accuracy {accuracy:.2f} after {step} steps on wrong answers, RL needs "
                 f"{spec.min_accuracy}"
             )
         raise WarmupFailed(
@@ -252,27 +245,60 @@ class _Warmup:
         )
 
     def _train(self, learning_rate: float, *, slip_rate: float) -> None:
-        problems = self.rng.choices(self.split.train, k=self.spec.batch_size)
-        batch = [
-            encode_example(self.tokenizer, problem, careless_answer(problem, self.rng, slip_rate))
-            for problem in problems
-        ]
+        import torch
+
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        _train_step(self.model, self.optimizer, batch, self.tokenizer.pad_token_id)
+        ids, labels = (torch.tensor(rows) for rows in self.batch(slip_rate))
+        logits = self.model(input_ids=ids).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
 
 
-def _train_step(
-    model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, batch: Sequence[Example], pad_id: int
-) -> None:
+class _Addition(TwoPhases):
+    """Sums, and wrong digits."""
+
+    def __init__(
+        self,
+        model: Qwen2ForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        split: Split,
+        spec: WarmupSpec,
+        rng: random.Random,
+        report: Callable[[str], None],
+    ) -> None:
+        super().__init__(model, spec, rng, report)
+        self._tokenizer, self._split = tokenizer, split
+
+    def batch(self, slip_rate: float) -> tuple[list[list[int]], list[list[int]]]:
+        problems = self.rng.choices(self._split.train, k=self.spec.batch_size)
+        examples = [
+            encode_example(self._tokenizer, problem, careless_answer(problem, self.rng, slip_rate))
+            for problem in problems
+        ]
+        return collate(examples, self._tokenizer.pad_token_id)
+
+    def accuracy(self, *, unseen: bool) -> float:
+        train, count = self._split.train, min(self.spec.num_checked, len(self._split.train))
+        problems = self._split.val if unseen else self.rng.sample(train, count)
+        return sampled_accuracy(self.model, self._tokenizer, problems)
+
+
+@contextmanager
+def reproducible(spec: WarmupSpec, seed: int) -> Iterator[None]:
+    """Seed torch and limit its threads inside; restores both."""
     import torch
 
-    ids, labels = (torch.tensor(rows) for rows in collate(batch, pad_id))
-    logits = model(input_ids=ids).logits
-    loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED
-    )
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(spec.num_threads)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads_before)

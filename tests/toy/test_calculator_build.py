@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of the calculator has data, a model, and the file of the tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.toy.build import ensure_toy
+from recipe.async_pipeline.toy.calculator import CalculatorTask
+from recipe.async_pipeline.toy.calculator_build import (
+    TOOLS,
+    CalculatorSpec,
+    calculator_rows,
+    fill_calculator,
+)
+from recipe.async_pipeline.toy.model import ModelSpec
+from recipe.async_pipeline.toy.task import Problem
+from recipe.async_pipeline.toy.warmup import WarmupSpec
+
+SMALL = CalculatorSpec(
+    task=CalculatorTask(num_train=6, num_val=4),
+    model=ModelSpec(num_layers=1, hidden_size=32, intermediate_size=32),
+    warmup=WarmupSpec(
+        taught_accuracy=0.0, num_slip_steps=1, max_slip_steps=1, batch_size=2, check_every=1, min_accuracy=0.0
+    ),
+)
+
+
+def test_a_row_has_its_sum() -> None:
+    (row,) = calculator_rows([Problem(12, 34)], "train")
+    assert row["prompt"] == [{"role": "user", "content": "12+34="}]
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "46"}
+
+
+def test_other_parameters_make_another_directory() -> None:
+    assert len({one.dir_name for one in (CalculatorSpec(), CalculatorSpec(seed=1), SMALL)}) == 3
+
+
+@pytest.mark.real_engine
+def test_it_is_made_once_with_its_tool_and_reward(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    made = ensure_toy(SMALL, tmp_path, report=lambda line: None, fill=fill_calculator)
+    assert all(Path(str(made.as_dict()[name])).exists() for name in ("model", "train", "val", "reward"))
+    assert (made.dir / "tools.py").read_text() == TOOLS.read_text()
+    assert ensure_toy(SMALL, tmp_path, report=lambda line: None, fill=fill_calculator) == made
