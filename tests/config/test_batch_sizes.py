@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -263,3 +264,59 @@ def test_the_remedy_for_a_micro_batch_is_accepted(
             assert changes[path] == micro
             changes[path] = int(text.rpartition(" ")[2])
     check(changes, devices=devices)
+
+
+MEGATRON: dict[str, Any] = {f"{ACTOR}.strategy": "megatron", f"{REF}.strategy": "megatron"}
+
+
+def sizes(parallel: Mapping[str, int], section: str = ACTOR) -> dict[str, Any]:
+    """Return Megatron's sizes of a role: tensor_model: 2 for tensor_model_parallel_size=2."""
+    return {f"{section}.megatron.{name}_parallel_size": size for name, size in parallel.items()}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "devices"),
+    [
+        ({}, 4),
+        ({"tensor_model": 2}, 4),
+        ({"tensor_model": 2, "pipeline_model": 2}, 4),
+        ({"expert_model": 4}, 4),
+        ({"tensor_model": 2, "expert_model": 4, "expert_tensor": 1}, 4),
+        ({"tensor_model": 3}, 3),
+    ],
+)
+def test_megatron_sizes_that_divide_the_devices(parallel: dict[str, int], devices: int) -> None:
+    check({**MEGATRON, **sizes(parallel), **sizes(parallel, REF)}, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "devices", "words"),
+    [
+        ({"tensor_model": 2}, 3, "must together divide the 3 devices of pool train, got 2"),
+        (
+            {"tensor_model": 2, "pipeline_model": 3},
+            4,
+            "must together divide the 4 devices of pool train, got 6",
+        ),
+        ({"tensor_model": 2, "expert_model": 4}, 4, "got 4 x 2 x 1; reduce them"),
+        ({"tensor_model": 0}, 1, "must be >= 1, got 0"),
+    ],
+)
+def test_megatron_sizes_that_do_not(parallel: dict[str, int], devices: int, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check({**MEGATRON, **sizes(parallel)}, devices=devices)
+
+
+def test_a_mini_batch_divides_over_the_ranks_of_megatron_not_over_the_devices() -> None:
+    """3 devices hold one model: one data-parallel rank, which any number of samples divides over."""
+    one_rank = {**MEGATRON, **sizes({"tensor_model": 3}), **sizes({"tensor_model": 3}, REF)}
+    check({**one_rank, f"{ROLLOUT}.n": 1, "data.train_batch_size": 16}, devices=3)
+    with pytest.raises(ConfigError, match="3 devices of pool train"):
+        check({f"{ROLLOUT}.n": 1, "data.train_batch_size": 16}, devices=3)
+
+
+def test_only_context_parallelism_multiplies_the_tokens_of_a_rank() -> None:
+    dynamic = {**MEGATRON, **dict.fromkeys(DYNAMIC, True), f"{ACTOR}.ppo_max_token_len_per_gpu": 6}
+    with pytest.raises(ConfigError, match="ppo_max_token_len_per_gpu must be at least the longest sequence"):
+        check({**dynamic, **sizes({"tensor_model": 2})}, devices=2)
+    check({**dynamic, **sizes({"context": 2}), **sizes({"context": 2}, REF)}, devices=2)

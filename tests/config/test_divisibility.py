@@ -25,8 +25,8 @@ def test_devices_that_share_a_sequence_count_once() -> None:
     check_divides(pool, 12, "a mini-batch", 2)
     with pytest.raises(
         ConfigError,
-        match=r"6 samples, must be divisible by the 4 data-parallel ranks \(8 devices of pool a / "
-        r"sequence parallel 2\); nearest sizes are 6 and 12 devices$",
+        match=r"6 samples, must be divisible by the 4 data-parallel ranks \(8 devices of pool a, "
+        r"2 for each rank\); nearest sizes are 6 and 12 devices$",
     ):
         check_divides(pool, 6, "a mini-batch", 2)
 

@@ -46,6 +46,7 @@ def test_a_kind_of_bad_data_by_its_former_name() -> None:
     [
         ("max_lagg", "staleness.max_lag"),
         ("every", "weight_sync.every"),
+        ("max_staleness", "staleness.max_lag"),
         ("staleness.wait_timeout", "faults.wait_timeout_s"),
         ("weight_sync.in_flight", "weight_sync.in_flight_policy"),
         ("weight_sync.evry", "weight_sync.every"),

@@ -186,3 +186,12 @@ def test_the_plan_has_validation_and_custom_stages(
     assert f"validation      {line}" in lines
     assert f"custom stages   {stage}" in lines
     assert not any(text.startswith("custom stages") for text in in_words(planned(verl, knobs())))
+
+
+def test_redundant_responses_are_in_flight_and_named(model: Path) -> None:
+    plain, plan = (planned(config(model), knobs({"agentic.redundancy": n})) for n in (0, 2))
+    size = plan.answers_per_group
+    assert plan.answers_at_once == plain.answers_at_once // size * (size + 2)
+    line = f"redundancy      {size + 2} responses are begun for each group; the first {size} to finish"
+    assert any(one.startswith(line) for one in in_words(plan))
+    assert not any(one.startswith("redundancy") for one in in_words(plain))

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipe.async_pipeline.agents.episodes import POLICIES as END_POLICIES
+from recipe.async_pipeline.agents.episodes import EndPolicies
 from recipe.async_pipeline.config.aliases import FOREIGN
 from recipe.async_pipeline.config.loss_modes import LOSS_OF_VARIANT
 from recipe.async_pipeline.config.misplaced import SWITCHES
 from recipe.async_pipeline.config.paths import OWN, select
 from recipe.async_pipeline.config.schema import (
+    SHORT_COMMIT_S,
     AsyncPipelineConfig,
     canonical_strategy,
     concurrent_loads,
@@ -161,6 +164,7 @@ def test_every_knob_is_read() -> None:
         "weight_sync.max_concurrent_loads": 2,
         "weight_sync.gather_bucket_size_mb": 4,
         "weight_sync.load_bucket_size_mb": 2,
+        "weight_sync.delta": True,
         "pools": {"a": {"roles": ["train"], "share": 0.5}, "b": {"roles": ["generate"], "share": 0.5}},
         "training.old_logp": "trainer",
         "training.ref_refresh_every": 4,
@@ -175,23 +179,47 @@ def test_every_knob_is_read() -> None:
         "reward.cpu_s": 1.5,
         "reward.failure": "drop",
         "reward.default": -1.0,
+        "agentic.environment": "m:C",
+        "agentic.environment_kwargs": {"size": 5},
+        "agentic.agent": "m:f",
+        "agentic.agent_env": {"A": "b"},
+        "agentic.verify": "judge",
+        "agentic.gateway.max_chains": 2,
+        "agentic.gateway.max_body_mb": 3,
+        "agentic.gateway.keep_alive_s": 0.25,
+        "agentic.max_turns": 3,
+        "agentic.max_turn_tokens": 7,
+        "agentic.isolation": "thread",
+        "agentic.concurrency": 5,
+        "agentic.reset_ahead": 2,
+        "agentic.env_timeout_s": 7,
+        "agentic.failure_reward": -2.0,
+        "agentic.attempts": 3,
+        "agentic.episode_timeout_s": 1.5,
+        "agentic.turn_timeout_s": 1.25,
+        "agentic.tool_timeout_s": 0.5,
+        "agentic.redundancy": 2,
+        "agentic.ends": {"deadline": "drop"},
         "faults.bad_data": {"all_masked": "keep"},
         "faults.max_prompt_attempts": 3,
         "faults.strict_observers": True,
         "run_dir": "somewhere",
         "custom_stages": ["m:C@reward->train"],
     }
-    kinds = {f"faults.bad_data.{kind}" for kind in POLICIES}
-    assert {*knobs} - {"faults.bad_data"} | kinds == set(knob_paths())
-    found = resolve(own(knobs)).config
+    kinds = {f"faults.bad_data.{kind}" for kind in POLICIES} | {f"agentic.ends.{end}" for end in END_POLICIES}
+    assert {*knobs} - {"faults.bad_data", "agentic.ends"} | kinds == set(knob_paths())
+    # Of an environment and an agent, the user chooses the default.
+    chosen = {"actor_rollout_ref": {"rollout": {"agent": {"default_agent_loop": "environment"}}}}
+    found = resolve(own(knobs) | chosen).config
     assert found == AsyncPipelineConfig.of(knobs)
     assert found.custom_stages == ("m:C@reward->train",)
     assert found.faults.bad_data == Policies(all_masked="keep")
+    assert found.agentic.ends == EndPolicies(deadline="drop")
     for path, value in knobs.items():
         node: Any = found
         for part in path.split("."):
             node = getattr(node, part)
-        if path not in ("faults.bad_data", "custom_stages"):
+        if path not in ("faults.bad_data", "agentic.ends", "custom_stages"):
             assert node == value, path
 
 
@@ -373,6 +401,13 @@ def test_switches_that_disagree_are_refused() -> None:
         ("faults.bad_data", {"nonfinite_logprobs": "keep"}),
         ("faults.bad_data", {"empty_answer": ["drop"]}),
         ("faults.loop_stall_s", True),
+        ("agentic.attempts", 0),
+        ("agentic.max_turns", 3),
+        ("agentic.isolation", "vm"),
+        ("agentic.failure_reward", float("nan")),
+        ("agentic.ends", {"agent_failed": "train"}),
+        ("agentic.episode_timeout_s", 0),
+        ("agentic.episode_timeout_s", 900),
         ("faults.wait_timeout_s", float("nan")),
         ("weight_sync.timeout_s", True),
         ("weight_sync.in_flight_policy", "wait"),
@@ -483,6 +518,12 @@ def test_an_eighth_of_the_replicas_load_at_once_by_default(
     asked: int | None, replicas: int, at_once: int
 ) -> None:
     assert concurrent_loads(asked, replicas) == at_once
+    assert concurrent_loads(asked, replicas, SHORT_COMMIT_S + 0.01) == at_once
+
+
+@pytest.mark.parametrize(("asked", "at_once"), [(None, 24), (2, 2), (99, 24)])
+def test_short_loads_take_no_turns_by_default(asked: int | None, at_once: int) -> None:
+    assert concurrent_loads(asked, 24, SHORT_COMMIT_S) == at_once
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,10 @@ def test_what_is_no_strategy_is_one_line(target: str, words: str) -> None:
         schedule_at(target, "the.key")
     assert str(caught.value).startswith("the.key")
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_class_that_needs_no_base_class() -> None:
+    found = find_class("tests.fakes.environments:Counting", "environment", derived=False)
+    assert found is not None and found.name == "Counting"
+    with pytest.raises(ConfigError, match="has no base class"):
+        find_class("tests.fakes.environments:Counting", "custom_stages")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
+from .agentic import agent_loop_for
 from .foreign_pools import pools_of_ratios, pools_of_tasks
 from .loss_modes import LOSS_OF_VARIANT
 from .paths import OWN, hint, select
@@ -81,7 +82,7 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
             f"{BYPASS}=True takes old log-probs from the rollout, but "
             f"{OWN}.training.old_logp={own['training.old_logp']}; keep one of them"
         )
-    return found | _loss(raw, draft)
+    return found | _loss(raw, draft) | agent_loop_for(own, raw)
 
 
 def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:

@@ -5,7 +5,8 @@ verl computes these sizes in its workers, minutes after the start; a wrong one e
 
     batch            data.train_batch_size x rollout.n, padded to whole mini-batches and ranks
     rows of a rank   batch / data-parallel ranks, in micro-batches of a fixed size or of a number of tokens
-    ranks            devices of the pool / Ulysses sequence parallel size; FSDP's sharding changes nothing
+    ranks            devices of the pool / devices of one rank: with FSDP the Ulysses sequence parallel size
+                     (its sharding changes nothing), with Megatron tensor x pipeline x context parallel size
 
 The critic's sizes differ: verl 0.9.1 always packs its micro-batches by tokens. Pure arithmetic.
 """
@@ -40,11 +41,18 @@ class Ranks:
     sequence_path: str
     """The key of `sequence`."""
     sequence: int
-    """Devices that share one sequence (Ulysses)."""
+    """Devices that share one sequence (Ulysses, context parallelism)."""
+    model: int = 1
+    """Devices that each hold a part of the model and see whole sequences (Megatron)."""
+
+    @property
+    def size(self) -> int:
+        """Devices of one data-parallel rank."""
+        return self.sequence * self.model
 
     @property
     def number(self) -> int:
-        return self.pool.devices // self.sequence
+        return self.pool.devices // self.size
 
 
 def check_batch_sizes(config: Mapping[str, Any], placement: Placement) -> None:
@@ -89,6 +97,11 @@ def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[
         pool = placement.pool_of(role)
         if pool is None:
             continue
+        # A pool for logp has the actor's engine.
+        section = ACTOR if role == "logp" else fsdp.rpartition(".")[0]
+        if select(config, f"{section}.strategy") == "megatron":
+            yield role, (_megatron_ranks(config, pool, f"{section}.megatron"), f"{section}.megatron", model)
+            continue
         # verl lets the deprecated key win where it is above 1.
         old = _whole(config, deprecated, least=1, default=1)
         at = deprecated if old > 1 else path
@@ -96,8 +109,43 @@ def _engines(config: Mapping[str, Any], placement: Placement) -> Iterator[tuple[
         yield role, (ranks, fsdp, model)
 
 
+def _megatron_ranks(config: Mapping[str, Any], pool: Pool, section: str) -> Ranks:
+    tensor, pipeline = (
+        _whole(config, f"{section}.{name}_model_parallel_size", least=1, default=1)
+        for name in ("tensor", "pipeline")
+    )
+    path = f"{section}.context_parallel_size"
+    context = _whole(config, path, least=1, default=1)
+    return Ranks(pool=pool, sequence_path=path, sequence=context, model=tensor * pipeline)
+
+
+def _check_megatron_mesh(config: Mapping[str, Any], ranks: Ranks, section: str) -> None:
+    """Raises ConfigError if the parallel sizes do not divide the devices, or the experts' sizes do not."""
+    devices, pool = ranks.pool.devices, ranks.pool.name
+    sizes = f"{section}.{{tensor_model,pipeline_model,context}}_parallel_size"
+    if devices % ranks.size:
+        raise ConfigError(
+            f"{sizes} must together divide the {devices} devices of pool {pool}, got "
+            f"{ranks.size}; reduce them"
+        )
+    pipeline, tensor, expert = (
+        _whole(config, f"{section}.{name}_model_parallel_size", least=1, default=1)
+        for name in ("pipeline", "tensor", "expert")
+    )
+    expert_tensor = _whole(config, f"{section}.expert_tensor_parallel_size", least=1, default=tensor)
+    if expert > 1 and devices % (pipeline * expert * expert_tensor):
+        raise ConfigError(
+            f"{section}.expert_model_parallel_size x expert_tensor_parallel_size x "
+            f"pipeline_model_parallel_size must divide the {devices} devices of pool {pool}, got "
+            f"{expert} x {expert_tensor} x {pipeline}; reduce them, e.g. set expert_tensor_parallel_size=1"
+        )
+
+
 def _check_mesh(config: Mapping[str, Any], ranks: Ranks, fsdp: str, model: str) -> None:
     """Raises ConfigError if verl could not lay out the engine's device meshes."""
+    if fsdp.endswith(".megatron"):
+        _check_megatron_mesh(config, ranks, fsdp)
+        return
     devices, sequence = ranks.pool.devices, ranks.sequence
     if devices % sequence:
         raise ConfigError(
@@ -132,9 +180,10 @@ def _check_mini_batches(config: Mapping[str, Any], train: Ranks, critic: Ranks |
     for section, ranks, name in sections:
         samples = int(select(config, f"{section}.ppo_mini_batch_size")) * n
         check_divides(
-            ranks.pool, samples, f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)", ranks.sequence
+            ranks.pool, samples, f"a mini-batch ({name}.ppo_mini_batch_size x rollout.n)", ranks.size
         )
-    if not select(config, DYNAMIC) and batch * n % train.pool.devices:
+    fsdp = select(config, f"{ACTOR}.strategy") != "megatron"
+    if fsdp and not select(config, DYNAMIC) and batch * n % train.pool.devices:
         # verl's own check, which knows no sequence parallelism.
         unit = train.pool.devices // math.gcd(train.pool.devices, n)
         raise ConfigError(
@@ -171,7 +220,7 @@ def _check_forward(
 ) -> None:
     """Raises ConfigError if a whole batch cannot be split over the ranks that compute log-probs."""
     for samples, what in batches.items():
-        check_divides(ranks.pool, samples, f"a batch of {role} ({what})", ranks.sequence)
+        check_divides(ranks.pool, samples, f"a batch of {role} ({what})", ranks.size)
     if select(config, f"{prefix}.log_prob_use_dynamic_bsz"):
         _check_tokens(config, f"{prefix}.log_prob_max_token_len_per_gpu", ranks)
         return

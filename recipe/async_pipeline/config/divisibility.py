@@ -7,23 +7,23 @@ from ..errors import ConfigError
 from .placement import Pool
 
 
-def check_divides(pool: Pool, samples: int, what: str, sequence: int = 1) -> None:
+def check_divides(pool: Pool, samples: int, what: str, size: int = 1) -> None:
     """Raises ConfigError, with the nearest possible sizes, if a pool cannot divide `samples` evenly.
 
-    `sequence` devices share one sequence and form one data-parallel rank.
+    `size` devices form one data-parallel rank: they share sequences, or hold one model together.
     """
-    ranks = pool.devices // sequence
+    ranks = pool.devices // size
     if samples % ranks:
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
         below = max(n for n in fits if n <= ranks) if ranks > 1 else 1
         above = min((n for n in fits if n > ranks), default=None)
-        nearest = f"{below * sequence}" if above is None else f"{below * sequence} and {above * sequence}"
+        nearest = f"{below * size}" if above is None else f"{below * size} and {above * size}"
         units = f"{pool.devices} devices of pool {pool.name}"
-        if sequence > 1:
-            units = f"{ranks} data-parallel ranks ({units} / sequence parallel {sequence})"
+        if size > 1:
+            units = f"{ranks} data-parallel ranks ({units}, {size} for each rank)"
         raise ConfigError(
             f"{what}, {samples} samples, must be divisible by the {units}; nearest sizes are {nearest}"
-            f"{' devices' if sequence > 1 else ''}"
+            f"{' devices' if size > 1 else ''}"
         )
 
 

@@ -48,6 +48,13 @@ class Bounds:
         return " and ".join(form.format(bound) for form, bound in parts if bound is not None)
 
 
+LONGEST_S = 1e9
+"""The longest time that timers accept."""
+Positive = Annotated[int, Bounds(least=1)]
+Limit = Annotated[int, Bounds(least=1, most=LONGEST_S)]
+Seconds = Annotated[float, Bounds(above=0, most=LONGEST_S)]
+
+
 class Knob(NamedTuple):
     """One field that the user may set."""
 

@@ -21,6 +21,7 @@ SWITCHES = ("async_pipeline", "actor_rollout_ref.async_pipeline")
 ASYNC_TRAINING = "async_training"
 COMMON = frozenset(
     {"strategy", "run_dir", "pools", "validation", "depth", "every", "timeout_s", "failure", "default"}
+    | {"environment", "max_turns", "isolation", "agent", "verify"}
     | {"attempts", "concurrency", "batch", "memory_mb", "cpu_s", "stage", "stale"}
 )
 """Current and former names of knobs that other software also uses. The search for them is limited to `HIGHER`
@@ -35,7 +36,9 @@ LIKELY = (
     "data.",
     "reward.",
 )
-"""Places where a user may put a knob by mistake. `strategy` is also a key of verl's actor."""
+"""Places where a user may put a knob by mistake."""
+ALSO_VERLS = ("strategy", "agent")
+"""Knobs whose names are also keys of verl's below `LIKELY`: of its actor, and of its rollout."""
 
 
 def reject_misplaced(raw: Mapping[str, Any]) -> None:
@@ -96,7 +99,7 @@ def _reject_common(raw: Mapping[str, Any]) -> None:
         (f"{parent}{name}", places)
         for name, places in _knob_places().items()
         if name in COMMON
-        for parent in (*HIGHER, *(() if name == "strategy" else LIKELY))
+        for parent in (*HIGHER, *(() if name in ALSO_VERLS else LIKELY))
     ]
     # verl has a section `reward` at the top.
     wrong += [

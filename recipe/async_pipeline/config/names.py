@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
@@ -127,6 +128,10 @@ def _nearest(path: str, paths: list[str]) -> str | None:
         return max(same, key=lambda known: SequenceMatcher(None, path, known).ratio())
     if name in RENAMED:
         return RENAMED[name]
+    words = set(name.split("_"))
+    holding = [known for known in paths if len(words) > 1 and words <= set(re.split("[._]", known))]
+    if holding:
+        return min(holding, key=len)
     near = get_close_matches(path, paths, n=1, cutoff=0.8)
     if near:
         return near[0]

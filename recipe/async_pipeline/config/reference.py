@@ -21,11 +21,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from .aliases import FOREIGN, SET_BY_OTHERS
-from .fields import Knob, knobs_of, sections_of
+from .fields import LONGEST_S, Knob, knobs_of, sections_of
 from .misplaced import SWITCHES
 from .names import current_path
 from .paths import OWN, hint
-from .schema import LONGEST_S, AsyncPipelineConfig, knob_paths
+from .schema import AsyncPipelineConfig, knob_paths
 
 COMMAND = "python -m recipe.async_pipeline.config.reference"
 YAML, DOCS = Path("configs/async_pipeline.yaml"), Path("docs/configuration.md")

@@ -67,6 +67,8 @@ class Plan:
     tensor_parallel: int
     groups_per_step: int
     answers_per_group: int
+    redundancy: int
+    """Further responses that are begun for each group, of which the slowest are ended."""
     mini_batches_per_step: int
     answers_per_mini_batch_and_rank: float
     padding_per_step: int
@@ -125,11 +127,12 @@ def plan_of(
         tensor_parallel=tp,
         groups_per_step=batch,
         answers_per_group=n,
+        redundancy=knobs.agentic.redundancy,
         mini_batches_per_step=-(-batch // mini),
         answers_per_mini_batch_and_rank=mini * n / train,
         padding_per_step=-batch % mini * n,
         groups_at_once=batch * depth + oldest,
-        answers_at_once=(batch * depth + oldest) * n,
+        answers_at_once=(batch * depth + oldest) * (n + knobs.agentic.redundancy),
         engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
         parameters=parameters,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
@@ -232,6 +235,7 @@ def in_words(plan: Plan) -> list[str]:
         f"{plan.answers_per_mini_batch_and_rank:g} per mini-batch and training rank{_padding(plan)}",
         f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} responses, for "
         f"{plan.engine_slots} engine slots{_slots(plan)}",
+        *_redundancy(plan),
         f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
     ]
     if plan.spare_bytes is None or plan.spare_bytes > 0:
@@ -258,6 +262,15 @@ def _devices(plan: Plan) -> Iterator[str]:
         yield (
             f"                and {plan.reward_model_devices} more for the reward model, which scores during "
             "generation"
+        )
+
+
+def _redundancy(plan: Plan) -> Iterator[str]:
+    if plan.redundancy:
+        total = plan.answers_per_group + plan.redundancy
+        yield (
+            f"redundancy      {total} responses are begun for each group; the first "
+            f"{plan.answers_per_group} to finish are trained, which favours short ones"
         )
 
 

@@ -19,7 +19,8 @@ from ..core.bad_data import Policies, is_finite
 from ..core.untrained_groups import Straggler
 from ..errors import ConfigError
 from ..strategies import STRATEGIES
-from .fields import Bounds, build, check_fields, knobs_of
+from .agentic import AgenticConfig
+from .fields import Bounds, Limit, Positive, Seconds, build, check_fields, knobs_of
 from .names import flattened
 from .paths import OWN, hint
 
@@ -31,14 +32,16 @@ DEFAULT_AHEAD = 3
 """max_lag of n_step_ahead and fully_async if no key sets it."""
 LOADING_SHARE = 8
 """One replica in this many may load while the others generate."""
+SHORT_COMMIT_S = 0.25
+"""Replicas need no turns to commit if a commit pauses each for at most this long.
+
+In turns, an update takes one commit for each turn: with eight replicas, eight times as long as at once, and
+no prompt is admitted with the version until the last one. What turns gain, that most replicas generate
+meanwhile, is less than that if all of them pause for a few steps of an engine only.
+"""
 MOST_LAG = 1000
 """Each version of lag is a batch in flight, so a typing error must not create millions."""
-LONGEST_S = 1e9
-"""The longest time that timers accept."""
 
-Positive = Annotated[int, Bounds(least=1)]
-Limit = Annotated[int, Bounds(least=1, most=LONGEST_S)]
-Seconds = Annotated[float, Bounds(above=0, most=LONGEST_S)]
 InFlightPolicy = Literal["keep", "abort", "drain"]
 OldLogp = Literal["trainer", "rollout", "logp_pool"]
 IN_FLIGHT_POLICIES: tuple[str, ...] = get_args(InFlightPolicy)
@@ -139,7 +142,7 @@ class WeightSyncConfig:
     every: Positive = 1
     """Optimizer steps from one weight update to the next; version numbers count every step."""
     timeout_s: Seconds = 600.0
-    """Seconds that one replica may take to load and verify one version."""
+    """Seconds that one replica may take to prepare one version, and again to load and verify it."""
     in_flight_policy: InFlightPolicy = "keep"
     """What happens to requests in flight when their replica loads new weights: keep (they continue with the
     keys and values that the old weights computed), abort (they restart from the tokens that they have), or
@@ -148,11 +151,9 @@ class WeightSyncConfig:
     """Where a new version waits until its replica loads it: host memory, or device, a second copy on the
     replica's devices that is filled during generation. Loads from device are shorter and cost the memory of
     the weights on each device."""
-    max_concurrent_loads: (
-        Annotated[int, Bounds(least=1, remedy="leave it out for an eighth of the replicas")] | None
-    ) = None
-    """Replicas that load a version at the same time, while the others generate. Default: an eighth of the
-    replicas, at least one."""
+    max_concurrent_loads: Annotated[int, Bounds(least=1, remedy="leave it out for the default")] | None = None
+    """Replicas that load a version at the same time, while the others generate; all prepare it at once.
+    Default: all if their last loads took at most 0.25 s each, else an eighth of them, at least one."""
     reuse_prefixes: bool = False
     """Let new requests use prefixes that earlier versions cached. It saves work where prompts share long
     prefixes, but responses then depend on keys and values of other versions, which no record shows."""
@@ -161,6 +162,10 @@ class WeightSyncConfig:
     all tensors are covered; embeddings are compared every time."""
     gather_bucket_size_mb: Positive = 512
     """MB of each host bucket that the trainer gathers weights into."""
+    delta: bool = False
+    """Send versions to other hosts as lossless differences from the version that they have, where that is
+    smaller. It pays if the link is slower than a core codes, about 1 GB/s, and steps change few values, as
+    at the learning rates of RL in bfloat16. Hosts of training ranks map versions and send nothing."""
     load_bucket_size_mb: Positive = 128
     """MB that a replica loads at a time; bounds the additional device memory of a load."""
 
@@ -304,6 +309,7 @@ class AsyncPipelineConfig:
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     fleet: FleetConfig = FleetConfig()
     reward: RewardConfig = RewardConfig()
+    agentic: AgenticConfig = AgenticConfig()
     faults: FaultsConfig = FaultsConfig()
 
     @classmethod
@@ -323,6 +329,7 @@ class AsyncPipelineConfig:
                     "docs/architecture.md"
                 )
         self._check_lag()
+        self.agentic.check_timeouts(self.faults.wait_timeout_s)
 
     def _check_lag(self) -> None:
         staleness, sync = self.staleness, self.weight_sync
@@ -342,9 +349,16 @@ class AsyncPipelineConfig:
             )
 
 
-def concurrent_loads(asked: int | None, replicas: int) -> int:
-    """Return how many replicas load a version at the same time: `asked`, or an eighth, at least one."""
-    return min(replicas, max(1, replicas // LOADING_SHARE) if asked is None else asked)
+def concurrent_loads(asked: int | None, replicas: int, commit_s: float | None = None) -> int:
+    """Return how many replicas load a version at the same time.
+
+    That is `asked`; by default an eighth, at least one, or all if a commit takes at most `SHORT_COMMIT_S`.
+    `commit_s`: seconds of a commit, or None if they are unknown.
+    """
+    if asked is not None:
+        return min(replicas, asked)
+    short = commit_s is not None and commit_s <= SHORT_COMMIT_S
+    return replicas if short else max(1, replicas // LOADING_SHARE)
 
 
 def plain(knobs: AsyncPipelineConfig) -> dict[str, Any]:

@@ -34,11 +34,12 @@ def schedule_at(strategy: str, path: str) -> type[Schedule]:
         ) from None
 
 
-def find_class(target: str, path: str) -> ast.ClassDef | None:
+def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef | None:
     """Return the definition that `target` names, or None if the source does not contain it.
 
-    A class that the module imports, for example, is not in its source. `path` is the config key, for errors.
-    Raises ConfigError if there is no such module, or no such class in it.
+    A class that the module imports, for example, is not in its source. `path` is the config key, for errors;
+    `derived`: the class must have a base class. Raises ConfigError if there is no such module, or no such
+    class in it.
     """
     module, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
@@ -66,7 +67,7 @@ def find_class(target: str, path: str) -> ast.ClassDef | None:
         raise ConfigError(
             f"{path} names module {module!r}, which is not valid Python ({error}), got {target!r}; correct it"
         ) from None
-    return _defined(name, tree, f"{path} names {target!r}")
+    return _defined(name, tree, f"{path} names {target!r}", derived)
 
 
 def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
@@ -99,14 +100,14 @@ def base_names(cls: ast.ClassDef | None) -> list[str]:
     ]
 
 
-def _defined(name: str, tree: ast.Module, what: str) -> ast.ClassDef | None:
+def _defined(name: str, tree: ast.Module, what: str, derived: bool) -> ast.ClassDef | None:
     """Return a class of a module, or None if other statements may define it. Raises ConfigError otherwise."""
     open_ended, there = False, []
     for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef):
             there.append(node.name)
             if node.name == name:
-                if not node.bases:
+                if derived and not node.bases:
                     raise ConfigError(
                         f"{what}, which has no base class; subclass Schedule for a strategy, "
                         "RoleStateMachine for a stage"

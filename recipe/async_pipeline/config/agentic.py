@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The knobs of episodes of agents; a section of `schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from ..agents.environment import Isolation
+from ..agents.episodes import EndPolicies
+from ..core.bad_data import is_finite
+from ..errors import ConfigError
+from .fields import Bounds, Limit, Positive, Seconds, check_fields
+from .paths import OWN, select
+
+AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+VERLS_AGENT_LOOP, ENVIRONMENT_LOOP, AGENT_LOOP_OF_AGENTS = "single_turn_agent", "environment", "agent_session"
+"""verl's default, and the agent loops of `AgenticConfig.environment` and `AgenticConfig.agent`."""
+OF_BOTH = ("max_turns", "concurrency", "failure_reward")
+"""Knobs that have an effect only with `environment` or `agent`."""
+OF_ENVIRONMENTS = ("environment_kwargs", "max_turn_tokens", "isolation", "reset_ahead", "env_timeout_s")
+"""Knobs that have an effect only with `environment`."""
+OF_AGENTS = ("agent_env", "verify", "gateway")
+"""Knobs that have an effect only with `agent`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP server of each agent loop worker, through which agents reach the policy. It listens on
+    127.0.0.1, on a free port."""
+
+    PATH: ClassVar[str] = f"{OWN}.agentic.gateway"
+
+    max_chains: Positive = 8
+    """Conversations of one episode: an agent that edits, summarises or branches its history begins another
+    one, and each is a row of training. Further ones are refused."""
+    max_body_mb: Limit = 32
+    """Largest request, in MiB."""
+    keep_alive_s: Seconds = 5.0
+    """Seconds between the events that keep a streamed answer open while it is generated."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgenticConfig:
+    """Episodes of agents with tools and several turns: their deadline, and what happens if one fails."""
+
+    PATH: ClassVar[str] = f"{OWN}.agentic"
+
+    environment: str | None = None
+    """Play each response as an episode in this environment, with the agent loop `environment`: frozen_lake,
+    an id of gymnasium, or `module:Class` of a custom one (docs/agents.md). Its rewards are the scores.
+    Default: the agent loops that verl's keys and the data set name."""
+    environment_kwargs: Mapping[str, Any] | None = None
+    """Arguments of the environment, plain values. Default: no arguments."""
+    agent: str | None = None
+    """Have a program play each response, with the agent loop `agent_session`: `module:function`, or a
+    command. It reaches the policy over HTTP, with the APIs of OpenAI and Anthropic (docs/agents.md).
+    Default: the agent loops that verl's keys and the data set name."""
+    agent_env: Mapping[str, Any] | None = None
+    """Further environment variables of the command and of `verify`, which otherwise get few of the run's.
+    Default: no variables."""
+    verify: str | None = None
+    """A command that runs after the agent, in its folder, and prints the reward: {"reward": 1.0} as its last
+    line. Default: the reward that the agent gives, or else the reward function's."""
+    gateway: GatewayConfig = GatewayConfig()
+    max_turns: Positive = 16
+    """Turns of the policy after which an episode in an environment or of an agent ends."""
+    max_turn_tokens: Limit | None = None
+    """Tokens that the policy may write in one turn in an environment; a longer turn is cut off. Default: what
+    is left of data.max_response_length."""
+    isolation: Isolation = "process"
+    """Where environments run: each in a process (process; one that hangs or crashes is killed with all that
+    it started, and replaced), in a thread (thread; one that hangs leaves its thread behind), or in the event
+    loop of its agent loop worker (inline; no overhead, but one that blocks stops all episodes of the
+    worker)."""
+    concurrency: Limit = 64
+    """Episodes that each agent loop worker plays in environments, and of agents, at the same time."""
+    reset_ahead: Annotated[int, Bounds(least=0, remedy="0 resets none ahead")] = 0
+    """Further environments of each agent loop worker that are started and reset while they wait for their
+    turn to play."""
+    env_timeout_s: Seconds = 60.0
+    """Seconds that one reset (with the start of its environment) or one step may take. An environment that
+    exceeds them is ended, and its episode ends as env_failed."""
+    failure_reward: float = 0.0
+    """The score of an episode whose end has the policy score; see ends."""
+    turn_timeout_s: Seconds | None = None
+    """Seconds that the policy may take for one turn, waits for replicas included. The episode of a slower one
+    ends as deadline. Default: no limit."""
+    tool_timeout_s: Seconds | None = None
+    """Seconds that a tool of verl's agent loop tool_agent may take for one call. The episode of a slower one
+    ends as deadline. Default: no limit."""
+    attempts: Positive = 2
+    """How often an episode (one response with all its turns) is played if it fails. The prompt, its seed and
+    the other responses of its group stay."""
+    redundancy: Annotated[int, Bounds(least=0, remedy="0 begins none")] = 0
+    """Further episodes that are begun for each group. The first rollout.n that finish are trained and the
+    rest are ended, so that a slow or failed episode holds up nothing. This favours short episodes;
+    async_pipeline/bias/*/redundant_* measures by how much."""
+    episode_timeout_s: Seconds | None = None
+    """Seconds that one attempt may take until its agent loop returns, so that a tool that hangs does not hold
+    up its group until faults.wait_timeout_s ends the run. All attempts together must be shorter than
+    faults.wait_timeout_s. Default: no limit."""
+    ends: EndPolicies = EndPolicies()
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.PATH)
+        if not is_finite(self.failure_reward):
+            raise ConfigError(
+                f"{self.PATH}.failure_reward must be a finite number, got {self.failure_reward!r}; 0.0 is "
+                "the default"
+            )
+        if self.redundancy and self.ends.env_failed == "score":
+            raise ConfigError(
+                f"{self.PATH}.redundancy={self.redundancy} requires {self.PATH}.ends.env_failed=again or "
+                "drop, got score: episodes that fail at once would fill the groups; change one of them"
+            )
+        for names, needed in (
+            (OF_ENVIRONMENTS, ("environment",)),
+            (OF_AGENTS, ("agent",)),
+            (OF_BOTH, ("environment", "agent")),
+        ):
+            if any(getattr(self, name) is not None for name in needed):
+                continue
+            for name in names:
+                value = getattr(self, name)
+                if value != getattr(type(self), name):
+                    either = " or ".join(f"{self.PATH}.{one}" for one in needed)
+                    raise ConfigError(f"{self.PATH}.{name}={value!r} requires {either}; set it")
+
+    def check_timeouts(self, wait_timeout_s: float) -> None:
+        """Raises ConfigError unless all attempts at an episode end before `faults.wait_timeout_s`."""
+        one_s = self.episode_timeout_s
+        if one_s is not None and self.attempts * one_s >= wait_timeout_s:
+            raise ConfigError(
+                f"{self.PATH}.episode_timeout_s must be below {wait_timeout_s / self.attempts:g}, so that "
+                f"{self.attempts} attempts end before faults.wait_timeout_s ({wait_timeout_s:g}), got "
+                f"{one_s:g}; lower it, or raise faults.wait_timeout_s"
+            )
+
+
+def agent_loop_for(own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of verl's key for the agent loop that plays an environment or runs an agent.
+
+    Empty without either. Rows with an `agent_name` choose for themselves.
+    Raises ConfigError if the user's keys disagree.
+    """
+    loops = {"environment": ENVIRONMENT_LOOP, "agent": AGENT_LOOP_OF_AGENTS}
+    named = {name: loop for name, loop in loops.items() if own.get(f"agentic.{name}") is not None}
+    if not named:
+        return {}
+    chosen = select(raw, AGENT_LOOP)
+    if chosen in named.values():
+        return {AGENT_LOOP: chosen}
+    if len(named) > 1:
+        raise ConfigError(
+            f"{AgenticConfig.PATH}.environment and .agent are both set, so {AGENT_LOOP} must be "
+            f"{ENVIRONMENT_LOOP} or {AGENT_LOOP_OF_AGENTS}, got {chosen!r}; set it, or keep one of them"
+        )
+    ((name, loop),) = named.items()
+    if chosen not in (None, VERLS_AGENT_LOOP):
+        raise ConfigError(
+            f"{AgenticConfig.PATH}.{name} requires the agent loop {loop}, but {AGENT_LOOP} is {chosen!r}; "
+            "keep one of them"
+        )
+    return {AGENT_LOOP: loop}

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Translate whole configuration files of other systems into overrides for verl with this package.
+
+    rules        what a key can become, and the walk over a file
+    roll         ROLL's keys, of its RLVR and its agentic pipeline
+    rllm         rLLM's keys that verl does not have
+    uni_agent    uni-agent's keys that verl does not have
+
+`async-pipeline translate` is the command. Keys that may be written into verl's config as they are, such as
+`async_generation_ratio`, are in `config.aliases`.
+"""

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two published files of ROLL become runs whose checks pass; every key of them has become something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.cli.translate import overrides_of, read
+from recipe.async_pipeline.config.foreign_files.roll import TABLE, is_agentic, translate_roll
+from recipe.async_pipeline.config.foreign_files.rules import TranslatedFile
+from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.errors import ConfigError
+from tests.conftest import Load
+
+HERE = Path(__file__).parent
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+ENVIRONMENTS = {
+    "train_env_manager": {
+        "group_size": 8,
+        "num_env_groups": 128,
+        "group_size_redundancy": 2,
+        "max_env_num_per_worker": 16,
+    },
+    "custom_envs": {
+        "FrozenLake": {
+            "env_type": "frozen_lake",
+            "max_steps": 10,
+            "max_tokens_per_step": 128,
+            "env_config": {"is_slippery": False, "size": 4},
+        }
+    },
+    "env_monitor": {"hung_timeout": 3600},
+}
+
+
+def translated(name: str, **more: Any) -> TranslatedFile:
+    return translate_roll({**read(HERE / f"{name}.yaml"), **more})
+
+
+@pytest.mark.parametrize("name", ["roll_agentic", "roll_rlvr"])
+def test_every_key_of_a_published_file_has_become_something(name: str) -> None:
+    found = translated(name)
+    assert found.unknown == []
+    assert all(one.outcome.overrides or one.outcome.text for one in found.keys)
+
+
+def test_the_rlvr_file() -> None:
+    found = translated("roll_rlvr")
+    assert not is_agentic(read(HERE / "roll_rlvr.yaml"))
+    for path, value in {
+        "+async_pipeline": True,
+        "+async_generation_ratio": 1,
+        "data.train_batch_size": 64,
+        f"{ROLLOUT}.n": 8,
+        # 1 sample x 64 accumulated x 8 data-parallel ranks of 16 devices are 64 groups of 8.
+        f"{ACTOR}.ppo_mini_batch_size": 64,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1,
+        "data.max_response_length": 8192,
+        "trainer.nnodes": 2,
+        f"{ROLLOUT}.n_gpus_per_node": 8,
+        f"{ROLLOUT}.name": "sglang",
+        f"{ROLLOUT}.dtype": "float16",
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+    }.items():
+        assert found.overrides[path] == value, path
+    kinds = {one.key: one.outcome.kind for one in found.keys}
+    assert kinds["is_num_return_sequences_expand"] == "nothing to do"
+    assert kinds["actor_train.strategy_args.strategy_config.tensor_model_parallel_size"] == "differs"
+    assert kinds["actor_train.data_args.file_name"] == "by hand"
+    assert len(found.missing) == 1 and "data.train_files" in found.missing[0]
+
+
+def test_the_agentic_file_with_and_without_its_environments() -> None:
+    alone = translated("roll_agentic")
+    assert alone.overrides["data.train_batch_size"] == 1024
+    assert any("agentic.environment" in line for line in alone.missing)
+
+    whole = translated("roll_agentic", **ENVIRONMENTS)
+    assert whole.unknown == [] and not any("agentic.environment" in line for line in whole.missing)
+    agentic = f"+{OWN}.agentic"
+    for path, value in {
+        "data.train_batch_size": 128,
+        f"{ROLLOUT}.n": 8,
+        f"{ACTOR}.ppo_mini_batch_size": 128,
+        f"{agentic}.environment": "frozen_lake",
+        f"{agentic}.environment_kwargs.slippery": False,
+        f"{agentic}.max_turns": 10,
+        f"{agentic}.max_turn_tokens": 128,
+        f"{agentic}.redundancy": 2,
+        f"{agentic}.concurrency": 16,
+        f"{agentic}.episode_timeout_s": 3600.0,
+    }.items():
+        assert whole.overrides[path] == value, path
+
+
+def test_a_batch_that_is_no_multiple_of_its_groups_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rollout_batch_size must be a multiple of train_env_manager"):
+        translated("roll_agentic", train_env_manager={"group_size": 7})
+
+
+def test_an_unknown_key_is_named() -> None:
+    assert translated("roll_rlvr", warp_factor=9).unknown == ["warp_factor"]
+
+
+def test_no_rule_is_hidden_by_one_before_it() -> None:
+    patterns = [pattern for pattern, _ in TABLE]
+    assert len(set(patterns)) == len(patterns)
+    for place, pattern in enumerate(patterns):
+        for before in patterns[:place]:
+            if before.endswith(".*"):
+                assert not pattern.startswith(before[:-1]), f"{before} hides {pattern}"
+
+
+@pytest.mark.real_engine
+@pytest.mark.parametrize("name", ["roll_agentic", "roll_rlvr"])
+def test_the_run_of_a_published_file_passes_all_checks(name: str, load: Load, tmp_path: Path) -> None:
+    """What is by hand: data, and for agents an environment. The engine of one file is not a part of CI."""
+    pytest.importorskip("gymnasium")
+    explain = load("recipe.async_pipeline.cli.explain")
+    found = translated(name, **(ENVIRONMENTS if name == "roll_agentic" else {}))
+    by_hand = [
+        f"data.train_files={tmp_path / 'train.parquet'}",
+        f"data.val_files={tmp_path / 'val.parquet'}",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.calculate_log_probs=true",
+        # An episode may take an hour in that file, which is more than a run waits by default.
+        f"+{OWN}.faults.wait_timeout_s=10000",
+    ]
+    config = explain._composed(None, "ppo_trainer", [*overrides_of(found), *by_hand])
+    checked = load("recipe.async_pipeline.verl_bridge.config_checks").checked(config)
+    assert checked.translation.config.staleness.max_lag == 1
+    assert checked.translation.config.strategy == "one_step_off"

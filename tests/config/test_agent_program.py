@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of an agent is checked before the run, and its files are found from any folder."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.config import agent_program
+from recipe.async_pipeline.config.agent_program import program_values, runnable
+from recipe.async_pipeline.config.agentic import AgenticConfig
+from recipe.async_pipeline.errors import ConfigError
+
+AGENT, VERIFY = f"{AgenticConfig.PATH}.agent", f"{AgenticConfig.PATH}.verify"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_program, "PACKAGES", ("json",))
+
+
+def test_files_of_commands_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my agent.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    command = f"{sys.executable} 'my agent.py' --fast other.py"
+    found = program_values(AgenticConfig(agent=command, verify=command))
+    expected = [sys.executable, str(tmp_path / "my agent.py"), "--fast", "other.py"]
+    assert {path: shlex.split(value) for path, value in found.items()} == {AGENT: expected, VERIFY: expected}
+    assert runnable(found[AGENT], AGENT) == found[AGENT], "absolute paths stay"
+
+
+def test_functions_stay_as_they_are() -> None:
+    assert program_values(AgenticConfig()) == {}
+    assert program_values(AgenticConfig(agent="json:loads")) == {}
+
+
+@pytest.mark.parametrize(
+    ("agent", "why"),
+    [
+        ("no_such_program x", "must be module:function or a command whose program exists, got 'no_such_prog"),
+        ("", "must be module:function or a command"),
+        ("python 'x", r"must be a command, got .* \(No closing quotation\); correct its quotes"),
+        ("no_such_module:run", "names module 'no_such_module', which cannot be found, .*; check PYTHONPATH"),
+        ("no_such_package.module:run", "which cannot be found"),
+    ],
+)
+def test_what_cannot_be_run(agent: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"agentic\.agent .*{why}"):
+        program_values(AgenticConfig(agent=agent))
+
+
+def test_verify_is_checked_as_well() -> None:
+    with pytest.raises(ConfigError, match=r"agentic\.verify must be"):
+        program_values(AgenticConfig(agent="json:loads", verify="no_such_program"))
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_program, "PACKAGES", ("json", "no_such_package"))
+    with pytest.raises(
+        ConfigError, match=r"requires json, no_such_package; pip install async_pipeline\[agen"
+    ):
+        program_values(AgenticConfig(agent="json:loads"))

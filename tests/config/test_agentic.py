@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All attempts at an episode must end before the run gives up on its group."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipe.async_pipeline.config.agentic import (
+    AGENT_LOOP,
+    OF_AGENTS,
+    OF_BOTH,
+    OF_ENVIRONMENTS,
+    AgenticConfig,
+    agent_loop_for,
+)
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig
+from recipe.async_pipeline.errors import ConfigError
+
+
+@pytest.mark.parametrize(("attempts", "timeout_s", "fits"), [(1, 99, True), (2, 49.9, True), (2, 50, False)])
+def test_all_attempts_must_fit(attempts: int, timeout_s: float, fits: bool) -> None:
+    agentic = {"attempts": attempts, "episode_timeout_s": timeout_s}
+    values = {"agentic": agentic, "faults": {"wait_timeout_s": 100}}
+    if fits:
+        assert AsyncPipelineConfig.of(values).agentic.episode_timeout_s == timeout_s
+    else:
+        with pytest.raises(ConfigError, match="episode_timeout_s must be below 50, .* got 50; lower it"):
+            AsyncPipelineConfig.of(values)
+
+
+def test_without_a_limit_any_number_of_attempts_fits() -> None:
+    assert AgenticConfig(attempts=1000).episode_timeout_s is None
+
+
+KEYS = {"environment": ("frozen_lake", "environment"), "agent": ("python a.py", "agent_session")}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("chosen", [None, "single_turn_agent", "environment", "agent_session", "tool_agent"])
+def test_an_environment_or_an_agent_selects_its_agent_loop(chosen: str | None, key: str) -> None:
+    raw = {"actor_rollout_ref": {"rollout": {"agent": {"default_agent_loop": chosen}}}}
+    assert agent_loop_for({}, raw) == {}
+    value, loop = KEYS[key]
+    own = {f"agentic.{key}": value}
+    if chosen in (None, "single_turn_agent", loop):
+        assert agent_loop_for(own, raw) == {AGENT_LOOP: loop}
+    else:
+        with pytest.raises(ConfigError, match=f"{key} requires the agent loop {loop}, but .* is '{chosen}'"):
+            agent_loop_for(own, raw)
+
+
+@pytest.mark.parametrize("chosen", [None, "single_turn_agent", "environment", "agent_session"])
+def test_of_an_environment_and_an_agent_the_user_chooses_the_default(chosen: str | None) -> None:
+    raw = {"actor_rollout_ref": {"rollout": {"agent": {"default_agent_loop": chosen}}}}
+    own = {f"agentic.{key}": value for key, (value, _) in KEYS.items()}
+    if chosen in ("environment", "agent_session"):
+        assert agent_loop_for(own, raw) == {AGENT_LOOP: chosen}
+    else:
+        with pytest.raises(ConfigError, match=r"are both set, so .* must be environment or agent_session"):
+            agent_loop_for(own, raw)
+
+
+VALUES = {
+    "environment_kwargs": {"size": 5},
+    "isolation": "thread",
+    "failure_reward": -1.0,
+    "agent_env": {"A": "b"},
+    "verify": "true",
+}
+
+
+@pytest.mark.parametrize(
+    ("knob", "needed"),
+    [
+        *((knob, ("environment",)) for knob in OF_ENVIRONMENTS),
+        *((knob, ("environment", "agent")) for knob in OF_BOTH),
+        *((knob, ("agent",)) for knob in OF_AGENTS if knob != "gateway"),
+        ("gateway.max_chains", ("agent",)),
+    ],
+)
+def test_a_knob_requires_what_it_is_for(knob: str, needed: tuple[str, ...]) -> None:
+    value = VALUES.get(knob, 3)
+    either = " or ".join(f".*agentic.{one}" for one in needed)
+    with pytest.raises(ConfigError, match=rf"agentic.{knob.partition('.')[0]}=.* requires {either}; set it"):
+        AsyncPipelineConfig.of({f"agentic.{knob}": value})
+    for one in needed:
+        found = AsyncPipelineConfig.of({f"agentic.{knob}": value, f"agentic.{one}": KEYS[one][0]}).agentic
+        assert (found.gateway.max_chains if knob.startswith("gateway") else getattr(found, knob)) == value
+
+
+def test_redundancy_refuses_that_failures_fill_the_groups() -> None:
+    values = {"agentic.redundancy": 2, "agentic.environment": "m:C"}
+    assert AsyncPipelineConfig.of(values).agentic.redundancy == 2
+    with pytest.raises(ConfigError, match="redundancy=2 requires .*ends.env_failed=again or drop, got score"):
+        AsyncPipelineConfig.of({**values, "agentic.ends.env_failed": "score"})
