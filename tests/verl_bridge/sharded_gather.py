@@ -18,16 +18,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.shard_load import load_parts, prove_parts
-
-
-def make_model() -> torch.nn.Module:
-    """Return a model with sizes that the ranks do not divide, one smaller than their number, and a buffer."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(5, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1), torch.nn.Linear(1, 300)
-    )
-    model.register_buffer("steps", torch.tensor(3))
-    return model
+from tests.fakes.sharded_model import make_model
 
 
 def load_back(model: torch.nn.Module, manifest: Manifest, version: int) -> None:
@@ -56,8 +47,9 @@ def main(rank: int, count: int, file: str) -> None:
         fully_shard(one, mesh=mesh)
 
     ranks = TrainingRanks("this host")
-    assert ranks.on_one_host
-    assert not TrainingRanks(f"host {rank}").on_one_host or count == 1
+    assert (ranks.hosts, ranks.rank) == (1, rank)
+    apart = TrainingRanks(f"host {rank}")
+    assert (apart.hosts, apart.rank) == (count, 0)
 
     writer = ArenaWriter(512, 4, torch.bfloat16, ranks)
     for version in range(3):

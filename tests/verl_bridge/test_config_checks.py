@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.config.schema import knob_paths
 from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError
+from tests.conftest import Load
 from tests.fakes.config_mistakes import MISTAKES
 from tests.verl_bridge.conftest import Smoke, refused
 
@@ -212,7 +215,7 @@ POOLS_OF_THREE = {
         ({"trainer.critic_warmup": 2}, "critic_warmup must be 0 without a critic, got 2"),
         (
             {"algorithm.adv_estimator": "gae", "critic.strategy": "megatron"},
-            "critic.strategy must be fsdp or fsdp2, got megatron",
+            "critic.strategy=megatron requires verl's config of Megatron",
         ),
         (
             {
@@ -239,22 +242,21 @@ POOLS_OF_THREE = {
             {"quarters": True, f"{OWN}.training.old_logp": "rollout", f"{CORRECTION}.rollout_is": None},
             "this run has no logp",
         ),
-        ({"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"}, "must be fsdp2 if logp loads"),
         (
-            {f"{OWN}.training.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
-            "must be fsdp2 if ref_logp loads",
+            {"quarters": True, "actor_rollout_ref.actor.strategy": "fsdp"},
+            "must be fsdp2 or megatron if logp loads",
         ),
         (
-            {"quarters": True, "actor_rollout_ref.model.lora_rank": 8, f"{ROLLOUT}.load_format": "auto"},
-            "LoRA rank 8 cannot be combined",
+            {f"{OWN}.training.ref_refresh_every": 4, "actor_rollout_ref.actor.strategy": "fsdp"},
+            "must be fsdp2 or megatron if ref_logp loads",
         ),
         (
             {
-                "quarters": True,
+                f"{OWN}.training.ref_refresh_every": 4,
                 "actor_rollout_ref.model.lora_rank": 8,
-                "actor_rollout_ref.model.lora.merge": True,
+                f"{ROLLOUT}.load_format": "auto",
             },
-            "LoRA rank 8 cannot be combined",
+            "ref_refresh_every must be 0 with LoRA unless ref_logp has its own pool, got 4; .*leave it out",
         ),
         ({f"{OWN}.training.ref_refresh_every": 4, "use_ref": False}, "must be 0 without a reference policy"),
         (
@@ -273,14 +275,29 @@ def test_an_invalid_layout_is_refused(
     changes = dict(changes)
     if changes.pop("quarters", False):
         changes |= {"trainer.use_nodes_ratios": [0.25] * 4, "trainer.n_gpus_per_node": 3}
-    lora = "actor_rollout_ref.model.lora_rank" in changes
-    with_ref = changes.pop("use_ref", True) and not lora
-    if lora:
-        changes["trainer.use_nodes_ratios"] = [0.25, 0.5, 0.5, 0.25]
+    with_ref = changes.pop("use_ref", True)
     config = smoke(
         {"actor_rollout_ref.actor.use_kl_loss": with_ref, "ray_kwargs.ray_init.num_gpus": None, **changes}
     )
     assert re.search(part, refused(launch, config, capsys))
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapters_go_with_a_reference_and_pools(launch: ModuleType, smoke: Smoke, merge: bool) -> None:
+    adapters = {
+        "actor_rollout_ref.model.lora_rank": 8,
+        "actor_rollout_ref.model.lora.merge": merge,
+        f"{ROLLOUT}.load_format": "auto",
+        "actor_rollout_ref.actor.use_kl_loss": True,
+    }
+    launch.checked(smoke(adapters))
+    quarters = {
+        "trainer.use_nodes_ratios": [0.25] * 4,
+        "trainer.n_gpus_per_node": 3,
+        "ray_kwargs.ray_init.num_gpus": None,
+        f"{OWN}.training.ref_refresh_every": 4,
+    }
+    launch.checked(smoke(adapters | quarters))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +324,7 @@ def test_a_custom_stage_must_fit(
         ({f"{OWN}.max_lagg": 1}, "did you mean 'staleness.max_lag'?"),
         ({"trainer.max_lag": 1}, "it belongs at"),
         ({"async_pipeline": "yes"}, "must be True or False"),
-        ({f"{ROLLOUT}.name": "sglang"}, "other engines are not supported yet"),
+        ({f"{ROLLOUT}.name": "trtllm"}, "other engines are not supported yet"),
         ({"data.train_files": "${oc.env:NO_SUCH_VARIABLE}"}, "data.train_files cannot be resolved"),
     ],
 )
@@ -518,3 +535,58 @@ def test_uncorrected_staleness_is_reported(
     launch.prepare(smoke({"async_strategy": "on_policy", f"{CORRECTION}.rollout_is": None}))
     launch.prepare(smoke({}))
     assert "correction" not in capsys.readouterr().out
+
+
+ENVIRONMENT = f"{OWN}.agentic.environment"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({ENVIRONMENT: "no_such_module_here:Class"}, "agentic.environment names module .* cannot be found"),
+        ({ENVIRONMENT: "tests.fakes.environments:Other"}, "agentic.environment .*Other"),
+        (
+            {ENVIRONMENT: "frozen_lake", f"{OWN}.reward.while_generating": False},
+            "requires .*reward.while_generating=True, .* got False; set it",
+        ),
+        (
+            {ENVIRONMENT: "frozen_lake", f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"},
+            "requires the agent loop environment, but .* is 'tool_agent'; keep one of them",
+        ),
+        ({f"{OWN}.agentic.max_turns": 4}, "max_turns=4 requires .*environment or .*agentic.agent; set it"),
+        ({f"{OWN}.agentic.agent": "no_such_program x"}, "agentic.agent must be module:function or a command"),
+        (
+            {f"{OWN}.agentic.agent": "json:loads", f"{OWN}.reward.while_generating": False},
+            "agentic.agent requires .*reward.while_generating=True, .* got False; set it",
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_played_is_refused(
+    launch: ModuleType, smoke: Smoke, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        launch.checked(smoke(changes))
+
+
+def test_an_environment_selects_its_agent_loop(launch: ModuleType, smoke: Smoke) -> None:
+    found = launch.checked(smoke({ENVIRONMENT: "tests.fakes.environments:Counting"}))
+    assert found.translation.verl[f"{ROLLOUT}.agent.default_agent_loop"] == "environment"
+
+
+def test_an_agent_selects_its_agent_loop_and_its_program_is_found_from_any_folder(
+    launch: ModuleType, smoke: Smoke
+) -> None:
+    Path("agent.py").write_text("")
+    config = smoke({f"{OWN}.agentic.agent": f"{sys.executable} agent.py"})
+    launch.prepare(config)
+    assert OmegaConf.select(config, f"{ROLLOUT}.agent.default_agent_loop") == "agent_session"
+    assert OmegaConf.select(config, f"{OWN}.agentic.agent").endswith(f" {Path('agent.py').absolute()}")
+
+
+def test_an_environment_of_gymnasium_requires_it(
+    launch: ModuleType, smoke: Smoke, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = load("recipe.async_pipeline.verl_bridge.config_checks")
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"='CartPole-v1' requires gymnasium; pip install"):
+        launch.checked(smoke({ENVIRONMENT: "CartPole-v1"}))

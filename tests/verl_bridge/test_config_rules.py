@@ -64,19 +64,40 @@ def test_verls_sections_are_accepted_also_switched_off_or_absent(rules: ModuleTy
     rules.check_sections(without)
 
 
-@pytest.mark.parametrize("path", ["actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank"])
-def test_adapters_must_be_merged_or_have_a_loaded_base(rules: ModuleType, smoke: Smoke, path: str) -> None:
+MODEL = "actor_rollout_ref.model"
+RANK = f"{MODEL}.lora_rank"
+
+
+def test_adapters_must_be_merged_or_have_a_loaded_base(rules: ModuleType, smoke: Smoke) -> None:
     load_format = "actor_rollout_ref.rollout.load_format"
     with pytest.raises(
         ConfigError, match=r"rollout\.load_format must not be dummy for LoRA adapters.*lora\.merge=True"
     ):
-        rules.check_verl_config(smoke({path: 8, load_format: "dummy"}))
-    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
-        rules.check_verl_config(
-            smoke({path: 8, load_format: "auto", "actor_rollout_ref.actor.use_kl_loss": True})
-        )
-    rules.check_verl_config(smoke({path: 8, load_format: "auto"}))
-    merged = {path: 8, "actor_rollout_ref.model.lora.merge": True}
-    rules.check_verl_config(smoke(merged))
-    with pytest.raises(ConfigError, match="cannot be combined with a reference policy yet"):
-        rules.check_verl_config(smoke({**merged, "actor_rollout_ref.actor.use_kl_loss": True}))
+        rules.check_verl_config(smoke({RANK: 8, load_format: "dummy"}))
+    with_reference = {"actor_rollout_ref.actor.use_kl_loss": True}
+    rules.check_verl_config(smoke({RANK: 8, load_format: "auto", **with_reference}))
+    merged = {RANK: 8, f"{MODEL}.lora.merge": True}
+    rules.check_verl_config(smoke({**merged, **with_reference}))
+
+    fsdp1 = {"actor_rollout_ref.actor.strategy": "fsdp"}
+    with pytest.raises(ConfigError, match="strategy must be fsdp2 for LoRA adapters that are not merged"):
+        rules.check_verl_config(smoke({RANK: 8, load_format: "auto", **fsdp1}))
+    rules.check_verl_config(smoke({**merged, **fsdp1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({f"{MODEL}.lora.rank": 8}, "lora.rank must be 0 or .*lora_rank=0 with .*, got 8; set .*lora_rank"),
+        ({f"{MODEL}.lora.rank": 8, RANK: 4}, "lora.rank must be 0 or .*lora_rank=4 with fsdp .*, got 8"),
+        ({f"{MODEL}.lora_adapter_path": "adapter"}, "lora_adapter_path requires .*lora_rank >= 1, got 0"),
+    ],
+)
+def test_an_adapter_that_would_not_be_trained_is_refused(
+    rules: ModuleType, smoke: Smoke, changes: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        rules.check_verl_config(smoke(changes))
+    rules.check_verl_config(
+        smoke({f"{MODEL}.lora.rank": 8, RANK: 8, "actor_rollout_ref.rollout.load_format": "auto"})
+    )

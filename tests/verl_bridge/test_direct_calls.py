@@ -120,6 +120,19 @@ def test_arguments_that_are_too_large_or_cannot_be_pickled_go_through_ray(large:
     with_actor(story)
 
 
+def test_a_method_that_takes_no_direct_calls_is_called_through_ray() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        actor.served = DirectCalls(fail=actor.fail)
+        handle.direct_address = SimpleNamespace(remote=actor.served.address)
+        assert await caller.call("echo", 1) == ((1,), {})
+        assert handle.through_ray == ["echo"]
+        with pytest.raises(ValueError, match="a bad prompt"):
+            await caller.call("fail")
+        assert handle.through_ray == ["echo"]
+
+    with_actor(story)
+
+
 @pytest.mark.parametrize("why", ["other host", "no such method", "dead", "nothing listens"])
 def test_without_a_connection_calls_go_through_ray(why: str) -> None:
     async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
@@ -132,7 +145,9 @@ def test_without_a_connection_calls_go_through_ray(why: str) -> None:
                 raise AttributeError(why)
             if why == "dead":
                 raise ActorDiedError
-            return Address("elsewhere" if why == "other host" else direct_calls._host(), "\0nothing")
+            return Address(
+                "elsewhere" if why == "other host" else direct_calls._host(), "\0nothing", ("echo",)
+            )
 
         handle = Handle(actor, address)
         caller = DirectCaller(handle)
@@ -201,5 +216,48 @@ def test_the_handle_of_a_name_changes_only_with_its_actor() -> None:
         first = actors.of("a", handle)
         assert actors.of("a", handle) is first
         assert actors.of("a", other) is not first
+
+    with_actor(story)
+
+
+def test_messages_of_one_turn_of_the_loop_are_sent_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        await caller.call("echo")
+        connection = caller._connection
+        assert connection is not None
+        writes: list[bytes] = []
+        transport = connection.transport
+
+        def write(data: bytes) -> None:
+            writes.append(data)
+            transport.write(data)
+
+        connection.transport = SimpleNamespace(write=write, is_closing=lambda: False)
+        found = await asyncio.gather(*(caller.call("echo", n) for n in range(5)))
+        connection.transport = transport
+        assert found == [((n,), {}) for n in range(5)]
+        assert len(writes) == 1
+        assert not handle.through_ray
+
+    with_actor(story)
+
+
+def test_calls_wait_while_the_connection_is_made() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        asked, may_tell = asyncio.Event(), asyncio.Event()
+
+        async def address() -> Address:
+            asked.set()
+            await may_tell.wait()
+            return await actor.served.address()
+
+        handle.direct_address = SimpleNamespace(remote=address)
+        first = asyncio.create_task(caller.call("echo", 1))
+        await asked.wait()
+        second = asyncio.create_task(caller.call("echo", 2))
+        await asyncio.sleep(0)
+        may_tell.set()
+        assert (await first, await second) == (((1,), {}), ((2,), {}))
+        assert not handle.through_ray
 
     with_actor(story)

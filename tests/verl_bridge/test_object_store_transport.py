@@ -1,121 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets are transferred between Ray nodes through the object store; with real Ray and two nodes."""
+"""What a service's failures look like to the host that asks it, and which service a host asks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-import ray
-import torch
-import xxhash
-from ray.cluster_utils import Cluster
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayTaskError
 
-from recipe.async_pipeline.verl_bridge.object_store_transport import pull_through, start_on
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
-from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import decode, encode
-from recipe.async_pipeline.weight_sync.receiver import Inbox, Verdict, header_of
+from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.verl_bridge.object_store_transport import FromService, Route
+from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket, encode, joined
+from recipe.async_pipeline.weight_sync.shares import Bucket
 
 pytestmark = pytest.mark.real_engine
-BUCKET_BYTES = 1 << 20
-WEIGHTS = {
-    f"layer.{i}.weight": torch.randn(300, 300, generator=torch.Generator().manual_seed(i)) for i in range(9)
-}
+TICKET = Ticket(version=3, board="b", pid=1, num_bytes=8, gather_s=0.0, host="a" * 20)
+MANIFEST = Manifest(version=3, tensors=(), buckets=(), samples=())
+BUCKET = Bucket(0, 2)
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[tuple[str, str]]:
-    """Yield Ray's ids of the trainer's and a replica's node, which have separate object stores."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    other = cluster.add_node(num_cpus=1)
-    ray.init(address=cluster.address, log_to_driver=False)
-    try:
-        yield cluster.head_node.node_id, other.node_id
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+async def value(found: Any) -> Any:
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-class Replica:
-    """The receiving half of a rollout server."""
+class Service:
+    """Stands for a service's handle; records its callers."""
 
-    def __init__(self) -> None:
-        self.inbox = Inbox()
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.announced = SimpleNamespace(remote=lambda *arguments: self._call(answer, *arguments))
+        self.lend = self.announced
 
-    async def load(
-        self, manifest: bytes, courier: Any, spoil: int | None
-    ) -> tuple[dict[str, float], list[str]]:
-        """Return the sums of the received tensors, and the verdicts about buckets.
-
-        `spoil` is the number of a bucket whose first transfer is truncated.
-        """
-        pull = pull_through(courier, manifest)
-        pulled: list[int] = []
-
-        async def fetch(sequence: int) -> tuple[bytes, Any]:
-            header, payload = await pull(sequence)
-            pulled.append(sequence)
-            truncated = sequence == spoil and pulled.count(sequence) == 1
-            return header, payload[:-1] if truncated else payload
-
-        local = await self.inbox.receive(decode(manifest), fetch)
-        reader = ArenaReader()
-        sums = {
-            name: float(t.double().sum()) for piece in reader.read(local, BUCKET_BYTES) for name, t in piece
-        }
-        return sums, sorted(verdict.value for verdict in self.inbox.verdicts.elements())
-
-    def node(self) -> str:
-        node: str = ray.get_runtime_context().get_node_id()
-        return node
+    def _call(self, answer: Callable[[], Any], *arguments: Any) -> Any:
+        self.calls.append(arguments)
+        return value(answer())
 
 
-def test_a_version_arrives_complete_on_another_node(nodes: tuple[str, str]) -> None:
-    here, there = nodes
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(there, soft=False)
-    replica: Any = ray.remote(Replica).options(num_cpus=0, scheduling_strategy=strategy).remote()
-    assert ray.get(replica.node.remote()) == there != here
-
-    courier = start_on(here)
-    writer = ArenaWriter(BUCKET_BYTES, 4, None)
-    try:
-        for version in range(3):
-            weights = {name: tensor + version for name, tensor in WEIGHTS.items()}
-            ticket = writer.gather(version, weights.items())
-            manifest = ray.get(courier.announced.remote(ticket, 30.0))
-            buckets = len(decode(manifest).buckets)
-            assert buckets > 2
-
-            spoil = 1 if version == 1 else None
-            sums, verdicts = ray.get(replica.load.remote(manifest, courier, spoil))
-            assert sums == {name: float(t.double().sum()) for name, t in weights.items()}
-        assert verdicts == ["accepted"] * (3 * buckets) + [Verdict.TRUNCATED.value]
-    finally:
-        writer.close()
+def transport_from(answer: Callable[[], Any]) -> FromService:
+    return FromService(
+        Route({TICKET.host: Service(answer)}, (TICKET.host,)), TICKET, TICKET, TICKET.host, 5.0
+    )
 
 
-def test_replicas_pull_the_same_copy_and_a_failed_one_is_replaced(nodes: tuple[str, str]) -> None:
-    courier = start_on(nodes[0])
-    writer = ArenaWriter(BUCKET_BYTES, 4, None)
-    try:
-        manifest = encode(await_manifest(writer.gather(0, WEIGHTS.items()), 30))
-        (first,), (second,), (fresh,) = ray.get(
-            [courier.offer.remote(manifest, 0, f) for f in (False, False, True)]
-        )
-        assert first == second != fresh
-        later = encode(await_manifest(writer.gather(1, WEIGHTS.items()), 30))
-        (next_version,) = ray.get(courier.offer.remote(later, 0, False))
-        assert next_version != fresh
+def test_a_manifest_and_a_bucket_arrive() -> None:
+    assert asyncio.run(transport_from(lambda: encode(MANIFEST)).announced()) == MANIFEST
+    came = asyncio.run(transport_from(lambda: [value((b"header", b"data"))]).bucket(BUCKET, 0))
+    assert came == (b"header", b"data")
 
-        async def fetch() -> tuple[bytes, Any]:
-            return await pull_through(courier, later)(2)
 
-        header, payload = asyncio.run(fetch())
-        bucket = decode(later).buckets[2]
-        assert header == header_of(decode(later), 2)
-        assert xxhash.xxh3_64_intdigest(payload) == bucket.xxh3
-    finally:
-        writer.close()
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RayTaskError("lend", "a traceback", WeightSyncError("v3 is no longer in memory")),
+            r"^host aaaaaaaa: v3 is no longer in memory$",
+        ),
+        (ActorDiedError(), r"^the memory service of host aaaaaaaa is gone: "),
+        (ActorUnavailableError("no answer", None), r"^the memory service of host aaaaaaaa is gone: "),
+    ],
+)
+def test_a_service_that_fails_is_one_error_of_one_line(error: Exception, message: str) -> None:
+    for fetched in (
+        transport_from(lambda: error).announced(),
+        transport_from(lambda: error).bucket(BUCKET, 0),
+    ):
+        with pytest.raises(WeightSyncError, match=message) as caught:
+            asyncio.run(fetched)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_bucket_that_is_lost_with_its_service_is_the_same_error() -> None:
+    lost = ObjectLostError("ab" * 28, None, "")
+    with pytest.raises(WeightSyncError, match=r"the memory service of host aaaaaaaa is gone"):
+        asyncio.run(transport_from(lambda: [value(lost)]).bucket(BUCKET, 0))
+
+
+def test_a_host_asks_its_parent_and_the_root_announces() -> None:
+    hosts = [TICKET.host, *"bcdef"]
+    for host in hosts[1:]:
+        services = {name: Service(lambda: [value((b"", b""))]) for name in hosts}
+        route = Route(services, tuple("bcdef"))
+        (transport,) = route.transports(TICKET, host, 5.0)
+        asyncio.run(transport.bucket(BUCKET, 0))
+        (asked,) = [name for name, service in services.items() if service.calls]
+        assert asked == {"b": TICKET.host, "c": TICKET.host, "d": "b", "e": "b", "f": "c"}[host]
+        assert services[asked].calls == [(TICKET, route, BUCKET, 5.0, None)]
+
+
+def test_the_shares_of_several_training_hosts_have_different_relays() -> None:
+    shares = [msgspec.structs.replace(TICKET, host=host) for host in ("x", "y")]
+    hosts, asked = ["x", "y", *"bcd"], []
+    services = {name: Service(lambda: [value((b"", b""))]) for name in hosts}
+    route, whole = Route(services, tuple("bcd")), joined(shares)
+    for index, transport in enumerate(route.transports(whole, "d", 5.0)):
+        asyncio.run(transport.bucket(Bucket(index, 0), 0))
+        asked.append([name for name, service in services.items() if service.calls])
+        for service in services.values():
+            service.calls.clear()
+    assert asked == [["b"], ["y"]]
+
+
+def test_a_training_host_without_consumers_asks_no_relay() -> None:
+    services = {name: Service(lambda: [value((b"", b""))]) for name in (TICKET.host, "b")}
+    (transport,) = Route(services, ("b",)).transports(TICKET, TICKET.host, 5.0)
+    asyncio.run(transport.bucket(BUCKET, 0))
+    assert len(services[TICKET.host].calls) == 1
+
+
+def test_a_host_without_a_service_is_an_error() -> None:
+    with pytest.raises(WeightSyncError, match="no memory service runs on host aaaaaaaa"):
+        Route({"b": None}, ("b",)).transports(TICKET, "b", 5.0)

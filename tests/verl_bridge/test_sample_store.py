@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from types import ModuleType
 from typing import Any
 
@@ -45,11 +46,61 @@ def test_the_cores_are_counted_once(
     assert not caplog.records
 
 
-def test_init_starts_the_storage_of_this_package(store: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    bootstrap = store.simple_storage_bootstrap
-    monkeypatch.setattr(bootstrap, "SimpleStorageUnit", bootstrap.SimpleStorageUnit)
-    stock = bootstrap.SimpleStorageUnit
+def test_init_starts_the_classes_of_this_package(store: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    bootstrap, interface = store.simple_storage_bootstrap, store.interface
+    places = [
+        (bootstrap, "SimpleStorageUnit", store.PipelineSimpleStorageUnit),
+        (interface, "TransferQueueController", store.PipelineTransferQueueController),
+    ]
+    stock = {name: getattr(module, name) for module, name, _ in places}
+    for module, name, _ in places:
+        monkeypatch.setattr(module, name, stock[name])
     store.install()
-    ours: Any = bootstrap.SimpleStorageUnit
-    assert issubclass(ours.__ray_metadata__.modified_class, store.PipelineSimpleStorageUnit)
-    assert ours._default_options == stock._default_options
+    for module, name, ours in places:
+        made: Any = getattr(module, name)
+        assert issubclass(made.__ray_metadata__.modified_class, ours)
+        assert made._default_options == stock[name]._default_options
+
+
+SHAPES = [(3,), (4,), [3], (3, 2)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_column_forgets_samples_as_in_transfer_queue(store: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = SHAPES[: draw.randint(1, len(SHAPES))]
+    ours, theirs = (store.controller.FieldMeta() for _ in range(2))
+    for column in (ours, theirs):
+        made = random.Random(seed)
+        column.update(
+            {
+                "dtype": "int64",
+                "is_nested": True,
+                "per_sample_shapes": {i: made.choice(kinds) for i in range(9)},
+            },
+            list(range(9)),
+        )
+    left = list(range(9))
+    while left:
+        removed = draw.sample(left, draw.randint(1, min(3, len(left))))
+        left = [index for index in left if index not in removed]
+        store.remove_samples(ours, [*removed, 99])
+        theirs.remove_samples([*removed, 99])
+        assert ours == theirs
+
+
+def test_a_column_looks_at_few_of_the_remaining_samples(store: ModuleType) -> None:
+    seen: list[int] = []
+
+    class Shape(tuple[int, ...]):
+        def __eq__(self, other: object) -> bool:
+            seen.append(1)
+            return super().__eq__(other)
+
+        __hash__ = tuple.__hash__
+
+    column = store.controller.FieldMeta()
+    shapes = {index: Shape((index % 2,)) for index in range(1000)}
+    column.update({"dtype": "int64", "is_nested": True, "per_sample_shapes": shapes}, list(shapes))
+    store.remove_samples(column, [0])
+    assert len(seen) < 5

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from ..errors import WeightSyncError
-from ..weight_sync.arena import ArenaReader, ArenaWriter, Part, Ranks
+from ..weight_sync.arena import ArenaReader, ArenaWriter, Part
 from ..weight_sync.board import Board, await_manifest
 from ..weight_sync.manifest import Manifest, Ticket, decode_ticket, encode
+from ..weight_sync.ranks import Ranks
 
 POLL_S = 0.002
 """Polling interval of a receiver under verl's manager; sender and receiver start together."""
@@ -49,8 +50,10 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         self._timeout_s = timeout_s
         self._board: Board | None = None
 
-    def gather(self, weights: Generator[tuple[str, torch.Tensor], None, None], version: int) -> Ticket | None:
-        """Copy assembled weights into an arena. A collective.
+    def gather(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, adapter: str | None = None
+    ) -> Ticket | None:
+        """Copy assembled weights, or the tensors of an adapter, into an arena. A collective.
 
         Returns the ticket on the master and None on other ranks. Raises WeightSyncError if the version is not
         newer than the last one.
@@ -61,14 +64,14 @@ class DualBufferCheckpointEngine(CheckpointEngine):
                 pass
             return None
         self._writer = self._writer or self._new_writer()
-        return self._writer.gather(version, weights)
+        return self._writer.gather(version, weights, adapter)
 
     def gather_parts(
         self, parts: Sequence[Part], version: int, ranks: Ranks, adapter: str | None = None
     ) -> Ticket | None:
         """Copy the blocks of each rank into an arena without assembling tensors; otherwise like `gather`.
 
-        All ranks must be on one host.
+        One rank of each host gets a ticket for the share of that host.
         """
         self._writer = self._writer or self._new_writer(ranks)
         return self._writer.gather_parts(version, parts, adapter)

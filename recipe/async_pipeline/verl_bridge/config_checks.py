@@ -10,6 +10,7 @@ import io
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +25,9 @@ from verl.trainer.ppo.rollout_corr_helper import (
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 
+from ..agents.environment import BUILT_IN
 from ..checkpoint.resume import check_keys
+from ..config.agent_program import program_values
 from ..config.aliases import BYPASS
 from ..config.batch_sizes import check_batch_sizes
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
@@ -40,7 +43,8 @@ from ..patching.patched_tree import require_patched
 from ..patching.verl_source import find_verl_root
 from ..stages.custom import insert_custom_stages
 from . import plugin
-from .config_rules import ROLLOUT, check_devices, check_sections, check_verl_config, has_critic
+from .config_rules import check_devices, check_sections, check_verl_config, has_critic
+from .model_rules import ROLLOUT
 from .reward.executor import FILE, PACKAGE, Function
 from .workers.loss_registry import OffPolicyLossConfig
 
@@ -267,6 +271,32 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
+def _require_environment(knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if the environment of the episodes cannot be found, or its rewards would be lost."""
+    name, path = knobs.agentic.environment, f"{OWN}.agentic.environment"
+    if name is None:
+        return
+    if not knobs.reward.while_generating:
+        raise ConfigError(
+            f"{path} requires {OWN}.reward.while_generating=True, because the rewards come from the "
+            "environment, got False; set it"
+        )
+    if name not in BUILT_IN and ":" in name:
+        find_class(name, path, derived=False)
+    elif find_spec("gymnasium") is None:
+        raise ConfigError(f"{path}={name!r} requires gymnasium; pip install async_pipeline[agentic]")
+
+
+def _require_agent(knobs: AsyncPipelineConfig) -> None:
+    """Raises ConfigError if the agent of the episodes cannot be run, or its rewards would be lost."""
+    program_values(knobs.agentic)
+    if knobs.agentic.agent is not None and not knobs.reward.while_generating:
+        raise ConfigError(
+            f"{OWN}.agentic.agent requires {OWN}.reward.while_generating=True, because the agent may give "
+            "the rewards, got False; set it"
+        )
+
+
 def _require_stages_that_fit(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if a custom stage is not registered or its edge does not exist."""
     critic, reference = has_critic(config), need_reference_policy(config)
@@ -309,6 +339,8 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     _translate,
     lambda review: _require_importable(review.knobs),
     lambda review: _require_reward_function(review.config, review.knobs),
+    lambda review: _require_environment(review.knobs),
+    lambda review: _require_agent(review.knobs),
     _apply_translation,
     lambda review: check_verl_config(review.config),
     lambda review: _require_stages_that_fit(review.config, review.knobs),

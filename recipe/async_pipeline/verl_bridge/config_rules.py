@@ -17,11 +17,15 @@ from ..config.paths import OWN
 from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
+from .adapter_config import adapter_rank, publishes_adapters
+from .megatron_rules import check_megatron
+from .model_rules import MODEL, ROLLOUT, check_model
 from .ray_cluster import address_to_join
 
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
-ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{ROLLOUT}.checkpoint_engine"
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+"""The training engines whose weights can be published."""
 _ABSENT = object()
 
 
@@ -63,7 +67,9 @@ def check_verl_config(config: DictConfig) -> None:
         value = OmegaConf.select(config, path)
         if not allowed(value):
             raise ConfigError(f"{path} {why}, got {value!r}; {remedy}")
+    check_megatron(config, critic=has_critic(config))
     _check_adapters(config)
+    check_model(config)
 
 
 def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipelineConfig) -> None:
@@ -77,10 +83,10 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
     critic = placement.pool_of("critic")
     if critic is not None:
         strategy = config.critic.strategy
-        if strategy not in ("fsdp", "fsdp2"):
+        if strategy not in STRATEGIES:
             raise ConfigError(
-                f"critic.strategy must be fsdp or fsdp2, got {strategy}; other training engines are not "
-                "supported yet"
+                f"critic.strategy must be one of {', '.join(STRATEGIES)}, got {strategy}; other training "
+                "engines are not supported yet"
             )
     elif config.trainer.critic_warmup:
         raise ConfigError(
@@ -155,40 +161,48 @@ def _check_loads(config: DictConfig, placement: Placement, knobs: AsyncPipelineC
             "set actor_rollout_ref.actor.use_kl_loss=True to use one"
         )
 
-    strategy, rank = config.actor_rollout_ref.actor.strategy, _adapter_rank(config)
+    strategy = config.actor_rollout_ref.actor.strategy
     cases = (
         (placement.own_pool_of("logp") is not None, "logp", "let logp share the training devices"),
         (every > 0, "ref_logp", f"leave {OWN}.training.ref_refresh_every out"),
     )
     for loads, role, other in cases:
-        if loads and strategy != "fsdp2":
+        if loads and strategy == "fsdp":
             raise ConfigError(
-                f"actor_rollout_ref.actor.strategy must be fsdp2 if {role} loads published weights, got "
-                f"{strategy}; set it, or {other}"
-            )
-        if loads and rank:
-            raise ConfigError(
-                f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with {role} loading "
-                f"published weights yet; {other}, or train without LoRA"
+                f"actor_rollout_ref.actor.strategy must be fsdp2 or megatron if {role} loads published "
+                f"weights, got {strategy}; set it, or {other}"
             )
 
-
-def _adapter_rank(config: DictConfig) -> int:
-    model = config.actor_rollout_ref.model
-    return int(OmegaConf.select(model, "lora.rank") or model.get("lora_rank") or 0)
+    if every and adapter_rank(config) and placement.own_pool_of("ref_logp") is None:
+        raise ConfigError(
+            f"{OWN}.training.ref_refresh_every must be 0 with LoRA unless ref_logp has its own pool, got "
+            f"{every}; on the training devices the reference is the trainer's model without its adapters: "
+            "leave it out, or give ref_logp a pool"
+        )
 
 
 def _check_adapters(config: DictConfig) -> None:
     """Raises ConfigError if the pipeline cannot publish the LoRA adapter."""
-    model, rank = config.actor_rollout_ref.model, _adapter_rank(config)
-    if rank and need_reference_policy(config):
+    model, rank = config.actor_rollout_ref.model, adapter_rank(config)
+    trained = model.get("lora_rank") or 0
+    if rank != trained:
         raise ConfigError(
-            f"actor_rollout_ref.model LoRA rank {rank} cannot be combined with a reference policy yet, got "
-            "use_kl_loss or use_kl_in_reward; switch them off"
+            f"{MODEL}.lora.rank must be 0 or {MODEL}.lora_rank={trained} with fsdp and fsdp2, which read "
+            f"only the latter, got {rank}; set {MODEL}.lora_rank"
         )
-
-    if not rank or OmegaConf.select(model, "lora.merge"):
+    if not trained and model.get("lora_adapter_path") is not None:
+        raise ConfigError(
+            f"{MODEL}.lora_adapter_path requires {MODEL}.lora_rank >= 1, got 0, with which all weights are "
+            "trained; set it to the rank of the adapter"
+        )
+    if not publishes_adapters(config):
         return
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy == "fsdp":
+        raise ConfigError(
+            "actor_rollout_ref.actor.strategy must be fsdp2 for LoRA adapters that are not merged, got "
+            f"{strategy}; set it, or {MODEL}.lora.merge=True"
+        )
     load_format = OmegaConf.select(config, f"{ROLLOUT}.load_format")
     if load_format in (None, "dummy"):
         raise ConfigError(
@@ -262,7 +276,12 @@ RULES = (
         "leave it out to train by epochs",
     ),
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
-    (f"{ROLLOUT}.name", lambda v: v == "vllm", "must be vllm", "other engines are not supported yet"),
+    (
+        f"{ROLLOUT}.name",
+        lambda v: v in ("vllm", "sglang"),
+        "must be vllm or sglang",
+        "other engines are not supported yet",
+    ),
     (f"{ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),
     (f"{ROLLOUT}.data_parallel_size", lambda v: v == 1, "must be 1", "use more replicas instead"),
     (
@@ -271,11 +290,47 @@ RULES = (
         "must be 1",
         "use tensor parallelism or more replicas instead",
     ),
+    (
+        f"{ROLLOUT}.quantization",
+        lambda v: v in (None, "fp8"),
+        "must be null or fp8",
+        "weights cannot be converted to other formats yet",
+    ),
+    (
+        "actor_rollout_ref.actor.qat.enable",
+        lambda v: not v,
+        "must be False",
+        "quantization-aware training is not supported yet",
+    ),
+    (
+        "actor_rollout_ref.actor.fsdp_config.qat.enable",
+        lambda v: not v,
+        "must be False",
+        "quantization-aware training is not supported yet",
+    ),
+    (
+        f"{ROLLOUT}.qat.enable",
+        lambda v: not v,
+        "must be False",
+        "quantization-aware training is not supported yet",
+    ),
+    (
+        f"{MODEL}.mtp.enable",
+        lambda v: not v,
+        "must be False",
+        "the drafter of multi-token prediction would not be updated",
+    ),
+    (
+        f"{ROLLOUT}.mtp.enable",
+        lambda v: not v,
+        "must be False",
+        "the drafter of multi-token prediction would not be updated",
+    ),
     (f"{ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
     (
         "actor_rollout_ref.actor.strategy",
-        lambda v: v in ("fsdp", "fsdp2"),
-        "must be fsdp or fsdp2",
+        lambda v: v in STRATEGIES,
+        f"must be one of {', '.join(STRATEGIES)}",
         "other training engines are not supported yet",
     ),
     ("trainer.val_only", lambda v: not v, "must be False", "validate with stock verl instead"),

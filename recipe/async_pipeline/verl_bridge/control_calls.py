@@ -27,11 +27,12 @@ CONTROL = "control"
 GIVE_UP = "give_up"
 """Ends of requests: a recall sends one for each request of a group."""
 LOAD = "load"
-"""Loads of weights, which take as long as a weight update."""
+"""Preparations and commits of weights, which take as long as a weight update."""
 GROUPS: Mapping[str, int] = {CONTROL: 256, GIVE_UP: 1000, LOAD: 4}
 """Concurrent calls of each group; a call that hangs holds up none of another group.
 
-GIVE_UP has Ray's default for async actors. One load runs at a time; the others are abandoned ones.
+GIVE_UP has Ray's default for async actors. One preparation or commit runs at a time; the others were
+abandoned and are about to end.
 """
 
 

@@ -52,6 +52,8 @@ class Address(NamedTuple):
     """The boot id of its host."""
     name: str
     """The name of its socket in Linux's abstract namespace, which leaves no file behind."""
+    methods: tuple[str, ...]
+    """The methods that can be called there; calls of others go through Ray."""
 
 
 @cache
@@ -66,6 +68,7 @@ class _Messages(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._received = bytearray()
+        self._to_send: list[bytes] = []
 
     def connection_made(self, transport: Any) -> None:
         if _uid_of_peer(transport) != os.getuid():
@@ -86,7 +89,15 @@ class _Messages(asyncio.Protocol):
             self.message_received(message)
 
     def send(self, message: bytes) -> None:
-        self.transport.write(_LENGTH.pack(len(message)) + message)
+        """Send a message, together with all others of this turn of the event loop."""
+        if not self._to_send:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._to_send += (_LENGTH.pack(len(message)), message)
+
+    def _flush(self) -> None:
+        parts, self._to_send = self._to_send, []
+        if self.transport is not None:
+            self.transport.write(b"".join(parts))
 
     def message_received(self, message: bytes) -> None:
         raise NotImplementedError
@@ -147,7 +158,8 @@ class DirectCalls:
         return await self._serving
 
     async def _serve(self) -> Address:
-        address = Address(_host(), f"\0async-pipeline-{os.getpid()}-{secrets.token_hex(16)}")
+        name = f"\0async-pipeline-{os.getpid()}-{secrets.token_hex(16)}"
+        address = Address(_host(), name, tuple(self._methods))
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(address.name)
         # It serves until the process ends.
@@ -212,6 +224,8 @@ class DirectCaller:
         self._handle = handle
         self._connection: _Caller | None = None
         self._connecting: asyncio.Task[None] | None = None
+        self._methods: tuple[str, ...] = ()
+        """The methods that can be called over the connection."""
         self._through_ray_until = -1.0
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +238,7 @@ class DirectCaller:
         if connection is None or not connection.is_open:
             connection = await self._connected()
         reply = None
-        if connection is not None:
+        if connection is not None and method in self._methods:
             try:
                 reply = await connection.call(method, args, kwargs)
             except ConnectionLost:
@@ -235,9 +249,9 @@ class DirectCaller:
         return _result(method, *reply)
 
     async def _connected(self) -> _Caller | None:
-        if asyncio.get_running_loop().time() < self._through_ray_until:
-            return None
         if self._connecting is None:
+            if asyncio.get_running_loop().time() < self._through_ray_until:
+                return None
             self._connecting = asyncio.create_task(self._connect(), name="connect to an actor")
         await asyncio.shield(self._connecting)
         return self._connection if self._connection is not None and self._connection.is_open else None
@@ -249,7 +263,7 @@ class DirectCaller:
             asked = self._handle.direct_address.remote()
             address = await within(asked, ASK_S, owner="a caller", what="an actor to tell its address")
             if address.host == _host():
-                self._connection = await _connection_to(address)
+                self._connection, self._methods = await _connection_to(address), address.methods
         except Exception as error:  # noqa: BLE001  the call goes through Ray, which reports a broken actor
             logger.debug("no direct calls: %s", error)
         finally:

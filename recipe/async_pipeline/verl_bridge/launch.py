@@ -18,6 +18,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ..checkpoint.resume import check_ledger, origin_of
+from ..config.agent_program import program_values
 from ..config.aliases import FOREIGN
 from ..config.loss_modes import LOSS_CONFIG
 from ..config.misplaced import SWITCHES
@@ -123,7 +124,7 @@ def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:
     with open_dict(config):
         for path in (*SWITCHES, *(key.path for key in FOREIGN)):
             _remove(config, path)
-        _update(config, {OWN: plain(knobs), RUNTIME: runtime.plain()})
+        _update(config, {OWN: plain(knobs), RUNTIME: runtime.plain()} | program_values(knobs.agentic))
         config.trainer.v1.trainer_mode = knobs.strategy
         config.trainer.default_local_dir = str(origin.root)
         config.actor_rollout_ref.hybrid_engine = False

@@ -1,71 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer buckets to replicas on other hosts through Ray's object store.
+"""Transfer buckets between the memory services of two hosts through Ray's object store.
 
-A courier on the trainer's host maps the trainer's arenas, so the trainer and its devices are not
-involved. It puts each bucket into the object store once, regardless of the number of replicas; Ray
-transfers it between hosts. The actor's process imports this module, so it imports neither verl nor vllm.
+A bucket is put into the object store when it is requested, and freed when the other host has copied it, so
+only buckets in transit take memory there. The services' processes import this module, so it imports neither
+verl nor vllm.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-import ray
+from ray.exceptions import RayError, RayTaskError
 
-from ..weight_sync.arena import ArenaReader
-from ..weight_sync.board import await_manifest
-from ..weight_sync.manifest import Manifest, Ticket, decode, encode
-from ..weight_sync.receiver import Fetch, header_of
+from ..errors import WeightSyncError
+from ..weight_sync.manifest import Announcement, Failure, Ticket, decode_announcement
+from ..weight_sync.relay import parent_of, tree
+from ..weight_sync.shares import Bucket
+from ..weight_sync.transport import Relayed, Transport
 
 
-class Courier:
-    """The actor that offers buckets. Keeps one version at a time."""
+class Route(NamedTuple):
+    """The hosts that get a version, as memory services know each other."""
 
-    def __init__(self) -> None:
-        self._reader = ArenaReader()
-        self._version: int | None = None
-        self._offered: dict[int, ray.ObjectRef[Any]] = {}
+    services: Mapping[str, Any]
+    """The handle of each host's service, by Ray node; also of training hosts."""
+    receivers: tuple[str, ...]
+    """The hosts with consumers, in an order on which all agree."""
+    delta: bool = False
+    """Whether hosts ask for differences from the version that they have."""
 
-    def announced(self, ticket: Ticket, timeout_s: float) -> bytes:
-        """Return the encoded manifest once the trainer has posted it.
-
-        Raises WeightSyncError if `await_manifest` does.
-        """
-        return encode(await_manifest(ticket, timeout_s))
-
-    def offer(self, manifest: bytes, sequence: int, fresh: bool) -> list[ray.ObjectRef[Any]]:
-        """Return a list with a reference to the header and bytes of a bucket.
-
-        `fresh` copies the bucket again, after a failed transfer.
-        """
-        described = decode(manifest)
-        if described.version != self._version:
-            self._version, self._offered = described.version, {}
-        if fresh or sequence not in self._offered:
-            self._offered[sequence] = ray.put(
-                (header_of(described, sequence), self._bytes(described, sequence))
+    def transports(self, ticket: Ticket, host: str, timeout_s: float) -> list[Transport]:
+        """Return how `host` gets each share of a version."""
+        found: list[Transport] = []
+        for index, share in enumerate(ticket.shares):
+            # Each share has a separate tree, so that not the same hosts send all of them.
+            turn = index % max(1, len(self.receivers))
+            hosts = tree(share.host, (*self.receivers[turn:], *self.receivers[:turn]))
+            # A training host without consumers sends its own share and receives none.
+            parent = parent_of(hosts, host) if host in hosts else None
+            root = FromService(self, share, ticket, share.host, timeout_s)
+            relay = parent not in (None, share.host)
+            found.append(
+                Relayed(root, FromService(self, share, ticket, str(parent), timeout_s) if relay else None)
             )
-        # Ray resolves a reference that is returned directly, but not one in a list.
-        return [self._offered[sequence]]
-
-    def _bytes(self, described: Manifest, sequence: int) -> Any:
-        return self._reader.bucket(described, sequence).numpy()
+        return found
 
 
-def start_on(node: str) -> Any:
-    """Start a courier on a Ray node and return its handle."""
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(Courier).options(num_cpus=0, scheduling_strategy=strategy).remote()
+class FromService:
+    """A `Transport` of one share from the memory service of a host."""
 
+    def __init__(self, route: Route, share: Ticket, ticket: Ticket, host: str, timeout_s: float) -> None:
+        if host not in route.services:
+            raise WeightSyncError(f"no memory service runs on host {host}; the run has {len(route.services)}")
+        self._route, self._share, self._ticket = route, share, ticket
+        self._host, self._timeout_s = host, timeout_s
 
-def pull_through(courier: Any, manifest: bytes) -> Fetch:
-    """Return a function with which an `Inbox` fetches the buckets of a version."""
-    requested: set[int] = set()
+    async def announced(self) -> Announcement:
+        found = decode_announcement(await self._ask("announced", self._share, self._timeout_s))
+        assert not isinstance(found, Failure), "the service raises the error of the training host"
+        return found
 
-    async def fetch(sequence: int) -> tuple[bytes, Any]:
-        (bucket,) = await courier.offer.remote(manifest, sequence, sequence in requested)
-        requested.add(sequence)
-        header, payload = await bucket
+    async def bucket(self, bucket: Bucket, attempt: int, base: int | None = None) -> tuple[bytes, Any]:
+        (reference,) = await self._ask("lend", self._ticket, self._route, bucket, self._timeout_s, base)
+        try:
+            header, payload = await reference
+        except RayError as error:
+            raise self._lost(error) from error
         return header, payload
 
-    return fetch
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the service once. Raises WeightSyncError if it fails or cannot answer."""
+        try:
+            return await getattr(self._route.services[self._host], method).remote(*arguments)
+        except RayTaskError as error:
+            raise WeightSyncError(f"host {self._host[:8]}: {error.cause}") from error
+        except RayError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: RayError) -> WeightSyncError:
+        why = str(error).strip().partition("\n")[0]
+        return WeightSyncError(f"the memory service of host {self._host[:8]} is gone: {why}")

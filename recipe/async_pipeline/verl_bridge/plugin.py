@@ -26,6 +26,9 @@ def load() -> None:
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         # verl registers its FSDP engines for cuda and npu only; they run on CPU as they are.
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
+        from .megatron_on_demand import postpone
+
+        postpone()
     _loaded = True
 
 

@@ -20,13 +20,13 @@ def knobs_of(config: DictConfig) -> AsyncPipelineConfig:
 
 def open_requests_of(config: DictConfig) -> OpenRequests:
     """Return how many requests and groups may be open at once."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout, knobs = config.actor_rollout_ref.rollout, knobs_of(config)
     return OpenRequests.of(
-        knobs_of(config),
+        knobs,
         engine_slots=rollout.max_num_seqs * rollout.data_parallel_size,
         workers=rollout.agent.num_workers,
         groups_per_step=config.data.train_batch_size,
-        answers_per_group=rollout.n,
+        answers_per_group=rollout.n + knobs.agentic.redundancy,
     )
 
 

@@ -59,3 +59,28 @@ def test_a_config_is_resolved_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_put_in_place_once() -> None:
     once = hydra_with_factories(hydra)
     assert hydra_with_factories(once) is once
+
+
+class Loop:
+    def __init__(self, server_manager: Any, **arguments: Any) -> None:
+        self.server_manager, self.arguments = server_manager, arguments
+        self.rollout_config = OmegaConf.create({"prompt_length": 16})
+
+
+class OtherLoop(Loop):
+    """A user's loop, which may hold state of a response."""
+
+
+def test_loops_of_a_class_without_state_are_copies() -> None:
+    instantiate = hydra_with_factories(hydra, copied=Loop).utils.instantiate
+    config, other = {"_target_": f"{__name__}.Loop"}, {"_target_": f"{__name__}.OtherLoop"}
+    first, second = (instantiate(config=config, server_manager=n, tools=[n]) for n in (1, 2))
+    assert type(first) is type(second) is Loop
+    assert first is not second
+    assert (first.server_manager, second.server_manager) == (1, 2)
+    assert first.arguments is second.arguments
+    assert second.rollout_config.prompt_length == 16
+
+    third, fourth = (instantiate(config=other, server_manager=n, tools=[n]) for n in (1, 2))
+    assert (third.arguments, fourth.arguments) == ({"tools": [1]}, {"tools": [2]})
+    assert isinstance(fourth.rollout_config, DictConfig)

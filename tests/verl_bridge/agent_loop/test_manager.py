@@ -51,7 +51,7 @@ class Worker:
 
 def manager_of(module: ModuleType, worker: Worker) -> Any:
     manager = object.__new__(module.PushAgentLoopManager)
-    manager._turns = itertools.cycle([worker])
+    manager._turns = itertools.cycle([(worker, module.DirectCaller(worker))])
     return manager
 
 
@@ -134,5 +134,27 @@ def test_a_stop_is_no_recall(module: ModuleType, recalled: bool) -> None:
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(group, 5)
         assert worker.given_up == ["a"]
+
+    asyncio.run(story())
+
+
+def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType) -> None:
+    """Through Ray then, which waits for the restart of the worker."""
+
+    class Caller:
+        def __init__(self) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+
+        async def call(self, *call: Any) -> Any:
+            self.calls.append(call)
+            if len(self.calls) == 1:
+                raise module.ConnectionLost
+            return answered(module, "t")
+
+    async def story() -> None:
+        manager, caller = object.__new__(module.PushAgentLoopManager), Caller()
+        manager._turns = itertools.cycle([(Worker(lambda answer: None), caller)])
+        assert await manager.run_group(PROMPT, Recall(), 3) == answered(module, "t")
+        assert caller.calls == [("run_group", PROMPT, 3)] * 2
 
     asyncio.run(story())

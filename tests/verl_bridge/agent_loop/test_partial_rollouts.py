@@ -79,6 +79,14 @@ def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(rollouts: ModuleTy
     assert transcript.recall([1]) is None
 
 
+def test_a_response_that_is_generated_again_recalls_nothing(rollouts: ModuleType) -> None:
+    said = rollouts.RecordedRequest([1], [5], [-1.0], [[0, 0]], "completed")
+    transcript = rollouts.Transcript([said])
+    transcript.said.append(said)
+    transcript.forget()
+    assert transcript.recall([1]) is None and transcript.with_open({}) == []
+
+
 @pytest.mark.parametrize(
     ("params", "left"),
     [

@@ -10,6 +10,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     Turn,
     cost_columns,
     costs_of,
+    fields_of,
     kept_turns,
     merged,
     take_turn,
@@ -21,6 +22,23 @@ def test_positions_count_from_the_end_of_the_prompt() -> None:
     # A prompt of 5; an answer of 4, a tool's 3, an answer of 2 that a load cut in two.
     turns = [Turn(5, [[7, 0]]), Turn(12, [[7, 0], [8, 1]])]
     assert merged(turns, 5) == [(7, 0), (7, 7), (8, 8)]
+
+
+def test_the_fields_of_a_response() -> None:
+    turns = [Turn(5, [[7, 0]]), Turn(12, [[7, 0], [8, 1]])]
+    assert fields_of([], 5, None) == {}
+    assert fields_of(turns, 5, None) == {
+        "min_global_steps": 7,
+        "max_global_steps": 8,
+        "version_spans": [(7, 0), (7, 7), (8, 8)],
+    }
+    known = fields_of(turns, 5, [(8, 1)])
+    assert known == {"min_global_steps": 8, "max_global_steps": 8, "version_spans": [(8, 1)]}, "its own only"
+
+
+def test_an_agent_that_forgets_its_history_has_no_negative_costs() -> None:
+    turns = [Turn(50, [[7, 0]], tokens=9), Turn(5, [[7, 0]], tokens=2)]
+    assert costs_of(turns, 1.0)["observation_tokens"] == 0
 
 
 def test_tasks_do_not_see_each_others_turns() -> None:

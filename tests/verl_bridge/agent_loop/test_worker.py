@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.errors import RolloutError
 from tests.conftest import Load
 
@@ -37,6 +37,8 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
             self._sampling: dict[str, Any] = {}
             self.rollout_config = SimpleNamespace(agent=SimpleNamespace(default_agent_loop="one_turn"))
             self._storing: set[str] = set()
+            self._redundancy = 0
+            self._episodes = agent_loop.Episodes(EpisodeRules.of(2, EndPolicies()))
             self.begun = 0
 
         async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
@@ -48,6 +50,13 @@ def worker_of(agent_loop: ModuleType, before: asyncio.Event) -> Any:
             await asyncio.get_running_loop().create_future()
 
     return Worker()
+
+
+def test_the_process_of_a_worker_knows_the_agent_loop_of_environments(
+    agent_loop: ModuleType, load: Load
+) -> None:
+    registry = load("verl.experimental.agent_loop.agent_loop")._agent_loop_registry
+    assert registry[agent_loop.environment_loop.NAME]["_target_"].endswith("EnvironmentLoop")
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -122,28 +131,6 @@ def test_a_group_that_is_given_up_tells_whether_it_was_stored(agent_loop: Module
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
 
 
-def test_a_stored_response_becomes_a_trajectory(agent_loop: ModuleType) -> None:
-    fields = {"extra_fields": {"version_spans": [[1, 0], [2, 2]]}, "num_turns": 2, "rm_scores": [0, 0, 0.5]}
-    assert agent_loop._trajectory_of("a_0_0", fields, TAG) == Trajectory(
-        key="a_0_0",
-        first_version=1,
-        last_version=2,
-        num_tokens=3,
-        spans=((1, 0), (2, 2)),
-        turns=2,
-        reward=0.5,
-        payload=TAG,
-    )
-    bare = agent_loop._trajectory_of("a_0_0", {}, TAG)
-    assert (bare.spans, bare.turns, bare.reward) == (None, None, None)
-
-
-@pytest.mark.parametrize("missing", ["min_global_steps", "max_global_steps"])
-def test_a_response_of_an_unknown_version_is_refused(agent_loop: ModuleType, missing: str) -> None:
-    with pytest.raises(RolloutError, match="trajectory a_0_0 came back without the version"):
-        agent_loop._trajectory_of("a_0_0", {}, {**TAG, missing: None})
-
-
 def test_each_response_is_generated_through_a_client_with_its_transcript(agent_loop: ModuleType) -> None:
     async def story() -> None:
         seen: list[Any] = []
@@ -158,11 +145,118 @@ def test_each_response_is_generated_through_a_client_with_its_transcript(agent_l
         begun = [["one"], ["two"]]
         transcripts = worker._begin_transcripts("a", 2, begun)
         for i in range(2):
-            await worker._session([], transcripts[i], session_id=i)
+            await worker._session([], transcripts[i], agent_loop.Begun(), session_id=i)
         assert [one["transcript"]._before for one in seen] == begun
-        await worker._session([], None, session_id=2)
+        await worker._session([], None, agent_loop.Begun(), session_id=2)
         assert "transcript" not in seen[2], "a run without checkpoints keeps none"
         assert agent_loop.RecordingClient(worker.llm_client, transcripts[0]).tokenizer == "t"
+
+    asyncio.run(story())
+
+
+def test_an_episode_that_fails_is_repeated_without_its_group(agent_loop: ModuleType) -> None:
+    """Its second attempt generates all tokens again, and the group has one response of each episode."""
+
+    async def story() -> None:
+        worker, begun = worker_of(agent_loop, asyncio.Event()), list[int]()
+        worker.llm_client, worker._saves = SimpleNamespace(), True
+        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
+        worker._checks = SimpleNamespace(usable=lambda found: not found)
+        worker._finished["a"] = []
+
+        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
+            begun.append(session_id)
+            transcript = own.llm_client._transcript
+            assert transcript.said == transcript._before == []
+            if session_id == 1 and begun.count(1) <= failures:
+                transcript.said.append("of an attempt that fails")
+                raise ValueError("a tool")
+            attempt = agent_loop.current_attempt()
+            attempt.returned([])
+            fields = {"uid": "a", "session_id": session_id, "extra_fields": {}, "response_mask": Mask()}
+            await own._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+
+        stored: list[str] = []
+
+        async def store(group: Any) -> None:
+            stored.extend(one.trajectory.key for one in group)
+
+        type(worker)._run_agent_loop, worker._store_group = run, store
+        answer = super(type(worker), worker)._answer
+
+        failures = 1
+        answered = await answer({"uid": "a"}, {}, {}, False)
+        found = {one.key: one.attempts for one in answered.trajectories}
+        assert found == {"a_0_0": 1, "a_1_0": 2}
+        assert (begun, answered.flaws, sorted(stored)) == ([0, 1, 1], [], ["a_0_0", "a_1_0"])
+
+        begun.clear()
+        stored.clear()
+        worker._finished["a"], failures = [], 2
+        answered = await answer({"uid": "a"}, {}, {}, False)
+        assert [flaw.kind for flaw in answered.flaws] == ["failed_episode"]
+        assert "episode a_1, attempt 2: agent_failed: ValueError: a tool" in answered.flaws[0].why
+        assert (begun, stored) == ([0, 1, 1], []), "and nothing of the group is stored"
+
+    asyncio.run(story())
+
+
+def test_the_episodes_that_finish_first_make_the_group(agent_loop: ModuleType) -> None:
+    """Of 2 + 2, one fails and one is slow: the other two are stored, and no failure is reported."""
+
+    async def story() -> None:
+        worker, ended = worker_of(agent_loop, asyncio.Event()), list[int]()
+        worker.llm_client, worker._saves, worker._redundancy = SimpleNamespace(), False, 2
+        worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(n=2)))
+        worker._checks = SimpleNamespace(usable=lambda found: not found)
+        worker._finished["a"] = []
+
+        async def run(own: Any, params: Any, *, session_id: int, **kwargs: Any) -> None:
+            if session_id == 0:
+                raise ValueError("a tool")
+            agent_loop.current_attempt().returned([])
+            if session_id == slow:
+                try:
+                    await asyncio.get_running_loop().create_future()
+                finally:
+                    ended.append(session_id)
+            fields = {"uid": "a", "session_id": session_id, "extra_fields": {}, "response_mask": Mask()}
+            await own._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+
+        stored: list[str] = []
+
+        async def store(group: Any) -> None:
+            stored.extend(one.trajectory.key for one in group)
+
+        type(worker)._run_agent_loop, worker._store_group = run, store
+        answer = super(type(worker), worker)._answer
+
+        slow = 2
+        answered = await answer({"uid": "a"}, {}, {}, False)
+        assert [one.key for one in answered.trajectories] == stored == ["a_1_0", "a_3_0"]
+        assert (answered.flaws, ended) == ([], [2])
+        assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 2)] * 2
+
+        slow, worker._finished["a"] = -1, []
+        stored.clear()
+        answered = await answer({"uid": "a"}, {}, {}, False)
+        assert stored == ["a_1_0", "a_2_0"], "one that finishes in the same moment is not stored"
+        assert [one.tokens for one in answered.redundant] == [None, 3]
+
+    asyncio.run(story())
+
+
+def test_a_response_that_comes_after_its_group_is_not_stored(agent_loop: ModuleType) -> None:
+    async def story() -> None:
+        worker = worker_of(agent_loop, asyncio.Event())
+        fields = {"uid": "gone", "session_id": 0}
+
+        async def late(number: int) -> None:
+            agent_loop.current_attempt().returned([])
+            await worker._store_trajectories(["gone_0_0"], [fields], [TAG], "train")
+
+        with pytest.raises(RolloutError, match="gone was given up before gone_0_0 was finished"):
+            await worker._episodes.play(late, "gone_0")
 
     asyncio.run(story())
 

@@ -24,7 +24,8 @@ def server() -> IdleServer:
 
 async def serve(one: IdleServer, version: int) -> None:
     ticket = Ticket(version=version, board="", pid=1, num_bytes=0, gather_s=0.0)
-    await one.load_version(ticket, None, 0, 1.0, LoadMode("keep", "host", True))
+    await one.prepare_version(ticket, None, 1.0, "host")
+    await one.commit_version(version, 0, 1.0, LoadMode("keep", "host", True))
 
 
 def ask(one: IdleServer, name: str) -> Any:

@@ -84,6 +84,66 @@ def test_the_reward_manager_receives_all_data(module: ModuleType, rows: int) -> 
     assert worker.seen[0:1].non_tensor_batch["data_source"].tolist() == ["addition"]
 
 
+def outputs(rows: int, module: Any) -> list[Any]:
+    """Return the outputs of an agent loop."""
+    return [
+        module.AgentLoopOutput(
+            prompt_ids=list(range(5 + row)),
+            response_ids=list(range(3 - row)),
+            response_mask=[1] * (3 - row),
+            num_turns=2 + row,
+            metrics={},
+            extra_fields={"turn_scores": [], "min_global_steps": row},
+        )
+        for row in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_response_becomes_the_data_that_verl_makes(load: Load, module: ModuleType, rows: int) -> None:
+    verl = load("verl.experimental.agent_loop.agent_loop")
+    kwargs = {
+        "raw_prompt": [{"role": "user", "content": "1+1="}],
+        "data_source": "addition",
+        "reward_model": {"ground_truth": "2"},
+        "extra_info": {},
+        "index": 3,
+        "dummy_tensor": module.torch.tensor([0], dtype=module.torch.uint8),
+        "session_id": 1,
+    }
+    seen: list[Any] = []
+
+    async def compute_score(data: Any) -> dict[str, Any]:
+        seen.append(data)
+        return {"reward_score": 0.5, "reward_extra_info": {}}
+
+    worker = SimpleNamespace(
+        reward_loop_worker_handles=[SimpleNamespace(compute_score=SimpleNamespace(remote=compute_score))],
+        processor=None,
+        mm_processor_kwargs={},
+    )
+    for name in ("_compute_multi_modal_inputs", "_compute_position_ids", "_get_mm_processor_kwargs"):
+        setattr(worker, name, getattr(verl.AgentLoopWorker, name).__get__(worker))
+    made = outputs(rows, verl)
+    sent = pickle.loads(pickle.dumps(module.Response.of(made, kwargs), protocol=5)).data()
+    asyncio.run(verl.AgentLoopWorker._compute_score(worker, made, kwargs))
+
+    (stock,) = seen
+    assert sent.batch.keys() == stock.batch.keys()
+    for name, tensor in stock.batch.items():
+        assert sent.batch[name].dtype == tensor.dtype
+        assert sent.batch[name].equal(tensor)
+    assert list(sent.non_tensor_batch) == list(stock.non_tensor_batch)
+    for name, array in stock.non_tensor_batch.items():
+        assert (sent.non_tensor_batch[name].dtype, sent.non_tensor_batch[name].shape) == (
+            array.dtype,
+            array.shape,
+        )
+    stock.non_tensor_batch["tool_extra_fields"][-1].pop("reward_extra_info")  # verl's, after the call
+    for name, array in stock.non_tensor_batch.items():
+        assert sent.non_tensor_batch[name].tolist() == array.tolist()
+
+
 def test_a_reward_function_that_calls_exit_raises_an_error(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +154,8 @@ def test_a_reward_function_that_calls_exit_raises_an_error(
 
     def init_reward_fn(worker: Any) -> None:
         worker.reward_manager = SimpleNamespace(compute_score=exits)
+        own = SimpleNamespace(custom_reward_function=SimpleNamespace(path="reward.py"))
+        worker.config = SimpleNamespace(reward=own)
 
     monkeypatch.setattr(module.RewardLoopWorker, "_init_reward_fn", init_reward_fn)
     worker = object.__new__(module.PlainRewardLoopWorker)

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
+from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.errors import VersionNotServed
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
 from recipe.async_pipeline.verl_bridge.rollout.router import ADMITTED, Router
 from tests.conftest import Load
 
@@ -162,6 +164,21 @@ def test_the_caller_gets_the_last_death(module: ModuleType, death: Exception) ->
     with pytest.raises(type(death)):
         generate(module, balancer)
     assert balancer.requested == ["a", "b"]
+
+
+def test_an_error_of_a_request_is_no_failure_of_its_episode(module: ModuleType) -> None:
+    """An agent loop that raises something else instead does not hide it."""
+    balancer = Balancer(a=failing(ActorDiedError()))
+
+    async def begin(number: int) -> None:
+        try:
+            await client_of(module, balancer).generate("r", prompt_ids=[1], sampling_params={})
+        except RuntimeError as error:
+            raise ValueError("the agent failed") from error
+
+    with pytest.raises(ActorDiedError):
+        asyncio.run(Episodes(EpisodeRules.of(2, EndPolicies())).play(begin, "a_0"))
+    assert balancer.requested == ["a"]
 
 
 def test_a_later_request_gets_the_last_death_of_an_empty_pool(module: ModuleType) -> None:

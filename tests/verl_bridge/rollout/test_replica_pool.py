@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas load in turn; a failed replica is restarted; a replica on another host gets a courier."""
+"""Replicas load in turn; a failed replica is restarted; all get the memory services of their hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
-TICKET = Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25)
+TICKET = Ticket(version=5, board="b", pid=1, num_bytes=330, gather_s=0.25, host="a")
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +48,29 @@ class Answer(str):
 class Server:
     """Stands for a server's handle: loads in two seconds, and writes a log that all servers share."""
 
-    courier: str | None = None
+    memories: ClassVar[list[Any]] = []
+    """The memory services that the loads got."""
     dead: ClassVar[set[str]] = set()
 
     def __init__(self, name: str, log: list[str], error: Exception | None = None, node: str = "a") -> None:
         self.name, self.log, self.error, self.node = name, log, error, node
-        self.load_version, self.check = Method(self._load), Method(self._check)
+        self.prepare_version, self.commit_version = Method(self._prepare), Method(self._commit)
+        self.check = Method(self._check)
         self.__ray_call__ = SimpleNamespace(remote=lambda function: Answer(self.node))
 
     async def _check(self) -> None:
         if self.name in self.dead:
             raise RayTaskError("check", "a traceback", ValueError("the engine is dead")).as_instanceof_cause()
 
-    async def _load(self, *arguments: Any) -> LoadReport:
-        assert arguments == (TICKET, self.courier, 64, 10.0, LoadMode("abort", "device"))
+    async def _prepare(self, *arguments: Any) -> None:
+        ticket, memories, *others = arguments
+        assert (ticket, *others) == (TICKET, 10.0, "device")
+        self.memories.append((self.name, memories))
+        self.log.append(f"{self.name} prepares")
+        await asyncio.sleep(1.0)
+
+    async def _commit(self, *arguments: Any) -> LoadReport:
+        assert arguments == (TICKET.version, 64, 10.0, LoadMode("abort", "device"))
         self.log.append(f"{self.name} begins")
         await asyncio.sleep(2.0)
         if self.error is not None:
@@ -70,6 +79,7 @@ class Server:
         return LoadReport(
             transfer_s=0.5,
             load_s=2.0,
+            commit_s=1.5,
             stall_s=0.2,
             prove_s=0.1,
             busy_s=6.0,
@@ -96,8 +106,6 @@ class Balancer:
 class Replica:
     next_node: str | None = None
     """Node of the servers after a restart, if it is another one."""
-    next_courier: str | None = None
-    """Courier that is expected then."""
 
     def __init__(self, rank: int, *servers: Server) -> None:
         self.replica_rank, self.servers = rank, list(servers)
@@ -109,8 +117,22 @@ class Replica:
     async def start_again(self) -> None:
         (old,) = self.servers
         self.servers = [Server(f"{old.name}, restarted", old.log, node=self.next_node or old.node)]
-        self.servers[0].courier = self.next_courier
         self._server_address, self._server_handle = f"{self._server_address}, restarted", self.servers[0]
+
+
+class Services:
+    """Stands for the memory services: says for which nodes they were."""
+
+    closed: ClassVar[int] = 0
+
+    def __init__(self, *, delta: bool) -> None:
+        assert not delta, "off by default"
+
+    def on(self, nodes: list[str], origins: list[str]) -> tuple[list[str], list[str]]:
+        return nodes, origins
+
+    async def close(self) -> None:
+        Services.closed += 1
 
 
 @pytest.fixture
@@ -121,6 +143,8 @@ def balancer() -> Balancer:
 @pytest.fixture
 def pool(module: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(module, "got", lambda refs, timeout_s, **names: list(refs))
+    monkeypatch.setattr(module, "MemoryServices", Services)
+    monkeypatch.setattr(Server, "memories", [])
 
     def make(*replicas: Replica, **more: Any) -> Any:
         balancer.servers = {replica._server_address: replica._server_handle for replica in replicas}
@@ -128,7 +152,6 @@ def pool(module: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch
         return module.RolloutPool(
             manager,
             lambda line: None,
-            trainer_node="a",
             piece_bytes=64,
             load_timeout_s=10.0,
             restart_timeout_s=10.0,
@@ -139,7 +162,7 @@ def pool(module: ModuleType, balancer: Balancer, monkeypatch: pytest.MonkeyPatch
     return make
 
 
-def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
+def test_replicas_prepare_together_and_load_one_after_another(pool: Callable[..., Any]) -> None:
     log: list[str] = []
     made = pool(Replica(0, Server("a", log)), Replica(1, Server("b", log)))
 
@@ -149,6 +172,7 @@ def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
         gather_s=0.25,
         transfer_s=1.0,
         load_s=4.0,
+        commit_s=3.0,
         stall_s=0.4,
         prove_s=0.2,
         busy_s=12.0,
@@ -157,13 +181,14 @@ def test_replicas_load_one_after_another(pool: Callable[..., Any]) -> None:
         tokens_read_again=40,
     )
 
-    assert log == ["a begins", "a serves", "b begins", "b serves"], "one replica serves while the other loads"
+    assert log[:2] == ["a prepares", "b prepares"]
+    assert log[2:] == ["a begins", "a serves", "b begins", "b serves"], "one serves while the other loads"
 
 
 def test_the_servers_of_one_replica_load_together(pool: Callable[..., Any]) -> None:
     log: list[str] = []
     publication = run_virtual(pool(Replica(0, Server("a", log), Server("b", log))).publish(TICKET))
-    assert log[:2] == ["a begins", "b begins"]
+    assert log[2:4] == ["a begins", "b begins"]
     assert publication.replicas == 1
 
 
@@ -210,6 +235,61 @@ def test_an_engine_that_dies_between_weight_updates_is_replaced(
     assert notes == [("FENCED", "replica 0", None), ("REJOINED", "replica 0", 5)]
 
 
+@pytest.fixture
+def over_sockets(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[tuple[str, str]], set[str]]:
+    """Calls that went over sockets, and the names of servers whose connection ends during a call."""
+    calls: list[tuple[str, str]] = []
+    lost = set[str]()
+
+    class Caller:
+        def __init__(self, server: Server) -> None:
+            self.server = server
+
+        async def call(self, method: str, *arguments: Any) -> Any:
+            calls.append((self.server.name, method))
+            if self.server.name in lost:
+                raise module.ConnectionLost
+            return await getattr(self.server, method).remote(*arguments)
+
+    monkeypatch.setattr(module, "DirectCaller", Caller)
+    monkeypatch.setattr(Server, "dead", set())
+    return calls, lost
+
+
+def test_checks_go_over_sockets_and_ray_tells_why_a_server_has_ended(
+    pool: Callable[..., Any], over_sockets: tuple[list[tuple[str, str]], set[str]]
+) -> None:
+    calls, lost = over_sockets
+
+    async def main() -> None:
+        made = pool(Replica(0, Server("a", []), Server("b", [])))
+        consumer = made.fleet.consumer("replica 0")
+        await consumer.check()
+        assert sorted(calls) == [("a", "check"), ("b", "check")]
+
+        lost.add("b")
+        await consumer.check()  # its connection is lost, but it works
+        Server.dead.add("b")
+        with pytest.raises(ValueError, match="the engine is dead"):
+            await consumer.check()
+
+    run_virtual(main())
+
+
+def test_weights_are_prepared_and_committed_over_sockets_and_otherwise_through_ray(
+    pool: Callable[..., Any], over_sockets: tuple[list[tuple[str, str]], set[str]]
+) -> None:
+    calls, lost = over_sockets
+    lost.add("b")
+    log: list[str] = []
+    made = pool(Replica(0, Server("a", log)), Replica(1, Server("b", log)))
+    assert run_virtual(made.publish(TICKET)).replicas == 2
+    assert sorted(calls) == [(name, f"{part}_version") for name in "ab" for part in ("commit", "prepare")]
+    assert [line for line in log if line.startswith("b")] == ["b prepares", "b begins", "b serves"]
+
+
 def test_the_error_of_the_only_replica_propagates(pool: Callable[..., Any]) -> None:
     error = ProofError("v5: other values")
     with pytest.raises(ProofError) as caught:
@@ -218,7 +298,9 @@ def test_the_error_of_the_only_replica_propagates(pool: Callable[..., Any]) -> N
 
 
 def test_the_error_of_a_server_propagates_without_rays_wrapper(pool: Callable[..., Any]) -> None:
-    error = RayTaskError("load_version", "a traceback", ValueError("the disk is full")).as_instanceof_cause()
+    error = RayTaskError(
+        "commit_version", "a traceback", ValueError("the disk is full")
+    ).as_instanceof_cause()
     with pytest.raises(ValueError, match="^the disk is full$"):
         run_virtual(pool(Replica(0, Server("a", [], error))).publish(TICKET))
 
@@ -228,53 +310,24 @@ def test_a_pool_needs_a_replica(pool: Callable[..., Any]) -> None:
         pool()
 
 
-def test_replicas_on_other_hosts_share_one_courier(
-    module: ModuleType, pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[str] = []
-    started: list[str] = []
-
-    def start_on(node: str) -> str:
-        started.append(node)
-        return "the courier"
-
-    monkeypatch.setattr(module, "start_on", start_on)
-    servers = [Server("here", log), Server("there", log, node="b"), Server("far", log, node="c")]
-    for server, courier in zip(servers, (None, "the courier", "the courier"), strict=True):
-        server.courier = courier
-    publication = run_virtual(pool(*(Replica(i, server) for i, server in enumerate(servers))).publish(TICKET))
+def test_every_load_gets_the_memory_services_of_all_hosts(pool: Callable[..., Any]) -> None:
+    servers = [Server("here", []), Server("there", [], node="b"), Server("far", [], node="c")]
+    made = pool(*(Replica(i, server) for i, server in enumerate(servers)))
+    made.has_copy("logp", ["d", "b"])
+    publication = run_virtual(made.publish(TICKET))
     assert publication.replicas == 3
-    assert started == ["a"], "the courier runs on the trainer's host"
+    assert Server.memories == [
+        (name, (["a", "b", "c", "d", "b"], ["a"])) for name in ("here", "there", "far")
+    ]
+    assert made.memories_for(TICKET) == Server.memories[0][1]
 
 
-@pytest.mark.parametrize(
-    ("node", "next_node", "first", "second"),
-    [
-        ("a", "b", None, "the courier"),
-        ("b", "a", "the courier", None),
-        ("b", "c", "the courier", "the courier"),
-    ],
-)
 def test_a_replica_that_restarts_on_another_node_gets_its_versions_there(
-    module: ModuleType,
-    pool: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    node: str,
-    next_node: str,
-    first: str | None,
-    second: str | None,
+    pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[str] = []
-
-    def start_on(node: str) -> str:
-        started.append(node)
-        return "the courier"
-
-    monkeypatch.setattr(module, "start_on", start_on)
+    moving = Replica(0, Server("moving", [], node="b"))
+    moving.next_node = "c"
     monkeypatch.setattr(Server, "dead", set())
-    moving = Replica(0, Server("moving", [], node=node))
-    moving.servers[0].courier = first
-    moving.next_node, moving.next_courier = next_node, second
 
     async def main() -> None:
         made = pool(moving, Replica(1, Server("other", [])))
@@ -286,5 +339,8 @@ def test_a_replica_that_restarts_on_another_node_gets_its_versions_there(
         watch.cancel()
         await made.close()
 
+    before = Services.closed
     run_virtual(main())
-    assert started == ["a"]
+    nodes = {name: memories[0] for name, memories in Server.memories}
+    assert nodes["moving"] == ["b", "a"] and nodes["moving, restarted"] == ["c", "a"]
+    assert Services.closed == before + 1

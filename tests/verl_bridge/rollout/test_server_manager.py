@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +19,15 @@ def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.rollout.server_manager")
 
 
-def test_the_manager_starts_pipeline_replicas(module: ModuleType) -> None:
-    assert module.PipelineServerManager.rollout_replica_class is module.PipelineVLLMReplica
+@pytest.mark.parametrize(("engine", "replica"), [("vllm", "PipelineVLLMReplica"), ("sglang", "Other")])
+def test_each_engine_has_its_replicas(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, engine: str, replica: str
+) -> None:
+    # SGLang itself would bring its stubs into this process.
+    sglang = ModuleType("recipe.async_pipeline.verl_bridge.rollout.sglang.replica")
+    sglang.PipelineSGLangReplica = type("Other", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, sglang.__name__, sglang)
+    assert module.replica_class_of(engine).__name__ == replica
 
 
 @pytest.mark.parametrize(("devices", "early"), [([2], True), ([2, 0], True), ([2, 1], False)])

@@ -144,11 +144,17 @@ class Writer:
         return folder
 
 
-def checkpoints(contents: ModuleType, root: Path, ranks: int = 1, synced: list[str] | None = None) -> Any:
+def checkpoints(
+    contents: ModuleType,
+    root: Path,
+    ranks: int = 1,
+    synced: list[str] | None = None,
+    file: str = "model_world_size_{ranks}_rank_{rank}.pt",
+) -> Any:
     def save_models(folder: Path, state: Any) -> None:
         (folder / "actor").mkdir()
         for rank in range(min(ranks, 2)):
-            (folder / "actor" / f"model_world_size_{ranks}_rank_{rank}.pt").write_bytes(b"w")
+            (folder / "actor" / file.format(ranks=ranks, rank=rank)).write_bytes(b"w")
 
     return Writer(
         contents,
@@ -231,6 +237,13 @@ def test_missing_files_of_ranks_are_an_error(contents: ModuleType, store: Store,
     with pytest.raises(CheckpointError, match="2 of 4 ranks have written .* all of them share"):
         checkpoints(contents, tmp_path, ranks=4).write(snapshot(contents, flow_state(store)))
     assert list(tmp_path.iterdir()) == [], "no file remains"
+
+
+def test_files_of_megatron_ranks_are_counted_too(contents: ModuleType, store: Store, tmp_path: Path) -> None:
+    names = "megatron_world_size_{ranks}_rank_{rank}.json"
+    checkpoints(contents, tmp_path, ranks=2, file=names).write(snapshot(contents, flow_state(store)))
+    with pytest.raises(CheckpointError, match="2 of 3 ranks have written"):
+        checkpoints(contents, tmp_path, ranks=3, file=names).write(snapshot(contents, flow_state(store)))
 
 
 def test_a_sample_that_cannot_be_written_is_an_error_and_leaves_no_file(

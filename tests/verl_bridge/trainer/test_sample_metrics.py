@@ -30,12 +30,17 @@ def meters(module: Any) -> Any:
     return meters_of(module)
 
 
-def meters_of(module: Any, *, log_probs: bool = False) -> Any:
+def meters_of(
+    module: Any, *, log_probs: bool = False, precision: tuple[str | None, str | None] = (None, None)
+) -> Any:
     config = OmegaConf.create(
         {
             "actor_rollout_ref": {
-                "actor": {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None},
-                "rollout": {"n": 2, "calculate_log_probs": log_probs},
+                "actor": {
+                    **{"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None},
+                    "fsdp_config": {"mixed_precision": {"param_dtype": precision[1]}},
+                },
+                "rollout": {"n": 2, "calculate_log_probs": log_probs, "dtype": precision[0]},
             }
         }
     )
@@ -121,10 +126,48 @@ def test_a_batch_is_fetched_in_parts(module: Any, monkeypatch: pytest.MonkeyPatc
         ),
     )
     padded = SimpleNamespace(keys=[*(one.key for one in group.trajectories), "padding"], partition_id="train")
-    found = meters_of(module, log_probs=True).distances(StepBatch(step=3, groups=(group,), payload=padded))
+    batch = StepBatch(step=3, groups=(group,), payload=padded)
+    found, _ = meters_of(module, log_probs=True).distances(batch)
 
     assert [key for part in store.fetched for key in part] == [one.key for one in group.trajectories]
     assert max(map(len, store.fetched)) == min(8, -(-together // 3))
     assert found["lag/token_share/1"] == 1
     assert found["off_policy/ratio_max/all"] == pytest.approx(math.exp(0.1), rel=1e-6)
     assert found["off_policy/trajectory_ess/all"] == pytest.approx(1)
+
+
+def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
+    meters = meters_of(module, log_probs=True)
+    meters._drift_bound = 0.05
+    trajectory = Trajectory(key="a_0", first_version=2, last_version=2, num_tokens=3, spans=((2, 0),))
+    payload = SimpleNamespace(keys=["a_0"], partition_id="train")
+
+    def measured(step: int) -> tuple[dict[str, float], str | None]:
+        group = Group(uid="a", step=step, trajectories=(trajectory,))
+        found: tuple[dict[str, float], str | None] = meters.distances(
+            StepBatch(step=step, groups=(group,), payload=payload)
+        )
+        return found
+
+    first, warning = measured(3)
+    assert first["drift/turn_1"] == pytest.approx(0.1, rel=1e-5)
+    assert warning is not None and "in turn 1" in warning and "2 of 3 tokens" in warning
+    assert measured(3)[1] is None, "it is reported once"
+    later, none = measured(4)  # the trainer is newer than the tokens
+    assert "drift/max" not in later and none is None
+    assert measured(3)[1] is not None
+
+
+def test_episodes_that_were_not_needed_are_redundant(meters: Any, module: Any) -> None:
+    meters.redundant([module.Redundant(9, 4, 2.0), module.Redundant(None, 2, 2.0)])
+    assert counted(meters) == {"redundant": 2}
+    assert meters.selection()[0]["bias/tokens/redundant_mean"] == 9
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "bound"), [("float32", "fp32", 0.05), ("float32", "bf16", 1.0)]
+)
+def test_the_bound_follows_from_the_precision(module: Any, engine: str, trainer: str, bound: float) -> None:
+    meters = meters_of(module, precision=(engine, trainer))
+    assert meters._drift_bound == bound

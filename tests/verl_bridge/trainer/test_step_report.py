@@ -64,7 +64,7 @@ class Parts:
             calls=calls,
             stages=SimpleNamespace(at=lambda step: quiet),
             publisher=SimpleNamespace(rollout_pool=SimpleNamespace(versions={}), metrics=dict),
-            meters=SimpleNamespace(selection=lambda: ({}, None), distances=lambda batch: {}),
+            meters=SimpleNamespace(selection=lambda: ({}, None), distances=lambda batch: ({}, None)),
             bad_data=quiet,
             accounts=SimpleNamespace(take=dict, critical_role=str),
             observers=self.observers,

@@ -3,34 +3,59 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Client
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from recipe.async_pipeline.weight_sync.arena import Part
+from recipe.async_pipeline.weight_sync.arena import ArenaReader, Part
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
+from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
+from recipe.async_pipeline.weight_sync.shares import Bucket
+from recipe.async_pipeline.weight_sync.transport import header_of
 from tests import REPOSITORY
 from tests.conftest import Load
+from tests.fakes.private_mounts import may_unshare
+from tests.fakes.sharded_model import VERSIONS, make_model, train
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.real_engine
+LIMIT_S = 300.0
+"""Ranks import verl first."""
 PARTS = "recipe.async_pipeline.verl_bridge.workers.fsdp_shards"
+ENVIRONMENT = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+"""Of a rank: its script imports the fakes, which no installed package has."""
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> None:
     """Two ranks form one mesh of shards; four ranks form two replicas of two shards."""
-    script = str(REPOSITORY / "tests" / "verl_bridge" / "sharded_gather.py")
-    environment = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+    run_ranks("sharded_gather.py", count, tmp_path)
 
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_adapters_are_published_without_their_base(tmp_path: Path, count: int) -> None:
+    run_ranks("sharded_adapters.py", count, tmp_path)
+
+
+def run_ranks(name: str, count: int, tmp_path: Path) -> None:
+    """Run a script once for each rank. Fails if one prints anything."""
+    script = str(REPOSITORY / "tests" / "verl_bridge" / name)
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(count), str(tmp_path / "meet")],
             cwd=REPOSITORY,
-            env=environment,
+            env=ENVIRONMENT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -42,6 +67,109 @@ def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> No
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-3000:]
         assert out == ""
+
+
+# Several hosts.
+
+
+class Host:
+    """A transport from a training host in another mount namespace, over its socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def ask(self, *question: Any) -> Any:
+        with Client(self.path) as connection:
+            connection.send(question)
+            return None if question[0] == "next" else connection.recv()
+
+    async def announced(self) -> Announcement:
+        found = decode_announcement(await asyncio.to_thread(self.ask, "announced"))
+        assert not isinstance(found, Failure)
+        return found
+
+    async def bucket(self, bucket: Bucket, attempt: int, base: int | None = None) -> tuple[bytes, Any]:
+        payload = await asyncio.to_thread(self.ask, "bucket", bucket.sequence)
+        return header_of(await self.announced(), bucket.sequence, bucket.share), payload
+
+
+def expected_version(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a version, as the ranks of `gather_on_hosts.py` train them."""
+    train(model, version)
+    return {
+        name: weight.detach().bfloat16() if weight.is_floating_point() else weight
+        for name, weight in model.state_dict().items()
+    }
+
+
+@pytest.mark.skipif(not may_unshare(), reason="private mounts require root")
+@pytest.mark.parametrize(("hosts", "count"), [(2, 2), (2, 4)])
+def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts: int, count: int) -> None:
+    script = REPOSITORY / "tests" / "verl_bridge" / "gather_on_hosts.py"
+    private = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    python = [sys.executable, str(script), "host"]
+    processes = [
+        subprocess.Popen(
+            [
+                "unshare",
+                "-m",
+                "bash",
+                "-c",
+                private,
+                "_",
+                *python,
+                str(host),
+                str(hosts),
+                str(count),
+                str(tmp_path),
+            ],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        for host in range(hosts)
+    ]
+
+    async def main() -> None:
+        memory, reader = HostMemory("the consumer's"), this_process("a test")
+        asked = [Host(tmp_path / f"host-{host}") for host in range(hosts)]
+        try:
+            model = make_model()
+            for version in range(VERSIONS):
+                shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(asked)]
+                manifest = await memory.fetch(Request(joined(shares), asked, LIMIT_S), reader)
+                found, expected = ArenaReader().tensors(manifest), expected_version(model, version)
+                assert list(found) == list(expected)
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+                files = [host.ask("files") for host in asked]
+                assert not set(files[0]) & set(files[1]) and all(files)
+                sizes = [share.num_bytes for share in shares]
+                assert max(sizes) < 0.7 * sum(sizes), "no host has everything"
+                for host in asked:
+                    host.ask("next")
+        finally:
+            await memory.close()
+
+    until(
+        lambda: all((tmp_path / f"host-{host}").exists() for host in range(hosts)) or ended(processes),
+        "a share of each host",
+        LIMIT_S,
+    )
+    try:
+        asyncio.run(main())
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert [process.returncode for process in processes] == [0] * hosts, errors
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> bool:
+    return any(process.poll() is not None for process in processes)
 
 
 def assembled(parts: list[list[Part]]) -> dict[str, torch.Tensor]:

@@ -14,9 +14,11 @@ from recipe.async_pipeline.weight_sync.manifest import Ticket
 
 TICKET, NEXT = (Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1) for version in (4, 5))
 
+MEMORIES: Any = object()
+
 
 def copy_of(load: Any) -> PolicyCopy:
-    return PolicyCopy("logp", SimpleNamespace(load_version=load), "courier")
+    return PolicyCopy("logp", SimpleNamespace(load_version=load))
 
 
 def test_every_rank_loads_the_version() -> None:
@@ -28,9 +30,9 @@ def test_every_rank_loads_the_version() -> None:
 
     policy = copy_of(load)
     assert policy.version is None
-    policy.load(TICKET, 2.0)
+    policy.load(TICKET, MEMORIES, 2.0)
     assert policy.version == 4
-    assert loads == [(TICKET, "courier", 2.0)]
+    assert loads == [(TICKET, MEMORIES, 2.0)]
 
 
 def test_ranks_with_different_versions_are_an_error() -> None:
@@ -38,7 +40,7 @@ def test_ranks_with_different_versions_are_an_error() -> None:
     with pytest.raises(
         WeightSyncError, match=r"logp should have loaded version 4, but its ranks hold \[3, 4\]"
     ):
-        policy.load(TICKET, 2.0)
+        policy.load(TICKET, MEMORIES, 2.0)
     assert policy.version is None
 
 
@@ -49,7 +51,7 @@ def test_no_version_is_held_after_a_failed_load() -> None:
         return [4]
 
     policy = copy_of(load)
-    policy.load(TICKET, 2.0)
+    policy.load(TICKET, MEMORIES, 2.0)
     with pytest.raises(ProofError):
-        policy.load(NEXT, 2.0)
+        policy.load(NEXT, MEMORIES, 2.0)
     assert policy.version is None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -11,14 +12,18 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
+from ..run_config import ReadOnce
+
 _SPECIAL = ("_recursive_", "_convert_", "_partial_", "_args_")
 
 
-def hydra_with_factories(module: Any) -> Any:
+def hydra_with_factories(module: Any, copied: type | None = None) -> Any:
     """Return a replacement for the module `hydra` in which only `hydra.utils.instantiate(config=...)` is
     called.
 
-    verl makes an agent loop for each response, and hydra resolves and merges the config each time.
+    verl makes an agent loop for each response, and hydra resolves and merges the config each time. Objects
+    of the class `copied` are copies of the first one with another `server_manager`: their other arguments
+    are equal for all responses of a worker, and nothing else of them changes.
     """
     if isinstance(module, SimpleNamespace):
         return module
@@ -28,10 +33,29 @@ def hydra_with_factories(module: Any) -> Any:
         known = factories.get(id(config))
         if known is None:
             # Keep the config, so that no other config gets its id.
-            known = factories[id(config)] = (config, factory_of(config))
+            factory = factory_of(config)
+            if copied is not None and isinstance(factory, partial) and factory.func is copied:
+                factory = copies_of(factory)
+            known = factories[id(config)] = (config, factory)
         return known[1](**arguments)
 
     return SimpleNamespace(utils=SimpleNamespace(instantiate=instantiate))
+
+
+def copies_of(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that copies what `factory` made at its first call, with another `server_manager`."""
+    first: Any = None
+
+    def make(*, server_manager: Any, **arguments: Any) -> Any:
+        nonlocal first
+        if first is None:
+            first = factory(server_manager=server_manager, **arguments)
+            first.rollout_config = ReadOnce(first.rollout_config)
+        made = copy.copy(first)
+        made.server_manager = server_manager
+        return made
+
+    return make
 
 
 def factory_of(config: Any) -> Callable[..., Any]:

@@ -13,10 +13,12 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from ...core.recall import Recall
 from ..control_calls import GROUPS
+from ..direct_calls import ConnectionLost, DirectCaller
 from ..restartable_actors import restartable
 from ..run_config import open_requests_of
+from .answers import Answered
 from .partial_rollouts import RecordedRequest
-from .worker import GIVE_UP_S, Answered, PushAgentLoopWorker
+from .worker import GIVE_UP_S, PushAgentLoopWorker
 
 DEFAULT_CONCURRENCY = 1000
 """Ray's limit for the calls of an async actor."""
@@ -52,7 +54,7 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
-        self._turns = itertools.cycle(self.agent_loop_workers)
+        self._turns = itertools.cycle([(one, DirectCaller(one)) for one in self.agent_loop_workers])
 
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """Return what was generated so far for all prompts in generation, response by response."""
@@ -68,8 +70,8 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
         Returns None if the group was recalled and has been given up. If cancelled, which means that the
         run is being stopped, it ends when the group has been given up.
         """
-        worker = next(self._turns)
-        answering = asyncio.ensure_future(worker.run_group.remote(prompt, admitted))
+        worker, caller = next(self._turns)
+        answering = asyncio.create_task(_answered(caller, prompt, admitted))
         try:
             try:
                 await recall.or_done(answering)
@@ -85,6 +87,16 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
             return _samples_of(answering)
         finally:
             answering.cancel()
+
+
+async def _answered(caller: DirectCaller, prompt: Mapping[str, Any], admitted: int) -> Answered:
+    while True:
+        try:
+            answered: Answered = await caller.call("run_group", prompt, admitted)
+            return answered
+        except ConnectionLost:
+            # The next call goes through Ray, which waits for the worker's restart or raises.
+            continue
 
 
 async def _give_up(worker: Any, prompt: Mapping[str, Any]) -> None:

@@ -136,6 +136,10 @@ class Transcript:
                 return self._before.pop(place)
         return None
 
+    def forget(self) -> None:
+        """Forget all requests: the response is generated again from its beginning."""
+        self._before, self.said = [], []
+
     def with_open(self, found: Mapping[str, Written]) -> list[RecordedRequest]:
         """Return all requests, with what engines have generated for open ones. `found`: by the
         engine's name of the request.

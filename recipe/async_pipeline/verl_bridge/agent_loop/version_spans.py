@@ -16,6 +16,8 @@ COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s",
 """The measured cost of a response: tokens that the model wrote and that tools returned, and seconds with the
 engines, with tools and other code, and until the response had its score.
 """
+ROW_SPANS = "row_version_spans"
+"""Field with which an agent loop that returns several responses tells the spans of each."""
 Span = tuple[int, int]
 """A version and the position of the first token that it wrote; it wrote until the next span."""
 
@@ -33,6 +35,8 @@ class Turn(NamedTuple):
     """Tokens generated in this turn."""
     seconds: float = 0.0
     """Seconds from the request to its output."""
+    began: float = 0.0
+    """When it was requested, by `time.perf_counter`."""
 
 
 _turns: ContextVar[list[Turn] | None] = ContextVar("turns of the response of this task", default=None)
@@ -60,11 +64,12 @@ def take_turn(
     replica: str = "",
     tokens: int = 0,
     seconds: float = 0.0,
+    began: float = 0.0,
 ) -> None:
     """Record the output of a request. An output without versions is not recorded."""
     turns = _turns.get()
     if turns is not None and spans:
-        turns.append(Turn(prompt_tokens, spans, replica, tokens, seconds))
+        turns.append(Turn(prompt_tokens, spans, replica, tokens, seconds, began))
 
 
 def writer_of(turns: Sequence[Turn], prompt_tokens: int, position: int) -> str:
@@ -89,6 +94,18 @@ def merged(turns: Sequence[Turn], prompt_tokens: int) -> list[Span]:
     ]
 
 
+def fields_of(turns: Sequence[Turn], prompt_tokens: int, row_spans: Sequence[Span] | None) -> dict[str, Any]:
+    """Return the versions of a response as verl's extra fields; empty if none are known.
+
+    `row_spans`: of this response, if the agent loop knows them; else all turns are this response's.
+    """
+    spans = merged(turns, prompt_tokens) if row_spans is None else list(row_spans)
+    if not spans:
+        return {}
+    versions = [version for version, _ in spans]
+    return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": spans}
+
+
 def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
     """Return all of `COSTS` but `score_s`. `seconds`: from the start of the response until it was ready
     to be scored.
@@ -98,14 +115,22 @@ def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
         "turns": len(turns),
         "prompt_tokens": turns[0].prompt_tokens if turns else 0,
         "tokens": sum(turn.tokens for turn in turns),
-        "observation_tokens": turns[-1].prompt_tokens
-        - turns[0].prompt_tokens
-        - sum(t.tokens for t in turns[:-1])
+        # An agent that forgets its history has a last prompt that is shorter than what was written.
+        "observation_tokens": max(
+            0, turns[-1].prompt_tokens - turns[0].prompt_tokens - sum(t.tokens for t in turns[:-1])
+        )
         if turns
         else 0,
         "generate_s": generate_s,
         "environment_s": max(0.0, seconds - generate_s),
     }
+
+
+def times_of(turns: Sequence[Turn], began: float) -> list[list[float]]:
+    """Return start and seconds of each turn of a response that began then; empty for a single turn."""
+    if len(turns) < 2:
+        return []
+    return [[round(turn.began - began, 4), round(turn.seconds, 4)] for turn in turns]
 
 
 def cost_columns(costs: Sequence[Mapping[str, float]]) -> dict[str, Any]:

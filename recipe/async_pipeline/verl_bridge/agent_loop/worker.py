@@ -5,74 +5,55 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import transfer_queue as tq
 from ray.exceptions import RayTaskError
 from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.tools.function_tool import FunctionTool
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
+from ...agents.episodes import EpisodeRules
 from ...core.bad_data import Flaw
-from ...core.items import Trajectory
 from ...errors import RolloutError
 from ..control_calls import CONTROL, GIVE_UP, ControlCalls, control
-from ..reward.worker import PlainCaller
+from ..direct_calls import Address, DirectCalls
+from ..garbage import freeze_present_objects
+from ..reward.worker import PlainCaller, Response
 from ..rollout.router import ADMITTED
 from ..run_config import knobs_of
 from ..sample_columns import Columns
 from ..sample_grouping import joinable
 from ..sample_store import count_cores_once
+from . import (
+    agent_session_loop,  # noqa: F401  registers its agent loop with verl
+    environment_loop,  # noqa: F401  registers its agent loop with verl
+    prompt_tokens,
+    tool_calls,
+)
+from .answers import Answered, Sample, details_of, divided, slowest_turns, trajectory_of
+from .episode_attempts import Episodes, current_attempt
 from .hydra_cache import hydra_with_factories
 from .partial_rollouts import COLUMN, RecordedRequest, RecordingClient, Transcript, written_so_far
+from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
-from .version_spans import costs_of, kept_turns, merged, taken_turns
+from .version_spans import ROW_SPANS, costs_of, fields_of, kept_turns, taken_turns, times_of
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
 _VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
 """Whether this task validates; verl's scoring does not pass that on."""
 _BEGUN: ContextVar[float] = ContextVar("when the response of this task began")
+_TIMES: ContextVar[Sequence[Sequence[float]]] = ContextVar("when the turns of this response were", default=())
 _COST: ContextVar[dict[str, float]] = ContextVar("what the response has cost so far")
 GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the responses of a group."""
-
-
-class Sample(NamedTuple):
-    """A response on its way into the sample store: its trajectory and the tensors that stay in the store."""
-
-    trajectory: Trajectory
-    """Its payload is the tag in the sample store."""
-    fields: dict[str, Any]
-    partition_id: str
-    cost: dict[str, float]
-    """See `version_spans.costs_of`."""
-
-
-class Details(NamedTuple):
-    """What the trainer reads once, as a response arrives.
-
-    A trajectory is kept until its step and is written into checkpoints, so it does not hold these.
-    """
-
-    columns: list[str]
-    """Names of its columns in the sample store."""
-    cost: dict[str, float]
-    reward_info: dict[str, Any]
-    """What the reward function returned besides the score."""
-
-
-class Answered(NamedTuple):
-    """What a worker process returns for one prompt; empty if the prompt was given up."""
-
-    trajectories: list[Trajectory]
-    """Those without a flaw, in the order in which they finished; the trainer adds what only it knows."""
-    details: list[Details]
-    """One for each trajectory."""
-    flaws: list[Flaw]
-    """If a policy excludes a group with one of these from training, it is not in the sample store."""
 
 
 class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
@@ -82,7 +63,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # verl resolves the class of the agent loop, and merges its config, for each response.
-        agent_loop.hydra = hydra_with_factories(agent_loop.hydra)
+        agent_loop.hydra = hydra_with_factories(agent_loop.hydra, copied=SingleTurnAgentLoop)
+        prompt_tokens.install(agent_loop)
         super().__init__(*args, **kwargs)
         count_cores_once()
         if self.reward_loop_worker_handles is not None:
@@ -93,6 +75,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         policies = knobs.faults.bad_data.by_kind(knobs.reward.failure)
         self._checks = Checks(policies, self.rollout_config.prompt_length)
         self._checks.refuse_long_prompts(agent_loop.AgentLoopBase)
+        agentic = knobs.agentic
+        rules = EpisodeRules.of(agentic.attempts, agentic.ends)
+        self._episodes = Episodes(
+            rules, agentic.episode_timeout_s, agentic.failure_reward, agentic.turn_timeout_s
+        )
+        tool_calls.install(ToolAgentLoop, FunctionTool, agentic.tool_timeout_s)
+        self._redundancy = agentic.redundancy
         self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
         # Read for each response, for which a config is too slow.
         self._scores_at_once, self._saves = (
@@ -110,12 +99,19 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Complete groups on their way into the sample store, which are no longer given up."""
         self._transcripts: dict[str, list[Transcript]] = {}
         """Transcripts of the prompts in generation, response by response."""
+        self._direct = DirectCalls(run_group=self.run_group)
+        freeze_present_objects()
+
+    async def direct_address(self) -> Address:
+        """Return where the trainer sends groups without Ray if it is on this host."""
+        return await self._direct.address()
 
     async def run_group(self, prompt: dict[str, Any], admitted: int | None = None) -> Answered:
         """Generate and score n responses to one prompt, on replicas that serve at least version `admitted`.
 
         Its row may hold what an earlier process generated for it; see `partial_rollouts.with_resumed`.
-        Raises what the agent loop, the rollout server or the reward function raised.
+        Raises what the rollout server or the reward function raised. An episode whose agent loop fails is
+        repeated; see `episode_attempts`.
         """
         self.serve_control_calls()
         ADMITTED.set(admitted)
@@ -132,7 +128,11 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self.background_tasks.add(task)
         task.add_done_callback(self.background_tasks.discard)
         try:
-            return await self._groups[uid]
+            return await asyncio.shield(self._groups[uid])
+        except asyncio.CancelledError:
+            # The caller is gone.
+            task.cancel()
+            raise
         finally:
             del self._groups[uid], self._finished[uid]
             self._given_up.discard(uid)
@@ -205,13 +205,16 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         params = dict(sampling_params)
         if not prompt.pop("__do_sample__", True):
             params.update(top_p=1.0, top_k=-1, temperature=0)
-        flaws: list[list[Flaw]] = [[] for _ in range(n)]
-        transcripts = self._begin_transcripts(uid, n, prompt.pop(COLUMN, ()))
+        begun = n + self._redundancy
+        flaws: list[list[Flaw]] = [[] for _ in range(begun)]
+        episodes = [Begun() for _ in range(begun)]
+        transcripts = self._begin_transcripts(uid, begun, prompt.pop(COLUMN, ()))
         sessions = [
             asyncio.create_task(
                 self._session(
                     flaws[i],
                     transcripts[i],
+                    episodes[i],
                     params,
                     trajectory=trajectory,
                     trace=trace,
@@ -219,16 +222,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                     **prompt,
                 )
             )
-            for i in range(n)
+            for i in range(begun)
         ]
-        # All settle first, so that no sibling writes after the group was declared failed.
-        settled = await asyncio.gather(*sessions, return_exceptions=True)
-        for result in settled:
-            if isinstance(result, Exception):
-                raise result
-            if isinstance(result, BaseException):
-                raise RolloutError(f"a response of group {uid} was cancelled") from result
-        group = self._finished[uid]
+        chosen = await self._settled(uid, sessions, n, lambda i: self._checks.usable(flaws[i]))
+        group, redundant = self._finished[uid], list[Redundant]()
+        if len(chosen) < begun:
+            group, redundant = divided(group, chosen, episodes)
+            flaws = [flaws[i] for i in chosen]
         found = flaws_together(n, flaws, [one.fields for one in group])
         if self._checks.usable(found):
             self._storing.add(uid)
@@ -236,7 +236,28 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 await self._store_group(group)
             finally:
                 self._storing.discard(uid)
-        return Answered([one.trajectory for one in group], [_details_of(one) for one in group], found)
+        details = [details_of(one) for one in group]
+        trajectories = [one.trajectory for one in group]
+        return Answered(trajectories, details, found, redundant, slowest_turns(group))
+
+    async def _settled(
+        self, uid: str, sessions: list[asyncio.Task[None]], n: int, is_sound: Callable[[int], bool]
+    ) -> Collection[int]:
+        """Wait for the sessions of a group; returns the numbers of its members.
+
+        Those are n, or all of them if fewer are sound. Raises the first error of a session.
+        """
+        chosen: Collection[int] = range(len(sessions))
+        if len(sessions) > n:
+            chosen = await first_sound(sessions, n, is_sound) or chosen
+        # All settle first, so that no sibling writes after the group was declared failed.
+        settled = await asyncio.gather(*(sessions[i] for i in chosen), return_exceptions=True)
+        for result in settled:
+            if isinstance(result, Exception):
+                raise result
+            if isinstance(result, BaseException):
+                raise RolloutError(f"a response of group {uid} was cancelled") from result
+        return chosen
 
     async def _compute_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         """Score as verl does, unless the batch is scored after generation.
@@ -247,10 +268,22 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             return
         why = ""
         try:
-            await super()._compute_score(outputs, kwargs)
+            await self._request_score(outputs, kwargs)
         except RayTaskError as error:
             why = self._scores.failed(error)
         self._scores.settle(outputs[-1], why)
+
+    async def _request_score(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        """Do what verl's `_compute_score` does, without its tensors."""
+        workers, last = self.reward_loop_worker_handles, outputs[-1]
+        if self.processor is not None or workers is None or last.reward_score is not None:
+            await super()._compute_score(outputs, kwargs)
+            return
+        begun = time.perf_counter()
+        result = await random.choice(workers).score(Response.of(outputs, kwargs))
+        last.reward_score = result["reward_score"]
+        last.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+        last.metrics.compute_score = time.perf_counter() - begun
 
     def _begin_transcripts(
         self, uid: str, n: int, before: Sequence[Sequence[RecordedRequest]]
@@ -262,36 +295,48 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         return made
 
     async def _session(
-        self, flaws: list[Flaw], transcript: Transcript | None, *args: Any, **kwargs: Any
+        self, flaws: list[Flaw], transcript: Transcript | None, episode: Begun, *args: Any, **kwargs: Any
     ) -> None:
-        _BEGUN.set(time.perf_counter())
-        _COST.set({})
+        """Play one response; what is wrong with it is added to `flaws`. Raises as `run_group`."""
         worker = self
         if transcript is not None:
             # verl hands the worker's client to the agent loop, and this response needs a separate one.
             worker = copy.copy(self)
             worker.llm_client = RecordingClient(self.llm_client, transcript)
-        with kept_turns(), found_flaws(flaws):
-            await worker._run_agent_loop(*args, **kwargs)
+
+        async def play(attempt: int) -> None:
+            if attempt > 1:
+                flaws.clear()
+                if transcript is not None:
+                    transcript.forget()
+            _BEGUN.set(time.perf_counter())
+            _COST.set({})
+            with kept_turns() as episode.turns, found_flaws(flaws):
+                await worker._run_agent_loop(*args, **kwargs)
+
+        flaws += await self._episodes.play(play, f"{kwargs.get('uid')}_{kwargs['session_id']}")
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         """Process the output as verl does, and record the versions of all turns."""
-        turns = taken_turns()
         outputs = output if isinstance(output, list) else [output]
-        versions = [int(version) for turn in turns for version, _ in turn.spans]
-        for one in outputs if versions else ():
-            one.extra_fields.update(
-                min_global_steps=min(versions),
-                max_global_steps=max(versions),
-                # With several outputs it is unknown which turns are in which.
-                version_spans=merged(turns, len(one.prompt_ids)) if len(outputs) == 1 else None,
-            )
+        attempt = current_attempt()
+        if attempt is not None:
+            attempt.returned(outputs)
+        turns = taken_turns()
+        for one in outputs:
+            known = one.extra_fields.pop(ROW_SPANS, None)
+            found = fields_of(turns, len(one.prompt_ids), known)
+            if len(outputs) > 1 and known is None and found:
+                # It is unknown which turns are in which output.
+                found["version_spans"] = None
+            one.extra_fields.update(found)
         names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
         if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
             return
         ended, cost = time.perf_counter(), _COST.get(None)
         if cost is not None:
             cost.update(costs_of(turns, ended - _BEGUN.get()))
+            _TIMES.set(times_of(turns, _BEGUN.get()))
         token = _VALIDATING.set(validate)
         try:
             await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -306,12 +351,17 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Collect the responses of a session: one put for the group costs a fraction of a put for
         each session.
         """
-        group = self._finished.get(fields[0]["uid"])
+        group, attempt = self._finished.get(fields[0]["uid"]), current_attempt()
+        if group is None and attempt is not None:
+            raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
         if group is None:
             await super()._store_trajectories(keys, fields, tags, partition_id)
         else:
+            assert attempt is not None, "training repeats episodes"
             group += [
-                Sample(_trajectory_of(key, values, tag), values, partition_id, _COST.get())
+                Sample(
+                    trajectory_of(key, values, tag, attempt), values, partition_id, _COST.get(), _TIMES.get()
+                )
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
 
@@ -340,28 +390,3 @@ def sampling_of(rollout: Any) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "logprobs": rollout.calculate_log_probs,
     }
-
-
-def _trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any]) -> Trajectory:
-    """Raises RolloutError if the rollout did not record which versions generated the response."""
-    first, last = tag["min_global_steps"], tag["max_global_steps"]
-    if first is None or last is None:
-        raise RolloutError(f"trajectory {key} came back without the version that generated it")
-    spans = (fields.get("extra_fields") or {}).get("version_spans")
-    # verl keeps a score on the last token of its response, and no such field without a score.
-    scores = fields.get("rm_scores")
-    return Trajectory(
-        key=key,
-        first_version=int(first),
-        last_version=int(last),
-        num_tokens=int(tag["response_len"]),
-        spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
-        turns=fields.get("num_turns"),
-        reward=None if scores is None else float(scores[-1]),
-        payload=tag,
-    )
-
-
-def _details_of(sample: Sample) -> Details:
-    reward_info = (sample.fields.get("extra_fields") or {}).get("reward_extra_info") or {}
-    return Details(columns=sorted(sample.fields), cost=sample.cost, reward_info=reward_info)

@@ -31,6 +31,7 @@ from ...bench.waits import Lognormal
 from ...core.items import Publication, StepBatch
 from ...weight_sync.manifest import Ticket
 from ..control_calls import GROUPS
+from ..direct_calls import DirectCaller
 from ..rollout.bounded_replica import BoundedReplica
 from ..rollout.server_manager import PipelineServerManager
 from ..trainer.async_trainer import AsyncPipelineTrainer
@@ -90,7 +91,8 @@ class _NoWorkers:
         self._dispatch_info = {"actor": [0]}
 
     def gather_weights(self, version: int) -> list[Ticket]:
-        return [Ticket(version=version, board="", pid=os.getpid(), num_bytes=0, gather_s=0.0)]
+        host = ray.get_runtime_context().get_node_id()
+        return [Ticket(version=version, board="", pid=os.getpid(), num_bytes=0, gather_s=0.0, host=host)]
 
     def close_arenas(self) -> None:
         """Do nothing: there are none."""
@@ -112,9 +114,9 @@ class _WithoutWorkers(PPOTrainer):  # type: ignore[misc]
 
 
 class _Meters(SampleMeters):
-    def distances(self, batch: StepBatch) -> dict[str, float]:
+    def distances(self, batch: StepBatch) -> tuple[dict[str, float], str | None]:
         """Return nothing: there are no old log-probs."""
-        return {}
+        return {}, None
 
 
 class IdleTrainer(AsyncPipelineTrainer, _WithoutWorkers):
@@ -162,9 +164,10 @@ class IdleTrainer(AsyncPipelineTrainer, _WithoutWorkers):
             of_this_job().add(LOOP, time.monotonic(), **lag.summary())
 
     async def _check(self, replica: Any) -> None:
+        caller = DirectCaller(replica.servers[0])  # as the replica pool does
         while True:
             with of_this_job().measure(CHECK):
-                await replica.servers[0].check.remote()
+                await caller.call("check")
             await asyncio.sleep(CHECK_EVERY_S)
 
     def fit(self, agent_loop_manager: Any) -> None:

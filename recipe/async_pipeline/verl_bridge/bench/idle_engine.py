@@ -40,7 +40,12 @@ class IdleServer(ControlCalls):
         self._answering: dict[str, asyncio.Task[Any]] = {}
         self._open = OpenTime()
         self.most_open = 0
-        self._direct = DirectCalls(generate=self.generate)
+        self._direct = DirectCalls(
+            generate=self.generate,
+            check=self.check,
+            prepare_version=self.prepare_version,
+            commit_version=self.commit_version,
+        )
 
     async def generate(self, *, request_id: str, sampling_params: dict[str, Any], **_: Any) -> Any:
         """Return a `TokenOutput` with the fields that this package's server adds."""
@@ -78,11 +83,15 @@ class IdleServer(ControlCalls):
         )
 
     @control(LOAD)
-    async def load_version(
-        self, offered: Ticket, courier: Any | None, piece_bytes: int, timeout_s: float, how: LoadMode
+    async def prepare_version(self, offered: Ticket, memories: Any, timeout_s: float, stage: str) -> None:
+        """Return at once."""
+
+    @control(LOAD)
+    async def commit_version(
+        self, version: int, piece_bytes: int, timeout_s: float, how: LoadMode
     ) -> LoadReport:
         """Serve a version at once."""
-        self._version = offered.version
+        self._version = version
         return LoadReport(busy_s=self._open.take(time.perf_counter()))
 
     @control(CONTROL)

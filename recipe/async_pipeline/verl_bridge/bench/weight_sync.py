@@ -10,27 +10,36 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import ray
+import torch
 import verl.trainer.ppo.v1 as verl_v1
 from verl.trainer.main_ppo import TaskRunnerV1
 
+from ...bench.host_memory import host_memory_bytes
 from ...bench.spans import of_this_job
 from ...bench.stalls import LIMITS, PUBLICATION
 from ...bench.weight_sync import limits
+from ...bench.weight_sync_jobs import REQUESTS_EACH, VERSIONS, WAYS, WAYS_OF_JOB
 from ..trainer.async_trainer import AsyncPipelineTrainer
 
-VERSIONS, REQUESTS = "ASYNC_PIPELINE_BENCH_VERSIONS", "ASYNC_PIPELINE_BENCH_REQUESTS"
-"""Environment variables: the number of weight updates, and of requests in flight on each replica."""
 FIRST = 1
+STEP = 1e-6
+"""Largest change of a weight between two versions: what a step of Adam at this learning rate makes."""
 BETWEEN_S = (0.5, 1.0)
 """Range of the random pause between two weight updates."""
 PROMPT_TOKENS, RESPONSE_TOKENS = 8, 48
 
 _StockRunner: Any = TaskRunnerV1.__ray_metadata__.modified_class.__ray_actor_class__
 """The plain class of verl's actor class, which Ray forbids to inherit from."""
+
+
+Publish = Callable[[int], Awaitable[dict[str, float]]]
+"""Updates the weights of all replicas to a version; returns the costs."""
 
 
 def publishing(trainer: Any) -> Any:
@@ -40,40 +49,74 @@ def publishing(trainer: Any) -> Any:
         def fit(self, agent_loop_manager: Any) -> None:
             """Update weights in place of training."""
             del agent_loop_manager
-            publish = _publish_pipeline if issubclass(trainer, AsyncPipelineTrainer) else _publish_stock
-            replicas = (
-                self.rollout_pool.replicas
-                if issubclass(trainer, AsyncPipelineTrainer)
-                else self.standalone_server_manager.get_replicas()
-            )
-            asyncio.run(_run(self, publish, [replica.servers[0] for replica in replicas]))
+            pipeline = issubclass(trainer, AsyncPipelineTrainer)
+            publish = _publish_pipeline if pipeline else _publish_stock
+            ways = {name: partial(publish, self, name) for name in os.environ[WAYS_OF_JOB].split(",")}
+            manager = None if pipeline else self.standalone_server_manager
+            replicas = manager.get_replicas() if manager else self.rollout_pool.replicas
+            servers = [replica.servers[0] for replica in replicas]
+            asyncio.run(_run(self.actor_rollout_wg.workers, ways, servers))
 
     return Publishing
 
 
-async def _run(trainer: Any, publish: Any, servers: Sequence[Any]) -> None:
-    rng = random.Random(0)
+async def _run(workers: Sequence[Any], ways: Mapping[str, Publish], servers: Sequence[Any]) -> None:
+    """Update the weights in each way, in turns, while all servers have requests."""
+    rng, meters = random.Random(0), _meters()
     # verl's trainer has already published version 0.
-    await publish(trainer, FIRST)
+    await next(iter(ways.values()))(FIRST)
 
     stop = asyncio.Event()
     clients = [
         asyncio.create_task(_send_requests(server, stop))
         for server in servers
-        for _ in range(int(os.environ[REQUESTS]))
+        for _ in range(int(os.environ[REQUESTS_EACH]))
     ]
 
-    for version in range(FIRST + 1, FIRST + 1 + int(os.environ[VERSIONS])):
+    turns = [way for _ in range(int(os.environ[VERSIONS])) for way in ways]
+    for version, way in enumerate(turns, start=FIRST + 1):
+        await asyncio.gather(*(worker.__ray_call__.remote(take_step) for worker in workers))
         await asyncio.sleep(rng.uniform(*BETWEEN_S))
         started = time.monotonic()
-        facts = await publish(trainer, version)
-        of_this_job().add(PUBLICATION, started, **facts)
+        facts = await ways[way](version)
+        ended = time.monotonic()
+        held = await asyncio.gather(*(meter.shm_bytes.remote() for meter in meters))
+        of_this_job().add(PUBLICATION, started, ended, way=way, shm_bytes=max(held), **facts)
 
     await asyncio.sleep(BETWEEN_S[1])
     started = time.monotonic()
     of_this_job().add(LIMITS, started, **await asyncio.to_thread(limits))
     stop.set()
     await asyncio.gather(*clients)
+
+
+class HostMeter:
+    """An actor on a host that measures the memory of weight updates there."""
+
+    def shm_bytes(self) -> int:
+        """Return the bytes that all segments occupy in shared memory of this host."""
+        return host_memory_bytes()
+
+
+def _meters() -> list[Any]:
+    """Start a meter on each host."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    return [
+        ray.remote(HostMeter)
+        .options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False))
+        .remote()
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def take_step(worker: Any) -> None:
+    """Change all weights of a training worker by about as much as a step does."""
+    for one in getattr(worker, "worker_dict", {"": worker}).values():
+        with torch.no_grad():
+            for parameter in one.actor.engine.module.parameters():
+                held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                held.add_(torch.empty_like(held).uniform_(-STEP, STEP))
 
 
 async def _send_requests(server: Any, stop: asyncio.Event) -> None:
@@ -85,11 +128,13 @@ async def _send_requests(server: Any, stop: asyncio.Event) -> None:
         )
 
 
-async def _publish_pipeline(trainer: Any, version: int) -> dict[str, float]:
+async def _publish_pipeline(trainer: Any, way: str, version: int) -> dict[str, float]:
+    pool = trainer.rollout_pool
+    pool.how = pool.how._replace(stage=WAYS[way].stage)
     started = time.monotonic()
     ticket = await trainer.gather(version)
     gathered = time.monotonic()
-    publication = await trainer.rollout_pool.publish(ticket)
+    publication = await pool.publish(ticket)
     return {
         "trainer_stall": gathered - started,
         "bytes": publication.num_bytes,
@@ -97,11 +142,13 @@ async def _publish_pipeline(trainer: Any, version: int) -> dict[str, float]:
         "gather_s": publication.gather_s,
         "transfer_s": publication.transfer_s,
         "load_s": publication.load_s,
+        "commit_s": publication.commit_s,
+        "stall_s": publication.stall_s,
         "tokens_read_again": publication.tokens_read_again,
     }
 
 
-async def _publish_stock(trainer: Any, version: int) -> dict[str, float]:
+async def _publish_stock(trainer: Any, way: str, version: int) -> dict[str, float]:
     started = time.monotonic()
     await asyncio.to_thread(trainer.standalone_checkpoint_manager.update_weights, global_steps=version)
     return {"trainer_stall": time.monotonic() - started}

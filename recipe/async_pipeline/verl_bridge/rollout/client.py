@@ -20,6 +20,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
+from ..agent_loop.episode_attempts import current_attempt
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
 from ..agent_loop.version_spans import take_turn
 from ..direct_calls import ConnectionLost, DirectActors
@@ -71,15 +72,22 @@ class PipelineLLMClient(LLMServerClient):
         Tokens that the transcript already holds are not generated again. On cancellation, the server
         abandons the request.
 
+        Raises WaitTimeout if a turn of a training episode takes longer than it may, which costs the episode.
         Raises the error that the last replica died of if none returns in time, or if `DEATHS` replicas
         died during this request. Other errors propagate at once.
         """
-        started = time.perf_counter()
-        output = await (
+        started, attempt = time.perf_counter(), current_attempt()
+        answering = (
             self._ask(request_id, **kwargs)
             if transcript is None
             else self._continue(transcript, request_id, **kwargs)
         )
+        try:
+            output = await (answering if attempt is None else attempt.turn(answering))
+        except Exception as error:
+            if attempt is not None and not attempt.is_late:
+                attempt.rollout_failed(error)
+            raise
         said = output.extra_fields
         seconds = time.perf_counter() - started
         take_turn(
@@ -88,6 +96,7 @@ class PipelineLLMClient(LLMServerClient):
             str(said.get("replica") or ""),
             len(output.token_ids),
             seconds,
+            started,
         )
         return output
 

@@ -7,6 +7,7 @@ For `async-pipeline soak`: the requests come from outside, so no router bounds t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import re
 import sys
@@ -20,11 +21,14 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from ...errors import AsyncPipelineError
+from ..direct_calls import DirectCaller
 
 SERVER_NAME = re.compile(r"\w+_server_\d+_0(_\d+)?")
 """verl's name of the first server of a rollout replica; a restarted one has a further number."""
 PAUSE_S = 0.05
 """Seconds between two control calls."""
+TOKENS = 16
+"""Tokens of a response, so that the requests are open at the same time."""
 
 
 class FloodFailed(AsyncPipelineError, RuntimeError):
@@ -46,41 +50,79 @@ def server_at(where: float) -> Any:
     return ray.get_actor(name, namespace)
 
 
-def flood(server: Any, requests: int, timeout_s: float) -> dict[str, Any]:
-    """Open `requests` requests of one token at the same time; return when all have ended.
+class Checker:
+    """An actor that calls `check` of a server at intervals and opens no requests, as the trainer does.
 
-    Returns the number of lost requests, and number and latencies of the `check` calls until then. Raises
+    It does not wait for a reply before the next call. Otherwise one slow call would hide all others.
+    """
+
+    def __init__(self, server: Any) -> None:
+        self._server = DirectCaller(server)
+        self._calls: list[asyncio.Task[float]] = []
+
+    async def begin(self) -> None:
+        """Start to call; return after the first reply. Raises what a check raises."""
+        await self._call()
+        self._calling = asyncio.create_task(self._call_at_intervals(), name="check a server")
+
+    async def end(self) -> list[float]:
+        """Return the latencies in seconds of all calls. Raises what a check raises."""
+        self._calling.cancel()
+        return await asyncio.gather(*self._calls)
+
+    async def _call_at_intervals(self) -> None:
+        while True:
+            self._calls.append(asyncio.create_task(self._call(), name="check"))
+            await asyncio.sleep(PAUSE_S)
+
+    async def _call(self) -> float:
+        started = time.monotonic()
+        await self._server.call("check")
+        return time.monotonic() - started
+
+
+def flood(server: Any, requests: int, timeout_s: float) -> dict[str, Any]:
+    """Open `requests` requests of `TOKENS` tokens at the same time; return when all have ended.
+
+    Returns the number of lost requests, and number and latencies of the `check` calls meanwhile. Raises
     FloodFailed if a check fails or does not return, or the requests do not end within `timeout_s`.
     """
-    deadline = time.monotonic() + timeout_s
-    waiting = [
-        server.generate.remote(
-            request_id=uuid4().hex, prompt_ids=[1, 2, 3], sampling_params={"max_tokens": 1}
-        )
-        for _ in range(requests)
-    ]
-    ended: list[Any] = []
-    checks: list[float] = []
-    while waiting:
+    checker = ray.remote(Checker).options(num_cpus=0).remote(server)
+    try:
+        _checked(checker.begin.remote(), timeout_s)
         started = time.monotonic()
-        if started > deadline:
+        waiting = [
+            server.generate.remote(
+                request_id=uuid4().hex,
+                prompt_ids=[1, 2, 3],
+                sampling_params={"max_tokens": TOKENS, "ignore_eos": True},
+            )
+            for _ in range(requests)
+        ]
+        ended, waiting = ray.wait(waiting, num_returns=requests, timeout=timeout_s)
+        if waiting:
             raise FloodFailed(f"{len(waiting)} of {requests} requests did not end within {timeout_s:g} s")
-        try:
-            ray.get(server.check.remote(), timeout=timeout_s)
-        except RayError as error:
-            raise FloodFailed(f"a check failed during the flood: {error}") from None
-        checks.append(time.monotonic() - started)
-        done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=PAUSE_S)
-        ended += done
+        seconds = time.monotonic() - started
+        checks = sorted(_checked(checker.end.remote(), timeout_s))
+    finally:
+        ray.kill(checker)
 
-    checks.sort()
     return {
         "requests": requests,
         "lost": sum(map(_failed, ended)),
+        "seconds": round(seconds, 1),
         "checks": len(checks),
         "check_p50_s": round(checks[len(checks) // 2], 4),
         "check_p99_s": round(checks[int(0.99 * len(checks))], 4),
+        "check_max_s": round(checks[-1], 4),
     }
+
+
+def _checked(reply: Any, timeout_s: float) -> Any:
+    try:
+        return ray.get(reply, timeout=timeout_s)
+    except RayError as error:
+        raise FloodFailed(f"a check failed during the flood: {error}") from None
 
 
 def _failed(ref: Any) -> bool:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayTaskError
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from ...config.schema import concurrent_loads
+from ...core.deadline import all_of
 from ...core.items import LoadReport, Publication
 from ...errors import WeightSyncError
 from ...weight_sync.fleet import Fleet
 from ...weight_sync.manifest import Ticket
 from ...weight_sync.versioned_engine import LoadMode
-from ..object_store_transport import start_on
+from ..direct_calls import ConnectionLost, DirectCaller
+from ..host_memory_service import HostMemories, MemoryServices
 from ..ray_calls import ASK_S, cause_of, got
 from .device_holder import node_id
 
@@ -33,22 +36,52 @@ class ReplicaConsumer:
         self.replica, self.nodes = replica, tuple(nodes)
         self._pool = pool
         self._started = bool(nodes)
+        self._callers: dict[Any, DirectCaller] = {}
 
     @property
     def in_place(self) -> bool:
-        return self._pool.maps_arenas(self.nodes)
+        # On every host: at most two versions are kept there, so the next one takes the memory of the oldest.
+        return True
 
-    async def load(self, ticket: Ticket) -> LoadReport:
-        courier = self._pool.courier_for(self.nodes)
-        arguments = (courier, *self._pool.load_arguments)
-        answers = [server.load_version.remote(ticket, *arguments) for server in self.replica.servers]
-        try:
-            # The servers of one replica load together, so the first report is enough.
-            reports: list[LoadReport] = [await answer for answer in answers]
-        except RayTaskError as error:
-            # Raise the cause itself: one line instead of Ray's remote traceback.
-            raise cause_of(error) from error
+    async def prepare(self, ticket: Ticket) -> None:
+        arguments = (self._pool.memories_for(ticket), self._pool.load_timeout_s, self._pool.how.stage)
+        await self._call("prepare_version", ticket, *arguments)
+
+    async def commit(self, version: int) -> LoadReport:
+        # The servers of one replica load together, so the first report is enough.
+        reports: list[LoadReport] = await self._call(
+            "commit_version", version, self._pool.piece_bytes, self._pool.load_timeout_s, self._pool.how
+        )
         return reports[0]
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all servers, over sockets where possible, and return the results.
+
+        A call through Ray waits while Ray hands over many requests. The method is called again through Ray
+        if a connection ends, so it must be idempotent: Ray knows why a server has ended.
+        """
+        servers = self.replica.servers
+        self._callers = {server: self._callers.get(server) or DirectCaller(server) for server in servers}
+        found: dict[Any, Any] = {}
+
+        async def call(server: Any, caller: DirectCaller) -> None:
+            found[server] = await caller.call(method, *arguments)
+
+        try:
+            await all_of(*(call(server, caller) for server, caller in self._callers.items()))
+        except ConnectionLost:
+            return await self._all([getattr(server, method).remote(*arguments) for server in servers])
+        except RayTaskError as error:
+            raise cause_of(error) from error
+        return [found[server] for server in servers]
+
+    @staticmethod
+    async def _all(answers: Sequence[Any]) -> list[Any]:
+        """Await the answers of all servers; raise the cause of an error instead of Ray's remote traceback."""
+        try:
+            return [await answer for answer in answers]
+        except RayTaskError as error:
+            raise cause_of(error) from error
 
     async def leave(self) -> None:
         await self._pool.balancer.remove_servers.remote([self.replica._server_address])
@@ -70,49 +103,46 @@ class ReplicaConsumer:
         await self._pool.balancer.add_servers.remote({replica._server_address: replica._server_handle})
 
     async def check(self) -> None:
-        try:
-            for answer in [server.check.remote() for server in self.replica.servers]:
-                await answer
-        except RayTaskError as error:
-            raise cause_of(error) from error
+        await self._call("check")
 
     async def open_requests(self) -> int:
-        return sum([await server.open_requests.remote() for server in self.replica.servers])
+        return sum(await self._all([server.open_requests.remote() for server in self.replica.servers]))
 
     async def release(self) -> None:
         self.replica.release()
 
 
 class RolloutPool:
-    """The standalone replicas of a run. Loads are rolling: only some replicas load at any time."""
+    """The standalone replicas of a run. Commits are rolling: only some replicas pause at any time."""
 
     def __init__(
         self,
         manager: LLMServerManager,
         say: Callable[[str], None],
         *,
-        trainer_node: str,
         piece_bytes: int,
         load_timeout_s: float,
         restart_timeout_s: float,
         how: LoadMode,
         max_concurrent_loads: int | None = None,
+        delta: bool = False,
         note: Callable[[str, str, int | None], None] = lambda event, name, version: None,
         resized: Callable[[int], None] = lambda replicas: None,
     ) -> None:
         """Ask each replica for its node; blocks on Ray calls.
 
-        `trainer_node` is the Ray node of the arenas. `max_concurrent_loads` is the configured value, or None
-        for the default. For `say` and `note` see `Fleet`; `resized` gets the number of replicas
-        whenever one has joined or left.
+        `max_concurrent_loads` is the configured value, or None for the default. `delta`: see `Route`. For
+        `say` and `note` see
+        `Fleet`; `resized` gets the number of replicas whenever one has joined or left.
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
 
         self._manager, self.balancer = manager, manager.global_load_balancer
-        self._trainer_node, self._courier = trainer_node, None
-        self.load_arguments = (piece_bytes, load_timeout_s, how)
-        """The arguments of each load after the ticket and the courier."""
+        self._memory = MemoryServices(delta=delta)
+        self._copies: dict[str, Sequence[str]] = {}
+        """The Ray nodes of each copy of the policy."""
+        self.piece_bytes, self.load_timeout_s, self.how = piece_bytes, load_timeout_s, how
 
         replicas = manager.get_replicas()
         self.fleet = Fleet(
@@ -121,7 +151,7 @@ class RolloutPool:
             load_timeout_s=load_timeout_s,
             restart_timeout_s=restart_timeout_s,
             wait_timeout_s=restart_timeout_s,
-            max_concurrent_loads=lambda number: concurrent_loads(max_concurrent_loads, number),
+            max_concurrent_loads=partial(concurrent_loads, max_concurrent_loads),
             note=self._noted,
         )
         self._note, self._resized, self._size = note, resized, len(replicas)
@@ -160,16 +190,16 @@ class RolloutPool:
         nodes: list[str] = got(self.ask_nodes(replica), ASK_S, owner="the trainer", what=what)
         return nodes
 
-    def maps_arenas(self, nodes: Sequence[str]) -> bool:
-        """Return whether these nodes can map the trainer's memory."""
-        return set(nodes) == {self._trainer_node}
+    def has_copy(self, name: str, nodes: Sequence[str]) -> None:
+        """Note the Ray nodes of a copy of the policy, which loads versions like the replicas."""
+        self._copies[name] = nodes
 
-    def courier_for(self, nodes: Sequence[str]) -> Any:
-        """Return None for nodes that can map the trainer's memory, else the run's one courier."""
-        if self.maps_arenas(nodes):
-            return None
-        self._courier = self._courier or start_on(self._trainer_node)
-        return self._courier
+    def memories_for(self, ticket: Ticket) -> HostMemories:
+        """Return the memory services of all hosts with consumers, from which each consumer gets a version."""
+        nodes = [one.nodes for one in self._consumers()] + list(self._copies.values())
+        return self._memory.on(
+            [node for some in nodes for node in some], [share.host for share in ticket.shares]
+        )
 
     @property
     def replicas(self) -> Sequence[Any]:
@@ -213,5 +243,6 @@ class RolloutPool:
         await self.fleet.watch()
 
     async def close(self) -> None:
-        """Cancel pending loads and restarts of replicas."""
+        """Cancel pending loads and restarts of replicas, and unlink the memory of all hosts."""
         await self.fleet.close()
+        await self._memory.close()

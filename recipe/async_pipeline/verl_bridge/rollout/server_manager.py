@@ -22,13 +22,14 @@ from ...config.placement import Placement
 from ..ray_calls import ASK_S, got, result_of
 from ..run_config import open_requests_of
 from .client import PipelineLLMClient
-from .vllm.replica import SHARES_OF_A_DEVICE, PipelineVLLMReplica
+from .standalone_replica import SHARES_OF_A_DEVICE, StandaloneReplica
 
 
 class PipelineServerManager(LLMServerManager):
     """verl's manager with this package's replicas."""
 
-    rollout_replica_class: Callable[..., PipelineVLLMReplica] = PipelineVLLMReplica
+    rollout_replica_class: Callable[..., StandaloneReplica] | None = None
+    """Set on the class to use other replicas than the ones of the configured engine."""
 
     _early: ClassVar[PipelineServerManager | None] = None
 
@@ -43,7 +44,10 @@ class PipelineServerManager(LLMServerManager):
 
     async def _initialize_llm_servers(self, start_rank: int | None = None) -> None:
         bound = open_requests_of(self.config).per_replica
-        self.rollout_replica_class = partial(type(self).rollout_replica_class, max_open_requests=bound)
+        made_by = type(self).rollout_replica_class or replica_class_of(
+            self.config.actor_rollout_ref.rollout.name
+        )
+        self.rollout_replica_class = partial(made_by, max_open_requests=bound)
         await super()._initialize_llm_servers(start_rank)
 
     @classmethod
@@ -74,8 +78,9 @@ class PipelineServerManager(LLMServerManager):
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         return super().get_client(client_cls or PipelineLLMClient, **kwargs)
 
-    def another(self) -> PipelineVLLMReplica:
+    def another(self) -> StandaloneReplica:
         """Return one more replica, which is not started yet."""
+        assert self.rollout_replica_class is not None, "set when the first servers were started"
         made = self.rollout_replica_class(
             replica_rank=1 + max(replica.replica_rank for replica in self.rollout_replicas),
             config=self.rollout_config,
@@ -89,6 +94,17 @@ class PipelineServerManager(LLMServerManager):
     def attach(self, balancer: Any) -> None:
         """Use a balancer that verl has started, so that clients can be created before the servers are up."""
         self.global_load_balancer = balancer
+
+
+def replica_class_of(engine: str) -> Callable[..., StandaloneReplica]:
+    """Return the replica class of an engine. Imports the engine, which takes seconds."""
+    if engine == "sglang":
+        from .sglang.replica import PipelineSGLangReplica
+
+        return PipelineSGLangReplica
+    from .vllm.replica import PipelineVLLMReplica
+
+    return PipelineVLLMReplica
 
 
 class ColocatedLoadBalancer(LLMServerManager):

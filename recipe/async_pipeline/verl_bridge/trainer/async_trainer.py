@@ -173,9 +173,7 @@ class AsyncPipelineTrainer(PPOTrainer):
             reward_loop_worker_handles=self.get_reward_handles(),
         )
 
-        self.rollout_pool = self.startup.rollout_pool(
-            self.actor_rollout_wg, self._note_replica, self._note_size
-        )
+        self.rollout_pool = self.startup.rollout_pool(self._note_replica, self._note_size)
         self.publisher = WeightPublisher(
             self.actor_rollout_wg, self.rollout_pool, self.calls, self.knobs.weight_sync.timeout_s
         )
@@ -187,8 +185,8 @@ class AsyncPipelineTrainer(PPOTrainer):
             calls=self.calls,
             publisher=self.publisher,
             pools=lambda: self.resource_pool_manager.resource_pool_dict,
-            old_group=self.startup.logp_group(),
-            reference_group=self.ref_policy_wg if self.use_reference_policy else None,
+            old_group=self.startup.group_of("logp"),
+            reference_group=self.startup.group_of("ref_logp") or getattr(self, "ref_policy_wg", None),
             note=self._note,
         )
         if self._restored is not None and "ref_logp" in self.log_probs.copies:

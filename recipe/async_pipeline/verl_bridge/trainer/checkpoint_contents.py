@@ -236,7 +236,8 @@ def _keys(group: Group) -> list[str]:
 
 def _require_all_ranks(folder: Path) -> None:
     """Raise CheckpointError if files of some ranks are missing, e.g. because hosts write to local disks."""
-    found = sorted(folder.glob("model_world_size_*_rank_*.pt"))
+    # The weights of an FSDP rank, or what `training_worker.EngineWorker` adds for a Megatron rank.
+    found = sorted(folder.glob("m*_world_size_*_rank_*"))
     ranks = int(found[0].name.split("_")[3]) if found else 0
     if len(found) != ranks or not ranks:
         raise CheckpointError(

@@ -20,9 +20,10 @@ from ...core.deadline import within
 from ...core.items import Group, Prompt, PromptBatch, StepBatch, Ticket, Trajectory
 from ...core.recall import Recall
 from ...errors import RolloutError
+from ...observe.trace_episodes import TURNS
+from ..agent_loop.answers import Details
 from ..agent_loop.manager import PushAgentLoopManager
 from ..agent_loop.version_spans import cost_columns
-from ..agent_loop.worker import Details
 from ..reward.batch_scoring import score_batch
 from .calls import BlockingCalls
 from .prompt_source import PromptSource
@@ -102,17 +103,21 @@ class Generation:
             return None
 
         costs = cost_columns([details.cost for details in done.details])
+        if done.slowest_turns:
+            costs[TURNS] = done.slowest_turns
         self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)
         pairs = sorted(zip(done.trajectories, done.details, strict=True), key=lambda pair: pair[0].key)
         trajectories = tuple(
             replace(one, seconds=seconds, filter_by=self._filter_by(one, details)) for one, details in pairs
         )
         self._meters.finished(prompt.uid, trajectories)
+        self._meters.redundant(done.redundant)
 
         verdict = self._bad_data.judge(prompt.uid, identity, done.flaws)
         columns = [details.columns for _, details in pairs]
         alike = all(one == columns[0] for one in columns)
-        return _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
+        group = _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
+        return replace(group, redundant=len(done.redundant)) if done.redundant else group
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Return why a finished group is not trained, or None if it is.
@@ -188,9 +193,15 @@ def _meta_of(groups: Sequence[Group], temperature: float) -> KVBatchMeta:
 
 
 def _identity(prompt: Prompt) -> str:
-    """Return a hash of the prompt's text, which is the same in every epoch."""
+    """Return a hash of the prompt, which is the same in every epoch: of its text, and of what an environment
+    makes of it.
+    """
     payload: Mapping[str, Any] = prompt.payload
-    return xxhash.xxh3_128_hexdigest(str(payload["raw_prompt"]).encode())
+    parts = [str(payload["raw_prompt"])]
+    info = payload.get("extra_info")
+    if isinstance(info, Mapping):
+        parts += [str(info[name]) for name in ("seed", "task") if info.get(name) is not None]
+    return xxhash.xxh3_128_hexdigest("\n".join(parts).encode())
 
 
 def _group(

@@ -21,9 +21,10 @@ from ...config.placement import Placement, Pool
 from ...core.items import StepBatch
 from ...core.schedule import Schedule
 from ...observe.summary import one_line
+from ..adapter_config import adapter_rank
 from ..ray_calls import ASK_S, got
 from ..rollout.device_holder import node_id
-from ..workers.log_prob_group import end_group, retry_on_actor_death, start_group
+from ..workers.log_prob_group import end_group, has_adapters, retry_on_actor_death, start_group
 from ..workers.policy_copy import PolicyCopy
 from ..workers.training_worker import REF_COLUMN
 from .calls import BlockingCalls
@@ -57,6 +58,8 @@ class LogProbs:
         self._stages, self._calls, self._publisher, self._pools = stages, calls, publisher, pools
         self._note = note
         self.reference_group = reference_group
+        self._in_actor = adapter_rank(config) > 0 and placement.own_pool_of("ref_logp") is None
+        """Whether the reference is the trained model without its adapters."""
         self.copies: dict[str, PolicyCopy] = {}
         """Copies of the policy that hold published versions, by stage."""
         if old_group is not None:
@@ -80,13 +83,21 @@ class LogProbs:
 
         In verl's column, old log-probs of another batch could overwrite the result.
         """
-        assert self.reference_group is not None
+        group = self.reference_group
+        assert group is not None
         batch.extra_info.update(
             calculate_entropy=False,
             compute_loss=False,
             temperature=self._config.actor_rollout_ref.rollout.temperature,
         )
-        self.reference_group.compute_ref_log_prob(batch)
+        if self._in_actor:
+            batch.extra_info["no_lora_adapter"] = True
+            group.compute_base_log_prob(batch)
+        else:
+            # Until it is refreshed, a reference with adapters is its base.
+            if has_adapters(self._config) and self.copies["ref_logp"].version is None:
+                batch.extra_info["no_lora_adapter"] = True
+            group.compute_ref_log_prob(batch)
 
         data = tq.kv_batch_get(
             keys=batch.keys, partition_id=batch.partition_id, select_fields=[REF_COLUMN, "response_mask"]
@@ -140,8 +151,8 @@ class LogProbs:
             self._set_copy(stage, group)
 
     def _set_copy(self, stage: str, group: Any) -> None:
-        courier = self._publisher.rollout_pool.courier_for(nodes_of(group.workers))
-        self.copies[stage] = PolicyCopy(stage, group, courier)
+        self._publisher.rollout_pool.has_copy(stage, nodes_of(group.workers))
+        self.copies[stage] = PolicyCopy(stage, group)
 
 
 def nodes_of(workers: Sequence[Any]) -> list[str]:

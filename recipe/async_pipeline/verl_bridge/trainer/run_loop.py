@@ -17,7 +17,7 @@ from ...observe.summary import write_atomically
 from ...observe.table import closing, header
 from ...observe.watchdog import Watchdog
 from ...stages.custom import insert_custom_stages
-from .garbage import present_objects_frozen
+from ..garbage import present_objects_frozen
 from .insight_spans import InsightStates
 from .insight_spans import is_enabled as is_insight_enabled
 from .terminal import echo, say

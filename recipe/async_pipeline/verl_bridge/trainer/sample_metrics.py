@@ -13,7 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from ...core.fates import Fate, Settlement
 from ...core.items import StepBatch, Trajectory
 from ...observe import selection_bias
+from ...observe.drift import DriftMeter, bound_of
 from ...observe.off_policy import Columns, OffPolicyMeter
+from ..agent_loop.redundancy import Redundant
 
 SELECTION: Mapping[Fate, selection_bias.Fate] = {
     "trained": "trained",
@@ -39,6 +41,11 @@ class SampleMeters:
         bypassed = bool(OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode"))
         measurable = rollout.calculate_log_probs and not bypassed
         self._log_probs = ["rollout_log_probs", "old_log_probs"] if measurable else []
+        self._drift_bound = bound_of(
+            rollout.get("dtype"), OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype")
+        )
+        self._drifts = False
+        """Whether the last step drifted."""
         self._selection = selection_bias.SelectionMeter()
         self._undecided: dict[str, tuple[Trajectory, ...]] = {}
         """Finished responses to prompts without a fate, by prompt."""
@@ -67,6 +74,11 @@ class SampleMeters:
         for _ in range(self._responses):
             self._selection.record("dropped", seconds=seconds)
 
+    def redundant(self, episodes: Iterable[Redundant]) -> None:
+        """Count episodes that their groups did not need."""
+        for one in episodes:
+            self._selection.record("redundant", **one._asdict())
+
     def selection(self) -> tuple[dict[str, float], str | None]:
         """Return metrics of recent samples, and a warning if the trained ones are a biased selection."""
         return self._selection.metrics(), self._selection.warning()
@@ -77,20 +89,33 @@ class SampleMeters:
                 fate, tokens=one.num_tokens, turns=one.turns, seconds=one.seconds, reward=one.reward
             )
 
-    def distances(self, batch: StepBatch) -> dict[str, float]:
-        """Return metrics of the lag and the off-policy distance of a batch. Blocks on the sample store."""
+    def distances(self, batch: StepBatch) -> tuple[dict[str, float], str | None]:
+        """Return metrics of the lag and the off-policy distance of a batch, and a warning if the trainer does
+        not see the tokens that the engine saw; the same turn is reported once. Blocks on the sample store.
+        """
         meter = OffPolicyMeter(
             trainer_version=batch.step - 1,
             max_lag=self._max_lag,
             clip_low=self._clip_low,
             clip_high=self._clip_high,
         )
+        drift = DriftMeter(batch.step - 1, self._drift_bound)
         trajectories = {t.key: t for group in batch.groups for t in group.trajectories}
         # verl pads a batch with rows to make it divisible by the number of ranks.
         keys = [key for key in batch.payload.keys if key in trajectories]
         for part in _parts(keys, [trajectories[key].num_tokens for key in keys]):
-            meter.add([trajectories[key] for key in part], self._columns(part, batch.payload.partition_id))
-        return meter.metrics()
+            some, columns = (
+                [trajectories[key] for key in part],
+                self._columns(part, batch.payload.partition_id),
+            )
+            meter.add(some, columns)
+            drift.add(some, columns)
+        return {**meter.metrics(), **drift.metrics()}, self._once(drift.warning())
+
+    def _once(self, warning: str | None) -> str | None:
+        """Return the warning after a step without one."""
+        reported, self._drifts = self._drifts, warning is not None
+        return None if reported else warning
 
     def _columns(self, keys: list[str], partition: str) -> Columns:
         names = ["loss_mask", *self._log_probs]

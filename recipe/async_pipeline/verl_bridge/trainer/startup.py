@@ -17,13 +17,14 @@ from verl.utils.device import get_device_name
 from ...config.placement import Placement
 from ...config.schema import AsyncPipelineConfig
 from ...weight_sync.versioned_engine import LoadMode
+from ..adapter_config import adapter_rank
 from ..ray_calls import result_of
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import PipelineServerManager
 from ..workers.log_prob_group import start_group
 from ..workers.training_worker import PipelineCritic, PipelineWorker
 from .calls import BlockingCalls
-from .log_probs import nodes_of, verls_name
+from .log_probs import verls_name
 from .terminal import say
 
 START_S = 1800.0
@@ -33,14 +34,14 @@ WORKERS = ((Role.Actor, PipelineWorker), (Role.RefPolicy, PipelineWorker), (Role
 
 
 class Startup:
-    """Starts rollout servers, and the workers of a pool for `logp`, while verl starts its workers."""
+    """Starts rollout servers, and workers that verl does not start, while verl starts its workers."""
 
     def __init__(
         self, config: DictConfig, knobs: AsyncPipelineConfig, placement: Placement, calls: BlockingCalls
     ) -> None:
         self._config, self._knobs, self._placement, self._calls = config, knobs, placement, calls
         self._deadline_s = max(START_S, knobs.faults.wait_timeout_s)
-        self._logp_group: Future[RayWorkerGroup] | None = None
+        self._groups: dict[str, Future[RayWorkerGroup]] = {}
         self.servers: PipelineServerManager
         """Set once the training devices are reserved."""
 
@@ -72,41 +73,47 @@ class Startup:
         """
         for pool in pools.resource_pool_dict.values():
             pool.get_placement_groups(device_name=get_device_name())
-        logp_pool = self._placement.own_pool_of("logp")
-        if logp_pool is not None:
-            # OmegaConf is not thread-safe: give the thread its own copy.
-            config = copy.deepcopy(self._config)
-            pool = pools.resource_pool_dict[verls_name(logp_pool)]
-            self._logp_group = self._calls.submit(start_group, "logp", pool, config)
+        # With adapters, verl starts no workers for the reference.
+        for stage in ("logp", "ref_logp") if adapter_rank(self._config) else ("logp",):
+            own = self._placement.own_pool_of(stage)
+            if own is not None:
+                # OmegaConf is not thread-safe: give the thread its own copy.
+                config = copy.deepcopy(self._config)
+                pool = pools.resource_pool_dict[verls_name(own)]
+                self._groups[stage] = self._calls.submit(start_group, stage, pool, config)
         self.servers = PipelineServerManager.started(self._config)
 
     def rollout_pool(
         self,
-        actor_group: Any,
         note: Callable[[str, str, int | None], None],
         resized: Callable[[int], None],
     ) -> RolloutPool:
         """Return the replicas, once all of them have started. Blocks."""
         self.servers.ready(self._deadline_s)
-        (trainer_node,) = nodes_of(actor_group.workers[:1])
         sync = self._knobs.weight_sync
         return RolloutPool(
             self.servers,
             say,
-            trainer_node=trainer_node,
             piece_bytes=sync.load_bucket_size_mb << 20,
             load_timeout_s=sync.timeout_s,
             restart_timeout_s=self._knobs.faults.wait_timeout_s,
             how=LoadMode(sync.in_flight_policy, sync.load_staging, sync.reuse_prefixes),
             max_concurrent_loads=sync.max_concurrent_loads,
+            delta=sync.delta,
             note=note,
             resized=resized,
         )
 
-    def logp_group(self) -> Any | None:
-        """Return the workers of the pool for `logp` once they have started, or None without it. Blocks."""
-        if self._logp_group is None:
+    def group_of(self, stage: str) -> Any | None:
+        """Return the workers that were started for the stage's own pool, or None if there are none.
+
+        Blocks until they have started.
+        """
+        if stage not in self._groups:
             return None
         return result_of(
-            self._logp_group, self._deadline_s, owner="the trainer", what="the workers of logp to start"
+            self._groups[stage],
+            self._deadline_s,
+            owner="the trainer",
+            what=f"the workers of {stage} to start",
         )

@@ -18,6 +18,7 @@ from typing import Any
 
 import transfer_queue as tq
 
+from ...agents.episodes import metrics_of
 from ...core.bad_data import BadData
 from ...core.items import StepBatch
 from ...core.schedule import Schedule
@@ -173,7 +174,7 @@ class StepReport:
             )
 
     def _pipeline_metrics(self, batch: StepBatch, facts: Mapping[str, float]) -> dict[str, Any]:
-        found: dict[str, Any] = {**facts, **self._bad_data.metrics()}
+        found: dict[str, Any] = {**facts, **self._bad_data.metrics(), **metrics_of(batch.groups)}
         served = self._publisher.rollout_pool.versions
         found["version/replicas"] = len(served)
         if len(served) <= SHOWN_REPLICAS:
@@ -185,7 +186,11 @@ class StepReport:
         ):
             if version is not None:
                 found[f"version/{name}"] = version
-        found |= self._observers.value(OFF_POLICY, self._meters.distances, batch, lost=LOST[OFF_POLICY]) or {}
+        distances = self._observers.value(OFF_POLICY, self._meters.distances, batch, lost=LOST[OFF_POLICY])
+        measured, drift = distances or ({}, None)
+        if drift is not None:
+            say(f"step {batch.step}: {drift}")
+        found |= measured
         return {f"async_pipeline/{name}": value for name, value in found.items()} | self._publisher.metrics()
 
     def _show(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.items import Publication
 from ...errors import WeightSyncError
-from ...weight_sync.manifest import Ticket
+from ...weight_sync.manifest import Ticket, joined
 from ..rollout.replica_pool import RolloutPool
 from ..workers.policy_copy import PolicyCopy
 from .calls import BlockingCalls
@@ -19,6 +19,7 @@ METRICS = (
     "gather_s",
     "transfer_s",
     "load_s",
+    "commit_s",
     "stall_s",
     "tensors_proved",
     "tokens_read_again",
@@ -46,9 +47,10 @@ class WeightPublisher:
         newest = max(self._tickets, default=version)
         await self.rollout_pool.retire(newest - 1)
         tickets = await self._calls(self._actor_group.gather_weights, version)
-        ticket: Ticket | None = next((t for t in tickets if t is not None), None)
-        if ticket is None:
+        shares: list[Ticket] = [ticket for ticket in tickets if ticket is not None]
+        if not shares:
             raise WeightSyncError(f"no training rank returned a ticket of version {version}")
+        ticket = joined(shares)
         self._tickets = {v: t for v, t in self._tickets.items() if v == newest} | {version: ticket}
         return ticket
 
@@ -70,7 +72,9 @@ class WeightPublisher:
                 "checkpoint"
             )
         started = time.perf_counter()
-        await self._calls(policy.load, self._tickets[version], self._load_timeout_s)
+        ticket = self._tickets[version]
+        memories = self.rollout_pool.memories_for(ticket)
+        await self._calls(policy.load, ticket, memories, self._load_timeout_s)
         return time.perf_counter() - started
 
     def metrics(self) -> dict[str, float]:

@@ -2,7 +2,7 @@
 """The shard of the weights on each training rank, under the names that a rollout engine loads.
 
 verl assembles every tensor on every rank before sending it. An FSDP2 rank knows which block of which
-tensor it holds, so on one host it copies that block to its place, and no tensor is assembled.
+tensor it holds, so it copies that block into memory of its host, and no tensor is assembled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,51 +19,53 @@ from torch.distributed.tensor import DTensor
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.engine.fsdp.utils import unfuse_moe_params
 from verl.workers.engine.spec import BlockPlacement, ShardSpec, derive_dtensor_placement
 
 from ...errors import WeightSyncError
-from ...weight_sync.arena import Part, T
+from ...weight_sync.arena import Part
+from ...weight_sync.ranks import T
+from .shards import Assembled, Held
 
 _FUSED_GATE_UP, _FUSED_DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
 
 class TrainingRanks:
-    """All ranks of this process's process group."""
+    """The ranks of this process's process group that are on this host."""
 
     def __init__(self, node: str) -> None:
-        """`node` identifies this host. A collective."""
-        self.rank = dist.get_rank()
-        nodes: list[str | None] = [None] * dist.get_world_size()
+        """`node` identifies this host. A collective of all ranks of all hosts."""
+        nodes: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(nodes, node)
-        self.on_one_host = len(set(nodes)) == 1
+        self.hosts = len(set(nodes))
+        self._members = [rank for rank, of_rank in enumerate(nodes) if of_rank == node]
+        self.rank = self._members.index(dist.get_rank())
+        self._group: Any = None
+        """None: all ranks."""
+        if self.hosts > 1:
+            for host in dict.fromkeys(nodes):
+                # All ranks make all groups, in the same order.
+                group = dist.new_group([rank for rank, of_rank in enumerate(nodes) if of_rank == host])
+                self._group = group if host == node else self._group
 
     def share(self, value: T) -> T:
         shared = [value]
-        dist.broadcast_object_list(shared, src=0)
+        dist.broadcast_object_list(shared, src=self._members[0], group=self._group)
         return shared[0]
 
+    def all(self, value: T) -> list[T]:
+        values = [value] * len(self._members)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def barrier(self) -> None:
-        if dist.get_world_size() > 1:
-            dist.barrier()
-
-
-class Held(NamedTuple):
-    """The parts that this rank publishes."""
-
-    parts: list[Part]
-    adapter: str | None
-    """Set if the parts are of a LoRA adapter; see `Manifest`."""
+        if len(self._members) > 1:
+            dist.barrier(group=self._group)
 
 
 def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
-    """Return this rank's parts of all trained tensors, without copying. The order is the same on all
-    ranks.
-
-    Each element is in the part of one rank; with `replicated`, in the parts of all ranks that hold it, as
-    a load requires.
-
-    Returns None if the engine changes its weights before they are sent (not FSDP2, merged adapters,
-    quantization), so that it has to assemble them itself.
+    """Return this rank's parts; see `workers.shards.held_by`. Returns None if the engine is not FSDP2, or
+    changes its weights before they are sent (merged adapters, quantization).
     """
     if getattr(type(engine), "get_per_tensor_param", None) is not FSDPEngine.get_per_tensor_param:
         return None
@@ -81,6 +83,25 @@ def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
     model_type = engine.model_config.hf_config.model_type
     parts = [part_of(*named, replicated=replicated) for named in weights.items()]
     return Held([part for whole in parts for part in unfused(whole, model_type)], None)
+
+
+def assembled(engine: Any) -> Assembled:
+    """Return all trained tensors as whole tensors on each rank. A collective.
+
+    verl would return the base of an adapter, because it assumes that engines do not have it yet.
+    """
+    module = engine.module
+    if not hasattr(module, "peft_config") or engine.model_config.lora.get("merge", False):
+        weights, _ = engine.get_per_tensor_param()
+        # verl leaves fused experts as they are only where it merges adapters.
+        return Assembled(unfuse_moe_params(weights, engine.model_config.hf_config.model_type), None)
+    if fsdp_version(module) != 2:
+        raise WeightSyncError("LoRA adapters can be published without their base with fsdp2 only; set it")
+    tensors = adapter_of(module).items()
+    return Assembled(
+        ((name, value.full_tensor() if isinstance(value, DTensor) else value) for name, value in tensors),
+        described(module.peft_config["default"]),
+    )
 
 
 def adapter_of(module: Any) -> dict[str, torch.Tensor]:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
+from ..adapter_config import publishes_adapters, without_adapters
+from ..run_config import knobs_of
 from .log_prob_worker import LogProbWorker, logp_config
 from .training_worker import PipelineWorker
 
@@ -33,12 +35,27 @@ def start_group(role: str, pool: Any, config: DictConfig) -> RayWorkerGroup:
     worker, settings = (
         (LogProbWorker, logp_config(config.actor_rollout_ref))
         if role == "logp"
-        else (PipelineWorker, config.actor_rollout_ref)
+        else (PipelineWorker, reference_config(config))
     )
     made = RayClassWithInitArgs(ray.remote(worker), config=settings, role="ref")
     group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name=config.trainer.device)
     group.init_model()
     return group
+
+
+def reference_config(config: DictConfig) -> DictConfig:
+    """Return `actor_rollout_ref` for a reference policy with separate devices.
+
+    Only a reference that gets published adapters has adapters itself.
+    """
+    if has_adapters(config):
+        return cast("DictConfig", config.actor_rollout_ref)
+    return without_adapters(config.actor_rollout_ref)
+
+
+def has_adapters(config: DictConfig) -> bool:
+    """Return whether a reference policy with separate devices takes published adapters."""
+    return publishes_adapters(config) and knobs_of(config).training.ref_refresh_every > 0
 
 
 def end_group(group: Any) -> None:

@@ -10,7 +10,16 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 
+from ..adapter_config import without_adapters
 from .training_worker import PipelineWorker
+
+SHARED_WITH_ACTOR = (
+    "model_dtype",
+    "mixed_precision",
+    "ulysses_sequence_parallel_size",
+    "entropy_from_logits_with_chunking",
+)
+"""Keys of `fsdp_config` that decide what log-probs the actor would compute."""
 
 
 class LogProbWorker(PipelineWorker):
@@ -27,20 +36,23 @@ class LogProbWorker(PipelineWorker):
 
 def logp_config(config: DictConfig) -> DictConfig:
     """Copy the actor's settings to where a forward-only worker reads them. `config` is
-    `actor_rollout_ref`.
+    `actor_rollout_ref`. Merged adapters are published as whole weights, so the copy has none.
     """
+    if OmegaConf.select(config, "model.lora.merge"):
+        config = without_adapters(config)
     made = copy.deepcopy(config)
     actor, ref, rollout = made.actor, made.ref, made.rollout
     OmegaConf.set_struct(made, False)
-    ref.strategy, ref.use_torch_compile = actor.strategy, actor.use_torch_compile
-    for name in (
-        "model_dtype",
-        "mixed_precision",
-        "ulysses_sequence_parallel_size",
-        "entropy_from_logits_with_chunking",
-    ):
-        if name in actor.fsdp_config:
-            ref.fsdp_config[name] = actor.fsdp_config[name]
+    ref.strategy = actor.strategy
+    if "use_torch_compile" in actor:
+        ref.use_torch_compile = actor.use_torch_compile
+    if actor.strategy == "megatron":
+        ref.megatron = copy.deepcopy(actor.megatron)
+        ref.megatron.forward_only = True
+    else:
+        for name in SHARED_WITH_ACTOR:
+            if name in actor.fsdp_config:
+                ref.fsdp_config[name] = actor.fsdp_config[name]
     for name in ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
         ref[f"log_prob_{name}"] = rollout[f"log_prob_{name}"]
     return made

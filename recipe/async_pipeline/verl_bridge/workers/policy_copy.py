@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of the policy that only computes log-probs: one more consumer of published versions.
 
-It pulls a version when it needs one, from the arenas that the rollout replicas load from; the trainer is
-not involved.
+It pulls a version when it needs one, from the memory services that the rollout replicas load from; the
+trainer is not involved.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Any
 
 from ...errors import WeightSyncError
 from ...weight_sync.manifest import Ticket
+from ..host_memory_service import HostMemories
 
 
 class PolicyCopy:
     """A worker group of `PipelineWorker`s with a forward-only model, and the version that it holds."""
 
-    def __init__(self, role: str, group: Any, courier: Any | None) -> None:
-        """`courier` is None for a group on the host of the trainer's arenas."""
+    def __init__(self, role: str, group: Any) -> None:
         self.group = group
         self.version: int | None = None
         """None: the initial weights of the run."""
-        self.role, self._courier = role, courier
+        self.role = role
 
-    def load(self, ticket: Ticket, timeout_s: float) -> None:
+    def load(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> None:
         """Load and verify a version on all ranks. Blocks.
 
         Raises WeightSyncError or ProofError; it is then unknown which weights the ranks hold.
         """
         self.version = None
-        found = set(self.group.load_version(ticket, self._courier, timeout_s))
+        found = set(self.group.load_version(ticket, memories, timeout_s))
         if found != {ticket.version}:
             raise WeightSyncError(
                 f"{self.role} should have loaded version {ticket.version}, but its ranks hold {sorted(found)}"

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import ray
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,16 +23,18 @@ from ...checkpoint import store
 from ...checkpoint.safe_load import weights_only
 from ...core.deadline import within
 from ...errors import WeightSyncError
-from ...weight_sync.arena import ArenaReader, Part
-from ...weight_sync.board import await_manifest
-from ...weight_sync.manifest import Manifest, Ticket, decode, encode
-from ...weight_sync.receiver import Inbox
-from ...weight_sync.shard_load import load_parts, prove_parts
+from ...weight_sync.arena import ArenaReader
+from ...weight_sync.host_memory import this_process
+from ...weight_sync.host_slots import Reader
+from ...weight_sync.manifest import Manifest, Ticket
+from ...weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
 from ..cpu_platform import is_cpu
-from ..object_store_transport import pull_through
+from ..host_memory_service import HostMemories
 from ..sample_store import count_cores_once
-from .fsdp_shards import TrainingRanks, held_by
+from .fsdp_shards import TrainingRanks
 from .loss_registry import ppo_loss_with_scores
+from .megatron.rotary import set_rotary_base
+from .shards import Held, assembled, held_by, offload_again
 
 REF_COLUMN = "ref_log_probs_full"
 """verl lets old and reference log-probs share the column `log_probs`; two batches in flight would mix
@@ -49,12 +52,29 @@ if is_cpu():
     offload_without_pinning()
 
 
+class EngineWorker(TrainingWorker):
+    """verl's worker of one model, whose Megatron engine gets the model's rotary base."""
+
+    def __init__(self, config: Any) -> None:
+        if config.engine_config is not None and config.engine_config.strategy == "megatron":
+            set_rotary_base(config.engine_config, config.model_config.hf_config)
+        super().__init__(config)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """Save as verl does. A Megatron rank, whose files need not have its number, adds one that has it."""
+        super().save_checkpoint(local_path, *more, **others)
+        if self.engine_config.strategy == "megatron":
+            name = f"megatron_world_size_{self.world_size}_rank_{self.rank}.json"
+            Path(local_path, name).write_text("{}", encoding="utf-8")
+
+
 class PipelineWorker(ActorRolloutRefWorker):
     """verl's worker, with a separate gather and a separate column for the reference's log-probs."""
 
+    actor_worker_cls = ref_worker_cls = EngineWorker
     _ranks: TrainingRanks | None = None
     _reader: ArenaReader | None = None
-    _inbox: Inbox | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -66,42 +86,41 @@ class PipelineWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def gather_weights(self, version: int) -> Ticket | None:
-        """Copy the weights into host memory; rank 0 returns the ticket, others None. A collective."""
-        self._ranks = self._ranks or TrainingRanks(ray.get_runtime_context().get_node_id())
-        held = held_by(self.actor.engine) if self._ranks.on_one_host else None
+        """Copy the weights into host memory; one rank of each host returns a ticket, others None.
+
+        A collective.
+        """
+        host = ray.get_runtime_context().get_node_id()
+        self._ranks = self._ranks or TrainingRanks(host)
+        held = held_by(self.actor.engine)
         ticket: Ticket | None
         if held is not None:
             ticket = self.checkpoint_engine.gather_parts(held.parts, version, self._ranks, held.adapter)
         else:
-            weights, _ = self.actor.engine.get_per_tensor_param()
-            ticket = self.checkpoint_engine.gather(weights, version)
-        return ticket
+            whole = assembled(self.actor.engine)
+            ticket = self.checkpoint_engine.gather(whole.weights, version, whole.adapter)
+        offload_again(self.actor.engine)
+        return None if ticket is None else msgspec.structs.replace(ticket, host=host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_version(self, ticket: Ticket, courier: Any | None, timeout_s: float) -> int:
+    def load_version(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> int:
         """Load a published version into the forward-only model; return the version. A collective.
 
         Raises WeightSyncError if it is corrupt or of another model, ProofError if the loaded values
         differ.
         """
-        if courier is None:
-            manifest = await_manifest(ticket, timeout_s)
+        reader = this_process(f"{self.role} rank {self.rank}")
+        # Ray runs this method in the thread of an event loop.
+        with ThreadPoolExecutor(1) as thread:
+            fetched = self._fetch(memories, ticket, reader, timeout_s)
+            manifest = thread.submit(asyncio.run, fetched).result()
             self._reader = self._reader or ArenaReader()
-            self._reader.verify(manifest)
-        else:
-            # Ray runs this method in the thread of an event loop.
-            with ThreadPoolExecutor(1) as thread:
-                pulled = within(
-                    self._pull(courier, ticket, timeout_s),
-                    timeout_s,
-                    owner=self.role,
-                    what=f"the buckets of version {ticket.version}",
-                )
-                manifest = thread.submit(asyncio.run, pulled).result()
-            self._reader = self._reader or ArenaReader()
-        parts = self._forward_only()
-        load_parts(ticket.version, self._reader.tensors(manifest), parts)
-        prove_parts(manifest, parts)
+            held = self._forward_only()
+            require_same_adapter(manifest, held.adapter)
+            load_parts(ticket.version, self._reader.tensors(manifest), held.parts)
+            prove_parts(manifest, held.parts)
+            offload_again(self.ref.engine)
+            thread.submit(asyncio.run, memories.release(reader, ticket.version)).result()
         return ticket.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -110,7 +129,7 @@ class PipelineWorker(ActorRolloutRefWorker):
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors = {
             part.name: part.values.detach().cpu().clone()
-            for part in self._forward_only()
+            for part in self._forward_only().parts
             if part.values is not None
         }
         save_file(tensors, self._file_of_rank(folder))
@@ -119,7 +138,7 @@ class PipelineWorker(ActorRolloutRefWorker):
     def load_reference(self, folder: str) -> None:
         """Load what `save_reference` wrote. Raises WeightSyncError if another model wrote it."""
         saved = load_file(self._file_of_rank(folder))
-        parts = {part.name: part.values for part in self._forward_only() if part.values is not None}
+        parts = {part.name: part.values for part in self._forward_only().parts if part.values is not None}
         if odd := saved.keys() ^ parts.keys():
             raise WeightSyncError(
                 f"{folder} and this model differ in {len(odd)} tensors, e.g. {sorted(odd)[0]}"
@@ -131,18 +150,22 @@ class PipelineWorker(ActorRolloutRefWorker):
     def _file_of_rank(self, folder: str) -> str:
         return str(Path(folder) / f"rank_{self.rank}_of_{self.world_size}.safetensors")
 
-    def _forward_only(self) -> list[Part]:
+    def _forward_only(self) -> Held:
+        """Return this rank's parts of the forward-only model; of a model with adapters, only these."""
         held = held_by(self.ref.engine, replicated=True)
-        if held is None or held.adapter is not None:
-            raise WeightSyncError(
-                "this engine cannot load published weights; it must be fsdp2, without LoRA adapters"
-            )
-        return held.parts
+        if held is None:
+            raise WeightSyncError("this engine cannot load published weights; it must be fsdp2 or megatron")
+        return held
 
-    async def _pull(self, courier: Any, ticket: Ticket, timeout_s: float) -> Manifest:
-        self._inbox = self._inbox or Inbox()
-        described = decode(await courier.announced.remote(ticket, timeout_s))
-        return await self._inbox.receive(described, pull_through(courier, encode(described)))
+    async def _fetch(
+        self, memories: HostMemories, ticket: Ticket, reader: Reader, timeout_s: float
+    ) -> Manifest:
+        return await within(
+            memories.fetch(ticket, reader, timeout_s),
+            timeout_s,
+            owner=self.role,
+            what=f"the buckets of version {ticket.version}",
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def damage(self, checkpoint: str, folder: str) -> str | None:
@@ -163,16 +186,25 @@ class PipelineWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> Any:
         """Compute per-token log-probs of prompt and response, jagged, into `REF_COLUMN`."""
-        output = self.ref.infer_batch(data=data)
-        if output is None:
-            return None
-        output = output.cpu()
-        if "log_probs" in output.keys():
-            output[REF_COLUMN] = output.pop("log_probs")
-        return output
+        return _as_reference(self.ref.infer_batch(data=data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_base_log_prob(self, data: TensorDict) -> Any:
+        """Compute the same with the trained model and its adapters switched off, as `data` asks."""
+        return _as_reference(self.actor.infer_batch(data))
 
 
-class PipelineCritic(TrainingWorker):
+def _as_reference(output: Any) -> Any:
+    """Return the output of a worker with its log-probs in `REF_COLUMN`."""
+    if output is None:
+        return None
+    output = output.cpu()
+    if "log_probs" in output.keys():
+        output[REF_COLUMN] = output.pop("log_probs")
+    return output
+
+
+class PipelineCritic(EngineWorker):
     """verl's critic, which loads tensors and plain values only."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

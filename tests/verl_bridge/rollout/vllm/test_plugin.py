@@ -37,7 +37,7 @@ def test_a_load_counts_the_tokens_of_live_requests() -> None:
     def collective_rpc(method: str, timeout_s: float, args: tuple[Any, ...]) -> list[Any]:
         assert (method, timeout_s, args) == ("load_snapshot", 9.0, (b"manifest", 64))
         # `done` is finished; the scheduler does not know the last token of `a` yet; `b` waits.
-        return [({"load_s": 1.0}, {"a": 4, "done": 7}), ({"load_s": 2.0}, {"a": 4})]
+        return [({"load_s": 1.0}, {"a": 4, "done": 7}, None), ({"load_s": 2.0}, {"a": 4}, None)]
 
     live = {"a": SimpleNamespace(num_output_tokens=3), "b": SimpleNamespace(num_output_tokens=2)}
     core = SimpleNamespace(collective_rpc=collective_rpc, scheduler=SimpleNamespace(requests=live))

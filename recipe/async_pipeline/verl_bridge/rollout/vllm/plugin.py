@@ -31,9 +31,18 @@ def register() -> None:
 def load_snapshot(
     core: Any, manifest: bytes, piece_bytes: int, timeout_s: float
 ) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """Load a version. Returns each rank's report, and the output tokens of each live request."""
+    """Load a version. Returns each rank's report, and the output tokens of each live request.
+
+    Raises ProofError if the ranks together do not serve all that was published.
+    """
     answers = core.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
     progress = {name: request.num_output_tokens for name, request in core.scheduler.requests.items()}
-    for _, in_batch in answers:
+    for _, in_batch, _ in answers:
         progress |= {name: tokens for name, tokens in in_batch.items() if name in progress}
-    return [report for report, _ in answers], progress
+    shares = [share for _, _, share in answers if share is not None]
+    if shares:
+        from ....weight_sync.manifest import decode
+        from ....weight_sync.map_check import check_union
+
+        check_union(decode(manifest).version, shares)
+    return [report for report, _, _ in answers], progress

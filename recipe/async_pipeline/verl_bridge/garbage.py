@@ -11,6 +11,17 @@ YOUNG = 10_000
 """New objects between two collections; 700 by default. A step of 16,384 responses has a few 100,000."""
 
 
+def freeze_present_objects() -> None:
+    """Leave out all objects that exist now from later collections, and make these rarer.
+
+    For processes that live as long as the run and hold many responses in flight: each full collection would
+    visit all modules of verl and torch and all responses.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+
+
 @contextmanager
 def present_objects_frozen() -> Iterator[None]:
     """Leave out all objects that exist now from collections within the context.
@@ -20,9 +31,7 @@ def present_objects_frozen() -> Iterator[None]:
     rarer, because the objects of a step are in use until it is trained and not garbage.
     """
     before = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, *before[1:])
+    freeze_present_objects()
     try:
         yield
     finally:

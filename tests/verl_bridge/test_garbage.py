@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge.trainer.garbage import present_objects_frozen
+from recipe.async_pipeline.verl_bridge.garbage import YOUNG, freeze_present_objects, present_objects_frozen
 
 
 class Cycle:
@@ -39,3 +39,14 @@ def test_an_error_ends_it_too() -> None:
         raise KeyError
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == threshold
+
+
+def test_a_process_collects_less_often_afterwards() -> None:
+    threshold = gc.get_threshold()
+    try:
+        freeze_present_objects()
+        assert gc.get_threshold() == (YOUNG, *threshold[1:])
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop `agent_session`: a program plays the episode, and reaches the policy over HTTP.
+
+    row ─► session, two keys ─► agent ──HTTP──► gateway of this process ─► session ─► engines
+                                  └─ ends ─► verify ─► reward          └─ chains ─► rows of training
+
+The gateway is part of the agent loop worker: from here, requests take the way of any agent loop, with
+versions, transcripts, recall and replicas that may die. A session has one row for each of its conversations;
+the row of the last answer is scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from omegaconf import DictConfig, OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+
+from ...agents.episodes import DONE
+from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of
+from ...errors import AgentFailed, ConfigError
+from ...gateway.chains import Row
+from ...gateway.registry import Sessions
+from ...gateway.sessions import RECALLED, Session, SessionLimits
+from ..run_config import knobs_of
+from .environment_loop import plain, seed_of
+from .episode_attempts import END, WHY, current_attempt
+from .session_policy import SessionPolicy
+from .version_spans import ROW_SPANS
+
+logger = logging.getLogger(__name__)
+NAME = "agent_session"
+GRACE_S = 5.0
+"""Seconds that an agent gets to end after its session has been ended, and again after it was stopped."""
+LIMITS = ("turns", "tokens")
+"""Limits of a session that are ends of an episode."""
+
+
+class Setup:
+    """What all episodes of a worker process share."""
+
+    def __init__(self, config: DictConfig) -> None:
+        """Raises ConfigError if the config names no agent, or one that cannot be imported."""
+        # The packages of the extra `agentic`, which other runs need not have.
+        from ...gateway.app import Gateway
+        from ...gateway.server import GatewayServer
+
+        knobs = knobs_of(config).agentic
+        if knobs.agent is None:
+            raise ConfigError(f"the agent loop {NAME} requires {knobs.PATH}.agent; set it")
+        rollout, gateway = config.actor_rollout_ref.rollout, knobs.gateway
+        self.runner: Runner = runner_of(
+            AgentSpec(agent=knobs.agent, verify=knobs.verify, env=dict(knobs.agent_env or {}))
+        )
+        self.verifies = knobs.verify is not None
+        self.limits = SessionLimits(
+            prompt_tokens=int(rollout.prompt_length),
+            response_tokens=int(rollout.response_length),
+            max_turns=knobs.max_turns,
+            max_chains=gateway.max_chains,
+            turn_timeout_s=knobs.turn_timeout_s,
+        )
+        self.seed = int(OmegaConf.select(config, "data.seed") or 0)
+        self.tool_parser: str | None = OmegaConf.select(config, "actor_rollout_ref.rollout.multi_turn.format")
+        self.to_play = asyncio.Semaphore(knobs.concurrency)
+        self.sessions = Sessions()
+        self._server = GatewayServer(
+            Gateway(
+                self.sessions,
+                max_body_bytes=gateway.max_body_mb << 20,
+                keep_alive_s=gateway.keep_alive_s,
+            ).app
+        )
+        self._starting = asyncio.Lock()
+
+    async def url(self) -> str:
+        """Return the address of the gateway, which the first call starts."""
+        async with self._starting:
+            if not self._server.port:
+                await self._server.start()
+        return self._server.url
+
+    async def stop(self) -> None:
+        """Stop the gateway."""
+        await self._server.stop()
+
+
+_setups: WeakKeyDictionary[asyncio.AbstractEventLoop, Setup] = WeakKeyDictionary()
+
+
+def setup_of(config: DictConfig) -> Setup:
+    """Return the setup of this process, made for its first episode."""
+    loop = asyncio.get_running_loop()
+    found = _setups.get(loop)
+    if found is None:
+        found = _setups[loop] = Setup(config)
+    return found
+
+
+@register(NAME)
+class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
+    """Plays one episode."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        """Return a response for each conversation of the agent, the one with the last answer last.
+
+        Raises AgentFailed, EnvironmentFailed if the reward cannot be determined, and WaitTimeout if a turn
+        takes too long.
+        """
+        setup = setup_of(self.config)
+        attempt = current_attempt()
+        # The wait for a turn to play is not the episode's.
+        with nullcontext() if attempt is None else attempt.excused():
+            await setup.to_play.acquire()
+        try:
+            return await self._play(setup, sampling_params, row)
+        finally:
+            setup.to_play.release()
+
+    async def _play(
+        self, setup: Setup, sampling_params: Mapping[str, Any], row: Mapping[str, Any]
+    ) -> list[AgentLoopOutput]:
+        policy = SessionPolicy(self, sampling_params, setup.tool_parser)
+        session = Session(policy, setup.limits)
+        setup.sessions.add(session)
+        started, end, why, reward = time.perf_counter(), DONE, "", None
+        try:
+            reached = Policy(f"{await setup.url()}/v1", session.keys.model)
+            reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached))
+            end = session.limit_hit if session.limit_hit in LIMITS else DONE
+        except AgentFailed as error:
+            # An agent that does not expect its limits fails at them, which is the policy's fault.
+            if session.limit_hit not in LIMITS or not session.chains.all:
+                raise
+            end, why = session.limit_hit, str(error)
+        except asyncio.CancelledError:
+            session.end(RECALLED)
+            raise
+        finally:
+            await session.close()
+            setup.sessions.remove(session)
+
+        rows = session.rows()
+        if not rows:
+            raise AgentFailed("the agent ended without an answer of the policy")
+        if session.reward is not None and not setup.verifies:
+            reward = session.reward
+        seconds = time.perf_counter() - started
+        spent = {
+            "generate_sequences": policy.generate_s,
+            "tool_calls": max(0.0, seconds - policy.generate_s),
+            "num_preempted": -1,
+        }
+        outputs = [output_of(one, spent) for one in rows]
+        outputs[-1].reward_score = reward
+        outputs[-1].extra_fields.update({END: end, WHY: why})
+        return outputs
+
+
+async def _unless_over(session: Session, running: Any) -> float | None:
+    """Await an agent. Raises the error that ended its session, if one did, and stops the agent then."""
+    task: asyncio.Task[float | None] = asyncio.ensure_future(running)
+    try:
+        both: set[asyncio.Future[Any]] = {task, session.over}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and session.over.exception() is None:
+            await asyncio.wait({task}, timeout=GRACE_S)
+        if session.over.done() and (error := session.over.exception()) is not None:
+            raise error
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_S)
+
+
+def task_of(row: Mapping[str, Any], run_seed: int) -> Task:
+    """Return what an agent, and only `verify`, learns of a row."""
+    info = plain(row.get("extra_info") or {})
+    shown = {
+        "messages": plain(list(row["raw_prompt"])),
+        "seed": seed_of(info, row.get("index"), run_seed),
+        "task": info.get("task") or {},
+    }
+    hidden = {
+        "extra_info": info,
+        "data_source": row.get("data_source"),
+        "reward_model": plain(row.get("reward_model") or {}),
+    }
+    return Task(shown, hidden)
+
+
+def output_of(row: Row, spent: Mapping[str, Any]) -> AgentLoopOutput:
+    """Return one conversation for verl."""
+    return AgentLoopOutput(
+        prompt_ids=row.prompt_ids,
+        response_ids=row.response_ids,
+        response_mask=row.mask,
+        response_logprobs=row.log_probs,
+        num_turns=2 * row.answers,
+        metrics=dict(spent),
+        extra_fields={ROW_SPANS: row.spans, "turn_scores": [], "tool_rewards": [], "reward_extra_info": {}},
+    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an agent loop worker returns for a prompt: trajectories, and what the trainer reads of each once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from ...core.bad_data import Flaw
+from ...core.items import Trajectory
+from ...errors import RolloutError
+from .episode_attempts import Attempt
+from .redundancy import Begun, Redundant
+
+
+class Sample(NamedTuple):
+    """A response on its way into the sample store: its trajectory and the tensors that stay in the store."""
+
+    trajectory: Trajectory
+    """Its payload is the tag in the sample store."""
+    fields: dict[str, Any]
+    partition_id: str
+    cost: dict[str, float]
+    """See `version_spans.costs_of`."""
+    times: Sequence[Sequence[float]] = ()
+    """See `version_spans.times_of`."""
+
+
+class Details(NamedTuple):
+    """What the trainer reads once, as a response arrives.
+
+    A trajectory is kept until its step and is written into checkpoints, so it does not hold these.
+    """
+
+    columns: list[str]
+    """Names of its columns in the sample store."""
+    cost: dict[str, float]
+    reward_info: dict[str, Any]
+    """What the reward function returned besides the score."""
+
+
+class Answered(NamedTuple):
+    """What a worker process returns for one prompt; empty if the prompt was given up."""
+
+    trajectories: list[Trajectory]
+    """Those without a flaw, in the order in which they finished; the trainer adds what only it knows."""
+    details: list[Details]
+    """One for each trajectory."""
+    flaws: list[Flaw]
+    """If a policy excludes a group with one of these from training, it is not in the sample store."""
+    redundant: Sequence[Redundant] = ()
+    """Further episodes, which the group did not need."""
+    slowest_turns: Sequence[Sequence[float]] = ()
+    """Start and seconds of each turn of the response that ended last; empty for single turns."""
+
+
+def trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any], attempt: Attempt) -> Trajectory:
+    """Return the trajectory of a stored response.
+
+    Raises RolloutError if the rollout did not record which versions generated the response."""
+    first, last = tag["min_global_steps"], tag["max_global_steps"]
+    if first is None or last is None:
+        raise RolloutError(f"trajectory {key} came back without the version that generated it")
+    spans = (fields.get("extra_fields") or {}).get("version_spans")
+    # verl keeps a score on the last token of its response, and no such field without a score.
+    scores = fields.get("rm_scores")
+    return Trajectory(
+        key=key,
+        first_version=int(first),
+        last_version=int(last),
+        num_tokens=int(tag["response_len"]),
+        spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
+        turns=fields.get("num_turns"),
+        reward=None if scores is None else float(scores[-1]),
+        end=attempt.end,
+        attempts=attempt.number,
+        payload=tag,
+    )
+
+
+def details_of(sample: Sample) -> Details:
+    """Return what the trainer reads of a sample."""
+    reward_info = (sample.fields.get("extra_fields") or {}).get("reward_extra_info") or {}
+    return Details(columns=sorted(sample.fields), cost=sample.cost, reward_info=reward_info)
+
+
+def slowest_turns(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
+    """Return the times of the turns of the response whose last turn ended last; empty without turns."""
+    return max((one.times for one in samples if one.times), key=lambda times: sum(times[-1]), default=())
+
+
+def divided(
+    samples: Sequence[Sample], chosen: Collection[int], episodes: Sequence[Begun]
+) -> tuple[list[Sample], list[Redundant]]:
+    """Return the samples of the chosen episodes of a group, and what is known of the others."""
+    by_session: dict[int, list[Sample]] = {}
+    for sample in samples:
+        by_session.setdefault(_session_of(sample), []).append(sample)
+    redundant = [
+        Redundant.finished([one.trajectory for one in by_session[i]], episode.seconds)
+        if i in by_session
+        else Redundant.cancelled(episode.turns, episode.seconds)
+        for i, episode in enumerate(episodes)
+        if i not in chosen
+    ]
+    return [one for one in samples if _session_of(one) in chosen], redundant
+
+
+def _session_of(sample: Sample) -> int:
+    return int(sample.fields["session_id"])

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What answers the requests of a session: verl's Continuous Token builders, its tool parsers, the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from verl.experimental.agent_loop.tool_parser import ToolParser
+from verl.tools.schemas import OpenAIFunctionToolSchema
+
+from ...errors import RequestRefused
+from ...gateway.chains import Answer
+from ...gateway.conversation import Message, Said, ToolCall
+from ...gateway.sessions import CannotAppend, tool_call
+from .prompt_tokens import SHORT_BYTES
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Tools = Sequence[Mapping[str, Any]]
+
+
+class SessionPolicy:
+    """The policy of one session; see `gateway.sessions.Policy`."""
+
+    def __init__(self, loop: Any, sampling_params: Mapping[str, Any], tool_parser: str | None) -> None:
+        """`loop`: the agent loop, for its tokenizer and its client; `sampling_params`: the run's;
+        `tool_parser`: a name of verl's.
+        """
+        self._builder, self._tokenizer = loop.continuous_token_builder, loop.tokenizer
+        self._client, self._sampling = loop.server_manager, dict(sampling_params)
+        self._parser = (
+            None if tool_parser is None else ToolParser.get_tool_parser(tool_parser, self._tokenizer)
+        )
+        self._ends = {self._tokenizer.eos_token_id, *(self._sampling.get("stop_token_ids") or ())}
+        self.generate_s = 0.0
+        """Seconds with the engines."""
+
+    async def begin(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """Return the tokens of a whole request. Raises RequestRefused if the chat template refuses it."""
+        render = partial(self._builder.build_initial_tokens, list(messages), tools=list(tools) or None)
+        try:
+            tokens: list[int] = await _run(render, messages)
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+            raise RequestRefused(f"the chat template of the model refuses these messages: {error}") from error
+        return list(tokens)
+
+    async def append(
+        self, previous: Sequence[Message], new: Sequence[Message], token_ids: Sequence[int], tools: Tools
+    ) -> tuple[list[int], int]:
+        """Return the tokens with new messages, and how many were kept. Raises CannotAppend."""
+        before = list(previous)
+        merge = partial(
+            self._builder.merge_context_tokens,
+            before,
+            [*before, *new],
+            list(token_ids),
+            tools=list(tools) or None,
+        )
+        try:
+            merged = await _run(merge, new)
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+            raise CannotAppend(str(error)) from error
+        return list(merged.token_ids), len(token_ids) - merged.removed_prefix_token_count
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
+    ) -> Answer:
+        """Have an engine answer. Raises what the rollout client raises."""
+        params = {**self._sampling, "max_tokens": max_tokens}
+        if stop:
+            params["stop"] = [*(self._sampling.get("stop") or ()), *stop]
+        if self._parser is not None and self._parser.stop_token_ids:
+            known = self._sampling.get("stop_token_ids") or ()
+            params["stop_token_ids"] = [*known, *self._parser.stop_token_ids]
+        started = time.perf_counter()
+        output = await self._client.generate(
+            request_id=request_id, prompt_ids=list(token_ids), sampling_params=params
+        )
+        self.generate_s += time.perf_counter() - started
+        tokens = list(output.token_ids)
+        ends = self._ends | set(params.get("stop_token_ids") or ())
+        spans = [(int(version), int(at)) for version, at in output.extra_fields.get("version_spans") or ()]
+        whole = bool(tokens) and tokens[-1] in ends
+        return Answer(tokens, None if output.log_probs is None else list(output.log_probs), spans, whole)
+
+    async def read(self, token_ids: Sequence[int], tools: Tools, stop: Sequence[str]) -> Said:
+        """Return an answer as text and tool calls, parsed as verl's own agent loop parses them."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        calls: tuple[ToolCall, ...] = ()
+        if tools and self._parser is not None:
+            content, found = await self._parser.extract_tool_calls(list(token_ids), _schemas(tools))
+            if found:
+                ids = self._tokenizer.encode(content, add_special_tokens=False)
+                text = self._tokenizer.decode(ids, skip_special_tokens=True).strip()
+                calls = tuple(tool_call(one.name, one.arguments) for one in found)
+        ended_by, at = None, len(text)
+        for one in stop:
+            if 0 <= (place := text.find(one)) < at:
+                ended_by, at = one, place
+        return Said(text[:at], calls, ended_by)
+
+
+async def _run(call: Callable[[], T], messages: Sequence[Message]) -> T:
+    """Tokenize short messages here, which takes less time than a thread takes to start."""
+    if sum(len(str(message.get("content") or "")) for message in messages) <= SHORT_BYTES:
+        return call()
+    return await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+def _schemas(tools: Tools) -> list[OpenAIFunctionToolSchema]:
+    """Return tools as verl's parsers read them, which use them for the types of arguments only."""
+    found = []
+    for tool in tools:
+        try:
+            found.append(OpenAIFunctionToolSchema.model_validate(tool))
+        except ValueError:
+            logger.debug("the schema of a tool is richer than verl's: %r", tool)
+    return found

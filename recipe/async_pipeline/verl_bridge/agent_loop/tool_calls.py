@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls of verl's agent loop `tool_agent`: a tool that hangs or exits costs its episode, not the run.
+
+verl tells the policy what a tool raised, and waits for a tool for as long as it takes. It runs tools that are
+plain functions in the few threads of its event loop, so that some of them that hang stop all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Any
+
+from ...core.deadline import within
+from ...errors import RolloutError
+from .episode_attempts import current_attempt
+
+CallTool = Callable[..., Awaitable[Any]]
+
+
+def install(tool_agent_loop: Any, function_tool: Any, timeout_s: float | None) -> None:
+    """Replace how verl's class of the agent loop calls its tools, and the class of tools that are functions.
+
+    Does so once in a process. `timeout_s`: seconds for one call, None for no limit.
+    """
+    call = tool_agent_loop._call_tool
+    if getattr(call, "__module__", "") == __name__:
+        return
+    tool_agent_loop._call_tool = limited(call, timeout_s)
+    function_tool.call = call_function
+
+
+def limited(call: CallTool, timeout_s: float | None) -> CallTool:
+    """Return verl's `_call_tool`, but with a deadline, after which the episode ends as `deadline`.
+
+    Validation has the same deadline; its error is a WaitTimeout. Raises RolloutError if the tool called
+    exit(), which in a separate task would end the process of all agent loops.
+    """
+
+    @wraps(call)
+    async def call_tool(loop: Any, tool_call: Any, *args: Any, **kwargs: Any) -> Any:
+        attempt = current_attempt()
+        what = f"the tool {tool_call.name} to return"
+        try:
+            calling = call(loop, tool_call, *args, **kwargs)
+            if attempt is None:
+                return await within(calling, timeout_s, owner="an agent loop", what=what)
+            return await attempt.within(calling, timeout_s, what=what)
+        except SystemExit as error:
+            raise RolloutError(f"the tool {tool_call.name} called exit({error.code})") from error
+
+    call_tool.__module__ = __name__
+    return call_tool
+
+
+async def call_function(tool: Any, parameters: dict[str, Any]) -> Any:
+    """Call a tool that is a function, as verl does, but a plain one in a separate thread.
+
+    A thread that hangs is left behind: it holds up no other tool, nor the end of the process.
+    """
+    if tool.is_async:
+        return await tool.fn(**parameters)
+
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value, raised = None, None
+        try:
+            value = tool.fn(**parameters)
+        except BaseException as error:  # noqa: BLE001 - a tool may raise anything, SystemExit included
+            # A future does not take a StopIteration.
+            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, value, raised)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name=f"tool {tool.name}", daemon=True).start()
+    return await result

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse settings of `strategy=megatron` that verl, Megatron or the CPU platform would fail on.
+
+Without these checks a run ends in its workers, minutes after the start. `config.batch_sizes` checks that the
+parallel sizes divide the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_reference_policy
+
+from ..errors import ConfigError
+from .adapter_config import adapter_rank
+from .model_rules import MODEL, described_model
+
+ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
+SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+"""The words before `_parallel_size`."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts in a model's config.json."""
+CPU_ONLY = (
+    ("virtual_pipeline_model_parallel_size", (None, 1), "gloo mixes up the messages of its stages"),
+    ("context_parallel_size", (1,), "the attention of the CPU platform does not split a sequence"),
+    (
+        "dynamic_context_parallel",
+        (False, None),
+        "the attention of the CPU platform does not split a sequence",
+    ),
+    ("use_megatron_fsdp", (False, None), "it requires CUDA"),
+    ("vanilla_mbridge", (False, None), "it requires Transformer Engine"),
+    ("override_transformer_config.fp8", (None, False), "it requires Transformer Engine"),
+    ("override_transformer_config.fp4", (None, False), "it requires Transformer Engine"),
+)
+"""Keys of a `megatron` section, their values on the CPU platform, and the reason."""
+
+
+def check_megatron(config: DictConfig, *, critic: bool) -> None:
+    """Raises ConfigError for settings of Megatron that cannot work."""
+    found = []
+    for section, model in _sections(config, critic=critic):
+        found.append(section)
+        if OmegaConf.select(config, f"{section}.megatron") is None:
+            raise ConfigError(
+                f"{section}.strategy=megatron requires verl's config of Megatron, got the one of "
+                f"{config_class(config, section)}; set model_engine=megatron"
+            )
+        _require_packages(section)
+        _check_section(config, section, model)
+        _check_sizes(described_model(config), f"{section}.megatron", config)
+    for section in found[1:]:
+        _require_same_sizes(config, found[0], section)
+    strategy, ref = config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref.strategy
+    if need_reference_policy(config) and "megatron" in (strategy, ref) and strategy != ref:
+        raise ConfigError(f"{REF}.strategy must equal {ACTOR}.strategy={strategy}, got {ref}; set it")
+
+
+def _require_same_sizes(config: DictConfig, first: str, other: str) -> None:
+    """Raises ConfigError if engines that share Megatron's process groups differ in their sizes."""
+    for name in SIZES:
+        paths = [f"{section}.megatron.{name}_parallel_size" for section in (first, other)]
+        expected, got = (OmegaConf.select(config, path) for path in paths)
+        if expected != got:
+            raise ConfigError(
+                f"{paths[1]} must equal {paths[0]}={expected}, got {got}, since models on the same devices "
+                "share Megatron's process groups; set it"
+            )
+
+
+def config_class(config: DictConfig, section: str) -> str:
+    """Return the name of the class that verl makes of a section."""
+    return str(OmegaConf.select(config, f"{section}._target_")).rpartition(".")[2]
+
+
+def _sections(config: DictConfig, *, critic: bool) -> Iterator[tuple[str, str]]:
+    """Yield the sections whose engine is Megatron, each with the section of its model."""
+    roles = [(ACTOR, MODEL)]
+    roles += [(REF, MODEL)] if need_reference_policy(config) else []
+    roles += [(CRITIC, f"{CRITIC}.model")] if critic else []
+    for section, model in roles:
+        if OmegaConf.select(config, f"{section}.strategy") == "megatron":
+            yield section, model
+
+
+def _require_packages(section: str) -> None:
+    if find_spec("megatron") is None:
+        raise ConfigError(
+            f"{section}.strategy=megatron requires megatron-core and megatron-bridge, got neither; run "
+            "`bash run_scripts/setup.sh`, or install them"
+        )
+
+
+def _check_section(config: DictConfig, section: str, model: str) -> None:
+    megatron = f"{section}.megatron"
+    if not OmegaConf.select(config, f"{megatron}.use_mbridge"):
+        raise ConfigError(f"{megatron}.use_mbridge must be True, got False; verl's engine requires it")
+    if OmegaConf.select(config, f"{megatron}.qat.enable"):
+        raise ConfigError(
+            f"{megatron}.qat.enable must be False, got True; quantization-aware training is not supported yet"
+        )
+    if rank := adapter_rank(config):
+        raise ConfigError(
+            f"{MODEL}.lora.rank must be 0 with {section}.strategy=megatron, got {rank}; adapters of Megatron "
+            "are not supported yet: set it, or use fsdp2"
+        )
+    if config.trainer.device != "cpu":
+        return
+    for name, allowed, reason in CPU_ONLY:
+        value = OmegaConf.select(config, f"{megatron}.{name}")
+        if value not in allowed:
+            raise ConfigError(
+                f"{megatron}.{name} must be {allowed[0]} on the CPU platform, got {value!r}, since {reason}; "
+                "leave it out, or use a GPU"
+            )
+    if OmegaConf.select(config, f"{model}.use_fused_kernels"):
+        raise ConfigError(
+            f"{model}.use_fused_kernels must be False with Megatron on the CPU platform, got True, since the "
+            "kernels require CUDA; leave it out, or use a GPU"
+        )
+
+
+def _check_sizes(described: Mapping[str, Any], megatron: str, config: DictConfig) -> None:
+    """Raises ConfigError if the model cannot be divided as Megatron's sizes say."""
+    text = described.get("text_config") or described
+    for name, of_model, what in (
+        ("tensor", "num_attention_heads", "attention heads"),
+        ("tensor", "num_key_value_heads", "query groups"),
+        ("pipeline", "num_hidden_layers", "layers"),
+        ("expert", "num_experts", "experts"),
+    ):
+        path = f"{megatron}.{name}_model_parallel_size"
+        if name == "expert":
+            # The name depends on the model, and on the transformers that saved it.
+            of_model = next((key for key in EXPERTS if text.get(key)), of_model)
+        size, number = OmegaConf.select(config, path), text.get(of_model)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"{path} must be >= 1, got {size!r}; leave it out for 1")
+        uneven = name == "pipeline" and _uneven(config, megatron)
+        if isinstance(number, int) and number > 0 and number % size and not uneven:
+            raise ConfigError(
+                f"{path} must divide the model's {number} {what} ({of_model} of its config.json), got "
+                f"{size}; correct it"
+            )
+        if name == "expert" and size > 1 and not number and text:
+            raise ConfigError(
+                f"{path} must be 1 for a model without experts, got {size}; leave it out, or use a "
+                "mixture of experts"
+            )
+
+
+def _uneven(config: DictConfig, megatron: str) -> bool:
+    """Return whether the user distributes the layers over the stages."""
+    fields = OmegaConf.select(config, f"{megatron}.override_transformer_config") or {}
+    return any("pipeline" in str(name) for name in fields)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's engine adapter: one rank of the engine, in its scheduler's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ....errors import WeightSyncError
+from ....weight_sync.engine_adapter import Delivered, Expected
+from ....weight_sync.manifest import Manifest, TensorEntry
+from ....weight_sync.recording_adapter import RecordingAdapter
+from ....weight_sync.standby_copy import Ended, ignore
+from ..served_layout import served_tensors
+from .layout import served_layout
+
+
+class SGLangAdapter(RecordingAdapter):
+    """One rank of SGLang; see `EngineAdapter`."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        super().__init__(device)
+        self._model, self._table = model, served_layout(model)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return dict(served_tensors(self._model))
+
+    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._model.load_weights(iter(piece))  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """SGLang repacks nothing that this package allows; see `model_rules.py`."""
+
+    def expected(self, entry: TensorEntry) -> Expected | None:
+        return self._table.expected(entry)
+
+    def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
+        _require_whole(manifest)
+        return super().prepare(manifest, ended)
+
+    def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:
+        _require_whole(manifest)
+        return super().commit(manifest, piece_bytes)
+
+    def seal(self) -> None:
+        """Nothing: weights are used as they were loaded."""
+
+
+def _require_whole(manifest: Manifest) -> None:
+    if manifest.adapter is not None:
+        raise WeightSyncError(f"v{manifest.version} is a LoRA adapter, which SGLang cannot be given yet")

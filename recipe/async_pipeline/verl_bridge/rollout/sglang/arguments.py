@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's arguments on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CPU_ARGUMENTS: Mapping[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    # Its package is for CUDA only.
+    "enable_memory_saver": False,
+    # A step on a CPU leaves no time to overlap.
+    "disable_overlap_schedule": True,
+    # Otherwise an idle scheduler occupies a core.
+    "sleep_on_idle": True,
+}
+
+
+def cpu_arguments(configured: Mapping[str, Any], requests: int, tokens: int) -> dict[str, Any]:
+    """Return the configured arguments, and the ones that a CPU needs if they are not configured.
+
+    The KV cache has room for as many `requests` of as many `tokens` as may be open: by default SGLang takes a
+    share of the machine's memory.
+    """
+    return {**CPU_ARGUMENTS, "max_total_tokens": requests * tokens, **configured}

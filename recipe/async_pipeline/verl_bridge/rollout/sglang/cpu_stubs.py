@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SGLang needs to be imported and run on torch's CPU build.
+
+SGLang imports a few packages on every device: torchvision, whose wheels do not load next to torch's CPU
+build; sgl_kernel, which exists for GPUs only; and IPython, of which it uses two names. Names are enough: text
+models on a CPU call none of them. Only the CPU platform installs the stubs, and each has a test that fails
+when SGLang no longer needs it.
+
+`on_import` must run in each process before SGLang is imported.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+
+class _Named(type):
+    """A class whose attributes are their own names, as class bodies read members of enumerations."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name
+
+
+def _absent(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("not available on a CPU; only its name exists, so that SGLang can be imported")
+
+
+def _any_name(name: str) -> Any:
+    """Return a class for a capitalized name, else a function that raises RuntimeError."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Named(name, (), {}) if name[:1].isupper() else _absent
+
+
+def _add(name: str, **attributes: Any) -> None:
+    """Add a module; it has every name if no attributes are given."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    module.__dict__.update(attributes or {"__getattr__": _any_name})
+    sys.modules[name] = module
+    parent, _, leaf = name.rpartition(".")
+    if parent in sys.modules:
+        setattr(sys.modules[parent], leaf, module)
+
+
+def torchvision() -> None:
+    """Images: read, resized and normalized. transformers must have found before that it is missing."""
+    from transformers.utils import import_utils
+
+    if import_utils.is_torchvision_available():
+        return
+    for part in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2"):
+        _add("torchvision" + part)
+    _add("torchvision.transforms.v2.functional")
+
+
+def image_processors() -> None:
+    """SGLang registers the image processors of its models in transformers, which needs torchvision for it."""
+
+    def ignore(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    _add("sglang.srt.configs.utils", register_image_processor=ignore, register_processor=ignore)
+
+
+def sgl_kernel() -> None:
+    """SGLang's CUDA kernels; the host's part of the KV cache imports two names."""
+    _add("sgl_kernel", __doc__="empty")
+    _add("sgl_kernel.kvcacheio")
+
+
+def ipython() -> None:
+    """Output in notebooks. Other packages ask a loaded IPython for its version and its shell."""
+    _add("IPython", version_info=(0, 0), get_ipython=lambda: None)
+    _add("IPython.display", HTML=_absent, display=_absent)
+
+
+def tensors_between_processes() -> None:
+    """SGLang patches how torch sends tensors, for CUDA tensors only, unless that was done before.
+
+    torch's default way sends file descriptors with a key that only a parent and its children share.
+    """
+    import torch.multiprocessing
+    from torch.multiprocessing import reductions
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    reductions._reduce_tensor_original = reductions.reduce_tensor
+    reductions._rebuild_cuda_tensor_original = reductions.rebuild_cuda_tensor
+
+
+STUBS: Mapping[str, Callable[[], None]] = {
+    "torchvision": torchvision,
+    "image_processors": image_processors,
+    "sgl_kernel": sgl_kernel,
+    "ipython": ipython,
+    "tensors_between_processes": tensors_between_processes,
+}
+
+
+def install(without: str = "") -> None:
+    """Install all stubs, or all but one."""
+    # Per process: verl deletes it from the environment again.
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    for name, stub in STUBS.items():
+        if name != without:
+            stub()
+
+
+class _WithoutPinning(ModuleType):
+    """`torch`, whose `tensor` ignores that memory is to be pinned."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.tensor(*args, **kwargs)
+
+
+def logits_without_pinning() -> None:
+    """Scoring a prompt, or a request that was interrupted for lack of memory, pins a tensor for the device.
+    Call it in the process that computes; it imports SGLang.
+    """
+    from sglang.srt.layers import logits_processor
+
+    logits_processor.torch = _WithoutPinning("torch")
+
+
+class _AtFirstImport(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "sglang" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            install()
+
+
+def on_import() -> None:
+    """Install the stubs when this process imports SGLang, if it ever does. Idempotent."""
+    if (
+        not any(isinstance(finder, _AtFirstImport) for finder in sys.meta_path)
+        and "sglang" not in sys.modules
+    ):
+        sys.meta_path.insert(0, _AtFirstImport())

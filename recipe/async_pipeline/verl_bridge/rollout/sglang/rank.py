@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of SGLang: loads versions, verifies them, and says how far each request is.
+
+Its methods run in the scheduler's process between two steps, on all ranks of the engine at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ....core.items import LoadReport
+from ....weight_sync.engine_adapter import EngineAdapter
+from ....weight_sync.manifest import decode
+from ....weight_sync.map_check import Share, check_union
+from ....weight_sync.proof import Prover
+from ....weight_sync.staging import StagingBoard
+from ....weight_sync.versioned_engine import salt_of
+from .calls import Failure
+
+Gather = Callable[[Any], list[Any]]
+"""Exchange an object with all ranks; return the ones of all, in the order of the ranks."""
+
+
+class _Outcome(NamedTuple):
+    """What one rank did."""
+
+    report: dict[str, float] | None = None
+    share: Share | None = None
+    failure: Failure | None = None
+
+
+class EngineRank:
+    """The methods that the server may call."""
+
+    def __init__(self, scheduler: Any, adapter: EngineAdapter, device: torch.device, gather: Gather) -> None:
+        """`scheduler` is SGLang's."""
+        self._scheduler, self._adapter, self._device, self._gather = scheduler, adapter, device, gather
+        self._prover = Prover(scheduler.tp_size)
+        self._board: StagingBoard | None = None
+
+    def check(self) -> None:
+        """Nothing: an answer shows that the scheduler runs its loop."""
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop to generate, or continue. Calls are answered meanwhile."""
+        self._scheduler._engine_paused = frozen
+
+    def stage(self, manifest: bytes) -> list[str | None]:
+        """Begin to copy a version to the device; return the name of each rank's board, or None if it cannot
+        be staged.
+        """
+        described = decode(manifest)
+        self._board = board = self._board or StagingBoard()
+        board.clear()
+        with _no_inference_mode():
+            staging = self._adapter.prepare(described, partial(board.post, described.version))
+        return self._gather(board.name if staging else None)
+
+    def load(
+        self, manifest: bytes, piece_bytes: int, share_prefixes: bool
+    ) -> tuple[list[dict[str, float]], dict[str, int]]:
+        """Load and verify one version.
+
+        Returns each rank's LoadReport as a dict, and the output tokens of each live request. Raises
+        WeightSyncError or ProofError, on all ranks if one of them fails.
+        """
+        outcomes: list[_Outcome] = self._gather(self._load(manifest, piece_bytes))
+        for outcome in outcomes:
+            if outcome.failure is not None:
+                raise outcome.failure.raised()
+        shares = [outcome.share for outcome in outcomes if outcome.share is not None]
+        version = decode(manifest).version
+        if shares:
+            check_union(version, shares)
+        if not share_prefixes:
+            self._keep_prefixes_apart(version)
+        return [outcome.report or {} for outcome in outcomes], dict(self._progress())
+
+    def _load(self, manifest: bytes, piece_bytes: int) -> _Outcome:
+        try:
+            started = time.perf_counter()
+            described, adapter = decode(manifest), self._adapter
+            # A step may still run on the device, with the weights that are about to be overwritten.
+            torch.get_device_module(self._device).synchronize()
+            with _no_inference_mode():
+                delivered = adapter.commit(described, piece_bytes)
+                loaded = time.perf_counter()
+                proved = self._prover.prove(described, delivered, lambda: adapter.published(described))
+                adapter.seal()
+        except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
+            return _Outcome(failure=Failure.of(error))
+        load_s, prove_s = loaded - started, time.perf_counter() - loaded
+        report = LoadReport(
+            load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=proved.tensors
+        )
+        return _Outcome(asdict(report), proved.share)
+
+    def _keep_prefixes_apart(self, version: int) -> None:
+        """Have requests that wait for their first step use prefixes of the new version only."""
+        for request in self._scheduler.waiting_queue:
+            if not request.output_ids and request.extra_key is not None:
+                request.extra_key = salt_of(version) + (request.lora_id or "")
+
+    def written(self, ids: list[str]) -> dict[str, tuple[list[int], list[float] | None]]:
+        """Return tokens and log-probs of live requests so far; omit unknown ids."""
+        found = {}
+        for request in self._live():
+            if request.rid in ids:
+                tokens, values = list(request.output_ids), request.output_token_logprobs_val
+                known = values is not None and len(values) >= len(tokens)
+                found[request.rid] = tokens, [float(one) for one in values[: len(tokens)]] if known else None
+        return found
+
+    def _progress(self) -> Iterator[tuple[str, int]]:
+        sampled = {
+            request.rid
+            for batch, _ in getattr(self._scheduler, "result_queue", ())
+            for request in batch.reqs
+            if not (batch.forward_mode.is_extend() and request.is_chunked > 0)
+        }
+        for request in self._live():
+            yield request.rid, len(request.output_ids) + (request.rid in sampled)
+
+    def _live(self) -> Iterator[Any]:
+        """Yield each unfinished request once, wherever the scheduler keeps it."""
+        scheduler = self._scheduler
+        batches = (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch)
+        places = [
+            *(batch.reqs for batch in batches if batch is not None),
+            scheduler.waiting_queue,
+            [scheduler.chunked_req] if scheduler.chunked_req is not None else [],
+            scheduler.grammar_manager.grammar_queue,
+        ]
+        seen = set()
+        for request in (one for place in places for one in place):
+            if request.rid not in seen and not request.finished():
+                seen.add(request.rid)
+                yield request
+
+
+@contextmanager
+def _no_inference_mode() -> Iterator[None]:
+    """Leave the scheduler's inference mode, whose tensors could not be written to outside of it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's child processes; the scheduler takes this package's calls.
+
+SGLang spawns a process for each of the two functions, which finds it by name. So this package is imported
+before SGLang, and `cpu_stubs.py` is ready when it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....processes import end_with_parent
+from . import cpu_stubs, on_cpu
+from .calls import Call, Failure, Reply
+
+
+def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
+    """Run a scheduler until its process ends."""
+    from sglang.srt.managers import scheduler
+
+    if on_cpu():
+        cpu_stubs.logits_without_pinning()
+    scheduler.Scheduler = pipeline_scheduler(scheduler.Scheduler)
+    scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
+    """Run a detokenizer until its process ends."""
+    end_with_parent()
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*args, **kwargs)
+
+
+def pipeline_scheduler(scheduler_class: Any) -> Any:
+    """Return SGLang's scheduler class with this package's calls."""
+    import torch
+    from sglang.utils import TypeBasedDispatcher
+
+    from .adapter import SGLangAdapter
+    from .rank import EngineRank
+
+    class PipelineScheduler(scheduler_class):  # type: ignore[misc]
+        _rank: EngineRank | None = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # SGLang leaves room for five tokens after a prompt. A response that a load has stopped is sent
+            # again with all its tokens, so one must do.
+            self.max_req_input_len = self.max_req_len - 1
+
+        def init_request_dispatcher(self) -> None:
+            super().init_request_dispatcher()
+            self._request_dispatcher += TypeBasedDispatcher([(Call, self._called)])
+
+        def _called(self, call: Call) -> Reply:
+            try:
+                self._rank = self._rank or self._new_rank()
+                return Reply(call.number, getattr(self._rank, call.method)(*call.arguments))
+            except Exception as error:  # noqa: BLE001 - it is raised in the server
+                return Reply(call.number, None, Failure.of(error))
+
+        def _new_rank(self) -> EngineRank:
+            runner = self.tp_worker.model_runner
+            device = torch.device(runner.device)
+            return EngineRank(self, SGLangAdapter(runner.model, device), device, self._gather)
+
+        def _gather(self, mine: Any) -> list[Any]:
+            if self.tp_size == 1:
+                return [mine]
+            everyone: list[Any] = [None] * self.tp_size
+            torch.distributed.all_gather_object(everyone, mine, group=self.tp_cpu_group)
+            return everyone
+
+    return PipelineScheduler

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's SGLang server, which also loads published versions and records which version wrote which token."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import sglang.srt.entrypoints.engine as sglang_engine
+from sglang.utils import TypeBasedDispatcher
+from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+from ....errors import EngineDeadError
+from ....weight_sync.versioned_engine import Loaded
+from ...cpu_platform import is_cpu
+from ..versioned_server import VersionedServer, is_one_node, loopback_of
+from . import scheduler
+from .arguments import cpu_arguments
+from .engine import serve_versions
+
+
+class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
+    """verl's server. Records which version wrote which tokens; see `VersionedEngine`."""
+
+    _server_address: str
+
+    async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
+        """Start the engine, and its HTTP server on the loopback address only: it does not authenticate
+        requests.
+
+        This package's requests come through Ray. On several nodes the replica keeps its node's address as
+        its name.
+        """
+        # Other users of this machine are excluded too: the engine's sockets are in a directory open to
+        # all.
+        os.umask(0o077)
+        arguments = dict((self.config.engine_kwargs or {}).get("sglang") or {})
+        if is_cpu():
+            open_requests, tokens = int(self.config.max_num_seqs), int(self.config.max_model_len)
+            arguments = cpu_arguments(arguments, open_requests, tokens)
+        self.config.engine_kwargs["sglang"] = arguments
+
+        sglang_engine.run_scheduler_process = scheduler.run_scheduler_process
+        sglang_engine.run_detokenizer_process = scheduler.run_detokenizer_process
+        node, self._server_address = self._server_address, loopback_of(self._server_address)
+        await super().launch_server(master_address, master_port)
+        if not await is_one_node():
+            self._server_address = node
+
+        self._children = multiprocessing.active_children()
+        self._served = serve_versions(self.tokenizer_manager, TypeBasedDispatcher)
+        self._versioned = self._served.versioned
+        self.serve_control_calls()
+
+    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
+        return await self._served.load(manifest, piece_bytes)
+
+    async def _stage_boards(self, manifest: bytes, timeout_s: float) -> list[str | None]:
+        boards: list[str | None] = await self._served.calls.call("stage", manifest)
+        return boards
+
+    async def _answers(self) -> None:
+        await self._served.calls.call("check")
+
+    def _death(self) -> BaseException | None:
+        dead = [child for child in self._children if not child.is_alive()]
+        if not dead:
+            return None
+        names = ", ".join(f"{child.name} (exit code {child.exitcode})" for child in dead)
+        return EngineDeadError(f"replica {self.replica_rank}: SGLang's processes have ended: {names}")

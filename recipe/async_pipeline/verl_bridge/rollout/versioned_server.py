@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rollout servers of all engines share: they load published versions and record which version wrote
+which token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Awaitable
+from typing import Any, NamedTuple, TypeVar
+
+import psutil
+import ray
+from cachetools import LRUCache
+from verl.workers.rollout.replica import TokenOutput
+
+from ...core.deadline import unless_broken, within
+from ...core.items import LoadReport
+from ...core.staleness import check_served
+from ...errors import WeightSyncError
+from ...weight_sync.busy_time import OpenTime
+from ...weight_sync.host_memory import this_process
+from ...weight_sync.manifest import Ticket, encode
+from ...weight_sync.preparation import Preparation
+from ...weight_sync.staging import await_staged
+from ...weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
+from ..control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
+from ..direct_calls import Address, DirectCalls
+from ..host_memory_service import HostMemories
+from ..paced_starts import PacedStarts
+
+T = TypeVar("T")
+
+
+MARGIN_S = 10.0
+"""Added to a deadline, so that the engine's own fires first and the trainer's last: the engine's message
+is the most precise.
+"""
+
+
+GIVEN_UP = 10_000
+"""Number of given-up requests that are remembered until they begin."""
+
+
+class Prepared(NamedTuple):
+    """A version that can be committed."""
+
+    manifest: bytes
+    """Encoded; its memory can be mapped on this host."""
+    memories: HostMemories
+    """The services that keep it."""
+    transfer_s: float
+    stage_s: float
+
+
+class VersionedServer(ControlCalls):
+    """Base of a server class, before verl's class, which must be able to generate."""
+
+    config: Any
+    replica_rank: int
+    node_rank: int
+    global_steps: int | None
+    """The served version, under verl's name."""
+    _versioned: VersionedEngine[Any, Any]
+    """To be set when the engine has started."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._preparation: Preparation[Prepared] = Preparation(f"replica {self.replica_rank}")
+        self._reader = this_process(f"replica {self.replica_rank}, server {self.node_rank}")
+        self._committing = asyncio.Lock()
+        self._report: LoadReport | None = None
+        """The report of the served version."""
+        self._answering: dict[str, asyncio.Task[Any]] = {}
+        self._given_up: LRUCache[str, None] = LRUCache(GIVEN_UP)
+        """Requests that were given up before they began: a control call can overtake them."""
+        self._open, self._starts = OpenTime(), PacedStarts()
+        self._direct = DirectCalls(
+            generate=self.generate,
+            check=self.check,
+            prepare_version=self.prepare_version,
+            commit_version=self.commit_version,
+        )
+
+    @abstractmethod
+    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
+        """Load a version between two steps of the engine.
+
+        Raises WeightSyncError, ProofError, or what `_death` returns if the engine dies.
+        """
+
+    @abstractmethod
+    async def _stage_boards(self, manifest: bytes, timeout_s: float) -> list[str | None]:
+        """Begin to copy a version to the devices of all ranks; return each rank's board, or None if it
+        cannot.
+        """
+
+    @abstractmethod
+    async def _answers(self) -> None:
+        """Return if the engine runs its loop."""
+
+    @abstractmethod
+    def _death(self) -> BaseException | None:
+        """Return why the engine will never respond again, or None if it can."""
+
+    @control(LOAD)
+    async def prepare_version(
+        self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
+    ) -> None:
+        """Fetch, check and stage one version, while the engine generates with the one before.
+
+        The memory service of this host receives and checks it. Takes the place of an older version that was
+        prepared or is being prepared. Returns at once if the version is prepared or served already.
+
+        Raises WeightSyncError if the version is older or corrupt, WaitTimeout if the engine does not respond.
+        """
+        if self.global_steps is not None and offered.version <= self.global_steps:
+            if offered.version == self.global_steps:
+                return
+            raise WeightSyncError(
+                f"replica {self.replica_rank} serves v{self.global_steps} and was offered "
+                f"v{offered.version}; versions only move forward"
+            )
+        await self._preparation.prepare(
+            offered.version, lambda: self._prepare(offered, memories, timeout_s, stage)
+        )
+
+    @control(LOAD)
+    async def commit_version(
+        self, version: int, piece_bytes: int, timeout_s: float, how: LoadMode
+    ) -> LoadReport:
+        """Load, verify and announce the prepared version, in this order.
+
+        Returns the report of the load at once if the version is served already. Raises WeightSyncError if
+        the version is not prepared, ProofError if the served values differ, WaitTimeout if the engine does
+        not respond.
+        """
+        async with self._committing:
+            if version != self.global_steps or self._report is None:
+                prepared = self._preparation.prepared(version)
+                self._report = await self._commit(version, prepared, piece_bytes, timeout_s, how)
+                self._preparation.drop()
+                await prepared.memories.release(self._reader, version)
+            return self._report
+
+    async def _prepare(
+        self, offered: Ticket, memories: HostMemories, timeout_s: float, stage: str
+    ) -> Prepared:
+        started = time.perf_counter()
+        manifest = encode(await memories.fetch(offered, self._reader, timeout_s))
+        fetched = time.perf_counter()
+        if stage == "device":
+            staging = unless_broken(self._stage(manifest, offered.version, timeout_s), self._death)
+            await self._within(
+                timeout_s, staging, f"its engine to copy version {offered.version} to the device"
+            )
+        return Prepared(
+            manifest, memories, transfer_s=fetched - started, stage_s=time.perf_counter() - fetched
+        )
+
+    async def _commit(
+        self, version: int, prepared: Prepared, piece_bytes: int, timeout_s: float, how: LoadMode
+    ) -> LoadReport:
+        started = time.perf_counter()
+
+        async def load() -> Loaded:
+            # Engines do not notify callers that their process has ended.
+            loading = self._load_into_engine(prepared.manifest, piece_bytes, timeout_s)
+            what = f"its engine to load version {version}"
+            return await self._within(timeout_s, unless_broken(loading, self._death), what)
+
+        # This may have to wait until requests end, so its deadline is longer.
+        loading = self._versioned.load(version, load, how.in_flight, reuse_prefixes=how.reuse_prefixes)
+        loaded, read_again = await self._within(
+            timeout_s + MARGIN_S, loading, f"its requests and version {version}"
+        )
+        self.global_steps = version
+        # With `keep`, requests pause only for the engine's own load; before that, its step was finished.
+        ended = time.perf_counter()
+        kept = max(report.stall_s for report in loaded.reports)
+        return LoadReport(
+            transfer_s=prepared.transfer_s,
+            load_s=prepared.stage_s + ended - started,
+            commit_s=ended - started,
+            stall_s=kept if how.in_flight == "keep" else ended - started,
+            prove_s=max(report.prove_s for report in loaded.reports),
+            busy_s=self._open.take(ended),
+            tensors_proved=min(report.tensors_proved for report in loaded.reports),
+            tokens_read_again=read_again,
+        )
+
+    async def _within(self, timeout_s: float, awaitable: Awaitable[T], what: str) -> T:
+        return await within(awaitable, timeout_s, owner=f"replica {self.replica_rank}", what=what)
+
+    async def _stage(self, manifest: bytes, version: int, timeout_s: float) -> None:
+        """Copy a version to the devices of all ranks, if they can; the engine generates meanwhile."""
+        boards = await self._stage_boards(manifest, timeout_s)
+        if all(boards):
+            await await_staged([board for board in boards if board], version)
+
+    @control(CONTROL)
+    async def check(self) -> None:
+        """Return if the engine runs its loop. Raises what `_death` returns if its process has ended."""
+        await unless_broken(self._answers(), self._death)
+
+    @ray.method(concurrency_group=CONTROL)
+    def processes(self) -> list[tuple[int, float]]:
+        """Return id and start time of this process and its descendants, which must end before a restart."""
+        own = psutil.Process()
+        return [(process.pid, process.create_time()) for process in [own, *own.children(recursive=True)]]
+
+    @control(CONTROL)
+    async def open_requests(self) -> int:
+        """Return the number of requests that this server works on."""
+        return len(self._answering)
+
+    @control(GIVE_UP)
+    async def give_up(self, request_id: str) -> None:
+        """Abandon a request; the engine forgets it, or never gets it if it has not begun."""
+        task = self._answering.get(request_id)
+        if task is not None:
+            task.cancel()
+        elif not self.config.full_determinism:
+            # Otherwise the next turn may have the same id.
+            self._given_up[request_id] = None
+
+    @control(CONTROL)
+    async def direct_address(self) -> Address:
+        """Return where agent loop workers and the trainer, if on this host, call this server without Ray."""
+        return await self._direct.address()
+
+    @control(CONTROL)
+    async def written(
+        self, request_ids: list[str]
+    ) -> dict[str, tuple[list[int], list[float] | None, list[list[int]]]]:
+        """Return tokens, log-probs and spans of open requests so far; omit those without a token and
+        unknown ids.
+        """
+        return await self._versioned.written(request_ids)
+
+    async def generate(self, *args: Any, admitted: int | None = None, **kwargs: Any) -> TokenOutput:
+        """Generate as verl does, and return the versions that wrote the response instead of the last one.
+
+        Raises VersionNotServed if this replica serves an older version than `admitted`.
+        """
+        request_id = kwargs["request_id"]
+        await self._starts.turn()
+        if request_id in self._given_up:
+            del self._given_up[request_id]
+            raise asyncio.CancelledError(f"request {request_id} was given up before it began")
+        check_served(self.global_steps, admitted, f"replica {self.replica_rank}")
+        task = asyncio.current_task()
+        assert task is not None
+        self._answering[request_id] = task
+        self._open.begin(time.perf_counter())
+        try:
+            with recorded_spans() as spans:
+                output: TokenOutput = await super().generate(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._open.end(time.perf_counter())
+            del self._answering[request_id]
+        output.extra_fields["min_global_steps"] = spans[0].version if spans else None
+        output.extra_fields["max_global_steps"] = spans[-1].version if spans else None
+        output.extra_fields["replica"] = f"replica {self.replica_rank}"
+        output.extra_fields["version_spans"] = [list(span) for span in spans]
+        return output
+
+
+async def is_one_node() -> bool:
+    """Return whether the Ray cluster has one node. Then each server's name can be a loopback address."""
+    return sum(bool(one["Alive"]) for one in await asyncio.to_thread(ray.nodes)) <= 1
+
+
+def loopback_of(address: str) -> str:
+    """Return the loopback address of the same family."""
+    return "::1" if ":" in address else "127.0.0.1"

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse options with which published weights cannot be delivered to SGLang."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigError
+from .adapter_config import publishes_adapters
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
+
+REPLACED = {
+    "quantization": "leave it out, since weights are published unquantized",
+    "load_format": f"set {ROLLOUT}.load_format instead",
+    "enable_lora": "merge the adapter instead",
+    "custom_weight_loader": "leave it out, since the pipeline loads and verifies weights",
+    "tp_size": f"set {ROLLOUT}.tensor_model_parallel_size instead",
+    "pp_size": "use tensor parallelism or more replicas instead",
+    "dp_size": "use more replicas instead",
+    "enable_dp_attention": "use more replicas instead",
+    "ep_size": "use tensor parallelism instead",
+    "speculative_algorithm": "leave it out, since the weights of a drafter would not be updated",
+    "disaggregation_mode": "leave it out, since it is not supported yet",
+    "tokenizer_worker_num": "leave it out, since one process must know all requests",
+}
+"""SGLang's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
+
+
+def check_sglang(config: DictConfig) -> None:
+    """Raises ConfigError if SGLang could not be given published weights, or would not start."""
+    for key, value in (OmegaConf.select(config, ARGUMENTS) or {}).items():
+        name = str(key).replace("-", "_")
+        if name in REPLACED and value not in (None, False, 0, 1):
+            raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
+
+    rollout = config.actor_rollout_ref.rollout
+    if publishes_adapters(config):
+        raise ConfigError(
+            f"{MODEL}.lora.merge must be True with {ROLLOUT}.name=sglang, got "
+            f"{OmegaConf.select(config, f'{MODEL}.lora.merge')!r}; set it, or use vllm for adapters"
+        )
+    if rollout.quantization is not None:
+        raise ConfigError(
+            f"{ROLLOUT}.quantization must be null with {ROLLOUT}.name=sglang, got {rollout.quantization!r}; "
+            "leave it out, or use vllm"
+        )
+    if rollout.get("expert_parallel_size") not in (None, 1):
+        raise ConfigError(
+            f"{ROLLOUT}.expert_parallel_size must be 1 with {ROLLOUT}.name=sglang, got "
+            f"{rollout.expert_parallel_size!r}; use tensor parallelism"
+        )
+    devices, per_node = rollout.tensor_model_parallel_size, rollout.get("n_gpus_per_node")
+    if per_node and devices > per_node:
+        raise ConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size must be at most {ROLLOUT}.n_gpus_per_node={per_node} with "
+            f"{ROLLOUT}.name=sglang, got {devices!r}; SGLang on several nodes is not supported yet"
+        )

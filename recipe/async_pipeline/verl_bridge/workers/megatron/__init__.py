@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's Megatron engine on the CPU platform, and the shards of a Megatron model on any platform."""

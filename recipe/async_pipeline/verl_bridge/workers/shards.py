@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a training rank, as the parts that it publishes or as whole tensors, for each engine.
+
+An engine is one module with `held_by` and `assembled`; `ENGINES` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from ...weight_sync.arena import Part
+
+ENGINES: Mapping[str, str] = {
+    "fsdp": ".fsdp_shards",
+    "fsdp2": ".fsdp_shards",
+    "megatron": ".megatron.shards",
+}
+"""The module of each training strategy. Imported when it is needed, as Megatron may not be installed."""
+
+
+class Held(NamedTuple):
+    """The parts that this rank publishes."""
+
+    parts: list[Part]
+    adapter: str | None
+    """Set if the parts are of a LoRA adapter; see `Manifest`."""
+
+
+class Assembled(NamedTuple):
+    """Whole tensors, for an engine whose parts cannot be published."""
+
+    weights: Iterator[tuple[str, torch.Tensor]]
+    """Iterating is a collective."""
+    adapter: str | None
+    """Set if the tensors are of a LoRA adapter; see `Manifest`."""
+
+
+def held_by(engine: Any, *, replicated: bool = False) -> Held | None:
+    """Return this rank's parts of all trained tensors, without copying. The order is the same on all
+    ranks. A collective the first time.
+
+    Each element is in the part of one rank; with `replicated`, in the parts of all ranks that hold it, as
+    a load requires.
+
+    Returns None if the engine changes its weights before they are sent (merged adapters, quantization), so
+    that it has to assemble them itself.
+    """
+    held: Held | None = _module_of(engine).held_by(engine, replicated=replicated)
+    return held
+
+
+def assembled(engine: Any) -> Assembled:
+    """Return all trained tensors as whole tensors on each rank. A collective."""
+    whole: Assembled = _module_of(engine).assembled(engine)
+    return whole
+
+
+def offload_again(engine: Any) -> None:
+    """Offload the weights of an engine that loaded them to its device for `held_by`, if it keeps them off."""
+    if engine.engine_config.strategy == "megatron" and engine.is_param_offload_enabled:
+        engine.to("cpu", model=True, optimizer=False, grad=False)
+
+
+def _module_of(engine: Any) -> Any:
+    return import_module(ENGINES[engine.engine_config.strategy], __package__)

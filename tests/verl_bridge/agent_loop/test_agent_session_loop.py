@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An agent that speaks HTTP is trained on the tokens that an agent loop in the worker would be trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
+from recipe.async_pipeline.agents.runners import Policy
+from recipe.async_pipeline.config.agentic import AgenticConfig
+from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
+from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
+    ROW_SPANS,
+    kept_turns,
+    merged,
+    take_turn,
+)
+from tests.conftest import Load
+from tests.fakes.environments import COUNTING, Counting
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+pytestmark = pytest.mark.real_engine
+TURNS = 5
+TOKENIZER = make_tokenizer()
+EOS = int(TOKENIZER.eos_token_id)
+STOP: list[int] = TOKENIZER.encode("stop", add_special_tokens=False)
+
+
+class Engine:
+    """Writes bytes that follow from the prompt, mostly no text, and "stop" in the last turn."""
+
+    def __init__(self, turns: int = TURNS) -> None:
+        self.turns, self.calls = turns, 0
+        self.error: Exception | None = None
+        self.waits = False
+        self.params: list[Mapping[str, Any]] = []
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling_params: Mapping[str, Any]
+    ) -> Any:
+        self.calls += 1
+        self.params.append(sampling_params)
+        await asyncio.sleep(3600 if self.waits else 0)
+        if self.error is not None:
+            raise self.error
+        last = prompt_ids.count(EOS) >= self.turns - 1
+        seed = hashlib.blake2b(json.dumps(prompt_ids).encode(), digest_size=7).digest()
+        tokens = [*(STOP if last else seed), EOS][: sampling_params["max_tokens"]]
+        spans = [(self.calls, 0), (self.calls + 1, 2)]
+        take_turn(len(prompt_ids), spans, "r", len(tokens), 0.0)
+        return SimpleNamespace(
+            token_ids=tokens,
+            log_probs=[-seed[0] - i / 64 for i in range(len(tokens))],
+            extra_fields={"version_spans": spans},
+            num_preempted=0,
+        )
+
+
+async def plays_openai(task: dict[str, Any], policy: Policy) -> float:
+    """Play the environment of the white box with OpenAI's client."""
+    game: Any = Counting()
+    reward: float = 0.0
+    messages: list[Any] = [{"role": "user", "content": game.reset(task["seed"], **task["task"])}]
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+        while True:
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            text = answer.choices[0].message.content
+            step = game.step(text)
+            reward += step.reward
+            if step.over:
+                return float(reward)
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": step.observation},
+            ]
+
+
+async def plays_anthropic(task: dict[str, Any], policy: Policy) -> float:
+    """Play it with Anthropic's client."""
+    game: Any = Counting()
+    reward: float = 0.0
+    messages: list[Any] = [{"role": "user", "content": game.reset(task["seed"], **task["task"])}]
+    url = policy.base_url.removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(base_url=url, api_key=policy.api_key) as client:
+        while True:
+            answer = await client.messages.create(model="policy", messages=messages, max_tokens=100)
+            text = answer.content[0].text
+            step = game.step(text)
+            reward += step.reward
+            if step.over:
+                return float(reward)
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": step.observation},
+            ]
+
+
+async def says(policy: Policy, *texts: str) -> str:
+    """Send a conversation of these messages, and return the answer."""
+    roles = ("user", "assistant")
+    messages: list[Any] = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+    return str(answer.choices[0].message.content)
+
+
+async def compacts(task: dict[str, Any], policy: Policy) -> float:
+    """Forget everything after a turn."""
+    await says(policy, "first")
+    await says(policy, "summary")
+    return 0.25
+
+
+async def endless(task: dict[str, Any], policy: Policy) -> None:
+    """Ask until it is refused."""
+    texts = ["first"]
+    while True:
+        texts += [await says(policy, *texts), "more"]
+
+
+async def careful(task: dict[str, Any], policy: Policy) -> float:
+    """Stop when it is refused."""
+    try:
+        await endless(task, policy)
+    except openai.BadRequestError:
+        return 0.5
+    raise AssertionError("unreachable")
+
+
+async def raises(task: dict[str, Any], policy: Policy) -> None:
+    await says(policy, "first")
+    raise ValueError("a bug")
+
+
+async def quiet(task: dict[str, Any], policy: Policy) -> float:
+    return 1.0
+
+
+async def silent(task: dict[str, Any], policy: Policy) -> None:
+    await says(policy, "first")
+
+
+AGENTS = "agents_of_loop"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, AGENTS, sys.modules[__name__])
+
+
+@pytest.fixture(scope="module")
+def module(load: Load) -> Iterator[ModuleType]:
+    yield load("recipe.async_pipeline.verl_bridge.agent_loop.agent_session_loop")
+
+
+class Table:
+    """Plays episodes with the toy's tokenizer and verl's own builders."""
+
+    def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch, **knobs: Any) -> None:
+        self.module = module
+        rollout = {"prompt_length": 64, "response_length": knobs.pop("response_length", 300)}
+        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        agentic = AgenticConfig(**knobs)
+        monkeypatch.setattr(module, "knobs_of", lambda config: SimpleNamespace(agentic=agentic))
+
+    def loop_of(self, kind: Any, engine: Engine) -> Any:
+        return kind(
+            trainer_config=SimpleNamespace(config=self.config),
+            server_manager=engine,
+            tokenizer=TOKENIZER,
+            processor=None,
+            dataset_cls=None,
+            data_config=SimpleNamespace(config=OmegaConf.create({})),
+            hf_model_type="qwen2",
+        )
+
+    def play(self, engine: Engine, **row: Any) -> list[Any]:
+        async def episode() -> list[Any]:
+            setup = self.module.setup_of(self.config)
+            loop = self.loop_of(self.module.AgentSessionLoop, engine)
+            try:
+                outputs: list[Any] = await loop.run({"temperature": 1.0}, **(ROW | row))
+                return outputs
+            finally:
+                assert len(setup.sessions) == 0, "its keys are gone"
+                await setup.stop()
+
+        return asyncio.run(asyncio.wait_for(episode(), 60))
+
+
+ROW = {"raw_prompt": [{"role": "user", "content": ""}], "extra_info": {"seed": 5}, "index": 0}
+
+
+def white_box(table: Table) -> tuple[Any, Any]:
+    """Return the episode as the agent loop `environment` plays it, and the versions of its tokens."""
+    from recipe.async_pipeline.verl_bridge.agent_loop import environment_loop
+
+    async def episode() -> tuple[Any, Any]:
+        pool = EnvironmentPool(COUNTING, PoolLimits(isolation="inline", timeout_s=5))
+        setup = environment_loop.Setup(pool, 16, None, 300, 0)
+        environment_loop._setups[asyncio.get_running_loop()] = setup
+        loop = table.loop_of(environment_loop.EnvironmentLoop, Engine())
+        with kept_turns() as turns:
+            output = await loop.run({"temperature": 1.0}, **ROW)
+        await pool.close()
+        return output, merged(turns, len(output.prompt_ids))
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize("agent", ["plays_openai", "plays_anthropic"])
+def test_black_box_is_white_box(module: ModuleType, monkeypatch: pytest.MonkeyPatch, agent: str) -> None:
+    """Token for token, log-prob for log-prob, span for span."""
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:{agent}")
+    white, spans = white_box(table)
+    (black,) = table.play(Engine())
+    assert black.prompt_ids == white.prompt_ids
+    assert black.response_ids == white.response_ids
+    assert black.response_mask == white.response_mask
+    assert black.response_logprobs == white.response_logprobs
+    assert black.extra_fields[ROW_SPANS] == spans and len(spans) == 2 * TURNS
+    assert (black.reward_score, black.num_turns) == (white.reward_score, white.num_turns)
+    assert black.extra_fields[END] == white.extra_fields[END] == "done"
+
+
+def test_an_agent_that_forgets_has_two_rows_and_the_last_is_scored(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = Table(module, monkeypatch, agent=f"{AGENTS}:compacts").play(Engine())
+    assert (first.reward_score, last.reward_score) == (None, 0.25)
+    assert [TOKENIZER.decode(one.prompt_ids) for one in (first, last)] == ["first", "summary"]
+    assert first.extra_fields[ROW_SPANS] == [(1, 0), (2, 2)]
+    assert last.extra_fields[ROW_SPANS] == [(2, 0), (3, 2)]
+    assert END not in first.extra_fields and last.extra_fields[END] == "done"
+
+
+@pytest.mark.parametrize(("knobs", "end"), [({"max_turns": 3}, "turns"), ({"response_length": 36}, "tokens")])
+@pytest.mark.parametrize(("agent", "reward"), [("endless", None), ("careful", 0.5)])
+def test_an_agent_at_a_limit(
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    knobs: dict[str, Any],
+    end: str,
+    agent: str,
+    reward: float | None,
+) -> None:
+    """Whether it fails at the limit or stops, the policy is to blame, and its tokens are kept."""
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:{agent}", **knobs)
+    (output,) = table.play(Engine(turns=100))
+    assert (output.extra_fields[END], output.reward_score, output.num_turns) == (end, reward, 6)
+    assert bool(output.extra_fields[WHY]) == (agent == "endless")
+
+
+def test_what_is_the_agents_fault(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for agent, why in (("raises", "ValueError: a bug"), ("quiet", "ended without an answer of the policy")):
+        with pytest.raises(AgentFailed, match=why):
+            Table(module, monkeypatch, agent=f"{AGENTS}:{agent}").play(Engine())
+
+
+def test_an_error_of_the_rollout_is_raised_as_it_is(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ends with it, not with what the agent says about it."""
+    engine = Engine()
+    engine.error = OSError("five replicas died")
+    with pytest.raises(OSError, match="five replicas died"):
+        Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai").play(engine)
+    assert engine.calls == 1, "the client does not repeat it"
+
+
+def test_a_turn_that_takes_too_long(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    engine.waits = True
+    with pytest.raises(WaitTimeout, match="the policy to answer"):
+        Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai", turn_timeout_s=0.05).play(engine)
+
+
+def test_the_reward_of_verify(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import json, os; t = json.load(open(os.environ['ASYNC_PIPELINE_TASK'])); "
+        "print(json.dumps({'reward': t['reward_model']['ground_truth']}))"
+    )
+    verify = f'{sys.executable} -I -c "{code}"'
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:compacts", verify=verify)
+    assert table.play(Engine(), reward_model={"ground_truth": 7})[-1].reward_score == 7.0
+    with pytest.raises(EnvironmentFailed, match="verify: exit status 1: .*KeyError"):
+        table.play(Engine())
+
+
+def test_without_a_reward_the_reward_function_scores(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(Engine())
+    assert output.reward_score is None
+
+
+def test_the_runs_sampling_parameters_win(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(engine)
+    assert engine.params == [{"temperature": 1.0, "max_tokens": 300}]
+
+
+def test_a_recalled_episode_ends_its_session(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai")
+
+    async def test() -> None:
+        setup, engine = module.setup_of(table.config), Engine()
+        engine.waits = True
+        running = asyncio.create_task(table.loop_of(module.AgentSessionLoop, engine).run({}, **ROW))
+        while not engine.calls:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.01)
+        (session,) = {access.session for access in setup.sessions._access.values()}
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert session.ended == "recalled" and session.rows() == [] and len(setup.sessions) == 0
+        await setup.stop()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_the_agent_does_not_see_what_judges_it(module: ModuleType) -> None:
+    row = {**ROW, "extra_info": {"answer": 4, "task": {"a": 1}}, "reward_model": {"ground_truth": 4}}
+    shown, hidden = module.task_of(row, 0)
+    assert shown["task"] == {"a": 1} and "4" not in json.dumps(shown["messages"])
+    assert set(shown) == {"messages", "seed", "task"}
+    assert hidden["reward_model"] == {"ground_truth": 4} and hidden["extra_info"]["answer"] == 4
+
+
+def test_the_loop_requires_an_agent(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(module, monkeypatch)
+    with pytest.raises(ConfigError, match=r"requires .*agentic.agent; set it"):
+        table.play(Engine())

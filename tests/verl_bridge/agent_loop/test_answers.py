@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stored response becomes a trajectory, whose versions must be known."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
+from recipe.async_pipeline.core.items import Trajectory
+from recipe.async_pipeline.errors import RolloutError
+from recipe.async_pipeline.verl_bridge.agent_loop.answers import trajectory_of
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
+
+TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
+ATTEMPT = Attempt(2, Episodes(EpisodeRules.of(2, EndPolicies())))
+ATTEMPT.end = "turns"
+
+
+def test_a_stored_response_becomes_a_trajectory() -> None:
+    fields = {"extra_fields": {"version_spans": [[1, 0], [2, 2]]}, "num_turns": 2, "rm_scores": [0, 0, 0.5]}
+    assert trajectory_of("a_0_0", fields, TAG, ATTEMPT) == Trajectory(
+        key="a_0_0",
+        first_version=1,
+        last_version=2,
+        num_tokens=3,
+        spans=((1, 0), (2, 2)),
+        turns=2,
+        reward=0.5,
+        end="turns",
+        attempts=2,
+        payload=TAG,
+    )
+    bare = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
+    assert (bare.spans, bare.turns, bare.reward) == (None, None, None)
+
+
+@pytest.mark.parametrize("missing", ["min_global_steps", "max_global_steps"])
+def test_a_response_of_an_unknown_version_is_refused(missing: str) -> None:
+    with pytest.raises(RolloutError, match="trajectory a_0_0 came back without the version"):
+        trajectory_of("a_0_0", {}, {**TAG, missing: None}, ATTEMPT)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An episode that fails is repeated alone; what is no fault of the episode ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
+from recipe.async_pipeline.core.bad_data import Flaw
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import EnvironmentFailed, WaitTimeout
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY, Episodes, current_attempt
+
+Step = Callable[[], Awaitable[None]]
+
+
+def played(
+    *attempts: Step,
+    timeout_s: float | None = None,
+    turn_timeout_s: float | None = None,
+    most: int = 2,
+    **policies: Any,
+) -> list[Flaw]:
+    """Play an episode whose attempts do this, one after the other; all of them have to be played."""
+    numbers: list[int] = []
+
+    async def begin(number: int) -> None:
+        numbers.append(number)
+        await attempts[number - 1]()
+
+    rules = EpisodeRules(most, {**asdict(EndPolicies()), **policies})
+    flaws = run_virtual(Episodes(rules, timeout_s, -1.0, turn_timeout_s).play(begin, "a_0"))
+    assert numbers == list(range(1, len(attempts) + 1))
+    return flaws
+
+
+def raises(error: BaseException) -> Step:
+    async def step() -> None:
+        raise error
+
+    return step
+
+
+async def succeeds() -> None:
+    attempt = current_attempt()
+    assert attempt is not None
+    attempt.returned([])
+
+
+async def hangs() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def scores_for_long() -> None:
+    await succeeds()
+    await asyncio.sleep(1000)
+
+
+async def scores_badly() -> None:
+    await succeeds()
+    raise ValueError("no score")
+
+
+def rollout_fails(then: BaseException) -> Step:
+    async def step() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        attempt.rollout_failed(ConnectionError("no replica"))
+        raise then
+
+    return step
+
+
+def test_one_that_succeeds_is_played_once() -> None:
+    assert played(succeeds) == []
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), TimeoutError(), WaitTimeout("inner")])
+def test_one_that_fails_is_repeated(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert played(raises(error), succeeds) == []
+    assert "episode a_0, attempt 1: " in caplog.text and "; it is repeated" in caplog.text
+    assert type(error).__name__ in caplog.text
+
+
+def test_one_that_fails_in_every_attempt_is_bad_data() -> None:
+    (flaw,) = played(*[raises(ValueError("of a\ntool"))] * 3, most=3)
+    assert flaw == Flaw("failed_episode", "episode a_0, attempt 3: agent_failed: ValueError: of a tool")
+
+
+def test_a_policy_may_drop_at_once() -> None:
+    (flaw,) = played(raises(ValueError("x")), agent_failed="drop")
+    assert "attempt 1: agent_failed" in flaw.why
+    (flaw,) = played(hangs, timeout_s=5, deadline="drop")
+    assert "attempt 1: deadline: WaitTimeout" in flaw.why
+
+
+def test_one_that_hangs_is_ended_and_repeated() -> None:
+    ended: list[str] = []
+
+    async def hangs_and_tells() -> None:
+        try:
+            await hangs()
+        finally:
+            ended.append("first")
+
+    assert played(hangs_and_tells, succeeds, timeout_s=5) == []
+    assert ended == ["first"]
+
+
+def test_the_deadline_does_not_count_the_scoring() -> None:
+    assert played(scores_for_long, timeout_s=5) == []
+
+
+@pytest.mark.parametrize("error", [ValueError("an agent's own words"), ConnectionError("no replica")])
+def test_an_error_of_the_rollout_ends_the_run_also_if_the_agent_raises_another(error: Exception) -> None:
+    with pytest.raises(ConnectionError, match="no replica"):
+        played(rollout_fails(error))
+
+
+def test_an_error_of_scoring_ends_the_run() -> None:
+    with pytest.raises(ValueError, match="no score"):
+        played(scores_badly)
+
+
+def test_a_rollout_error_that_the_agent_handled_is_forgotten() -> None:
+    async def handles() -> None:
+        try:
+            await rollout_fails(ConnectionError("x"))()
+        except ConnectionError:
+            await succeeds()
+
+    assert played(handles) == []
+
+
+def test_a_cancellation_is_no_failure() -> None:
+    async def story() -> None:
+        rules = EpisodeRules.of(2, EndPolicies())
+        begun: list[int] = []
+
+        async def begin(number: int) -> None:
+            begun.append(number)
+            await hangs()
+
+        playing = asyncio.create_task(Episodes(rules, 5).play(begin, "a_0"))
+        await asyncio.sleep(1)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert begun == [1]
+
+    run_virtual(story())
+
+
+def test_attempts_of_concurrent_episodes_are_separate() -> None:
+    async def story() -> None:
+        seen: list[tuple[str, int]] = []
+
+        def begin(name: str, failures: int) -> Callable[[int], Awaitable[None]]:
+            async def play(number: int) -> None:
+                await asyncio.sleep(1)
+                attempt = current_attempt()
+                assert attempt is not None and attempt.number == number
+                seen.append((name, number))
+                if number <= failures:
+                    raise ValueError(name)
+                attempt.returned([])
+
+            return play
+
+        episodes = Episodes(EpisodeRules.of(3, EndPolicies()), None)
+        found = await asyncio.gather(*(episodes.play(begin(n, f), n) for n, f in (("a", 0), ("b", 2))))
+        assert found == [[], []] and current_attempt() is None
+        assert sorted(seen) == [("a", 1), ("b", 1), ("b", 2), ("b", 3)]
+
+    run_virtual(story())
+
+
+# Ends that the agent loop knows.
+
+
+class Response:
+    """Has the fields of verl's AgentLoopOutput that count here."""
+
+    def __init__(self, end: str | None = None) -> None:
+        self.reward_score = 0.25
+        self.extra_fields = {"kept": 1} if end is None else {"kept": 1, END: end, WHY: "why"}
+
+
+def returns(*ends: str | None, stored: list[tuple[str, float]]) -> list[Step]:
+    """Attempts that end in these ways; the responses that are stored are noted."""
+
+    def step(end: str | None) -> Step:
+        async def play() -> None:
+            attempt, response = current_attempt(), Response(end)
+            assert attempt is not None
+            attempt.returned([Response("cut_off"), response])
+            assert response.extra_fields == {"kept": 1}
+            stored.append((attempt.end, response.reward_score))
+
+        return play
+
+    return [step(end) for end in ends]
+
+
+@pytest.mark.parametrize(
+    ("ends", "policies", "found"),
+    [
+        ([None], {}, [("done", 0.25)]),
+        (["turns"], {}, [("turns", 0.25)]),
+        (["turns"], {"turns": "score"}, [("turns", -1.0)]),
+        (["env_failed", "invalid"], {}, [("invalid", 0.25)]),
+        (["env_failed"], {"env_failed": "score"}, [("env_failed", -1.0)]),
+    ],
+)
+def test_a_response_is_trained_scored_or_played_again(
+    ends: list[str | None], policies: dict[str, Any], found: list[tuple[str, float]]
+) -> None:
+    stored: list[tuple[str, float]] = []
+    assert played(*returns(*ends, stored=stored), **policies) == []
+    assert stored == found
+
+
+@pytest.mark.parametrize(("ends", "policy"), [(["env_failed"] * 2, "again"), (["env_failed"], "drop")])
+def test_a_response_that_is_not_trained_is_not_stored(ends: list[str | None], policy: str) -> None:
+    stored: list[tuple[str, float]] = []
+    (flaw,) = played(*returns(*ends, stored=stored), env_failed=policy)
+    assert flaw.why == f"episode a_0, attempt {len(ends)}: env_failed: why" and stored == []
+
+
+def test_an_environment_that_fails_before_anything_was_written_cannot_be_scored() -> None:
+    failing = raises(EnvironmentFailed("reset: no"))
+    (flaw,) = played(failing, failing, env_failed="score")
+    assert flaw.why == "episode a_0, attempt 2: env_failed: EnvironmentFailed: reset: no"
+
+
+def test_time_that_is_excused_does_not_count() -> None:
+    async def waits() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        await asyncio.sleep(3)
+        with attempt.excused():
+            await asyncio.sleep(100)
+        await asyncio.sleep(2.5 if attempt.number == 1 else 1.5)
+        attempt.returned([])
+
+    assert played(waits, waits, timeout_s=5) == []
+
+
+# Turns and tool calls with deadlines.
+
+
+def slow_turn(then: Step | None = None, *, seconds: float = 10) -> Step:
+    """A turn that takes this long; what its agent loop does then, unless it leaves the error alone."""
+
+    async def step() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        try:
+            await attempt.turn(asyncio.sleep(seconds))
+        except WaitTimeout:
+            assert attempt.is_late
+            if then is None:
+                raise
+        await (then or succeeds)()
+
+    return step
+
+
+@pytest.mark.parametrize("then", [None, succeeds, raises(ValueError("after it"))])
+def test_a_turn_that_takes_too_long_ends_the_attempt_also_if_the_agent_ignores_it(then: Any) -> None:
+    (flaw,) = played(*[slow_turn(then)] * 2, turn_timeout_s=5)
+    assert "attempt 2: deadline: " in flaw.why and "a turn of the policy" in flaw.why
+    assert played(slow_turn(then), slow_turn(seconds=4), turn_timeout_s=5) == []
+    assert played(slow_turn()) == [], "without a limit"
+
+
+def test_a_timeout_inside_of_a_turn_is_no_late_turn() -> None:
+    async def step() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+
+        async def fails() -> None:
+            raise WaitTimeout("the balancer")
+
+        try:
+            await attempt.turn(fails())
+        except WaitTimeout as error:
+            assert not attempt.is_late
+            attempt.rollout_failed(error)
+            raise
+
+    with pytest.raises(WaitTimeout, match="the balancer"):
+        played(step, turn_timeout_s=5)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of a session: verl's builders and parsers, and what is refused instead of raised."""
+
+from __future__ import annotations
+
+import asyncio
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import RequestRefused
+from recipe.async_pipeline.gateway.sessions import CannotAppend
+from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+TOKENIZER = make_tokenizer()
+EOS = int(TOKENIZER.eos_token_id)
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.fixture(scope="module")
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.agent_loop.session_policy")
+
+
+class Client:
+    """Notes the request, and answers."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.asked: dict[str, Any] = {}
+
+    async def generate(self, **asked: Any) -> Any:
+        self.asked = asked
+        return SimpleNamespace(
+            token_ids=self.tokens, log_probs=None, extra_fields={"version_spans": [[3, 0]]}
+        )
+
+
+def policy_of(module: ModuleType, tokens: list[int] | None = None, builder: Any = None, **params: Any) -> Any:
+    from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+    tokenizer = TOKENIZER
+    loop = SimpleNamespace(
+        continuous_token_builder=builder or create_continuous_token_builder(tokenizer, hf_model_type="qwen2"),
+        tokenizer=tokenizer,
+        server_manager=Client(tokens or []),
+    )
+    return module.SessionPolicy(loop, params, "hermes")
+
+
+def encoded(text: str) -> list[int]:
+    found: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return found
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_tokens_of_messages(module: ModuleType, size: int) -> None:
+    """Long ones are tokenized in a thread."""
+    policy, text = policy_of(module), "q" * size
+    tokens = asyncio.run(policy.begin([user(text)], []))
+    assert tokens == encoded(text)
+    written = [*tokens, *encoded("a"), EOS]
+    history = [user(text), {"role": "assistant", "content": "a"}]
+    more, kept = asyncio.run(policy.append(history, [user(text)], written, []))
+    assert kept == len(written) and more == [*written, *encoded(f"\n{text}")]
+
+
+class Broken:
+    """A template that accepts nothing."""
+
+    def build_initial_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("roles must alternate")
+
+    merge_context_tokens = build_initial_tokens
+
+
+def test_a_template_that_refuses_is_the_agents_business(module: ModuleType) -> None:
+    policy = policy_of(module, builder=Broken())
+    with pytest.raises(RequestRefused, match="refuses these messages: roles must alternate"):
+        asyncio.run(policy.begin([user("q")], []))
+    with pytest.raises(CannotAppend, match="roles must alternate"):
+        asyncio.run(policy.append([], [user("q")], [1], []))
+
+
+def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
+    for tokens, whole in (([1, EOS], True), ([1, 7], True), ([1, 2], False), ([], False)):
+        policy = policy_of(module, tokens, stop_token_ids=[7])
+        answer = asyncio.run(policy.generate("r", [5], 9, ["STOP"]))
+        assert answer == (tokens, None, [(3, 0)], whole)
+    assert policy._client.asked == {
+        "request_id": "r",
+        "prompt_ids": [5],
+        "sampling_params": {"stop_token_ids": [7], "max_tokens": 9, "stop": ["STOP"]},
+    }
+
+
+def read(module: ModuleType, text: str, tools: list[Any], stop: tuple[str, ...] = ()) -> Any:
+    return asyncio.run(policy_of(module).read([*encoded(text), EOS], tools, stop))
+
+
+def test_text_and_calls_are_parsed_as_verl_parses_them(module: ModuleType) -> None:
+    written = 'adding <tool_call>{"name": "add", "arguments": {"x": 4}}</tool_call>'
+    said = read(module, written, [TOOL])
+    assert said.text == "adding" and [call[1:] for call in said.calls] == [("add", '{"x": 4}')]
+    assert read(module, written, []).text == written, "without tools it is text"
+    assert read(module, "plain", [TOOL]) == ("plain", (), None)
+
+
+def test_a_tool_whose_schema_verl_does_not_know(module: ModuleType) -> None:
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"anyOf": []}}}}}
+    assert read(module, "plain", [odd, TOOL]).text == "plain"
+
+
+def test_the_first_stop_text_ends_an_answer(module: ModuleType) -> None:
+    said = read(module, "one STOP two END", [], ("END", "STOP"))
+    assert (said.text, said.stop) == ("one ", "STOP")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shard a model with FSDP2 over ranks of several hosts and gather it; each host has its own shared memory.
+
+Arguments: `host HOST HOSTS RANKS FOLDER` starts the ranks of one host, `rank RANK HOST HOSTS RANKS FOLDER` is
+one of them. The first rank of each host answers requests for its share on a socket in the folder.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks, part_of
+from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_announcement
+from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
+from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from tests.fakes.sharded_model import VERSIONS, make_model, train
+
+BUCKET_BYTES = 512
+
+
+def serve(listener: Listener, ticket: Ticket) -> None:
+    """Answer requests for this host's share of one version until a client asks for the next."""
+    reader, found = ArenaReader(), await_announcement(ticket, 30)
+    while True:
+        with listener.accept() as client:
+            what, *arguments = client.recv()
+            if what == "next":
+                return
+            if what == "ticket":
+                client.send(ticket)
+            elif what == "announced":
+                client.send(encode(found))
+            elif what == "bucket":
+                client.send(bytes(reader.bucket(found, *arguments).numpy()))
+            elif what == "files":
+                client.send(sorted(path.name for path in SHM_DIR.glob(f"{PREFIX}*")))
+
+
+def run_rank(rank: int, host: int, hosts: int, count: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    mesh = init_device_mesh("cpu", (count,))
+    model = make_model()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    ranks = TrainingRanks(f"host {host}")
+    assert (ranks.hosts, ranks.rank) == (hosts, rank % (count // hosts))
+    writer = ArenaWriter(BUCKET_BYTES, 4, torch.bfloat16, ranks)
+    listener = Listener(f"{folder}/host-{host}", backlog=16) if ranks.rank == 0 else None
+    for version in range(VERSIONS):
+        train(model, version)
+        ticket = writer.gather_parts(version, [part_of(*named) for named in model.state_dict().items()])
+        assert (ticket is None) == (listener is None)
+        if ticket is not None and listener is not None:
+            serve(listener, ticket)
+        dist.barrier()
+    writer.close()
+    dist.destroy_process_group()
+
+
+def run_host(host: int, hosts: int, count: int, folder: str) -> int:
+    """Run the ranks of a host; return the number that failed."""
+    of_host = count // hosts
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, "rank", *map(str, (rank, host, hosts, count)), folder],
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(host * of_host, (host + 1) * of_host)
+    ]
+    return sum(process.wait() != 0 for process in processes)
+
+
+if __name__ == "__main__":
+    folder = sys.argv[-1]
+    numbers = [int(argument) for argument in sys.argv[2:-1]]
+    if sys.argv[1] == "host":
+        sys.exit(run_host(numbers[0], numbers[1], numbers[2], folder))
+    run_rank(numbers[0], numbers[1], numbers[2], numbers[3], folder)

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's arguments on a CPU can be replaced, and its cache fits what may be open."""
+
+from __future__ import annotations
+
+from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS, cpu_arguments
+
+
+def test_what_is_configured_counts() -> None:
+    made = cpu_arguments({"attention_backend": "intel_amx", "page_size": 4}, requests=8, tokens=64)
+    assert made == {
+        **CPU_ARGUMENTS,
+        "attention_backend": "intel_amx",
+        "page_size": 4,
+        "max_total_tokens": 512,
+    }
+    assert cpu_arguments({"max_total_tokens": 9}, 8, 64)["max_total_tokens"] == 9

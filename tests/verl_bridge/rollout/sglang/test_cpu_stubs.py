@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang runs on the CPU platform with the stubs, and each of them is still needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recipe.async_pipeline.verl_bridge.rollout.sglang.cpu_stubs import STUBS
+
+IMPORT = "import sglang.srt.managers.scheduler"
+SEND = """
+from multiprocessing.reduction import ForkingPickler
+import torch
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+monkey_patch_torch_reductions()
+ForkingPickler.dumps(torch.zeros(1))
+"""
+NEEDED_FOR = {
+    **dict.fromkeys(STUBS, IMPORT),
+    "ipython": "import sglang.utils",
+    "tensors_between_processes": SEND,
+}
+MODULE = "recipe.async_pipeline.verl_bridge.rollout.sglang.cpu_stubs"
+
+
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.real_engine
+def test_with_all_stubs_sglang_is_imported_and_sends_tensors() -> None:
+    done = run(f"import {MODULE} as stubs\nstubs.install()\n{IMPORT}\n{SEND}", VERL_PLATFORM="")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.real_engine
+@pytest.mark.parametrize("name", STUBS)
+def test_each_stub_is_needed(name: str) -> None:
+    """Delete a stub that is not: SGLang can be imported without it now, or torch can send tensors."""
+    needing = f"import {MODULE} as stubs\nstubs.install(without={name!r})\n{NEEDED_FOR[name]}"
+    assert run(needing, VERL_PLATFORM="").returncode != 0
+
+
+PINNED = """
+import inspect, torch
+from sglang.srt.layers import logits_processor
+assert "pin_memory=True" in inspect.getsource(logits_processor), "nothing is pinned: delete the stub"
+stubs.logits_without_pinning()
+assert logits_processor.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
+assert logits_processor.torch.float32 is torch.float32
+"""
+
+
+@pytest.mark.real_engine
+def test_scoring_a_prompt_pins_no_memory() -> None:
+    done = run(f"import {MODULE} as stubs\nstubs.install()\n{PINNED}", VERL_PLATFORM="")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("platform", "installed"), [("cpu", True), ("cuda", False), ("", False)])
+def test_only_the_cpu_platform_has_stubs(platform: str, installed: bool) -> None:
+    code = (
+        "import sys, recipe.async_pipeline.verl_bridge.rollout.sglang\n"
+        "from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs\n"
+        "print(any(isinstance(finder, cpu_stubs._AtFirstImport) for finder in sys.meta_path),"
+        " any(name in sys.modules for name in ('sglang', 'torch', 'torchvision', 'IPython')))"
+    )
+    done = run(code, VERL_PLATFORM=platform)
+    assert done.stdout.split() == [str(installed), "False"], done.stderr[-2000:]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is particular to SGLang; `weight_sync/test_versioned_engine.py` has the contract of all engines."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from tests.fakes.timed_engine import Answer
+from tests.fakes.tokenizer_manager import TokenizerManager
+
+
+def test_the_token_after_an_abort_is_written_again() -> None:
+    """SGLang does not check whether it was the last one: here it was, and nothing would be left."""
+    manager = TokenizerManager()
+
+    async def main() -> Answer:
+        versioned = manager.serve_versions()
+        await versioned.load(0, manager.loading(0, 0.0), "abort")
+        clock = asyncio.create_task(manager.run())
+
+        async def ask() -> Answer:
+            with recorded_spans():
+                return await manager.ask("r", 3)
+
+        asked = asyncio.create_task(ask())
+        await asyncio.sleep(2.5)
+        await versioned.load(1, manager.loading(1, 0.0), "abort")
+        said = await asked
+        clock.cancel()
+        return said
+
+    assert run_virtual(main()).token_ids == [0, 0, 1]
+    assert [sent.max_tokens for sent in manager.sent] == [3, 1]
+
+
+def test_a_request_that_is_given_up_is_aborted() -> None:
+    manager = TokenizerManager()
+
+    async def main() -> int:
+        versioned = manager.serve_versions()
+        await versioned.load(0, manager.loading(0, 0.0), "keep")
+        clock = asyncio.create_task(manager.run())
+        asked = asyncio.create_task(manager.ask("r", 50))
+        await asyncio.sleep(2.5)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.sleep(1.0)
+        clock.cancel()
+        return len(manager.live)
+
+    assert run_virtual(main()) == 0

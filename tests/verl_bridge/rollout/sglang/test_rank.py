@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank counts the tokens of requests wherever the scheduler keeps them, and all ranks fail together."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import Failure
+from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
+from recipe.async_pipeline.weight_sync.manifest import Manifest, encode
+
+
+def request(rid: str, tokens: int = 0, *, finished: bool = False, **more: Any) -> Any:
+    described = {
+        "rid": rid,
+        "output_ids": list(range(tokens)),
+        "output_token_logprobs_val": [0.5] * tokens,
+        "extra_key": "v1",
+        "lora_id": None,
+        "is_chunked": 0,
+        "finished": lambda: finished,
+    }
+    return SimpleNamespace(**{**described, **more})
+
+
+def batch(*requests: Any, extend: bool = False) -> Any:
+    return SimpleNamespace(reqs=list(requests), forward_mode=SimpleNamespace(is_extend=lambda: extend))
+
+
+def scheduler(**more: Any) -> Any:
+    described = {
+        "tp_size": 1,
+        "running_batch": batch(),
+        "last_batch": None,
+        "cur_batch": None,
+        "chunked_req": None,
+        "waiting_queue": [],
+        "grammar_manager": SimpleNamespace(grammar_queue=[]),
+    }
+    return SimpleNamespace(**{**described, **more})
+
+
+def rank(engine: Any, others: list[Any] | None = None) -> EngineRank:
+    adapter: Any = SimpleNamespace()
+    return EngineRank(engine, adapter, torch.device("cpu"), lambda mine: [mine, *(others or [])])
+
+
+def test_each_live_request_is_counted_once_wherever_it_is() -> None:
+    running, prefilled, chunked = request("a", 3), request("b", 1), request("c", is_chunked=1)
+    engine = scheduler(
+        running_batch=batch(running, request("gone", 4, finished=True)),
+        last_batch=batch(prefilled, running),
+        chunked_req=chunked,
+        waiting_queue=[request("d"), request("retracted", 7)],
+        grammar_manager=SimpleNamespace(grammar_queue=[request("e")]),
+    )
+    found = dict(rank(engine)._progress())
+    assert found == {"a": 3, "b": 1, "c": 0, "d": 0, "retracted": 7, "e": 0}
+
+
+def test_a_token_that_is_sampled_but_not_processed_is_counted() -> None:
+    """With overlap, the scheduler launches a step before it has processed the one before."""
+    decoding, last_chunk, chunk = request("a", 3), request("b"), request("c", is_chunked=1)
+    engine = scheduler(
+        running_batch=batch(decoding),
+        last_batch=batch(last_chunk),
+        chunked_req=chunk,
+        result_queue=[(batch(decoding), None), (batch(last_chunk, chunk, extend=True), None)],
+    )
+    assert dict(rank(engine)._progress()) == {"a": 4, "b": 1, "c": 0}
+
+
+def test_what_was_written() -> None:
+    silent = request("b", 2, output_token_logprobs_val=None)
+    engine = scheduler(running_batch=batch(request("a", 2), silent, request("c", 1)))
+    assert rank(engine).written(["a", "b", "unknown"]) == {"a": ([0, 1], [0.5, 0.5]), "b": ([0, 1], None)}
+
+
+def test_requests_without_a_step_use_the_prefixes_of_the_new_version() -> None:
+    waiting, retracted, shared = request("a"), request("b", 2), request("c", extra_key=None)
+    adapted, running = request("d", extra_key="v1x", lora_id="x"), request("e")
+    engine = scheduler(running_batch=batch(running), waiting_queue=[waiting, retracted, shared, adapted])
+    rank(engine)._keep_prefixes_apart(2)
+    keys = [one.extra_key for one in (waiting, retracted, shared, adapted, running)]
+    assert keys == ["v2", "v1", None, "v2x", "v1"]
+
+
+def test_a_failure_of_another_rank_is_raised_on_all() -> None:
+    failed = _Outcome(failure=Failure.of(ProofError("v1: other values")))
+    manifest = Manifest(version=1, tensors=(), buckets=(), samples=())
+    mine = rank(scheduler(), others=[failed])
+    mine._load = lambda *arguments: _Outcome({})  # type: ignore[method-assign]
+    with pytest.raises(ProofError, match="^v1: other values$"):
+        mine.load(encode(manifest), 64, False)
+
+
+def test_any_error_of_a_load_is_an_outcome() -> None:
+    """Otherwise the other ranks would wait for this one."""
+    outcome = rank(scheduler())._load(b"no manifest", 64)
+    assert outcome.failure is not None
+    assert isinstance(outcome.failure.raised(), WeightSyncError)
+
+
+def test_a_frozen_scheduler_takes_no_step() -> None:
+    engine = scheduler(_engine_paused=False)
+    rank(engine).freeze(True)
+    assert engine._engine_paused

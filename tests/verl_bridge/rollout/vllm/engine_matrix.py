@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines on the CPU, one per cell: MODELS TENSOR_PARALLEL. Prints one JSON object per cell.
+
+Each cell publishes three versions: one through the engine's loader, one by repeated copies, and one that is
+staged during generation. After each, the engine's greedy tokens and log-probs are compared with
+transformers. Then a rank's loader is sabotaged. Each cell is a fork of a process that has imported vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+
+from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
+from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import load_snapshot
+from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
+from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.staging import await_staged
+from tests.fakes.checkpoints import make, train
+
+EXTENSION = "tests.verl_bridge.rollout.vllm.engine_matrix.SabotagedWorker"
+SWAP = "ASYNC_PIPELINE_TEST_SWAP"
+"""Names a file. While it exists, the last rank's loader swaps the two tensors that it names."""
+PROMPT = [20, 21, 11, 22, 23, 29]
+TOKENS = 12
+
+
+class SabotagedAdapter(VllmAdapter):
+    """The adapter of an engine whose loader can be made wrong."""
+
+    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        swap, last = Path(os.environ[SWAP]), get_tensor_model_parallel_world_size() - 1
+        if swap.exists() and get_tensor_model_parallel_rank() == last:
+            a, b = json.loads(swap.read_text())
+            piece = [({a: b, b: a}.get(name, name), tensor) for name, tensor in piece]
+        super().load(piece)
+
+
+class SabotagedWorker(PipelineWorkerExtension):
+    """Named by its class: the ranks of an engine are spawned and import it."""
+
+    def _engine_adapter(self) -> VllmAdapter:
+        self._adapter = self._adapter or SabotagedAdapter(self)
+        return self._adapter
+
+
+class Cell:
+    """One engine, and the model that it serves."""
+
+    def __init__(self, name: str, size: int, folder: Path) -> None:
+        self._swap = folder / "swap.json"
+        os.environ[SWAP] = str(self._swap)
+        self.model = make(name, folder / "model")
+        self.llm = LLM(
+            str(folder / "model"),
+            dtype="float32",
+            load_format="dummy",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=4,
+            worker_extension_cls=EXTENSION,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=size,
+            distributed_executor_backend="mp" if size > 1 else "uni",
+            seed=0,
+        )
+        self.writer = ArenaWriter(1 << 20, 1000, torch.float32)
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core
+
+    def publish(self, version: int, *, stage: bool = False, reverse: bool = False) -> dict[str, Any]:
+        weights = list(train(self.model, version).items())
+        ticket = self.writer.gather(version, reversed(weights) if reverse else weights)
+        manifest = encode(await_manifest(ticket, 60))
+        staged = None
+        if stage:
+            boards = self.core.collective_rpc("stage_snapshot", 60.0, (manifest,))
+            staged = all(boards)
+            if staged:
+                asyncio.run(asyncio.wait_for(await_staged(boards, version), 60))
+        reports, _ = load_snapshot(self.core, manifest, 1 << 16, 60.0)
+        proved = [report["tensors_proved"] for report in reports]
+        return {"published": len(weights), "proved": proved, "staged": staged}
+
+    def engine_says(self) -> tuple[list[int], list[float]]:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+        (answer,) = self.llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+        part = answer.outputs[0]
+        tokens = list(part.token_ids)
+        return tokens, [of[token].logprob for of, token in zip(part.logprobs, tokens, strict=True)]
+
+    def transformers_says(self) -> tuple[list[int], list[float]]:
+        ids, scores = torch.tensor([PROMPT]), []
+        for _ in range(TOKENS):
+            with torch.no_grad():
+                log_probs = self.model(input_ids=ids).logits[0, -1].log_softmax(-1)
+            scores.append(float(log_probs.max()))
+            ids = torch.cat([ids, log_probs.argmax().view(1, 1)], dim=1)
+        return ids[0, len(PROMPT) :].tolist(), scores
+
+    def run(self) -> dict[str, Any]:
+        versions = []
+        for version in range(1, 4):
+            report = self.publish(version, stage=version == 3)
+            tokens, scores = self.engine_says()
+            wanted, wanted_scores = self.transformers_says()
+            furthest = max(abs(a - b) for a, b in zip(scores, wanted_scores, strict=True))
+            versions.append(report | {"tokens": tokens, "wanted": wanted, "furthest": furthest})
+        names = [name for name, _ in self.model.named_parameters() if name.endswith("norm.weight")]
+        self._swap.write_text(json.dumps(names[:2]))
+        try:
+            self.publish(4, reverse=True)  # another layout, so that the loader runs again
+        except Exception as error:  # noqa: BLE001  of whichever class the executor raises
+            caught = f"{type(error).__name__}: {error}"
+        else:
+            caught = ""
+        self.writer.close()
+        return {"versions": versions, "swapped": names[:2], "caught": caught}
+
+
+def run_cell(name: str, size: int) -> None:
+    """Run one cell in a fork, which has all imports, and print its result."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    started = time.perf_counter()
+    status = 1
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Cell(name, size, Path(folder)).run()
+        report["seconds"] = round(time.perf_counter() - started, 1)
+        sys.stdout.write(f"\nREPORT {json.dumps({'cell': [name, size], **report})}\n")
+        sys.stdout.flush()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    for cell in sys.argv[1:]:
+        model, _, ranks = cell.rpartition("@")
+        run_cell(model, int(ranks))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own models and loaders, rank by rank: the tables explain each load, and faults are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.errors import ProofError
+from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.map_check import check_map
+from recipe.async_pipeline.weight_sync.proof import Prover
+from tests.conftest import Load
+from tests.fakes.adapter_contract import check_loads, check_stages, deliver
+
+pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
+
+Weights = dict[str, torch.Tensor]
+NAMES = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused", "glm4-fused")
+Q, K, V = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv")
+EXPERT = "model.layers.0.mlp.experts"
+
+
+class Models:
+    """The models of this module, each made once, and the ranks that vLLM builds of them."""
+
+    def __init__(self, load: Load, folder: Path) -> None:
+        self._checkpoints, self._ranks = load("tests.fakes.checkpoints"), load("tests.fakes.vllm_models")
+        self._folder = folder
+        self._made: dict[str, Any] = {}
+        self._writer = ArenaWriter(1 << 20, 1000, None)
+        self._version = 0
+
+    def published(self, name: str) -> Weights:
+        if name not in self._made:
+            self._made[name] = self._checkpoints.make(name, self._folder / name)
+        self._version += 1
+        trained: Weights = self._checkpoints.train(self._made[name], self._version)
+        return trained
+
+    def publish(self, weights: Weights) -> Manifest:
+        self._version += 1
+        return await_manifest(self._writer.gather(self._version, weights.items()), 30)
+
+    def replica(self, name: str, size: int, *, experts_apart: bool = False) -> list[Any]:
+        make = self._ranks.ModelRank
+        return [make(self._folder / name, rank, size, experts_apart=experts_apart) for rank in range(size)]
+
+    def pictures(self, name: str, size: int) -> list[Any]:
+        return [self._ranks.PictureRank(self._folder / name, rank, size) for rank in range(size)]
+
+    def drafters(self, name: str, size: int) -> list[Any]:
+        return [self._ranks.DrafterRank(self._folder / name, rank, size) for rank in range(size)]
+
+    def of_drafter(self, name: str) -> Weights:
+        weights: Weights = self._ranks.drafter_weights(*self.drafters(name, 1))
+        return weights
+
+    def of_encoder(self, name: str) -> Weights:
+        weights: Weights = self._ranks.encoder_weights(*self.pictures(name, 1))
+        return weights
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.fixture(scope="module")
+def models(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    made = Models(load, tmp_path_factory.mktemp("models"))
+    yield made
+    made.close()
+
+
+def prove(ranks: Sequence[Any], manifest: Manifest) -> list[int]:
+    return deliver(ranks, [Prover(len(ranks)) for _ in ranks], manifest)[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_where_the_tables_say(models: Models, name: str, size: int) -> None:
+    """Four ranks are more than the two heads of keys and values."""
+    models.published(name)
+    ranks = models.replica(name, size)
+    for _ in range(2):
+        weights = models.published(name)
+        manifest = models.publish(weights)
+        assert prove(ranks, manifest) == [len(weights)] * size
+    for rank in ranks:
+        assert rank._recorded is not None, rank._elements.note
+        assert check_map(manifest, rank.commit(manifest, 1 << 20)).by_name == len(weights)
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-moe", "phi3-fused"])
+def test_the_contract_of_adapters_holds(models: Models, name: str) -> None:
+    models.published(name)
+    ranks = models.replica(name, 2)
+    check_loads(ranks, (models.publish(models.published(name)) for _ in range(3)))
+    first, second = (models.publish(models.published(name)) for _ in range(2))
+    check_stages(ranks, first, second)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_has_its_experts(models: Models, size: int) -> None:
+    experts = sum(".mlp.experts." in name for name in models.published("qwen3-moe"))
+    ranks = models.replica("qwen3-moe", size, experts_apart=True)
+    for _ in range(2):
+        weights = models.published("qwen3-moe")
+        manifest = models.publish(weights)
+        assert prove(ranks, manifest) == [len(weights) - experts + experts // size] * size
+    assert all(rank._recorded is not None for rank in ranks)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_names_of_a_model_with_pictures_are_mapped(models: Models, size: int) -> None:
+    text = models.published("qwen2-tied")
+    ranks = models.pictures("qwen2-tied", size)
+    weights = {name.replace("model.", "model.language_model."): tensor for name, tensor in text.items()}
+    weights |= models.of_encoder("qwen2-tied")
+    manifest = models.publish(weights)
+    assert prove(ranks, manifest) == [len(weights)] * size
+    by_name = check_map(manifest, ranks[0].commit(manifest, 1 << 20)).by_name
+    assert by_name == len(weights)
+    del weights["model.visual.blocks.1.attn.qkv.weight"]
+    with pytest.raises(ProofError, match=r"visual\.blocks\.1\.attn\.qkv\.weight is served, but"):
+        prove(models.pictures("qwen2-tied", size), models.publish(weights))
+
+
+DRAFTER = "model.mtp_layers.0"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_names_of_a_drafter_are_mapped(models: Models, size: int) -> None:
+    """A run with a drafter is refused, since no trainer publishes one; the tables would explain it."""
+    models.published("qwen2-tied")
+    weights, ranks = models.of_drafter("qwen2-tied"), models.drafters("qwen2-tied", size)
+    assert f"{DRAFTER}.self_attn.q_proj.weight" in weights
+    manifest = models.publish(weights)
+    assert prove(ranks, manifest) == [len(weights)] * size
+    assert check_map(manifest, ranks[0].commit(manifest, 1 << 20)).by_name == len(weights)
+
+
+def test_a_drafter_of_swapped_or_missing_tensors_is_an_error(models: Models) -> None:
+    """Its weights of the start would otherwise be served with every version."""
+    models.published("qwen2-tied")
+    weights, swapped = models.of_drafter("qwen2-tied"), ("gate_proj", "up_proj")
+    names = [f"{DRAFTER}.mlp.{part}.weight" for part in swapped]
+    ranks = models.drafters("qwen2-tied", 2)
+    for rank in ranks:
+        renamed(rank, dict(zip(names, names[::-1], strict=True)))
+    with pytest.raises(ProofError, match="|".join(names)):
+        prove(ranks, models.publish(weights))
+    del weights[f"{DRAFTER}.input_proj.weight"]
+    with pytest.raises(ProofError, match=r"mtp_layers\.\d+\.input_proj\.weight is served, but"):
+        prove(models.drafters("qwen2-tied", 2), models.publish(weights))
+
+
+def renamed(rank: Any, swaps: dict[str, str]) -> None:
+    """The loader gets tensors under the names of others."""
+    load = rank.load
+
+    def wrong(piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        load([(swaps.get(name, name), tensor) for name, tensor in piece])
+
+    rank.load = wrong
+
+
+DENSE = [
+    (K, V),
+    ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"),
+]
+EXPERTS = [
+    (f"{EXPERT}.0.gate_proj.weight", f"{EXPERT}.1.gate_proj.weight"),
+    (f"{EXPERT}.2.down_proj.weight", f"{EXPERT}.3.down_proj.weight"),
+    (f"{EXPERT}.2.gate_proj.weight", f"{EXPERT}.2.up_proj.weight"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "swapped", "apart"),
+    [("llama", pair, False) for pair in DENSE]
+    + [("qwen3-moe", pair, apart) for pair in EXPERTS for apart in (False, True)],
+)
+def test_swapped_tensors_are_named(models: Models, name: str, swapped: tuple[str, str], apart: bool) -> None:
+    weights = models.published(name)
+    ranks = models.replica(name, 2, experts_apart=apart)
+    for rank in ranks:
+        renamed(rank, dict(zip(swapped, swapped[::-1], strict=True)))
+    with pytest.raises(ProofError, match="|".join(swapped)):
+        prove(ranks, models.publish(weights))
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3-fused", "qwen3-moe"])
+def test_the_shard_of_another_rank(models: Models, name: str) -> None:
+    weights = models.published(name)
+    ranks = models.replica(name, 2)
+    ranks[1].model = models.replica(name, 2)[0].model  # loads what the first rank loads
+    with pytest.raises(ProofError, match="is in the wrong place|not in the order|no rank of the replica"):
+        prove(ranks, models.publish(weights))
+
+
+def left_out(models: Models, name: str, tensor: str) -> None:
+    weights = models.published(name)
+    ranks = models.replica(name, 1)
+    load = ranks[0].load
+    ranks[0].load = lambda piece: load([named for named in piece if named[0] != tensor])
+    prove(ranks, models.publish(weights))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("llama", "lm_head.weight"),
+        ("llama", Q),
+        ("qwen3-moe", f"{EXPERT}.3.up_proj.weight"),
+        ("phi3-fused", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("qwen2-tied", "model.embed_tokens.weight"),
+        ("qwen2-tied", K.replace("weight", "bias")),
+    ],
+)
+def test_a_tensor_that_was_left_out_is_named(models: Models, name: str, tensor: str) -> None:
+    with pytest.raises(ProofError, match=f"{tensor} was published, but the engine did not load it"):
+        left_out(models, name, tensor)
+
+
+def test_a_persistent_buffer_must_be_published(models: Models) -> None:
+    weights = models.published("llama")
+    ranks = models.replica("llama", 1)
+    ranks[0].model.model.layers[0].mlp.register_buffer("bias", torch.zeros(4))
+    with pytest.raises(ProofError, match=r"model\.layers\.0\.mlp\.bias is served, but its element 0"):
+        prove(ranks, models.publish(weights))
+    ranks = models.replica("llama", 1)
+    ranks[0].model.model.layers[0].mlp.register_buffer("table", torch.zeros(4), persistent=False)
+    assert prove(ranks, models.publish(weights)) == [len(weights)]
+
+
+def test_a_published_head_of_a_tied_model_must_equal_the_embedding(models: Models) -> None:
+    weights = models.published("qwen2-tied")
+    embedding = weights["model.embed_tokens.weight"]
+    both = {**weights, "lm_head.weight": embedding}
+    assert prove(models.replica("qwen2-tied", 2), models.publish(both)) == [len(both)] * 2
+    other = {**weights, "lm_head.weight": embedding + 1}
+    with pytest.raises(ProofError, match=r"lm_head.weight is served with values other|is in the wrong place"):
+        prove(models.replica("qwen2-tied", 2), models.publish(other))

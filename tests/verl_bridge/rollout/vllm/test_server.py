@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server prepares and commits each version once, in order, also if calls are repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.weight_sync.busy_time import OpenTime
+from recipe.async_pipeline.weight_sync.manifest import Ticket
+from recipe.async_pipeline.weight_sync.preparation import Preparation
+from recipe.async_pipeline.weight_sync.versioned_engine import LoadMode
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+HOW = LoadMode("keep", "host", False)
+PREPARE_S, COMMIT_S = 5.0, 2.0
+
+
+@pytest.fixture(scope="module")
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.rollout.vllm.server")
+
+
+class Engine:
+    """Stands for the engine behind `VersionedEngine`: loads in two seconds and counts its loads."""
+
+    def __init__(self) -> None:
+        self.loads: list[int] = []
+        self.error: Exception | None = None
+
+    async def load(
+        self, version: int, load: Callable[[], Any], in_flight: str, *, reuse_prefixes: bool
+    ) -> tuple[Any, int]:
+        self.loads.append(version)
+        await asyncio.sleep(COMMIT_S)
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(reports=[LoadReport(stall_s=0.5, prove_s=0.1, tensors_proved=3)]), 7
+
+
+class Memories:
+    """Stand for the memory services; record which versions they may overwrite."""
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    async def release(self, reader: object, version: int) -> None:
+        self.released.append(version)
+
+
+@pytest.fixture
+def server(module: ModuleType) -> Any:
+    one = object.__new__(module.PipelineVLLMServer)
+    one.replica_rank, one.global_steps, one.engine = 0, None, None
+    one._preparation, one._committing, one._report = Preparation("replica 0"), asyncio.Lock(), None
+    one._open, one._versioned, one.prepared = OpenTime(), Engine(), []
+    one._reader, one.memories = "this process", Memories()
+
+    async def prepare(offered: Ticket, *rest: Any) -> Any:
+        one.prepared.append(offered.version)
+        await asyncio.sleep(PREPARE_S)
+        from recipe.async_pipeline.verl_bridge.rollout.versioned_server import Prepared
+
+        return Prepared(b"manifest", memories=one.memories, transfer_s=1.0, stage_s=4.0)
+
+    one._prepare = prepare
+    return one
+
+
+def prepare(server: Any, version: int) -> Any:
+    ticket = Ticket(version=version, board="b", pid=1, num_bytes=8, gather_s=0.1)
+    return server.prepare_version(ticket, None, 10.0, "host")
+
+
+def commit(server: Any, version: int) -> Any:
+    return server.commit_version(version, 64, 10.0, HOW)
+
+
+def test_a_version_is_served_by_its_commit_and_not_before(server: Any) -> None:
+    async def scenario() -> None:
+        await prepare(server, 3)
+        assert (server.global_steps, server._versioned.loads, server.memories.released) == (None, [], [])
+        report = await commit(server, 3)
+        assert (server.global_steps, server.memories.released) == (3, [3])
+        assert (report.transfer_s, report.stall_s, report.tokens_read_again) == (1.0, 0.5, 7)
+        assert report.load_s == pytest.approx(4.0 + report.commit_s)
+
+    run_virtual(scenario())
+
+
+def test_repeated_calls_prepare_and_load_once(server: Any) -> None:
+    async def scenario() -> None:
+        await asyncio.gather(prepare(server, 3), prepare(server, 3))
+        first, second = await asyncio.gather(commit(server, 3), commit(server, 3))
+        await prepare(server, 3)
+        assert first is second is await commit(server, 3)
+        assert (server.prepared, server._versioned.loads) == ([3], [3])
+
+    run_virtual(scenario())
+
+
+def test_a_commit_needs_the_preparation_of_the_same_version(server: Any) -> None:
+    async def scenario() -> None:
+        refused = "replica 0 cannot load v4, which it has not prepared"
+        with pytest.raises(WeightSyncError, match=refused):
+            await commit(server, 4)
+        await prepare(server, 3)
+        with pytest.raises(WeightSyncError, match=refused):
+            await commit(server, 4)
+        preparing = asyncio.create_task(prepare(server, 4))
+        await asyncio.sleep(1)
+        with pytest.raises(WeightSyncError, match=refused):
+            await commit(server, 4)
+        await preparing
+        await commit(server, 4)
+        assert server._versioned.loads == [4]
+
+    run_virtual(scenario())
+
+
+def test_versions_only_move_forward(server: Any) -> None:
+    async def scenario() -> None:
+        await prepare(server, 3)
+        await commit(server, 3)
+        with pytest.raises(WeightSyncError, match="replica 0 serves v3 and was offered v2"):
+            await prepare(server, 2)
+
+    run_virtual(scenario())
+
+
+def test_a_load_that_fails_serves_nothing_and_can_be_repeated(server: Any) -> None:
+    async def scenario() -> None:
+        await prepare(server, 3)
+        server._versioned.error = ProofError("v3: other values")
+        with pytest.raises(ProofError):
+            await commit(server, 3)
+        assert server.global_steps is None
+        server._versioned.error = None
+        await commit(server, 3)
+        assert server.global_steps == 3
+
+    run_virtual(scenario())

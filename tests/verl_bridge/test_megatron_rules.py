@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron, or Megatron on the CPU, cannot run is one line before the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.patching.verl_source import find_verl_root
+from tests import REPOSITORY
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+MEGATRON = f"{ACTOR}.megatron"
+MODEL = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
+
+
+@pytest.fixture(scope="module")
+def rules(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.megatron_rules")
+
+
+@pytest.fixture
+def megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
+    """Return a factory of changed copies of the smoke config with Megatron, with a model on disk."""
+    monkeypatch.setenv("ASYNC_PIPELINE_TASK", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    GlobalHydra.instance().clear()
+    search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
+
+    def make(changes: dict[str, Any] | None = None, *, switched_on: bool = True) -> DictConfig:
+        with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
+            config = compose(config_name="smoke_cpu", overrides=[search, "training_engine=megatron"])
+        with open_dict(config):
+            config.async_pipeline = switched_on
+            for path, value in (changes or {}).items():
+                OmegaConf.update(config, path, value, force_add=True)
+        return config
+
+    return make
+
+
+def test_the_smoke_config_with_megatron_is_supported(rules: ModuleType, megatron: Smoke, load: Load) -> None:
+    config = megatron()
+    assert config.actor_rollout_ref.actor.strategy == config.critic.strategy == "megatron"
+    rules.check_megatron(config, critic=True)
+    load("recipe.async_pipeline.verl_bridge.config_rules").check_verl_config(config)
+
+
+def test_fsdp_is_not_looked_at(rules: ModuleType, smoke: Smoke) -> None:
+    rules.check_megatron(smoke(), critic=True)
+
+
+def test_the_strategy_alone_does_not_select_verls_config(rules: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(ConfigError, match="got the one of FSDPActorConfig; set model_engine=megatron"):
+        rules.check_megatron(smoke({f"{ACTOR}.strategy": "megatron"}), critic=False)
+
+
+def test_missing_packages_are_named(
+    rules: ModuleType, megatron: Smoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="requires megatron-core and megatron-bridge, got neither; run"):
+        rules.check_megatron(megatron(), critic=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (f"{MEGATRON}.virtual_pipeline_model_parallel_size", 2, "gloo mixes up the messages"),
+        (f"{MEGATRON}.context_parallel_size", 2, "does not split a sequence"),
+        (f"{MEGATRON}.dynamic_context_parallel", True, "does not split a sequence"),
+        (f"{MEGATRON}.use_megatron_fsdp", True, "it requires CUDA"),
+        (f"{MEGATRON}.vanilla_mbridge", True, "it requires Transformer Engine"),
+        (f"{MEGATRON}.override_transformer_config.fp8", "e4m3", "it requires Transformer Engine"),
+        (f"{MEGATRON}.override_transformer_config.fp4", "e2m1", "it requires Transformer Engine"),
+        ("actor_rollout_ref.model.use_fused_kernels", True, "kernels require CUDA"),
+    ],
+)
+def test_what_the_cpu_cannot_run_is_refused_there_only(
+    rules: ModuleType, megatron: Smoke, path: str, value: Any, words: str
+) -> None:
+    changes = {path: value, "trainer.device": "cpu"}
+    with pytest.raises(ConfigError, match=words) as caught:
+        rules.check_megatron(megatron(changes), critic=False)
+    assert str(caught.value).startswith(f"{path} must be ") and f"got {value!r}" in str(caught.value)
+    rules.check_megatron(megatron({**changes, "trainer.device": "cuda"}), critic=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({f"{MEGATRON}.use_mbridge": False}, "use_mbridge must be True"),
+        ({f"{MEGATRON}.qat.enable": True}, "qat.enable must be False"),
+        ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank must be 0 with .*strategy=megatron, got 8"),
+        ({f"{MEGATRON}.tensor_model_parallel_size": 0}, "must be >= 1, got 0"),
+        ({f"{MEGATRON}.tensor_model_parallel_size": 4}, r"model's 2 query groups \(num_key_value_heads"),
+        ({f"{MEGATRON}.tensor_model_parallel_size": 3}, "model's 4 attention heads"),
+        ({f"{MEGATRON}.pipeline_model_parallel_size": 4}, "model's 6 layers"),
+        ({f"{MEGATRON}.expert_model_parallel_size": 2}, "must be 1 for a model without experts, got 2"),
+        (
+            {f"{ACTOR}.use_kl_loss": True, f"{REF}.megatron.tensor_model_parallel_size": 2},
+            "ref.megatron.tensor_model_parallel_size must equal .*actor.megatron.*=1, got 2",
+        ),
+        (
+            {f"{ACTOR}.use_kl_loss": True, f"{REF}.strategy": "fsdp2"},
+            "ref.strategy must equal actor_rollout_ref.actor.strategy=megatron, got fsdp2",
+        ),
+        (
+            {"critic.megatron.pipeline_model_parallel_size": 2},
+            "critic.megatron.pipeline_model_parallel_size must equal",
+        ),
+    ],
+)
+def test_contradictions_are_refused(
+    rules: ModuleType, megatron: Smoke, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rules.check_megatron(megatron(changes), critic=True)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_divide_over_their_ranks(
+    rules: ModuleType, megatron: Smoke, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {name: 6}), encoding="utf-8")
+    rules.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 3}), critic=False)
+    with pytest.raises(ConfigError, match="model's 6 experts"):
+        rules.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 4}), critic=False)
+
+
+def test_the_user_may_distribute_the_layers(rules: ModuleType, megatron: Smoke) -> None:
+    fields = {"num_layers_in_first_pipeline_stage": 3}
+    changes = {
+        f"{MEGATRON}.pipeline_model_parallel_size": 4,
+        f"{MEGATRON}.override_transformer_config": fields,
+    }
+    rules.check_megatron(megatron(changes), critic=False)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model, or an option of the engine, that would serve other weights than the published ones is refused
+before Ray starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.bench.weight_sync_jobs import TIMED
+from recipe.async_pipeline.cli.main import main
+from recipe.async_pipeline.errors import ConfigError
+from tests import REPOSITORY
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke, refused
+
+pytestmark = pytest.mark.real_engine
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
+
+DENSE = {"model_type": "qwen2", "hidden_size": 128, "num_attention_heads": 2}
+EXPERTS = DENSE | {"num_experts": 4, "moe_intermediate_size": 64}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(scope="module")
+def rules(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.model_rules")
+
+
+def write_model(folder: Path, described: Any) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("described", "part"),
+    [
+        (
+            DENSE | {"quantization_config": FP8},
+            f"{MODEL}.path must name an unquantized model, got .* with quant_method 'fp8'; convert it to",
+        ),
+        (
+            {"vision_config": {}, "text_config": DENSE | {"quantization_config": {"quant_method": "awq"}}},
+            "must name an unquantized model, got .* with quant_method 'awq'; convert it",
+        ),
+        (
+            DENSE | {"head_dim": 16},
+            f"{MODEL}.path must have attention heads of 32, 64, .* on the CPU platform, got .* with 16; use",
+        ),
+        (DENSE | {"num_attention_heads": 8}, "must have attention heads of .*, got .* with 16; use another"),
+        (
+            DENSE | {"kv_lora_rank": 512, "index_topk": 2048},
+            "must not use sparse attention on the CPU platform, got .* with index_topk=2048; use another",
+        ),
+        (
+            EXPERTS | {"moe_intermediate_size": 48},
+            "must have experts whose width, .*size=1, is a multiple of 32 on the CPU .*, got .* with 48; use",
+        ),
+    ],
+)
+def test_a_model_that_the_engine_cannot_serve_is_refused(
+    launch: ModuleType,
+    smoke: Smoke,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    described: dict[str, Any],
+    part: str,
+) -> None:
+    write_model(tmp_path / "task" / "model", described)
+    assert re.search(part, refused(launch, smoke(), capsys))
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        DENSE,
+        DENSE | {"head_dim": 64, "num_attention_heads": 8},
+        DENSE | {"kv_lora_rank": 512},
+        EXPERTS,
+        {"text_config": DENSE},
+        {"model_type": "mamba"},
+        [],
+    ],
+)
+def test_a_model_that_the_engine_can_serve_is_accepted(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path, described: Any
+) -> None:
+    write_model(tmp_path / "task" / "model", described)
+    launch.checked(smoke())
+
+
+def test_experts_are_divided_by_tensor_parallelism(rules: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
+    write_model(tmp_path / "task" / "model", EXPERTS | {"moe_intermediate_size": 96})
+    rules.check_model(smoke())
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2, is a multiple of 32"):
+        rules.check_model(smoke({f"{ROLLOUT}.tensor_model_parallel_size": 2}))
+    rules.check_model(smoke({f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.device": "cuda"}))
+
+
+def test_fp8_and_expert_parallelism_need_an_accelerator(rules: ModuleType, smoke: Smoke) -> None:
+    elsewhere = {"trainer.device": "cuda"}
+    rules.check_model(smoke(elsewhere | {f"{ROLLOUT}.quantization": "fp8"}))
+    rules.check_model(smoke(elsewhere | {f"{ROLLOUT}.expert_parallel_size": 2}))
+    adapters = {f"{ROLLOUT}.quantization": "fp8", f"{MODEL}.lora_rank": 8}
+    with pytest.raises(ConfigError, match="quantization must be null for LoRA adapters that are not merged"):
+        rules.check_model(smoke(elsewhere | adapters))
+    rules.check_model(smoke(elsewhere | adapters | {f"{MODEL}.lora.merge": True}))
+
+
+def test_a_description_that_cannot_be_read_is_refused(
+    rules: ModuleType, smoke: Smoke, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "other", {})
+    (tmp_path / "other" / "config.json").write_text("{", encoding="utf-8")
+    path = f"{MODEL}.hf_config_path"
+    with pytest.raises(ConfigError, match=r"path must name a model, got .*other', .*correct it$"):
+        rules.check_model(smoke({path: str(tmp_path / "other")}))
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen3-0.6B", "hdfs://host/model/deep/below", "a name with spaces"])
+def test_a_model_that_is_not_here_yet_is_accepted(rules: ModuleType, smoke: Smoke, path: str) -> None:
+    rules.check_model(smoke({f"{MODEL}.path": path}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {f"{ARGUMENTS}.worker_extension_cls": "my.Extension"},
+            f"{ARGUMENTS}.worker_extension_cls must not be set, got 'my.Extension'; leave it out",
+        ),
+        (
+            {f"{ARGUMENTS}.quantization": "fp8"},
+            f"{ARGUMENTS}.quantization must not be set, got 'fp8'; set {ROLLOUT}.quantization instead",
+        ),
+        ({f"{ARGUMENTS}.worker-extension-cls": "a.B"}, "worker-extension-cls must not be set, got .a.B."),
+        ({f"{ARGUMENTS}.load_format": "auto"}, f"load_format must not be set, .*set {ROLLOUT}.load_format"),
+        ({f"{ARGUMENTS}.enable_eplb": True}, "enable_eplb must not be set, got True; leave it out"),
+        (
+            {f"{ARGUMENTS}.speculative_config": {"method": "eagle", "model": "x"}},
+            "speculative_config must use a method without weights .*, got 'eagle'; the weights of a drafter",
+        ),
+        ({f"{ARGUMENTS}.speculative_config": '{"model": "x"}'}, "must use a method without .*, got None"),
+        (
+            {f"{ARGUMENTS}.hf_overrides": {"quantization_config": FP8}},
+            "hf_overrides must not have a quantization_config, got .*; leave it out",
+        ),
+        (
+            {f"{MODEL}.override_config": {"quantization_config": FP8}},
+            "override_config must not have a quantization_config, got .*'fp8'.*; leave it out",
+        ),
+        (
+            {f"{MODEL}.override_config": {"model_config": {"quantization_config": FP8}}},
+            "override_config must not have a quantization_config",
+        ),
+    ],
+)
+def test_options_that_change_the_served_weights_are_refused(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], part: str
+) -> None:
+    assert re.search(part, refused(launch, smoke(changes), capsys))
+
+
+def test_options_that_leave_the_weights_alone_are_accepted(launch: ModuleType, smoke: Smoke) -> None:
+    launch.checked(
+        smoke(
+            {
+                f"{ARGUMENTS}.speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+                f"{ARGUMENTS}.hf_overrides": {"max_position_embeddings": 64},
+                f"{ARGUMENTS}.enable_eplb": False,
+                f"{ARGUMENTS}.quantization": None,
+                f"{ARGUMENTS}.worker_extension_cls": TIMED,
+                f"{ARGUMENTS}.seed": 1,
+            }
+        )
+    )
+
+
+def test_explain_refuses_what_a_run_would(
+    launch: ModuleType, smoke: Smoke, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["explain", "--config-path", str(REPOSITORY / "configs"), "--config-name", "smoke_cpu"]
+    assert main([*asked, f"{ROLLOUT}.quantization=torchao"]) == 2
+    assert f"{ROLLOUT}.quantization must be null or fp8, got 'torchao'" in capsys.readouterr().err
+    assert main([*asked, f"{ROLLOUT}.quantization=fp8"]) == 2
+    assert f"{ROLLOUT}.quantization must be null on the CPU platform, got 'fp8'" in capsys.readouterr().err
+    assert main([*asked, f"{ROLLOUT}.expert_parallel_size=2"]) == 2
+    assert f"{ROLLOUT}.expert_parallel_size must be 1 on the CPU platform, got 2" in capsys.readouterr().err
+    assert main(asked) == 0
+    write_model(tmp_path / "task" / "model", DENSE | {"quantization_config": FP8})
+    assert main(asked) == 2
+    assert "must name an unquantized model" in capsys.readouterr().err
+
+
+def test_the_engines_own_limits_are_known(rules: ModuleType, load: Load) -> None:
+    attention = load("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert list(rules.CPU_HEAD_SIZES) == attention.get_supported_head_sizes()
+    experts = load("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
+    assert experts._intermediate_alignment() == rules.CPU_EXPERT_ALIGNMENT
+
+    arguments = load("vllm.engine.arg_utils").EngineArgs.__dataclass_fields__
+    own = {"speculative_config", "hf_overrides", *rules.REPLACED_ARGUMENTS}
+    assert own <= arguments.keys()

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options with which SGLang could not be given published weights are refused, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.verl_bridge.sglang_rules import ARGUMENTS, MODEL, ROLLOUT, check_sglang
+
+
+def config(**changes: Any) -> Any:
+    """A config without any of them; names are paths with two underscores for a dot."""
+    made = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "model": {"lora_rank": 0, "lora": {"rank": 0, "merge": False}},
+                "rollout": {
+                    "name": "sglang",
+                    "quantization": None,
+                    "expert_parallel_size": 1,
+                    "tensor_model_parallel_size": 2,
+                    "n_gpus_per_node": 4,
+                    "engine_kwargs": {"sglang": {}},
+                },
+            }
+        }
+    )
+    for path, value in changes.items():
+        OmegaConf.update(made, "actor_rollout_ref." + path.replace("__", "."), value, force_add=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rollout__engine_kwargs__sglang__attention_backend": "fa3"},
+        {"rollout__engine_kwargs__sglang__tp_size": 1},
+        {"model__lora_rank": 8, "model__lora__merge": True},
+        {"rollout__tensor_model_parallel_size": 4},
+    ],
+)
+def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
+    check_sglang(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rollout__engine_kwargs__sglang__speculative_algorithm": "EAGLE"},
+            f"{ARGUMENTS}.speculative_algorithm must not be set, got 'EAGLE'; leave it out",
+        ),
+        (
+            {"rollout__engine_kwargs__sglang__custom_weight_loader": ["a.b"]},
+            f"{ARGUMENTS}.custom_weight_loader must not be set",
+        ),
+        ({"rollout__engine_kwargs__sglang__tp_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size instead"),
+        ({"model__lora_rank": 8}, f"{MODEL}.lora.merge must be True with {ROLLOUT}.name=sglang, got False;"),
+        ({"rollout__quantization": "fp8"}, f"{ROLLOUT}.quantization must be null .*, got 'fp8'; leave"),
+        ({"rollout__expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size must be 1 .*, got 2; use"),
+        (
+            {"rollout__tensor_model_parallel_size": 8},
+            f"must be at most {ROLLOUT}.n_gpus_per_node=4 with {ROLLOUT}.name=sglang, got 8; SGLang on",
+        ),
+    ],
+)
+def test_what_does_not_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_sglang(config(**changes))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's Megatron engine on the CPU agrees with transformers in every layout, exactly and after a step.
+
+`layouts.py` runs all of them once; each test here looks at what one of them measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import REPOSITORY
+from tests.verl_bridge.workers.megatron.layouts import LAYOUTS
+
+pytestmark = [
+    pytest.mark.real_engine,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron"),
+]
+LIMIT_S = 1800.0
+"""Most of it for cores that others use too; see CONTRIBUTING.md for the time on idle ones."""
+ENVIRONMENT = {
+    **os.environ,
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": str(REPOSITORY),
+}
+EXACT = 2e-6
+"""Largest difference of log-probs between two implementations in float32."""
+STEP = 1e-3
+"""The learning rate: what AdamW moves a weight in its first step."""
+
+Measured = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all layouts; return the folder with what they measured."""
+    folder = tmp_path_factory.mktemp("layouts")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder)],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    (folder / "output.txt").write_text(done.stdout, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(params=LAYOUTS)
+def ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return what each rank of a layout measured. Fails with the traceback of a rank that failed."""
+    return read(folder, request.param)
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    for error in sorted(folder.glob(f"{name}.*.error")):
+        pytest.fail(error.read_text(encoding="utf-8"))
+    files = [folder / f"{name}.{rank}.json" for rank in range(LAYOUTS[name].ranks)]
+    if not all(file.is_file() for file in files):
+        pytest.fail(f"{name} did not end:\n{(folder / 'output.txt').read_text(encoding='utf-8')[-4000:]}")
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+@pytest.fixture
+def upstream(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "upstream.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_outputs_equal_the_ones_of_transformers(ranks: list[dict[str, Any]]) -> None:
+    outputs = [rank["before"] for rank in ranks if rank["outputs"]]
+    assert outputs, "some rank has the outputs"
+    for apart in outputs:
+        assert apart["log_probs"] < EXACT and apart["entropy"] < 3 * EXACT
+
+
+def test_the_export_is_the_file_bit_by_bit(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["names"] == rank["different"] == []
+
+
+def test_a_step_has_the_gradient_norm_and_the_weights_of_adamw(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        if rank["outputs"]:
+            ours, theirs = rank["grad_norm"]
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        assert rank["moved"] > 0.9 * STEP, "the step did something"
+        assert rank["apart"] < 0.05 * STEP
+
+
+def test_the_parts_of_all_ranks_are_the_export(ranks: list[dict[str, Any]]) -> None:
+    """Each element is in one part, and the parts are views of the parameters."""
+    for rank in ranks:
+        gather = rank["gather"]
+        assert gather["names"] == gather["different"] == gather["not_once"] == gather["wrong_replica"] == []
+        assert gather["ordered"] and gather["aliases"]
+
+
+def test_all_ranks_assemble_if_one_cannot_publish_parts(folder: Path) -> None:
+    assert all(rank["gather"]["falls_back"] for rank in read(folder, "moe-tp2-ep2"))
+    output = (folder / "output.txt").read_text(encoding="utf-8")
+    assert "weights are assembled before each publication: a tensor is computed" in output
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.resumes])
+def test_a_resumed_step_repeats_the_undisturbed_one(folder: Path, name: str) -> None:
+    for rank in read(folder, name):
+        assert rank["restored"] and rank["trained"]
+        assert rank["repeated"], "weights after a load and a step, bit by bit"
+        assert rank["shared_steps"], "megatron-core keeps a step for each parameter now: drop the repair"
+
+
+def test_other_processes_do_not_import_megatron(upstream: dict[str, Any]) -> None:
+    assert upstream["postponed"], "importing verl's plugin and engines imported megatron.core"
+    assert not upstream["stand_in_left"], "the stand-in for Transformer Engine outlived the import"
+    assert not upstream["cuda"], "the shim must not claim CUDA"
+
+
+def test_every_hole_is_still_open_upstream_and_filled_here(upstream: dict[str, Any]) -> None:
+    """A hole that an upgrade has closed fails this test: drop it from `holes.HOLES`."""
+    assert upstream["open"] == ["te_general_gemm", "maybe_move_tensor_to_cpu", "scatter_to_tp_ranks"]
+    assert upstream["still_open"] == []
+
+
+def test_the_bridge_still_loses_the_rotary_base(upstream: dict[str, Any]) -> None:
+    """Once it reads 500000, `workers/megatron/rotary.py` is not needed."""
+    assert upstream["rotary_base"] == 10000
