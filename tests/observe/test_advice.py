@@ -11,7 +11,7 @@ import pytest
 from recipe.async_pipeline.observe import advice
 from recipe.async_pipeline.observe.advice import advise
 from recipe.async_pipeline.observe.advice_model import Advice, Facts
-from recipe.async_pipeline.observe.report_data import Series
+from recipe.async_pipeline.observe.series import Series
 from tests.observe.accounts import Pools, facts_for, run_of, work
 
 RULE_NAMES = {"separate_pool": "pool_of_its_own"}

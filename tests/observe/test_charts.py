@@ -25,7 +25,7 @@ from recipe.async_pipeline.observe.charts import (
     thinned,
     ticks,
 )
-from recipe.async_pipeline.observe.report_data import Series
+from recipe.async_pipeline.observe.series import Series
 from recipe.async_pipeline.observe.wording import amount, colour_of, seconds
 from tests.observe.pages import Page
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from recipe.async_pipeline.observe.report_data import RunData, Series
+from recipe.async_pipeline.observe.report_data import RunData
 from recipe.async_pipeline.observe.report_sections import fates, freshness, ordered, step_chart
+from recipe.async_pipeline.observe.series import Series
 from tests.observe.accounts import run_of, work
 
 

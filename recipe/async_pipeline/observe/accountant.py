@@ -143,9 +143,7 @@ class Accountant:
     def _record_fact(self, record: LogRecord) -> None:
         if record.event == "SERVED":
             self._settle(record.fields)
-            self._weights_s = sum(
-                float(record.fields.get(part, 0.0)) for part in ("gather_s", "transfer_s", "load_s")
-            )
+            self._weights_s = update_s(record.fields)
             if self._steps and self._warm is None:
                 self._warm, self._warm_t = self.account(), record.t
             if not self._serving:
@@ -276,3 +274,15 @@ def account(records: Iterable[LogRecord]) -> Accounting:
     for record in records:
         accountant(record)
     return accountant.account()
+
+
+def update_s(facts: Mapping[str, Any]) -> float:
+    """Return the seconds of a weight update without waits: gather, preparation, and one commit after another.
+
+    The facts are sums over replicas, which prepare at once. Older logs have no commits: all of a load was
+    one.
+    """
+    load_s = float(facts.get("load_s", 0.0))
+    commit_s = float(facts.get("commit_s", load_s))
+    prepare_s = float(facts.get("transfer_s", 0.0)) + load_s - commit_s
+    return float(facts.get("gather_s", 0.0)) + prepare_s / max(1, int(facts.get("replicas", 1))) + commit_s

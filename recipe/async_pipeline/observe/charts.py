@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 
-from .report_data import Series, Span
+from .report_data import Span
+from .series import Series
 from .wording import amount, percent
 
 WIDTH, HEIGHT = 1000.0, 100.0

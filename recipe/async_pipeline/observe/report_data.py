@@ -12,24 +12,15 @@ from typing import Any
 from ..core.events import Interval, LogRecord, busy_intervals
 from .accountant import Accountant
 from .accounting import Accounting, AccountingError
+from .episode_figures import EpisodeFigures, episode_figures
 from .group_counts import GroupCounts
 from .observers import ACCOUNT
 from .run_reader import PREFIX, RunFiles
+from .series import Series, series_of
 
 Span = tuple[float, float, str]
 """Start and end in seconds of the log's time, and the activity or its reason."""
 FATES = ("trained", "filtered", "expired", "failed", "in_flight")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """Values y at positions x, which are steps or seconds."""
-
-    x: Sequence[float]
-    y: Sequence[float]
-
-    def __bool__(self) -> bool:
-        return len(self.x) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +32,16 @@ class Published:
     gather_s: float
     transfer_s: float
     load_s: float
+    commit_s: float
+    """The part of `load_s` for which replicas take turns."""
     stall_s: float
     num_bytes: float
+    replicas: int
+
+    @property
+    def prepare_s(self) -> float:
+        """Transfer and load before the commit: a mean over the replicas, which prepare at once."""
+        return (self.transfer_s + self.load_s - self.commit_s) / self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +80,7 @@ class RunData:
     validation: Mapping[str, Series] = field(default_factory=dict)
     length_mean: Series = field(default_factory=lambda: Series(x=(), y=()))
     length_max: Series = field(default_factory=lambda: Series(x=(), y=()))
+    episodes: EpisodeFigures = EpisodeFigures()
     fates: Mapping[str, int] = field(default_factory=dict)
     regenerated: int = 0
     tail_s: Sequence[float] = ()
@@ -137,18 +137,19 @@ def data_of(files: RunFiles) -> RunData:
         step_s=step_s,
         samples_per_s=samples * (len(step_s) - 1) / len(step_s) / later if later and samples else None,
         lag_share=_lag_share(rows),
-        lag_mean=_series(rows, f"{PREFIX}lag/mean"),
-        lag_max=_series(rows, f"{PREFIX}lag/max"),
-        reward=_series(rows, "critic/score/mean"),
+        lag_mean=series_of(rows, f"{PREFIX}lag/mean"),
+        lag_max=series_of(rows, f"{PREFIX}lag/max"),
+        reward=series_of(rows, "critic/score/mean"),
         validation=_validation(files),
-        length_mean=_series(rows, "response_length/mean"),
-        length_max=_series(rows, "response_length/max"),
+        length_mean=series_of(rows, "response_length/mean"),
+        length_max=series_of(rows, "response_length/max"),
+        episodes=episode_figures(rows),
         fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES}
         if summary
         else found.pop("counted", {}),
         regenerated=int(summary.get("groups_regenerated") or 0),
-        answer_s=_series(rows, f"{PREFIX}bias/seconds/trained_mean").y,
-        ess=_mean(_series(rows, f"{PREFIX}off_policy/ess/all").y),
+        answer_s=series_of(rows, f"{PREFIX}bias/seconds/trained_mean").y,
+        ess=_mean(series_of(rows, f"{PREFIX}off_policy/ess/all").y),
         error=str(summary.get("error") or ""),
         config=files.config,
         missing=files.missing,
@@ -171,14 +172,9 @@ def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def _series(rows: Sequence[Any], name: str) -> Series:
-    known = [(row.step, row.data[name]) for row in rows if isinstance(row.data.get(name), int | float)]
-    return Series(x=[float(step) for step, _ in known], y=[float(value) for _, value in known])
-
-
 def _validation(files: RunFiles) -> Mapping[str, Series]:
     names = sorted({name for row in files.validations for name in row.data if name.startswith("val-core/")})
-    return {name: found for name in names if (found := _series(files.validations, name))}
+    return {name: found for name in names if (found := series_of(files.validations, name))}
 
 
 def _lag_share(rows: Sequence[Any]) -> Mapping[int, float]:
@@ -241,6 +237,9 @@ def _published(record: LogRecord) -> Published:
     return Published(
         version=int(record.fields["version"]),
         t=record.t,
+        # Older logs have no commits: all of a load was one.
+        commit_s=float(record.fields.get("commit_s", known["load_s"])),
+        replicas=max(1, int(record.fields.get("replicas", 1))),
         num_bytes=float(record.fields.get("bytes", 0)),
         **known,
     )

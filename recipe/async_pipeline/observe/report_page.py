@@ -11,6 +11,7 @@ from statistics import fmean, median, quantiles
 from .advice import FEW_STEPS, advise
 from .advice_model import Advice
 from .report_data import RunData
+from .report_episodes import episodes
 from .report_sections import device_seconds, fates, freshness, learning, publications, queues, step_chart
 from .timeline import timeline
 from .wording import amount, percent, seconds
@@ -40,6 +41,7 @@ def run_page(run: RunData) -> str:
         section("devices", "Device-seconds", device_seconds(run)),
         section("steps", "Critical stages", step_chart(run)),
         section("learning", "Learning", learning([run])),
+        section("episodes", "Episodes", episodes(run.episodes)),
         section("freshness", "Age of samples", freshness([run])),
         section("queues", "Groups in flight", queues(run)),
         section("weights", "Weight updates", publications(run)),

@@ -10,7 +10,8 @@ from statistics import median
 
 from .accounting import StepAccount, is_work
 from .charts import Line, column_chart, figure, histogram, legend, line_chart, share_bar
-from .report_data import FATES, RunData, Series
+from .report_data import FATES, RunData
+from .series import Series
 from .wording import amount, colour_of, number_of_bytes, percent, reason_in_words, role_colour, seconds
 
 RUN_COLOURS = ("c-generate", "c-train")
@@ -234,16 +235,16 @@ def publications(run: RunData) -> str:
 
     parts = {
         "gather": "gather: into host memory, while the trainer waits",
-        "transfer": "transfer: checksums and copies, during training",
+        "prepare": "prepare: checksums and copies, all replicas at once, during training",
         "load": "load: into the replicas, one after another",
     }
-    colours = {"gather": "c-train", "transfer": "c-logp", "load": "c-generate"}
+    colours = {"gather": "c-train", "prepare": "c-logp", "load": "c-generate"}
     stall, size = median(p.stall_s for p in done), median(p.num_bytes for p in done)
 
     chart = column_chart(
         "Seconds of each weight update",
         [
-            (float(p.version), {"gather": p.gather_s, "transfer": p.transfer_s, "load": p.load_s})
+            (float(p.version), {"gather": p.gather_s, "prepare": p.prepare_s, "load": p.commit_s})
             for p in done
         ],
         colours,
@@ -252,8 +253,8 @@ def publications(run: RunData) -> str:
         text=seconds,
         note=f"{len(done)} weight updates{f' of {number_of_bytes(size)}' if size else ''}. Medians: gather "
         f"{seconds(median(p.gather_s for p in done))}, "
-        f"transfer {seconds(median(p.transfer_s for p in done))}, load "
-        f"{seconds(median(p.load_s for p in done))}.",
+        f"prepare {seconds(median(p.prepare_s for p in done))}, load "
+        f"{seconds(median(p.commit_s for p in done))}.",
     )
 
     stalls = Series(x=[float(p.version) for p in done], y=[p.stall_s for p in done])

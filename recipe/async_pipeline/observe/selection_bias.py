@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-Fate = Literal["finished", "trained", "dropped", "filtered"]
+Fate = Literal["finished", "trained", "dropped", "filtered", "redundant"]
 """Every response is `finished`; later, once decided, it also gets one of the other fates."""
-Lost = Literal["dropped", "filtered"]
+Lost = Literal["dropped", "filtered", "redundant"]
 Quantity = Literal["tokens", "turns", "seconds", "reward"]
 
 WINDOW = 4096
@@ -46,12 +46,14 @@ share their fate: 8 of them with a correlation of 0.2 increase t by a factor of 
 WATCHED: dict[Lost, tuple[Quantity, ...]] = {
     "dropped": ("tokens", "turns", "seconds", "reward"),
     "filtered": ("tokens", "turns", "seconds"),
+    "redundant": ("tokens", "turns", "seconds", "reward"),
 }
 """Quantities that `warning` checks; filters select by reward on purpose."""
 REMEDY: dict[Lost, str] = {
     "dropped": "if these responses were late, raise staleness.max_lag or set staleness.straggler=wait; if "
     "their data or rewards were bad, see bad_data/* and failed",
     "filtered": "relax the filter if it is not meant to select by this quantity",
+    "redundant": "agentic.redundancy trains the episodes that finish first; lower it",
 }
 MORE_OR_LESS: dict[Quantity, tuple[str, str]] = {
     "tokens": ("more tokens", "fewer tokens"),

@@ -59,7 +59,7 @@ def versions_written(trajectories: Sequence[Trajectory], lengths: Ints, generate
     # A span behind the end of a truncated response has no tokens.
     inside = known[rows] & (starts >= 0) & (starts < lengths[rows])
     rows, versions, starts = rows[inside], versions[inside], (first[rows] + starts)[inside]
-    turns = _turns(generated, first[lengths > 0])
+    turns = np.flatnonzero(turn_starts(generated, lengths))
     strange = turns[~np.isin(turns, starts)]
     known[np.searchsorted(first, strange, side="right") - 1] = False
 
@@ -81,9 +81,10 @@ def versions_written(trajectories: Sequence[Trajectory], lengths: Ints, generate
     )
 
 
-def _turns(generated: Bools, first: Ints) -> Ints:
-    """Return the positions where a turn begins: a generated token after another token or in a new row."""
-    begins = generated.copy()
+def turn_starts(generated: Bools, lengths: Ints) -> Bools:
+    """Return for each token whether a turn begins: it is generated, after another token or in a new row."""
+    first = (np.cumsum(lengths) - lengths)[lengths > 0]
+    begins: Bools = generated.copy()
     begins[1:] &= ~generated[:-1]
     begins[first] = generated[first]
-    return np.flatnonzero(begins)
+    return begins

@@ -24,6 +24,7 @@ from ..core.state_machine import TERMINAL
 from ..errors import AsyncPipelineError, RunFilesError
 from .event_file import read_events
 from .group_counts import GroupCounts
+from .trace_episodes import Episode, episode_events
 
 TraceEvent = dict[str, Any]
 SHORTEST_US = 0.01
@@ -129,6 +130,7 @@ class TraceBuilder:
         self._passages: dict[str, list[tuple[float, dict[str, int]]]] = defaultdict(list)
         """Group to the times and slices that its arrow passes through."""
         self._trained: set[str] = set()
+        self._episodes: list[Episode] = []
         self._t_us = 0.0
 
     def __call__(self, record: LogRecord) -> None:
@@ -151,9 +153,12 @@ class TraceBuilder:
         slices = [
             event for track in [*self._tracks.values(), *self._leases.values()] for event in track.events
         ]
-        timed = sorted([*slices, *(e for e in self._events if e["ph"] != "M")], key=lambda e: float(e["ts"]))
+        # After the pools, which are numbered from HOST_PID on.
+        shown = list(episode_events(self._episodes, HOST_PID + 1 + len(self._pids)))
+        everything = [*self._events, *slices, *shown]
+        timed = sorted((e for e in everything if e["ph"] != "M"), key=lambda e: float(e["ts"]))
         flows = sorted(self._flows(), key=lambda e: float(e["ts"]))
-        return [*(e for e in self._events if e["ph"] == "M"), *timed, *flows]
+        return [*(e for e in everything if e["ph"] == "M"), *timed, *flows]
 
     # The shape of the run.
 
@@ -261,6 +266,8 @@ class TraceBuilder:
 
         if event == "DRAWN":
             self._touch(lane, fields["keys"])
+        elif event == "ANSWERED" and (episode := Episode.of(record)) is not None:
+            self._episodes.append(episode)
         elif event == "ASSEMBLED":
             self._batches[int(fields["step"])] = fields["keys"]
             self._touch(lane, fields["keys"])

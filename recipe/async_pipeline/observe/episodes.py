@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trained episodes of a run: how each ended, from the ledger, and its text, if verl has written it.
+
+verl writes the text of each step's responses into `trainer.rollout_data_dir`, one file per step, sorted by
+key; the ledger has the keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.ledger_audit import valid
+from ..errors import RunFilesError
+from .ledger_file import NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRecord:
+    """One trained episode."""
+
+    key: str
+    step: int
+    reward: float | None
+    end: str
+    attempts: int
+    tokens: int
+    versions: tuple[int, int]
+    """The versions that wrote its first and last tokens."""
+    prompt: str | None = None
+    """None: its text is not known."""
+    response: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodesRead:
+    """The episodes of one step."""
+
+    step: int
+    episodes: tuple[EpisodeRecord, ...]
+    without_text: str = ""
+    """Why the text is not known; empty if it is."""
+
+
+def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
+    """Return the episodes of a step, the last one by default.
+
+    Raises RunFilesError if there is no ledger, or if it has no such step.
+    """
+    trained = _trained(run / NAME)
+    if not trained:
+        raise RunFilesError(f"{run / NAME} has no trained step; wait for one, or give another run directory")
+    chosen = max(trained) if step is None else step
+    if chosen not in trained:
+        raise RunFilesError(f"step {step} is not in {run / NAME}; its steps are 1 to {max(trained)}")
+    found = sorted((_record(one, chosen) for one in trained[chosen]), key=lambda one: _order(one.key))
+
+    texts, why = _texts(run, chosen, len(found))
+    if texts is not None:
+        found = [_with_text(one, text) for one, text in zip(found, texts, strict=True)]
+    return EpisodesRead(step=chosen, episodes=tuple(found), without_text=why)
+
+
+def _trained(ledger: Path) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the trajectories of each step. Raises RunFilesError if there is no ledger."""
+    if not ledger.is_file():
+        raise RunFilesError(f"{ledger} does not exist; give a run directory")
+    finished: dict[str, list[Mapping[str, Any]]] = {}
+    steps: dict[int, list[Mapping[str, Any]]] = {}
+    for record in valid(list(_records(ledger))):
+        if record["kind"] == "finished":
+            finished[str(record["uid"])] = record["trajectories"]
+        elif record["kind"] == "trained":
+            uids = [str(uid) for uid in record["uids"]]
+            steps[int(record["step"])] = [one for uid in uids for one in finished.pop(uid, ())]
+    return steps
+
+
+def _records(ledger: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete records; `async-pipeline ledger` reports the others."""
+    with ledger.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("n"), int) and "kind" in record:
+                yield record
+
+
+def _record(one: Mapping[str, Any], step: int) -> EpisodeRecord:
+    return EpisodeRecord(
+        key=str(one["key"]),
+        step=step,
+        reward=one.get("reward"),
+        end=str(one.get("end", "done")),
+        attempts=int(one.get("attempts", 1)),
+        tokens=int(one["tokens"]),
+        versions=(int(one["first"]), int(one["last"])),
+    )
+
+
+def _with_text(one: EpisodeRecord, text: Mapping[str, Any]) -> EpisodeRecord:
+    values = {**vars(one), "prompt": str(text.get("input")), "response": str(text.get("output"))}
+    return EpisodeRecord(**values)
+
+
+def _order(key: str) -> tuple[Any, ...]:
+    """Return what verl sorts the responses of a step by."""
+    parts = key.rsplit("_", 2)
+    numbered = len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal()
+    return (parts[0], int(parts[1]), int(parts[2])) if numbered else (key, 0, 0)
+
+
+def _texts(run: Path, step: int, count: int) -> tuple[list[Mapping[str, Any]] | None, str]:
+    """Return verl's rows of a step, or None and why there are none."""
+    key = "trainer.rollout_data_dir"
+    try:
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        folder = config.get("trainer", {}).get("rollout_data_dir") or config.get(key)
+    except (OSError, ValueError, AttributeError):
+        folder = None
+    if not folder:
+        return None, f"the run wrote no text; set {key} to have it"
+    file = Path(folder) / f"{step}.jsonl"
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return None, f"{file} cannot be read"
+    if len(rows) != count:
+        return None, f"{file} has {len(rows)} responses, the ledger {count}: they cannot be matched"
+    return rows, ""

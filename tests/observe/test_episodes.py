@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes are read from the ledger, and get their text from verl's file if both agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import RunFilesError
+from recipe.async_pipeline.observe.episodes import read_episodes
+from tests.fakes.ledgers import resumed, whole, write
+
+
+def run_of(tmp_path: Path, records: list[Any], rows: dict[int, list[Any]] | None = None) -> Path:
+    write(tmp_path / "ledger.jsonl", records)
+    if rows is not None:
+        texts = tmp_path / "texts"
+        texts.mkdir()
+        for step, found in rows.items():
+            (texts / f"{step}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in found))
+        config = {"trainer": {"rollout_data_dir": str(texts)}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def keys_of(step: int) -> list[str]:
+    trained = next(r for r in whole() if r["kind"] == "trained" and r["step"] == step)
+    finished = {r["uid"]: r["trajectories"] for r in whole() if r["kind"] == "finished"}
+    return sorted(one["key"] for uid in trained["uids"] for one in finished[uid])
+
+
+def test_the_last_step_is_read_by_default(tmp_path: Path) -> None:
+    found = read_episodes(run_of(tmp_path, [*whole()]))
+    assert (found.step, sorted(one.key for one in found.episodes)) == (4, keys_of(4))
+    assert {one.end for one in found.episodes} == {"done"}
+    assert found.without_text == "the run wrote no text; set trainer.rollout_data_dir to have it"
+
+
+def test_ends_and_texts_belong_to_their_episodes(tmp_path: Path) -> None:
+    records = whole()
+    for record in records:
+        for one in record["trajectories"] if record["kind"] == "finished" else ():
+            if one["key"] == keys_of(2)[1]:
+                one |= {"end": "turns", "attempts": 2, "reward": -1.0}
+    rows = [{"input": f"in {i}", "output": f"out {i}", "score": 0} for i in range(len(keys_of(2)))]
+    found = read_episodes(run_of(tmp_path, [*records], {2: rows}), 2)
+    assert found.without_text == ""
+    assert [(one.key, one.response) for one in found.episodes] == [
+        (key, f"out {i}") for i, key in enumerate(keys_of(2))
+    ]
+    second = found.episodes[1]
+    assert (second.prompt, second.end, second.attempts, second.reward) == ("in 1", "turns", 2, -1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"), [({}, "2.jsonl cannot be read"), ({2: [{}]}, "has 1 responses, the ledger 4")]
+)
+def test_text_that_does_not_fit_is_left_out(tmp_path: Path, rows: dict[int, list[Any]], why: str) -> None:
+    found = read_episodes(run_of(tmp_path, [*whole()], rows), 2)
+    assert why in found.without_text and found.episodes[0].response is None
+
+
+def test_what_a_resumed_run_made_void_is_not_shown(tmp_path: Path) -> None:
+    before, after = resumed()
+    found = read_episodes(run_of(tmp_path, [*before, *after]))
+    assert found.step == 6 and len(found.episodes) == len({one.key for one in found.episodes})
+
+
+def test_a_run_without_such_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFilesError, match="does not exist; give a run directory"):
+        read_episodes(tmp_path)
+    run = run_of(tmp_path, [*whole()])
+    with pytest.raises(RunFilesError, match="step 9 is not in .* its steps are 1 to 4"):
+        read_episodes(run, 9)
+    write(run / "ledger.jsonl", [whole()[0], "half a li"])
+    with pytest.raises(RunFilesError, match="has no trained step"):
+        read_episodes(run)
