@@ -24,7 +24,7 @@ from recipe.async_pipeline.weight_sync.manifest import Ticket
 from tests.fakes.lives import Life, check, lives
 from tests.fakes.trainer import SimCheckpoint, SimTrainer
 
-LOAD_S, RESTART_S, DEADLINE_S = 0.2, 30.0, 20.0
+PREPARE_S, LOAD_S, RESTART_S, DEADLINE_S = 0.1, 0.1, 30.0, 20.0
 FOREVER_S = 1e6
 
 
@@ -35,17 +35,22 @@ class Replica:
 
     def __init__(self, name: str, dice: random.Random, bad: float) -> None:
         self.name, self.up = name, asyncio.Event()
-        self.version = -1
+        self.version = self.prepared = -1
         self.up.set()
         self._dice, self._bad = dice, bad
         self._loaded = False
 
-    async def load(self, ticket: Ticket) -> LoadReport:
-        version = ticket.version
-        assert version > self.version, "versions only move forward"
+    async def prepare(self, ticket: Ticket) -> None:
+        await self._work(PREPARE_S, "its memory is full")
+        self.prepared = ticket.version
+
+    async def commit(self, version: int) -> LoadReport:
+        assert self.prepared == version > self.version, "versions only move forward"
         await self._work(LOAD_S, "its weights are corrupt")
         self.version, self._loaded = version, True
-        return LoadReport(transfer_s=0.1, load_s=LOAD_S, stall_s=LOAD_S, busy_s=1.0, tensors_proved=1)
+        return LoadReport(
+            transfer_s=PREPARE_S, load_s=LOAD_S, commit_s=LOAD_S, stall_s=LOAD_S, busy_s=1.0, tensors_proved=1
+        )
 
     async def check(self) -> None:
         await self._work(0.0, "its engine is dead")
@@ -54,7 +59,7 @@ class Replica:
         self.up.clear()
 
     async def end(self) -> None:
-        self.version = -1
+        self.version = self.prepared = -1
 
     async def release(self) -> None:
         pass

@@ -5,6 +5,7 @@
     job           the run: start, kill, restart; its processes and events
     nemesis       which fault comes next (seeded), and the report
     judge         the reward function of such a run, which misbehaves on request
+    moods         its environments, which do so, too
     processes     the processes of a run, found by an environment variable
     small_disk    a disk for checkpoints that can be filled
 

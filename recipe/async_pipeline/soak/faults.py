@@ -16,20 +16,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
 from ..bench.workload import CONFIGS
 from ..weight_sync.segment_names import SHM_DIR, open_own
-from .job import ENGINE, SERVER, START_S, Record, SoakFailed, SoakJob, on_cpu
+from .job import ENGINES, SERVERS, START_S, Record, SoakFailed, SoakJob, on_cpu
 from .processes import send
 from .small_disk import empty, fill
 
 STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
 """A stalled engine runs for one slice of SLICE_S in STALL_FACTOR, for STALL_S seconds."""
 MISJUDGED_S = 8.0
-"""Seconds for which the reward function misbehaves."""
+"""Seconds for which the reward function, environments or tools misbehave."""
 CORRUPT_S, STOPPED_S = 1.5, 5.0
 """Seconds around a corruption, and at most between stopping the servers and the next version."""
 NEAR = 1 << 16
@@ -38,13 +38,19 @@ FULL_S = 120.0
 """Seconds until a checkpoint must have failed on a full disk."""
 BURST, PAUSE_S, BURST_LIMIT_S = 2048, 2.0, 120.0
 """Requests of a burst, seconds for which the engine is stopped meanwhile, deadline of a request."""
-FLOOD, FLOOD_LIMIT_S, FLOOD_START_S, CONTROL_S = 4096, 120.0, 60.0, 10.0
-"""Requests of a flood, their deadline, seconds for its process to start, and the latency that a check may
-have: half of the time for a weight update."""
+FLOOD, FLOOD_LIMIT_S, FLOOD_START_S, CONTROL_S = 4096, 120.0, 60.0, 1.0
+"""Requests of a flood, their deadline, seconds for its process to start, and the largest latency of 99 in 100
+checks."""
 FLOODING = "recipe.async_pipeline.verl_bridge.rollout.flood"
 RAYLET, RAY_ADDRESS = "raylet", re.compile(r"--gcs-address=(\S+)")
 NEXT_VERSION_S = 60.0
 """Seconds until the next weight version must have been gathered."""
+
+
+Task = Literal["addition", "lake", "calculator"]
+"""What the run of a soak learns: sums, with a reward function; FrozenLake, with environments; sums, with a
+tool.
+"""
 
 
 class Fault(NamedTuple):
@@ -54,28 +60,30 @@ class Fault(NamedTuple):
     inflict: Callable[[SoakJob], None]
     over: Literal["a replica is back", "versions are served again", "the run is back"]
     """The evidence that the run has recovered."""
+    task: Task | None = None
+    """The only task that has what fails; None for any."""
 
 
 def kill_engine(job: SoakJob) -> None:
     """Kill an engine core with SIGKILL."""
-    send(job.pick(ENGINE).pid, signal.SIGKILL)
+    send(job.pick(*ENGINES).pid, signal.SIGKILL)
 
 
 def kill_replica(job: SoakJob) -> None:
     """Kill a replica's server with SIGKILL."""
-    send(job.pick(SERVER).pid, signal.SIGKILL)
+    send(job.pick(*SERVERS).pid, signal.SIGKILL)
 
 
 def kill_receiver(job: SoakJob) -> None:
     """Kill an engine core right after a version was gathered: before, during or after its load."""
-    engine = job.pick(ENGINE)
+    engine = job.pick(*ENGINES)
     job.wait_for("a gathered version", _has("GATHERED"), NEXT_VERSION_S)
     send(engine.pid, signal.SIGKILL)
 
 
 def stall_replica(job: SoakJob) -> None:
     """Slow an engine core down with SIGSTOP and SIGCONT."""
-    engine, until = job.pick(ENGINE), time.monotonic() + STALL_S
+    engine, until = job.pick(*ENGINES), time.monotonic() + STALL_S
     while time.monotonic() < until:
         send(engine.pid, signal.SIGSTOP)
         time.sleep(SLICE_S * (STALL_FACTOR - 1))
@@ -99,7 +107,7 @@ def _flip_while_stopped(job: SoakJob) -> bool:
 
     It fails, and flips nothing, if the next version needs a response from a stopped server.
     """
-    servers = [found.pid for found in job.processes(SERVER)]
+    servers = [found.pid for found in job.processes(*SERVERS)]
     for pid in servers:
         send(pid, signal.SIGSTOP)
     try:
@@ -158,8 +166,8 @@ def _heal(name: str, offset: int, byte: int) -> None:
         os.close(fd)
 
 
-def _judge(mood: str) -> Callable[[SoakJob], None]:
-    """Return a fault that puts the reward function into a mood for MISJUDGED_S seconds."""
+def _mood(mood: str) -> Callable[[SoakJob], None]:
+    """Return a fault that has rewards, environments or tools misbehave for MISJUDGED_S seconds."""
 
     def misjudge(job: SoakJob) -> None:
         control = control_of(job.folder)
@@ -171,8 +179,8 @@ def _judge(mood: str) -> Callable[[SoakJob], None]:
 
 
 def control_of(folder: Path) -> Path:
-    """Return the file that sets the judge's mood."""
-    return folder / "judge"
+    """Return the file that sets the mood of the reward function, of environments or of tools."""
+    return folder / "mood"
 
 
 def kill_run(job: SoakJob) -> None:
@@ -193,27 +201,30 @@ def full_disk(job: SoakJob) -> None:
 
 def burst(job: SoakJob) -> None:
     """Send many requests from outside at the same time while the engine is stopped."""
-    server = job.pick(SERVER)
+    server = job.pick(*SERVERS)
     engines = [
         child.pid
         for child in psutil.Process(server.pid).children(recursive=True)
-        if "EngineCore" in " ".join(child.cmdline())
+        if any(engine in " ".join(child.cmdline()) for engine in ENGINES)
     ]
-    asyncio.run(_burst(_port_of(server.pid), engines))
+    asyncio.run(_burst(_port_of(server.pid), engines, openai="VLLM" in server.command))
 
 
-async def _burst(port: int, engines: Sequence[int]) -> None:
+async def _burst(port: int, engines: Sequence[int], *, openai: bool) -> None:
     import aiohttp  # noqa: PLC0415  only this fault needs it
 
-    base = f"http://127.0.0.1:{port}/v1"
+    base = f"http://127.0.0.1:{port}"
     timeout = aiohttp.ClientTimeout(total=BURST_LIMIT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        async with session.get(f"{base}/models") as response:
-            model = (await response.json())["data"][0]["id"]
+        body: dict[str, Any] = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}}
+        path = "generate"
+        if openai:
+            async with session.get(f"{base}/v1/models") as response:
+                model = (await response.json())["data"][0]["id"]
+            body, path = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}, "v1/completions"
 
         async def request() -> int:
-            body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 1}
-            async with session.post(f"{base}/completions", json=body) as response:
+            async with session.post(f"{base}/{path}", json=body) as response:
                 await response.read()
                 return response.status
 
@@ -291,7 +302,7 @@ def _has(event: str) -> Callable[[Sequence[Record]], bool]:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "kill_engine": Fault("SIGKILL of a vLLM engine core", kill_engine, "a replica is back"),
+    "kill_engine": Fault("SIGKILL of an engine core", kill_engine, "a replica is back"),
     "kill_replica": Fault("SIGKILL of a replica's server", kill_replica, "a replica is back"),
     "kill_receiver": Fault(
         "SIGKILL of an engine core while it loads weights", kill_receiver, "a replica is back"
@@ -305,13 +316,34 @@ FAULTS: Mapping[str, Fault] = {
         "a flipped bit in weights in transit", corrupt_bucket, "versions are served again"
     ),
     "slow_reward": Fault(
-        "one response in four takes a second to score", _judge("slow"), "versions are served again"
+        "one response in four takes a second to score", _mood("slow"), "versions are served again", "addition"
     ),
     "raising_reward": Fault(
-        "the reward function raises for one response in four", _judge("raise"), "versions are served again"
+        "the reward function raises for one response in four",
+        _mood("raise"),
+        "versions are served again",
+        "addition",
     ),
     "hanging_reward": Fault(
-        "the reward function hangs for one response in four", _judge("hang"), "versions are served again"
+        "the reward function hangs for one response in four",
+        _mood("hang"),
+        "versions are served again",
+        "addition",
+    ),
+    "env_hung": Fault(
+        "one environment in four hangs in a step", _mood("hang"), "versions are served again", "lake"
+    ),
+    "env_died": Fault(
+        "the process of one environment in four dies", _mood("die"), "versions are served again", "lake"
+    ),
+    "env_raises": Fault(
+        "one environment in four raises in a step", _mood("raise"), "versions are served again", "lake"
+    ),
+    "tool_raises": Fault(
+        "one tool call in four raises", _mood("raise"), "versions are served again", "calculator"
+    ),
+    "tool_hung": Fault(
+        "one tool call in four hangs", _mood("hang"), "versions are served again", "calculator"
     ),
     "full_disk": Fault(
         "no space is left for a checkpoint (needs root, to mount a small disk)",

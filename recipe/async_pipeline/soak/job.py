@@ -21,12 +21,16 @@ from .processes import Found, processes_with, send
 
 MARK = "ASYNC_PIPELINE_SOAK"
 """Environment variable that all processes of a run inherit."""
+MOOD = "ASYNC_PIPELINE_MOOD"
+"""Environment variable that names the control file of tools; see `faults.control_of`."""
 POLL_S = 0.05
 START_S = 600.0
 """Seconds for the run to start."""
 STOP_S = 60.0
 """Seconds for the run to end after Ctrl-C."""
-ENGINE, SERVER = "VLLM::EngineCore", "ray::PipelineVLLMServer"
+ENGINES = ("VLLM::EngineCore", "sglang::scheduler")
+"""The processes that hold the weights and generate, of any engine."""
+SERVERS = ("ray::PipelineVLLMServer", "ray::PipelineSGLangServer")
 Record = Mapping[str, Any]
 
 
@@ -78,6 +82,7 @@ class SoakJob:
         return {
             **os.environ,
             MARK: str(self.folder),
+            MOOD: str(self.folder / "mood"),
             "ASYNC_PIPELINE_TASK": str(self._task),
             "ASYNC_PIPELINE_RUN": "soak",
         }
@@ -111,15 +116,16 @@ class SoakJob:
 
     # Observation.
 
-    def processes(self, part: str = "") -> list[Found]:
-        """Return the live processes whose command line contains `part`."""
-        return [found for found in processes_with(MARK, str(self.folder)) if part in found.command]
+    def processes(self, *parts: str) -> list[Found]:
+        """Return the live processes whose command line contains one of `parts`, or all without any."""
+        alive = processes_with(MARK, str(self.folder))
+        return [one for one in alive if not parts or any(part in one.command for part in parts)]
 
-    def pick(self, part: str) -> Found:
-        """Return a random process whose command line contains `part`. Raises SoakFailed without one."""
-        found = sorted(self.processes(part))
+    def pick(self, *parts: str) -> Found:
+        """Return a random process with one of `parts` in its command line. Raises SoakFailed without one."""
+        found = sorted(self.processes(*parts))
         if not found:
-            raise SoakFailed(f"no process of the run has {part} in its command line")
+            raise SoakFailed(f"no process of the run has {' or '.join(parts)} in its command line")
         return self.random.choice(found)
 
     def read(self) -> list[Record]:

@@ -19,7 +19,7 @@ from ..core.ledger_audit import Audit
 from ..observe.ledger_file import audit_file
 from ..observe.summary import one_line
 from .faults import FAULTS, strike
-from .job import START_S, SoakFailed, SoakJob
+from .job import POLL_S, START_S, SoakFailed, SoakJob
 
 QUIET_SHARE, MIN_QUIET_S = 0.15, 20.0
 """Share of the time, and seconds at least, before the first fault; measures the undisturbed speed."""
@@ -27,6 +27,8 @@ GAP_S = (2.0, 6.0)
 """Range of the pause in seconds between a recovery and the next fault."""
 EVERY_S = 45.0
 """About one fault per this many seconds, so that the run also works between faults."""
+LEFT_S = 5.0
+"""Seconds after the end of the run until a process of it counts as left behind."""
 RECOVERY_S = 120.0
 """Seconds after which a run that has not recovered counts as hung, which is a violation."""
 
@@ -47,6 +49,8 @@ class Outcome:
 
     struck: list[Struck] = field(default_factory=list)
     hangs: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Processes that were alive after the end of the run."""
     quiet_steps: int = 0
     quiet_s: float = 0.0
     steps: int = 0
@@ -126,12 +130,21 @@ def soak(
 
         outcome.seconds, outcome.steps = time.monotonic() - hurt, job.newest_version() - first
         job.interrupt()
+        outcome.left = left_by(job)
     except (SoakFailed, TimeoutError) as error:
         last = f" after {outcome.struck[-1].kind}" if outcome.struck else ""
         outcome.hangs.append(f"the run did not recover{last}: {one_line(error)}")
     finally:
         job.kill()
     return outcome
+
+
+def left_by(job: SoakJob) -> list[str]:
+    """Return the processes of a run that ended, as violations, once none is left or `LEFT_S` have passed."""
+    until = time.monotonic() + LEFT_S
+    while (left := job.processes()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return [f"process {one.pid} is left after the end of the run: {one.command[:120]}" for one in left]
 
 
 def _sleep(job: SoakJob, seconds: float) -> None:
@@ -154,7 +167,7 @@ def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, A
         "recovered": len(recovered),
         "steps": ledger.steps,
         "samples": samples(ledger),
-        "violations": [*outcome.hangs, *ledger.violations, *violations_of(run_dir)],
+        "violations": [*outcome.hangs, *outcome.left, *ledger.violations, *violations_of(run_dir)],
         "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)}
         if recovered
         else None,
