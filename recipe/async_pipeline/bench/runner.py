@@ -111,11 +111,15 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
 
 def command_of(entry: str, overrides: Sequence[str]) -> list[str]:
     """Return the command of a job: a module with CPU settings under `watch`, which ends all processes."""
-    environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
     config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
-    shell = ["bash", "-c", 'source "$0"; exec "$@"', str(environment)]
-    return [*shell, *watch, "-m", entry, *config, *overrides]
+    return with_cpu_settings([*watch, "-m", entry, *config, *overrides])
+
+
+def with_cpu_settings(command: Sequence[str]) -> list[str]:
+    """Return a command that runs another with the settings of a machine without accelerator."""
+    environment = CONFIGS.parent / "run_scripts" / "cpu_env.sh"
+    return ["bash", "-c", 'source "$0"; exec "$@"', str(environment), *command]
 
 
 def _reference(workload: Workload, seed: int) -> str:

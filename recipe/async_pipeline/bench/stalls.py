@@ -28,17 +28,18 @@ class Cost(NamedTuple):
     seconds: float
     """Time from its start until every replica serves the version."""
     trainer_stall: float
-    generator_stall: float
-    """Sum over all replicas."""
+    generator_stall: float | None
+    """Sum over all replicas; None if their engines made no steps and do not report it."""
     facts: Mapping[str, float]
 
 
-def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
-    """Return the costs of the weight updates after the first `warmup` ones.
+def costs(spans: Sequence[Span], warmup: int, way: str | None = None) -> list[Cost]:
+    """Return the costs of the weight updates after the first `warmup` ones; with `way`, of that way's.
 
     A replica stalls while a pause between two steps exceeds its usual pause: the median while no update runs.
     Replicas always have requests, so there is no other reason for a pause. Excess that also occurs without an
-    update, in the same time, does not count.
+    update, in the same time, does not count. Without requests there are no steps, and what the replicas
+    report counts.
     """
     steps: dict[int, list[Interval]] = defaultdict(list)
     for span in spans:
@@ -50,12 +51,16 @@ def costs(spans: Sequence[Span], warmup: int) -> list[Cost]:
     pauses = {pid: pauses_of(sorted(made)) for pid, made in steps.items()}
 
     found = []
-    for span, window in list(zip(publications, windows, strict=True))[warmup:]:
-        stall = sum(
-            stall_in(each, window, usual_pause(each, windows), noise(each, windows))
-            for each in pauses.values()
-        )
-        facts = {k: float(v) for k, v in span.facts.items()}
+    of_way = [s for s in publications if way is None or s.facts["way"] == way]
+    for span in of_way[warmup:]:
+        window = span.start, span.end
+        facts = {k: float(v) for k, v in span.facts.items() if k != "way"}
+        stall = facts.get("stall_s")
+        if steps:
+            stall = sum(
+                stall_in(each, window, usual_pause(each, windows), noise(each, windows))
+                for each in pauses.values()
+            )
         found.append(Cost(span.seconds, facts.pop("trainer_stall"), stall, facts))
     return found
 
@@ -97,14 +102,22 @@ def summary(found: Sequence[Cost]) -> dict[str, Any]:
     """Return medians with their spread, the rate of each part, and the share of hidden work."""
     row: dict[str, Any] = {
         "trainer_stall_s": spread([cost.trainer_stall for cost in found])._asdict(),
-        "generator_stall_s": spread([cost.generator_stall for cost in found])._asdict(),
         "publication_s": spread([cost.seconds for cost in found])._asdict(),
     }
+    stalled = [cost.generator_stall for cost in found if cost.generator_stall is not None]
+    if stalled:
+        row["generator_stall_s"] = spread(stalled)._asdict()
+    if all("shm_bytes" in cost.facts for cost in found):
+        row["host_memory_bytes"] = max(cost.facts["shm_bytes"] for cost in found)
+
     parts = ("gather_s", "transfer_s", "load_s")
     if all(part in cost.facts for cost in found for part in parts):
         work = [sum(cost.facts[part] for part in parts) for cost in found]
-        stalls = [cost.trainer_stall + cost.generator_stall for cost in found]
+        stalls = [cost.trainer_stall + (cost.generator_stall or 0.0) for cost in found]
         row["hidden_fraction"] = spread([1 - s / w for s, w in zip(stalls, work, strict=True)])._asdict()
+        row["commit_s"] = spread([cost.facts["commit_s"] for cost in found])._asdict()
+        if "host_memory_bytes" in row:
+            row["host_memory_versions"] = row["host_memory_bytes"] / found[-1].facts["bytes"]
         row["tokens_read_again"] = median(cost.facts["tokens_read_again"] for cost in found)
 
         for part in parts:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import psutil
 
 EVERY_S = 1.0
-PARTS = {"VLLM::": "generate", "WorkerDict": "train"}
+PARTS = {"VLLM::": "generate", "sglang::": "generate", "WorkerDict": "train"}
 """Words in a command line to the part of a job; all other processes, such as HTTP servers, are `other`."""
 
 

@@ -11,47 +11,21 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..console import echo
 from ..errors import ConfigError
-from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.segment import create_segment
-from .arms import ARMS, hydra_overrides
 from .outputs import add_logs_option, check_outputs, job_logs
 from .report import machine
-from .runner import JobFailed, command_of, run_watched
-from .spans import read_spans
-from .stalls import LIMITS, PUBLICATION, costs, summary
+from .runner import JobFailed
+from .weight_sync_jobs import REQUESTS, WAYS, Engines, jobs_of, make_task, run_ways
+from .weight_sync_table import STOCK, complete, table
 
-ENTRY = "recipe.async_pipeline.verl_bridge.bench.weight_sync_job"
-TIMED = "recipe.async_pipeline.verl_bridge.bench.weight_sync_worker.TimedWorkerExtension"
-
-
-class Way(NamedTuple):
-    """A way to update weights: an arm, and additional settings."""
-
-    arm: str
-    overrides: Mapping[str, Any] = {}
-
-
-WAYS = {
-    # `stage: device` hides everything but an exchange behind generation, at the cost of a standby copy.
-    "dual_buffer": Way("one_step_off", {"trainer.v1.async_pipeline.weight_sync.load_staging": "device"}),
-    # `stage: host` is the default of a run.
-    "dual_buffer_host": Way("one_step_off"),
-    "verl_stock": Way("verl_separate_async"),
-}
-WARMUP = 2
-"""Weight updates to skip: they touch the two arenas for the first time."""
-REQUESTS = 4
-"""Requests that each replica always has in flight."""
 LIMIT_BYTES = 256 << 20
 """Block size for the measurement of the machine's limits."""
 
@@ -66,17 +40,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--replicas",
+        default="2",
+        metavar="A,B,...",
+        help="rollout replicas, which generate throughout; one measurement for each number, e.g. 1,2,4 "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
         type=int,
-        default=2,
+        default=1,
         metavar="N",
-        help="rollout replicas, which generate throughout (default: %(default)s)",
+        help="devices of each replica; without accelerators, processes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=REQUESTS,
+        metavar="N",
+        help="requests that each replica always has in flight; with 0 the engines are idle, and no stall of "
+        "verl's replicas can be measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ways",
+        metavar="A,B,...",
+        help=f"ways to update weights: any of {', '.join(WAYS)} (default: all that the other options allow)",
     )
     parser.add_argument(
         "--versions",
         type=int,
         default=10,
         metavar="N",
-        help="weight updates to measure (default: %(default)s)",
+        help="weight updates of each way to measure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: half of the replicas, rounded up, are on a second host, a Ray node of this machine with its "
+        f"own network and shared memory; requires root, and excludes {STOCK} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--delta",
+        action="store_true",
+        help="send versions to the second host as differences, in bfloat16, between steps of the size that "
+        "Adam makes at a learning rate of 1e-6; requires --hosts 2",
     )
     parser.add_argument(
         "--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="write all results to FILE"
@@ -85,40 +93,72 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run all ways one after another. Returns 0 if all completed, 1 if one failed."""
-    if args.replicas < 1 or args.versions < 1:
-        raise ConfigError(f"--replicas and --versions must be >= 1, got {args.replicas} and {args.versions}")
+    """Run all ways with each number of replicas. Returns 0 if all completed, 1 if one failed."""
+    numbers, ways = parse_replicas(args.replicas), parse_ways(args.ways, args.hosts)
+    for option, least in (("versions", 1), ("tensor_parallel", 1), ("requests", 0)):
+        if getattr(args, option) < least:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} must be >= {least}, got {getattr(args, option)}; choose another")
+    if args.delta and args.hosts == 1:
+        raise ConfigError("--delta needs --hosts 2: within one host, versions do not travel")
     check_outputs(args.json, None, args.logs)
-    parse_count(args.params)
+    parameters = parse_count(args.params)
 
     failed: dict[str, str] = {}
-
+    rows: dict[str, Any] = {str(number): {} for number in numbers}
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
-        "params": parse_count(args.params),
-        "replicas": args.replicas,
+        "params": parameters,
+        "tensor_parallel": args.tensor_parallel,
+        "requests": args.requests,
         "versions": args.versions,
+        "hosts": args.hosts,
+        "delta": args.delta,
         "limits": limits(),
+        "replicas": rows,
         "failed": failed,
     }
 
     with job_logs(args.logs, failed) as root:
-        task = make_task(parse_count(args.params), root / "task")
-        for number, way in enumerate(WAYS, start=1):
-            echo(f"[{number}/{len(WAYS)}] {way}; log in {root / way}")
+        task = make_task(parameters, root / "task", args.tensor_parallel)
+        jobs = [(number, job) for number in numbers for job in jobs_of(ways)]
+        for turn, (number, job) in enumerate(jobs, start=1):
+            directory = root / f"{'+'.join(job)}-{number}"
+            echo(f"[{turn}/{len(jobs)}] {', '.join(job)}, {number} replicas; log in {directory}")
+            engines = Engines(number, args.tensor_parallel, args.requests, args.hosts, args.delta)
             try:
-                data[way] = run_way(way, root / way, task, args.replicas, args.versions, echo)
+                rows[str(number)] |= run_ways(job, directory, task, engines, args.versions, echo)
             except JobFailed as error:
                 echo(f"  failed: {error}")
-                failed[way] = str(error)
-            if all(way in data for way in WAYS):
-                data["ratios"] = ratios(data)
+                failed |= {f"{way}-{number}": str(error) for way in job}
+            complete(data)
             if args.json:
                 args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     echo("\n" + table(data))
     return 1 if failed else 0
+
+
+def parse_replicas(text: str) -> list[int]:
+    """Parse numbers such as `1,2,4`. Raises ConfigError if they are not different counts."""
+    numbers = [int(part) for part in text.split(",") if part.isdecimal()]
+    if len(numbers) != text.count(",") + 1 or min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise ConfigError(f"--replicas must be different numbers >= 1 such as 1,2,4, got {text!r}")
+    return numbers
+
+
+def parse_ways(text: str | None, hosts: int = 1) -> list[str]:
+    """Parse names of ways; None means all that run on this number of hosts.
+
+    Raises ConfigError if one is unknown, repeated, or does not run on two hosts.
+    """
+    possible = [name for name in WAYS if hosts == 1 or name != STOCK]
+    ways = possible if text is None else text.split(",")
+    if not set(ways) <= set(possible) or len(set(ways)) < len(ways):
+        where = " on two hosts" if hosts > 1 else ""
+        raise ConfigError(f"--ways must be different names of {', '.join(possible)}{where}, got {text!r}")
+    return ways
 
 
 def parse_count(text: str) -> int:
@@ -127,75 +167,6 @@ def parse_count(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise ConfigError(f"--params must be a count such as 100M, got {text!r}")
     return round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]])
-
-
-def run_way(
-    way: str, directory: Path, task: Path, replicas: int, versions: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Run one way. Returns its figures. Raises JobFailed if the job fails or hangs."""
-    directory.mkdir(parents=True)
-    environment = {
-        "ASYNC_PIPELINE_TASK": str(task),
-        "ASYNC_PIPELINE_BENCH_VERSIONS": str(versions + WARMUP),
-        "ASYNC_PIPELINE_BENCH_REQUESTS": str(REQUESTS),
-    }
-    command = command_of(ENTRY, overrides_of(way, directory, replicas))
-    run_watched(
-        directory, command, environment, counting=(PUBLICATION, versions + WARMUP, "weight update"), say=say
-    )
-
-    spans = read_spans(directory)
-    loaded = next(span.facts for span in spans if span.name == LIMITS)
-    return {**summary(costs(spans, WARMUP)), "limits_under_load": dict(loaded)}
-
-
-def overrides_of(way: str, directory: Path, replicas: int) -> list[str]:
-    """Return the overrides of a way for verl's entry point."""
-    rollout = "actor_rollout_ref.rollout"
-    values: dict[str, Any] = {
-        **ARMS[WAYS[way].arm].overrides,
-        **WAYS[way].overrides,
-        f"{rollout}.n_gpus_per_node": replicas,
-        f"{rollout}.engine_kwargs.vllm.worker_extension_cls": TIMED,
-        "ray_kwargs.ray_init.num_gpus": replicas + 1,
-        "trainer.default_local_dir": str(directory / "checkpoints"),
-    }
-    if ARMS[WAYS[way].arm].uses_pipeline:
-        values["trainer.v1.async_pipeline.run_dir"] = str(directory / "run")
-    return hydra_overrides(values)
-
-
-def make_task(parameters: int, directory: Path) -> Path:
-    """Write the toy's data with an untrained model of about this many parameters. Returns its directory."""
-    from transformers import AutoTokenizer
-
-    from ..toy.model import make_model
-
-    toy = ensure_toy(
-        ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
-    )
-    directory.mkdir(parents=True)
-    for name in ("train.parquet", "val.parquet"):
-        (directory / name).symlink_to(toy.dir / name)
-
-    spec = shape_of(parameters)
-    tokenizer = AutoTokenizer.from_pretrained(toy.dir / "model")
-    model = make_model(spec, tokenizer, seed=0)
-    model.to(torch.bfloat16).save_pretrained(directory / "model")
-    tokenizer.save_pretrained(directory / "model")
-    return directory
-
-
-def shape_of(parameters: int) -> Any:
-    """Return the shape of a model with about this many parameters: twelve blocks of the required width."""
-    from ..toy.model import ModelSpec
-
-    layers, head = 12, 64
-    # A block has 4 d^2 parameters for attention and 3 d (8/3 d) for the MLP.
-    width = max(head, round((parameters / layers / 12) ** 0.5 / head) * head)
-    return ModelSpec(
-        num_layers=layers, hidden_size=width, head_dim=head, intermediate_size=width * 8 // 3, init_std=0.02
-    )
 
 
 def limits() -> dict[str, float]:
@@ -218,53 +189,3 @@ def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
         target.copy_(source)
         seconds.append(time.perf_counter() - started)
     return LIMIT_BYTES / median(seconds[1:]) / 1e9
-
-
-def ratios(data: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratios of the median stalls of this package's ways to verl's."""
-    return {
-        name.removesuffix("_s") + way.removeprefix("dual_buffer"): data[way][name]["median"]
-        / data["verl_stock"][name]["median"]
-        for way in WAYS
-        if way != "verl_stock"
-        for name in ("generator_stall_s", "trainer_stall_s")
-    }
-
-
-def table(data: Mapping[str, Any]) -> str:
-    """Return a Markdown table of medians in milliseconds [min .. max], with ratios and rates."""
-    names = ("trainer_stall_s", "generator_stall_s", "publication_s", "gather_s", "transfer_s", "load_s")
-    lines = [
-        "| ms | " + " | ".join(name.removesuffix("_s").replace("_", " ") for name in names) + " | hidden |"
-    ]
-    lines.append("| --- " * (len(names) + 2) + "|")
-    for way in WAYS:
-        if way in data:
-            hidden = data[way].get("hidden_fraction")
-            cells = [_ms(data[way].get(name)) for name in names] + [
-                f"{hidden['median']:.0%}" if hidden else ""
-            ]
-            lines.append(f"| `{way}` | " + " | ".join(cells) + " |")
-
-    if "ratios" in data:
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in data["ratios"].items())
-        lines.append(f"\ndual_buffer / verl_stock: {shown}")
-
-    rates = {way: {k: v for k, v in data[way].items() if k.endswith("_gb_s")} for way in WAYS if way in data}
-    loaded = {
-        f"limits during generation ({w})": data[w]["limits_under_load"]
-        for w in rates
-        if "limits_under_load" in data[w]
-    }
-    for title, row in (rates | {"limits of the idle machine": data["limits"]} | loaded).items():
-        if row:
-            lines.append(
-                f"{title}, GB/s: " + ", ".join(f"{k.removesuffix('_gb_s')} {v:.1f}" for k, v in row.items())
-            )
-    return "\n".join(lines)
-
-
-def _ms(spread: Mapping[str, float] | None) -> str:
-    if spread is None:
-        return ""
-    return f"{spread['median'] * 1e3:.0f} [{spread['min'] * 1e3:.0f} .. {spread['max'] * 1e3:.0f}]"
