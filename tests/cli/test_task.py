@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import task
+from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.toy.build import Measured, Toy, ToySpec
 
 
@@ -21,7 +22,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ToySpec, Path]]:
     """Replaces the making by a record of what was requested for."""
     calls: list[tuple[ToySpec, Path]] = []
 
-    def ensure(spec: ToySpec, root: Path, *, report: Callable[[str], None]) -> Toy:
+    def ensure(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill: object = None) -> Toy:
         calls.append((spec, root))
         report("working")
         return Toy(dir=root / "made", measured=Measured(accuracy_after_warmup=0.25, seconds=1.5))
@@ -62,6 +63,13 @@ def test_every_option(
     assert Path(printed["reward"]).name == "reward.py"
 
 
+def test_a_mixture_of_experts(requested: list[tuple[ToySpec, Path]], tmp_path: Path) -> None:
+    assert run("make", "--dir", str(tmp_path), "--model", "moe") == 0
+    assert requested == [(ToySpec.of(seed=0, tied=True, moe=True), tmp_path.resolve())]
+    with pytest.raises(ConfigError, match="--model must be dense with --task lake, got moe"):
+        run("make", "--task", "lake", "--model", "moe")
+
+
 @pytest.mark.parametrize("words", [(), ("make", "--tied", "--untied"), ("make", "--seed", "x")])
 def test_a_wrong_call_is_a_usage_error(requested: list[tuple[ToySpec, Path]], words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -77,3 +85,12 @@ def test_the_command_loads_without_the_heavy_libraries() -> None:
     )
     root = Path(task.__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+def test_the_lake(requested: list[tuple[object, Path]], tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    from recipe.async_pipeline.toy.lake_build import LakeSpec
+    from recipe.async_pipeline.toy.model import ModelSpec
+
+    assert run("make", "--task", "lake", "--dir", str(tmp_path), "--untied", "--seed", "2") == 0
+    assert requested == [(LakeSpec(seed=2, model=ModelSpec(tied=False)), tmp_path.resolve())]

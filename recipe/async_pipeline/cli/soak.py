@@ -13,23 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..bench.arms import hydra_overrides
 from ..console import echo
 from ..errors import ConfigError
-from ..soak import judge
-from ..soak.faults import FAULTS, control_of
+from ..soak import judge, moods
+from ..soak.faults import FAULTS, Task, control_of
 from ..soak.job import SoakJob
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
-from ..toy.build import ToySpec, ensure_toy
+from ..toy.build import Toy, ToySpec, ensure_toy
+from ..toy.calculator_build import CalculatorSpec, fill_calculator
 
+ENGINES = ("vllm", "sglang")
 MIN_MINUTES = 1.0
 SAVE_EVERY = 10
 """Optimizer steps between checkpoints."""
-PUBLISH_S, REWARD_S = 20, 5
+PUBLISH_S, REWARD_S, ENVIRONMENT_S, TOOL_S = 20, 5, 15, 5
 """Short deadlines in seconds, so that a hang is detected soon."""
+ENVIRONMENTS = 8
+"""Processes of environments at once; each imports gymnasium when it starts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"faults:\n{kinds}\n\nexit status: 0 no violation, 1 at least one violation, 2 user error"
 
+    parser.add_argument(
+        "--task",
+        choices=get_args(Task),
+        default="addition",
+        help="what the run learns; lake has environments that fail, calculator a tool (default: %(default)s)",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -60,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="rollout engine (default: %(default)s)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr"
     )
     parser.add_argument(
@@ -73,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the soak. Returns 0 without violations, else 1. Raises ConfigError if an option is invalid."""
-    kinds = kinds_of(args.faults)
+    kinds = kinds_of(args.faults, args.task)
     if not MIN_MINUTES <= args.minutes < math.inf:
         raise ConfigError(f"--minutes must be at least {MIN_MINUTES:g}, got {args.minutes:g}")
     if args.logs is not None and args.logs.exists() and (not args.logs.is_dir() or any(args.logs.iterdir())):
@@ -104,9 +120,9 @@ def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Cal
 
     disk = folder / "disk"
     with small_disk(disk) if "full_disk" in kinds else nullcontext(disk):
-        task = ensure_toy(ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=say)
+        task = _task_of(args.task, say)
         say(f"starting the run, which takes a minute or two; its output goes to {folder / 'job.log'}")
-        job = SoakJob(folder, overrides(folder), task.dir, args.seed)
+        job = SoakJob(folder, overrides(folder, args.task, args.engine), task.dir, args.seed)
         outcome = soak(job, kinds, 60 * args.minutes, args.seed, say)
 
     found = report(outcome, job.run_dir, kinds)
@@ -119,18 +135,34 @@ def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Cal
     return 1 if found["violations"] else 0
 
 
-def kinds_of(text: str) -> Sequence[str]:
-    """Parse `--faults`. Raises ConfigError if a fault is unknown."""
-    kinds = tuple(FAULTS) if text == "all" else tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+def _task_of(name: Task, say: Callable[[str], None]) -> Toy:
+    root = Path(".cache/toy").resolve()
+    if name == "lake":
+        # The only task that needs gymnasium, an optional package.
+        from ..toy.lake_build import LakeSpec, fill_lake
+
+        return ensure_toy(LakeSpec(), root, report=say, fill=fill_lake)
+    if name == "calculator":
+        return ensure_toy(CalculatorSpec(), root, report=say, fill=fill_calculator)
+    return ensure_toy(ToySpec.of(seed=0, tied=True), root, report=say)
+
+
+def kinds_of(text: str, task: Task) -> Sequence[str]:
+    """Parse `--faults`. Raises ConfigError if a fault is unknown, or is one of another task."""
+    possible = [kind for kind, fault in FAULTS.items() if fault.task in (None, task)]
+    kinds = tuple(possible if text == "all" else dict.fromkeys(word.strip() for word in text.split(",")))
     unknown = [kind for kind in kinds if kind not in FAULTS]
     if unknown:
         raise ConfigError(
             f"--faults: unknown {', '.join(map(repr, unknown))}; choose from {', '.join(FAULTS)}, or all"
         )
+    for kind in kinds:
+        if kind not in possible:
+            raise ConfigError(f"--faults: {kind} requires --task {FAULTS[kind].task}, got {task}; add it")
     return kinds
 
 
-def overrides(folder: Path) -> list[str]:
+def overrides(folder: Path, task: Task, engine: str = ENGINES[0]) -> list[str]:
     """Return the run's overrides: two replicas, a lag of up to two, checkpoints on the disk to be filled."""
     own = "trainer.v1.async_pipeline"
     values: dict[str, Any] = {
@@ -138,11 +170,8 @@ def overrides(folder: Path) -> list[str]:
         f"{own}.staleness.max_lag": 2,
         f"{own}.run_dir": str(folder / "run"),
         f"{own}.weight_sync.timeout_s": PUBLISH_S,
-        f"{own}.reward.timeout_s": REWARD_S,
-        f"{own}.reward.failure": "drop",
-        "reward.custom_reward_function.path": str(Path(judge.__file__)),
-        "reward.custom_reward_function.name": "score",
-        "reward.custom_reward_function.reward_kwargs": {"control": str(control_of(folder))},
+        **OF_TASK[task](folder),
+        "actor_rollout_ref.rollout.name": engine,
         "actor_rollout_ref.rollout.n_gpus_per_node": 2,
         "ray_kwargs.ray_init.num_gpus": 3,
         # Never connect to another user's cluster on this machine.
@@ -156,7 +185,43 @@ def overrides(folder: Path) -> list[str]:
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.default_local_dir": str(folder / "disk" / "checkpoints"),
     }
-    return hydra_overrides(values)
+    return [*([f"+task={task}"] if task != "addition" else []), *hydra_overrides(values)]
+
+
+def _judged(folder: Path) -> dict[str, Any]:
+    own = "trainer.v1.async_pipeline.reward"
+    return {
+        f"{own}.timeout_s": REWARD_S,
+        f"{own}.failure": "drop",
+        "reward.custom_reward_function.path": str(Path(judge.__file__)),
+        "reward.custom_reward_function.name": "score",
+        "reward.custom_reward_function.reward_kwargs": {"control": str(control_of(folder))},
+    }
+
+
+def _environments(folder: Path) -> dict[str, Any]:
+    own = "trainer.v1.async_pipeline.agentic"
+    return {
+        f"{own}.environment": f"{moods.__name__}:{moods.MoodyLake.__name__}",
+        f"{own}.environment_kwargs": {"size": 4, "frozen": 0.8, "control": str(control_of(folder))},
+        f"{own}.isolation": "process",
+        f"{own}.concurrency": ENVIRONMENTS,
+        f"{own}.env_timeout_s": ENVIRONMENT_S,
+        f"{own}.attempts": 4,
+    }
+
+
+def _tools(folder: Path) -> dict[str, Any]:
+    own = "trainer.v1.async_pipeline.agentic"
+    return {f"{own}.tool_timeout_s": TOOL_S, f"{own}.attempts": 4}
+
+
+OF_TASK: Mapping[Task, Callable[[Path], dict[str, Any]]] = {
+    "addition": _judged,
+    "lake": _environments,
+    "calculator": _tools,
+}
+"""Overrides of each task, given the folder of the run."""
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from recipe.async_pipeline.console import echo
+from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.toy.build import ToySpec, ensure_toy
+from recipe.async_pipeline.toy.model import ModelSpec
 
 DEFAULT_ROOT = Path(".cache") / "toy"
 
@@ -29,6 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parent of the directory, which is named after its parameters (default: %(default)s)",
     )
 
+    make.add_argument(
+        "--task",
+        choices=("addition", "lake", "calculator"),
+        default="addition",
+        help="which task (default: %(default)s)",
+    )
+    make.add_argument(
+        "--model",
+        choices=("dense", "moe"),
+        default="dense",
+        help="for addition: a dense model, or a mixture of experts (default: %(default)s)",
+    )
     make.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
 
     embeddings = make.add_mutually_exclusive_group()
@@ -46,8 +60,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make or find the directory and print it; progress goes to stderr."""
-    toy = ensure_toy(
-        ToySpec.of(seed=args.seed, tied=args.tied), args.root.resolve(), report=partial(echo, file=sys.stderr)
-    )
+    root, report = args.root.resolve(), partial(echo, file=sys.stderr)
+    if args.task != "addition" and args.model != "dense":
+        raise ConfigError(f"--model must be dense with --task {args.task}, got {args.model}; leave it out")
+    if args.task == "lake":
+        # The only task that needs gymnasium, an optional package.
+        from recipe.async_pipeline.toy.lake_build import LakeSpec, fill_lake
+
+        lake = LakeSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
+        toy = ensure_toy(lake, root, report=report, fill=fill_lake)
+    elif args.task == "calculator":
+        from recipe.async_pipeline.toy.calculator_build import CalculatorSpec, fill_calculator
+
+        calculator = CalculatorSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
+        toy = ensure_toy(calculator, root, report=report, fill=fill_calculator)
+    else:
+        toy = ensure_toy(
+            ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe"), root, report=report
+        )
     echo(json.dumps(toy.as_dict(), indent=2) if args.as_json else str(toy.dir))
     return 0

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`async-pipeline episodes`: the lowest rewards come first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import main
+from recipe.async_pipeline.cli.episodes import in_words
+from recipe.async_pipeline.observe.episodes import EpisodeRecord, EpisodesRead
+from tests.fakes.ledgers import whole, write
+
+
+def episode(key: str, reward: float | None, **more: object) -> EpisodeRecord:
+    given = {"step": 3, "end": "done", "attempts": 1, "tokens": 9, "versions": (1, 2), **more}
+    return EpisodeRecord(key=key, reward=reward, **given)  # type: ignore[arg-type]
+
+
+EPISODES = EpisodesRead(
+    step=3,
+    episodes=(
+        episode("a", 1.0, prompt="P.\n..>", response="R\n#..G>R", versions=(2, 2)),
+        episode("b", 0.0, end="invalid", attempts=2, prompt="p", response="x"),
+        episode("c", None),
+    ),
+)
+
+
+def test_the_worst_come_first() -> None:
+    assert list(in_words(EPISODES, None)) == [
+        "step 3: 3 episodes, mean reward 0.500; ends: 2 done, 1 invalid",
+        "",
+        "c  reward None  done  9 tokens  versions 1 to 2",
+        "",
+        "b  reward 0.0  invalid, attempt 2  9 tokens  versions 1 to 2",
+        "  > p",
+        "  < x",
+        "",
+        "a  reward 1.0  done  9 tokens  version 2",
+        "  > P.",
+        "  > ..>",
+        "  < R",
+        "  < #..G>R",
+    ]
+    assert [line.split()[0] for line in in_words(EPISODES, 1) if line and line[0] != " "] == ["step", "c"]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "ledger.jsonl", [*whole()])
+    assert main.main(["episodes", str(tmp_path), "--worst", "1", "--step", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "step 2: 4 episodes" in out and out.count("tokens  ") == 1
+    assert "set trainer.rollout_data_dir to have it" in out
+    assert main.main(["episodes", str(tmp_path / "nothing")]) == 2
