@@ -33,12 +33,12 @@ OWN_NAME = "recipe.async_pipeline"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
 
-STACK = {"verl", "ray", "transfer_queue", "vllm"}
+STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang"}
 MAY_IMPORT_STACK = ("verl_bridge/",)
 READS_FILES_ONLY = "patching/"
 """Must work on a verl that cannot be imported."""
 DECIDES = ("core/", "stages/", "strategies/")
-HEAVY = {"torch", "verl", "ray", "vllm", "transformers"}
+HEAVY = {"torch", "verl", "ray", "vllm", "sglang", "transformers"}
 
 WHOLE_JOB = "e2e/test_jobs.py"
 LADDER = "e2e/test_ladder.py"
@@ -54,8 +54,21 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "core/trainer_protocol.py": "core/test_flow.py",
     "core/flow_state.py": "core/test_resume.py",
     "weight_sync/consumer.py": "weight_sync/test_keeper.py",
+    # Parts of every adapter, tested through a fake engine.
+    "weight_sync/map_check.py": "weight_sync/test_engine_adapter.py",
+    "weight_sync/recording_adapter.py": "weight_sync/test_engine_adapter.py",
+    "weight_sync/ranks.py": "weight_sync/test_arena.py",
     # Has one of verl's managers make such actors as are tested there.
     "verl_bridge/reward/worker_manager.py": "verl_bridge/test_restartable_actors.py",
+    # What every dialect does, and each of them, through the contract that all have.
+    "gateway/wire.py": "gateway/test_dialects.py",
+    **dict.fromkeys(
+        (f"gateway/dialects/{n}.py" for n in ("openai_chat", "openai_responses", "anthropic_messages")),
+        "gateway/test_dialects.py",
+    ),
+    # Separate processes.
+    "bench/gateway_clients.py": "bench/test_gateway.py",
+    "agents/command_process.py": "agents/test_commands.py",
     # Constants of the table.
     **dict.fromkeys(
         (f"strategies/{name}.py" for name in ("on_policy", "one_step_off", "n_step_ahead", "fully_async")),
@@ -83,11 +96,26 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench/weight_sync_job.py": "e2e/test_bench.py",
     "verl_bridge/bench/weight_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench/probe.py": "e2e/test_bench.py",
+    "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
-    "verl_bridge/rollout/vllm/server.py": WHOLE_JOB,
+    "verl_bridge/rollout/sglang/replica.py": "e2e/test_sglang.py",
+    "verl_bridge/rollout/sglang/server.py": "e2e/test_sglang.py",
+    "verl_bridge/rollout/sglang/scheduler.py": "e2e/test_engine.py",
+    "verl_bridge/rollout/sglang/adapter.py": "e2e/test_engine.py",
+    "verl_bridge/rollout/sglang/layout.py": "e2e/test_engine.py",
+    "verl_bridge/rollout/standalone_replica.py": "verl_bridge/test_lost_nodes.py",
+    # Tested as the base of vLLM's server, and with vLLM's models.
+    "verl_bridge/rollout/versioned_server.py": "verl_bridge/rollout/vllm/test_server.py",
+    "verl_bridge/rollout/served_layout.py": "verl_bridge/rollout/vllm/test_layout.py",
     "verl_bridge/rollout/vllm/worker.py": WHOLE_JOB,
     "verl_bridge/workers/training_worker.py": WHOLE_JOB,
     "verl_bridge/workers/log_prob_worker.py": "e2e/test_pools.py",
+    # Change the process that imports them, which therefore is a separate one.
+    "verl_bridge/workers/megatron/boot.py": "verl_bridge/workers/megatron/test_engine.py",
+    "verl_bridge/workers/megatron/holes.py": "verl_bridge/workers/megatron/test_engine.py",
+    "verl_bridge/workers/megatron/rotary.py": "verl_bridge/workers/megatron/test_engine.py",
+    "verl_bridge/workers/megatron/shards.py": "verl_bridge/workers/megatron/test_engine.py",
+    "verl_bridge/workers/megatron/spec.py": "verl_bridge/workers/megatron/test_engine.py",
     "verl_bridge/trainer/terminal.py": WHOLE_JOB,
 }
 """Modules without a mirror, each with the test file (below tests/) that covers it."""
@@ -173,19 +201,21 @@ GROUND = {"errors", "console", "redaction", "processes"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
     "patching": set(),
-    "toy": set(),
+    "toy": {"agents"},
     "stages": {"core"},
     "strategies": {"core"},
     "observe": {"core"},
     "weight_sync": {"core"},
-    "config": {"core", "strategies"},
+    "agents": {"core"},
+    "gateway": {"core"},
+    "config": {"agents", "core", "strategies"},
     "checkpoint": {"config", "observe"},
     "sim": {"config", "core", "observe", "strategies"},
-    "bench": {"core", "observe", "toy", "weight_sync"},
-    "soak": {"bench", "core", "observe", "toy", "weight_sync"},
+    "bench": {"core", "gateway", "observe", "toy", "weight_sync"},
+    "soak": {"agents", "bench", "core", "observe", "toy", "weight_sync"},
     "verl_bridge": {
-        *("bench", "checkpoint", "config", "core", "observe", "patching", "stages", "strategies"),
-        "weight_sync",
+        *("agents", "bench", "checkpoint", "config", "core", "gateway", "observe", "patching", "stages"),
+        *("strategies", "weight_sync"),
     },
 }
 """What each folder may import; the table in docs/architecture.md. `cli` may import all of them."""
@@ -197,6 +227,26 @@ def test_layers_import_what_is_below_them(module: str) -> None:
     allowed = GROUND | LAYERS[folder] | {folder}
     ours = {name.split(".")[2] for name in imports(module) if name.startswith(f"{OWN_NAME}.")}
     assert ours <= allowed, f"{module} imports {', '.join(sorted(ours - allowed))}"
+
+
+LAZY = {"agents/gym_environment.py": "gymnasium", "agents/frozen_lake.py": "gymnasium"}
+"""Adapters that import an optional package when they are used."""
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("agents/")])
+def test_agents_import_the_standard_library_and_what_they_adapt(module: str) -> None:
+    others = {top for top in top_levels(module) if top != "recipe" and top not in sys.stdlib_module_names}
+    assert others <= {LAZY.get(module, "")}
+
+
+SERVES = {"gateway/app.py": {"starlette"}, "gateway/server.py": {"uvicorn"}}
+"""The modules that import the optional packages of the gateway, and only in the process that serves."""
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("gateway/")])
+def test_the_gateway_imports_the_standard_library_and_its_wire(module: str) -> None:
+    others = {top for top in top_levels(module) if top != "recipe" and top not in sys.stdlib_module_names}
+    assert others - {"msgspec"} <= SERVES.get(module, set())
 
 
 def test_every_folder_has_a_layer_or_is_the_command_line() -> None:
@@ -313,12 +363,12 @@ def test_a_personal_path_would_be_found(folder: str) -> None:
 # Configs.
 
 
-def composed(name: str) -> dict[str, Any]:
+def composed(name: str, *overrides: str) -> dict[str, Any]:
     """A shipped config with verl's own below it, found as files: verl is not imported."""
     GlobalHydra.instance().clear()
     search = f"hydra.searchpath=[file://{find_verl_root() / 'verl' / 'trainer' / 'config'}]"
     with initialize_config_dir(config_dir=str(REPOSITORY / "configs"), version_base=None):
-        config = compose(config_name=name, overrides=[search, "++async_pipeline=True"])
+        config = compose(config_name=name, overrides=[search, "++async_pipeline=True", *overrides])
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
 
@@ -330,3 +380,19 @@ def test_every_shipped_config_composes_and_resolves(name: str) -> None:
     assert translation.config.strategy in STRATEGY_LAG
     if name != "async_pipeline":
         assert select(raw, "actor_rollout_ref.rollout.name"), "verl's own config is below it"
+
+
+@pytest.mark.skipif(find_spec("verl") is None, reason="composes with verl's config")
+@pytest.mark.parametrize(
+    "task", sorted(path.stem for path in (REPOSITORY / "configs" / "task").glob("*.yaml"))
+)
+def test_every_task_composes_and_resolves(task: str) -> None:
+    raw = composed("smoke_cpu", f"+task={task}")
+    translation = resolve(raw)
+    agentic, loop = translation.config.agentic, "actor_rollout_ref.rollout.agent.default_agent_loop"
+    if agentic.environment is not None:
+        assert translation.verl[loop] == "environment"
+    if agentic.agent is not None:
+        assert translation.verl[loop] == "agent_session"
+    rollout, data = raw["actor_rollout_ref"]["rollout"], raw["data"]
+    assert data["max_prompt_length"] + data["max_response_length"] <= rollout["max_model_len"]

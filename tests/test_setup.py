@@ -19,7 +19,9 @@ PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
 DISTRIBUTIONS = {"PIL": "pillow", "hydra": "hydra-core", "yaml": "pyyaml"}
 """Distribution names that differ from the name that is imported."""
 STACK = {
-    "peft", "ray", "tensordict", "tokenizers", "torch", "transfer_queue", "transformers", "verl", "vllm",
+    "huggingface_hub", "megatron", "peft", "ray", "sglang", "tensordict", "tokenizers", "torch",
+    "transfer_queue",
+    "transformers", "verl", "vllm",
 }  # fmt: skip
 """Packages that come with verl and the engine, in versions that depend on the machine."""
 
@@ -52,13 +54,13 @@ def imported() -> Iterator[tuple[str, str]]:
 
 
 def test_requirements_and_imports_match() -> None:
-    required = {*lists()["INSTALL_REQUIRES"], *lists()["BENCH_REQUIRES"]}
+    required = {name for kind in ("INSTALL", "BENCH", "AGENTIC") for name in lists()[f"{kind}_REQUIRES"]}
     needed = {DISTRIBUTIONS.get(name, name): where for name, where in imported() if name not in STACK}
     assert set(needed) - required == set(), f"imported, not required: {needed}"
     assert required - set(needed) == set(), "required, never imported"
 
 
-@pytest.mark.parametrize("name", ["INSTALL_REQUIRES", "BENCH_REQUIRES", "DEV_REQUIRES"])
+@pytest.mark.parametrize("name", ["INSTALL_REQUIRES", "BENCH_REQUIRES", "AGENTIC_REQUIRES", "DEV_REQUIRES"])
 def test_the_lock_file_has_the_same_requirements(name: str) -> None:
     text = (REPOSITORY / "run_scripts" / "cpu.in.txt").read_text(encoding="utf-8")
     listed = {re.split(r"[\s=<>\[]", line)[0].lower() for line in text.splitlines()}
@@ -83,3 +85,19 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
     )
     assert shown.stdout.startswith("A tiny model learns")
     assert "setup" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--task"], "--task must be addition, lake, lake_agent or calculator, got"),
+        (["--task", "chess"], "--task must be addition, lake, lake_agent or calculator, got 'chess'"),
+        (["--model"], "--model must be dense or moe, got"),
+        (["--task", "addition", "--model", "sparse"], "--model must be dense or moe, got 'sparse'"),
+    ],
+)
+def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error: str) -> None:
+    script = REPOSITORY / "run_scripts" / "smoke_cpu.sh"
+    done = subprocess.run(["bash", str(script), *words], capture_output=True, text=True, timeout=30, env={})
+    assert done.returncode == 2
+    assert error in done.stderr

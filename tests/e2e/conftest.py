@@ -16,19 +16,26 @@ from ray.cluster_utils import Cluster
 from tests.e2e.job import ROOT
 
 
-def _make(*options: str) -> Path:
+def make_task(*options: str) -> Path:
+    """Return the directory of a task, made with these options if it is absent."""
     command = [sys.executable, "-m", "recipe.async_pipeline", "task", "make", *options]
     return Path(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip())
 
 
 @pytest.fixture(scope="session")
 def tied_task() -> Path:
-    return _make("--tied")
+    return make_task("--tied")
 
 
 @pytest.fixture(scope="session")
 def untied_task() -> Path:
-    return _make("--untied")
+    return make_task("--untied")
+
+
+@pytest.fixture(scope="session")
+def lake_task() -> Path:
+    pytest.importorskip("gymnasium")
+    return make_task("--task", "lake")
 
 
 class Nodes:

@@ -21,6 +21,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from recipe.async_pipeline.errors import AsyncPipelineError
+from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import VllmAdapter
 from recipe.async_pipeline.verl_bridge.rollout.vllm.worker import PipelineWorkerExtension
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of, unfused
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
@@ -42,7 +43,7 @@ def changed(model: Any) -> dict[str, torch.Tensor]:
 
 
 def replace_method(name: str, function: Callable[..., Any]) -> None:
-    setattr(PipelineWorkerExtension, name, function)
+    setattr(VllmAdapter, name, function)
 
 
 def engine_says(llm: LLM, adapter: LoRARequest | None = None) -> list[int]:
@@ -62,14 +63,14 @@ def transformers_says(model: Any) -> list[int]:
 
 def load(llm: LLM, manifest: bytes) -> dict[str, Any]:
     try:
-        report, _ = llm.collective_rpc("load_snapshot", args=(manifest, 1 << 16))[0]
+        report, _, _ = llm.collective_rpc("load_snapshot", args=(manifest, 1 << 16))[0]
         return {"ok": report}
     except AsyncPipelineError as error:
         return {"error": type(error).__name__, "message": str(error)}
 
 
 def forget_recording(worker: Any) -> None:
-    getattr(worker, "worker", worker)._recorded = None
+    getattr(worker, "worker", worker)._adapter._recorded = None
 
 
 def publish_adapters(model_dir: str) -> dict[str, Any]:
@@ -105,10 +106,10 @@ def publish_adapters(model_dir: str) -> dict[str, Any]:
         report["loads"].append(publish(version))
         report["engine"].append(engine_says(llm, asked))
         report["transformers"].append(transformers_says(model))
-    add_lora = PipelineWorkerExtension._load_adapter
+    add_lora = VllmAdapter.load_adapter
 
     def in_disorder(self: Any, manifest: Any, config: str) -> None:
-        published = PipelineWorkerExtension._published
+        published = VllmAdapter.published
 
         def swapped(self: Any, manifest: Any) -> dict[str, Any]:
             return {
@@ -116,11 +117,11 @@ def publish_adapters(model_dir: str) -> dict[str, Any]:
                 for name, tensor in published(self, manifest).items()
             }
 
-        replace_method("_published", swapped)
+        replace_method("published", swapped)
         add_lora(self, manifest, config)
-        replace_method("_published", published)
+        replace_method("published", published)
 
-    replace_method("_load_adapter", in_disorder)
+    replace_method("load_adapter", in_disorder)
     report["disorder"] = publish(4)
     writer.close()
     return report
@@ -175,7 +176,7 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     if mode == "adapter":
         return publish_adapters(model_dir)
     if mode == "repacked":
-        replace_method("__new__", lambda cls, **kwargs: object.__new__(cls))
+        setattr(PipelineWorkerExtension, "__new__", lambda cls, **kwargs: object.__new__(cls))  # noqa: B010
     llm = LLM(
         model_dir, dtype="float32", enforce_eager=True, max_model_len=64, worker_extension_cls=NAME, seed=0
     )
@@ -195,12 +196,12 @@ def main(model_dir: str, mode: str) -> dict[str, Any]:
     )
     report["repeated"] = publish(2, changed(model))
     report["engine_repeated"], report["transformers_repeated"] = engine_says(llm), transformers_says(model)
-    whole = PipelineWorkerExtension._load_piece
+    whole = VllmAdapter.load
 
-    def without_embedding(self: Any, served: Any, piece: list[tuple[str, Any]]) -> None:
-        whole(self, served, [(n, t) for n, t in piece if "embed_tokens" not in n])
+    def without_embedding(self: Any, piece: list[tuple[str, Any]]) -> None:
+        whole(self, [(n, t) for n, t in piece if "embed_tokens" not in n])
 
-    replace_method("_load_piece", without_embedding)
+    replace_method("load", without_embedding)
     # Without this, no loader is called any more.
     llm.collective_rpc(forget_recording)
     report["skipped"] = publish(3, changed(model))

@@ -77,9 +77,10 @@ def run_job(
     task: Path,
     *,
     events: Sequence[Event] = (),
+    prefix: Sequence[str] = (),
 ) -> Job:
     """Run to the end; the events happen one after the other, each at the first line of output that it waits
-    for.
+    for. `prefix` is a command that runs others.
 
     Raises TimeoutError: the job did not end, with what it printed.
     """
@@ -91,7 +92,7 @@ def run_job(
         # Where a stock run puts its metrics; async_pipeline writes to the run directory.
         "VERL_FILE_LOGGER_ROOT": str(run_dir.parent),
     }
-    watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
+    watch = [*prefix, sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
     lines: list[str] = []
     waiting = list(events)
     fired: float | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,8 +15,13 @@ from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 from recipe.async_pipeline.strategies import OneStepOff as OneStepOffSchedule
+from recipe.async_pipeline.verl_bridge.agent_loop.environment_loop import EnvironmentLoop
 from recipe.async_pipeline.verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from tests.e2e.job import STRAGGLES_S, UPDATE_S
+
+
+def _seed_of(row: Mapping[str, Any]) -> int:
+    return (int(row["global_steps"]) * 10_007 + int(row["index"])) * 101 + int(row["session_id"])
 
 
 class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
@@ -24,10 +30,14 @@ class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        place = (int(kwargs["global_steps"]) * 10_007 + int(kwargs["index"])) * 101 + int(
-            kwargs["session_id"]
-        )
-        return await super().run({**sampling_params, "seed": place}, **kwargs)
+        return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)
+
+
+class SeededEpisodes(EnvironmentLoop):  # type: ignore[misc]
+    """An episode in an environment, whose sampling depends on the same."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)
 
 
 class StragglerLoop(SingleTurnAgentLoop):  # type: ignore[misc]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.bench.weight_sync import make_task, run_way
+from recipe.async_pipeline.bench.weight_sync_jobs import Engines, make_task, run_ways
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
+from tests.fakes.private_mounts import may_unshare
 
 pytestmark = pytest.mark.e2e
 
@@ -88,11 +89,26 @@ def check_our_job(run_dir: Path, steps: int) -> None:
 def test_publications_are_measured(tmp_path: Path) -> None:
     said: list[str] = []
     task = make_task(2 * 10**6, tmp_path / "task")
-    row = run_way("dual_buffer", tmp_path / "job", task, replicas=1, versions=3, say=said.append)
-    assert row["gather_s"]["median"] <= row["trainer_stall_s"]["median"] < 5
-    assert 0 < row["load_s"]["median"] <= row["publication_s"]["median"]
-    assert row["generator_stall_s"]["max"] > 0, "a load holds the engine"
-    assert row["gather_gb_s"] > 0
+    ways = ["dual_buffer", "dual_buffer_host"]
+    rows = run_ways(ways, tmp_path / "job", task, Engines(1), versions=3, say=said.append)
+    for row in rows.values():
+        assert row["gather_s"]["median"] <= row["trainer_stall_s"]["median"] < 5
+        assert 0 < row["load_s"]["median"] <= row["publication_s"]["median"]
+        assert row["gather_gb_s"] > 0
+        assert 1 < row["host_memory_versions"] < 3
+    assert rows["dual_buffer_host"]["generator_stall_s"]["max"] > 0, "a load holds the engine"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not may_unshare(), reason="namespaces require root")
+def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
+    """One replica on each host; versions travel to the second one as differences."""
+    task = make_task(2 * 10**6, tmp_path / "task")
+    engines = Engines(2, hosts=2, delta=True)
+    rows = run_ways(["dual_buffer_host"], tmp_path / "job", task, engines, versions=3, say=lambda line: None)
+    row = rows["dual_buffer_host"]
+    assert 0 < row["transfer_s"]["median"] <= row["publication_s"]["median"] * 2
+    assert 1 < row["host_memory_versions"] < 3, "each host holds two versions at most"
 
 
 def test_the_control_plane(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real vLLM engine serves after a load is what was published, or the load is refused."""
+"""What a real engine serves after a load is what was published, or the load is refused."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def probe(task: Path, mode: str) -> dict[str, Any]:
     return run("engine_probe.py", task, mode, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 
-def run(script: str, task: Path, argument: str, **extra: str) -> dict[str, Any]:
-    command = [sys.executable, str(ROOT / "tests" / "e2e" / script), str(task / "model"), argument]
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **extra}
+def run(script: str, task: Path, *arguments: str, **extra: str) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "tests" / "e2e" / script), str(task / "model"), *arguments]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), **extra}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("REPORT "))
@@ -76,10 +76,10 @@ def test_experts_are_served_as_published(tmp_path: Path) -> None:
     assert len({tuple(said) for said in report["engine"]}) == 3
 
 
-@pytest.fixture(scope="module")
-def versions(untied_task: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def versions(untied_task: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     """Fifty publications for each way to load, at random moments."""
-    return run("versions_probe.py", untied_task, "50", VERL_PLATFORM="cpu")
+    return run("versions_probe.py", untied_task, request.param, "50", VERL_PLATFORM="cpu")
 
 
 @pytest.mark.parametrize("way", ["keep/host", "abort/host", "drain/host", "keep/device"])
@@ -96,3 +96,20 @@ def test_every_token_is_recorded_with_the_version_that_wrote_it(versions: dict[s
 def test_after_many_loads_the_engine_says_what_a_fresh_model_says(versions: dict[str, Any]) -> None:
     assert versions["versions"] == 4 * 50 + 1
     assert versions["engine"] == versions["transformers"]
+
+
+@pytest.mark.nightly
+def test_both_engines_mean_the_same_by_a_version(untied_task: Path, tmp_path: Path) -> None:
+    """Each scores what the other has written under the same version; the likeliest tokens are the same."""
+    reports: dict[str, Any] = {}
+    theirs = "-"
+    for number, engine in enumerate(["vllm", "sglang", "vllm"]):
+        report = run("agreement_probe.py", untied_task, engine, theirs, VERL_PLATFORM="cpu")
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(report), encoding="utf-8")
+        reports[engine], theirs = report, str(path)
+    for engine, report in reports.items():
+        assert len(report["differences"]) == 5 * 16
+        assert max(report["differences"]) <= 1e-5, engine
+    greedy = [[one["greedy"] for one in reports[engine]["written"]] for engine in ("vllm", "sglang")]
+    assert greedy[0] == greedy[1]

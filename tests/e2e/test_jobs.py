@@ -133,6 +133,7 @@ def test_n_step_ahead_on_two_nodes_with_a_reference_policy_untied_in_bf16(
             "algorithm.filter_groups.enable=true",
             "algorithm.filter_groups.metric=reward",
             "actor_rollout_ref.rollout.dtype=bfloat16",
+            "trainer.v1.async_pipeline.weight_sync.delta=true",
             "trainer.n_gpus_per_node=2",
             "trainer.val_before_train=true",
             "trainer.test_freq=4",

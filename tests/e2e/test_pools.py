@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from tests import FAKES
 from tests.e2e.conftest import StartNodes
@@ -117,27 +120,61 @@ def test_on_separate_pools_any_two_compute_at_once(
     assert kls[3] > 1e-4 and kls[7] > 1e-4
 
 
+ADAPTERS = (
+    "actor_rollout_ref.model.lora_rank=8",
+    "actor_rollout_ref.rollout.load_format=auto",
+    "actor_rollout_ref.actor.optim.lr=3.0e-3",
+)
+"""Published without their base. A pool for logp gets them, the reference is the base."""
+
+
+def make_adapters(task: Path, folder: Path) -> Path:
+    """Save adapters that already change the policy: fresh ones differ from job to job."""
+    base = AutoModelForCausalLM.from_pretrained(task / "model")
+    model = get_peft_model(base, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+    chance = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if ".lora_" in name:
+                values.copy_(torch.randn(values.shape, generator=chance) * 0.02)
+    model.save_pretrained(str(folder))
+    return folder
+
+
 @pytest.mark.nightly
-def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", ["whole", "adapters"])
+def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: str) -> None:
     """With seeded answers, and old log-probs of the trainer's own version wherever they are computed."""
+    compared: tuple[str, ...] = tuple(LAYOUTS)
+    more: tuple[str, ...] = (LR,)
+    if trained == "adapters":
+        path = make_adapters(tied_task, tmp_path / "adapters")
+        compared = ("shared", "apart")
+        more = (*ADAPTERS, f"actor_rollout_ref.model.lora_adapter_path={path}")
     agents = tmp_path / "agents.json"
     agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
     seeded = (
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
         "trainer.v1.async_pipeline.training.old_logp=trainer",
-        LR,
+        *more,
     )
     losses = {}
-    for name, (_, _, apart) in LAYOUTS.items():
+    for name in compared:
+        apart = LAYOUTS[name][2]
         job = run_layout(name, "on_policy", 6, tied_task, tmp_path / name.replace(" ", "_"), *seeded)
         check_clean_end(job, "on_policy", 0, 6)
         check_events(job, "ref_logp")
         check_pools(job, apart)
         rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
         assert [row["async_pipeline/version/old_logp"] for row in rows] == list(range(6))
+        assert max(abs(row["rollout_corr/kl"]) for row in rows) < 0.005
         losses[name] = [{metric: float(row[metric]) for metric in COMPARED} for row in rows]
-    for name in ("apart", "two and one"):
+    # The reference is not the trained policy, also where it is that model without its adapters.
+    kls = [row["actor/kl_loss"] for row in losses["shared"]]
+    assert kls[-1] > 1e-4
+    assert (kls[0] > 1e-4) == (trained == "adapters")
+    for name in compared[1:]:
         for step, (found, wanted) in enumerate(zip(losses[name], losses["shared"], strict=True), start=1):
             assert found == pytest.approx(wanted, abs=1e-5, rel=1e-5), (name, step)
 
@@ -204,3 +241,17 @@ def test_ppo_learns_with_its_own_critic(tied_task: Path, tmp_path: Path) -> None
     assert all(row["timing_s/reward"] > 0 for row in rows)
     assert min(row["critic/vf_loss"] for row in rows[:10]) < 0.6 * rows[0]["critic/vf_loss"]
     assert summary["reward_last"] > summary["reward_first"] + 0.1
+
+
+@pytest.mark.nightly
+def test_a_reference_takes_published_adapters(tied_task: Path, tmp_path: Path) -> None:
+    """At first it is the base; right after a refresh, reference and policy are one."""
+    refresh = "trainer.v1.async_pipeline.training.ref_refresh_every=3"
+    job = run_layout("apart", "n_step_ahead", 6, tied_task, tmp_path, refresh, *ADAPTERS)
+    check_clean_end(job, "n_step_ahead", 3, 6)
+    check_pools(job, LAYOUTS["apart"][2])
+    rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
+    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 3 + [3] * 3
+    kls = [abs(row["actor/kl_loss"]) for row in rows]
+    assert kls[0] < 1e-5 and kls[3] < 1e-5
+    assert kls[2] > 1e-4 and kls[5] > 1e-4

@@ -78,16 +78,17 @@ def command(folder: Path, strategy: str, *overrides: str, steps: int = STEPS) ->
     )
 
 
-def ended_well(job: Job, steps: int = STEPS) -> dict[str, Any]:
+def ended_well(job: Job, steps: int = STEPS, groups: int = 16) -> dict[str, Any]:
     assert job.status == 0, job.output[-3000:]
     found = audit_file(job.run_dir)
     assert found.violations == []
-    assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", steps, steps * 16, 0)
+    trained = steps * groups
+    assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", steps, trained, 0)
     summary = job.summary
     assert (summary["status"], summary["steps"], summary["groups_trained"]) == (
         "completed",
         steps,
-        steps * 16,
+        trained,
     )
     return summary
 
@@ -125,11 +126,18 @@ def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: 
     assert_same_weights(weights(killed), weights(alone))
 
 
-def assert_twenty_kills_change_nothing(
-    task: Path, folder: Path, *overrides: str, compared: Sequence[str] = COMPARED
+def assert_kills_change_nothing(
+    task: Path,
+    folder: Path,
+    *overrides: str,
+    compared: Sequence[str] = COMPARED,
+    kills: int = 20,
+    groups: int = 16,
 ) -> Job:
-    """Compare a run that is killed twenty times with one that is left alone, and return the latter."""
-    kills = 20
+    """Compare a run that is killed so many times with one that is left alone, and return the latter.
+
+    `groups`: of a step, as the overrides have it.
+    """
     steps = kills + 4
     alone, killed = folder / "alone", folder / "killed"
     for one in (alone, killed):
@@ -142,7 +150,7 @@ def assert_twenty_kills_change_nothing(
         alone / "run",
         task,
     )
-    ended_well(undisturbed, steps)
+    ended_well(undisturbed, steps, groups)
 
     again = command(
         killed,
@@ -156,7 +164,7 @@ def assert_twenty_kills_change_nothing(
         job = run_job(again, killed / "run", task, events=[killed_at(None, seed, killed / "run", steps)])
         assert job.status != 0
     last = run_job(again, killed / "run", task)
-    ended_well(last, steps)
+    ended_well(last, steps, groups)
     assert losses(last, compared) == [
         pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed, compared)
     ]
@@ -166,7 +174,7 @@ def assert_twenty_kills_change_nothing(
 
 def test_killed_at_twenty_moments(tied_task: Path, tmp_path: Path) -> None:
     """Takes half an hour on two cores."""
-    assert_twenty_kills_change_nothing(tied_task, tmp_path)
+    assert_kills_change_nothing(tied_task, tmp_path)
 
 
 KL_COEFFICIENT, REJECTED = "actor/reward_kl_penalty_coeff", "rollout_corr/rollout_rs_masked_fraction"
@@ -178,7 +186,7 @@ def test_killed_at_twenty_moments_with_rejected_tokens_and_an_adaptive_kl(
     """The reward stage of a later step, which rejects tokens and advances the coefficient, may run before a
     checkpoint is complete.
     """
-    undisturbed = assert_twenty_kills_change_nothing(
+    undisturbed = assert_kills_change_nothing(
         tied_task,
         tmp_path,
         # The replica's log-probs then differ from the trainer's by about a percent.
@@ -259,4 +267,24 @@ def test_answers_that_were_being_written_continue_from_their_tokens(tied_task: P
     assert any(spans_of[0][0] <= step < spans_of[-1][0] for spans_of in spans), "begun before, finished after"
     assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), (
         "none is shorter or longer"
+    )
+
+
+def test_killed_at_ten_moments_in_the_middle_of_episodes(lake_task: Path, tmp_path: Path) -> None:
+    """Finished turns are not generated again; the environments are played again up to them."""
+    agents = tmp_path / "agents.json"
+    # It takes the name of this package's own agent loop.
+    agents.write_text(json.dumps([{"name": "environment", "_target_": "tests.e2e.parts.SeededEpisodes"}]))
+    assert_kills_change_nothing(
+        lake_task,
+        tmp_path,
+        "+task=lake",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
+        kills=10,
+        groups=4,
     )

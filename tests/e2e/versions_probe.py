@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine, loaded while it answers. Run as a script: MODEL_DIR PUBLICATIONS; prints one JSON
+"""A real engine, loaded while it answers. Run as a script: MODEL_DIR ENGINE PUBLICATIONS; prints one JSON
 object.
 
 The published weights make the model say one token for ever, another for each version, so an answer shows
-which
-version wrote which token, and the recorded spans can be compared with it. A load that is half done says
+which version wrote which token, and the recorded spans can be compared with it. A load that is half done says
 nonsense.
 """
 
@@ -15,29 +14,26 @@ import json
 import random
 import sys
 import time
-import uuid
 from itertools import groupby
 from statistics import median
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
-from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from recipe.async_pipeline.weight_sync.staging import await_staged
+from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
+from tests.e2e.probed_engines import ENGINES
 
-EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 WAYS = [*((in_flight, "host") for in_flight in IN_FLIGHT_POLICIES), ("keep", "device")]
 ASKERS = 6
 MAX_LEN = 64
+SPARE = 2
+"""SGLang keeps two positions of the context free."""
 PROMPT = [20, 21, 11, 22, 23, 29]
 
 
@@ -57,18 +53,8 @@ def saying(weights: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tens
 
 
 class Probe:
-    def __init__(self, model_dir: str) -> None:
-        args = AsyncEngineArgs(
-            model_dir,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=MAX_LEN,
-            worker_extension_cls=EXTENSION,
-            distributed_executor_backend=IN_PROCESS,
-            seed=0,
-        )
-        self.engine = AsyncLLM.from_engine_args(args)
-        self.versioned = VersionedEngine(self.engine)
+    def __init__(self, model_dir: str, engine: str) -> None:
+        self.engine = ENGINES[engine](model_dir, MAX_LEN)
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.vocabulary = self.weights["lm_head.weight"].shape[0]
@@ -81,34 +67,25 @@ class Probe:
         ticket = self.writer.gather(self.version, weights.items())
         manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
         if stage == "device":
-            assert await self.engine.collective_rpc("stage_snapshot", 60.0, (manifest,)) == [True]
-            while await self.engine.collective_rpc("staged_version", 60.0) != [self.version]:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-        async def load() -> Loaded:
-            answer = self.engine.engine_core.call_utility_async("load_snapshot", manifest, 1 << 16, 60.0)
-            reports, progress = await answer
-            return Loaded([LoadReport(**report) for report in reports], progress)
-
+            boards = await self.engine.stage(manifest)
+            await asyncio.wait_for(await_staged(boards, self.version), 60.0)
         started = time.perf_counter()
-        await self.versioned.load(self.version, load, in_flight)
+        await self.engine.versioned.load(self.version, lambda: self.engine.load(manifest), in_flight)
         self.load_s.append(time.perf_counter() - started)
 
     async def publish_next(self, in_flight: str, stage: str = "host") -> None:
         await self.publish(saying(self.weights, (self.version + 1) % self.vocabulary), in_flight, stage)
 
     async def answer(self, tokens: int) -> tuple[list[int], list[Any]]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
-        asked = self.engine.generate({"prompt_token_ids": PROMPT}, params, request_id=uuid.uuid4().hex)
         with recorded_spans() as spans:
-            part = [output.outputs[0] async for output in asked if output.outputs][-1]
-        assert len(part.logprobs) == len(part.token_ids)
-        return list(part.token_ids), list(spans)
+            said, log_probs = await self.engine.answer(PROMPT, tokens)
+        assert len(log_probs) == len(said)
+        return said, list(spans)
 
     async def ask(self, stop: asyncio.Event, seed: int, wrong: list[Any], counts: dict[str, int]) -> None:
         chance = random.Random(seed)
         while not stop.is_set():
-            wanted = chance.randint(1, MAX_LEN - len(PROMPT))
+            wanted = chance.randint(1, MAX_LEN - len(PROMPT) - SPARE)
             tokens, spans = await self.answer(wanted)
             runs, start = [], 0
             for token, run in groupby(tokens):
@@ -122,8 +99,8 @@ class Probe:
             counts["over_versions"] += len(spans) > 1
 
 
-async def run(model_dir: str, publications: int) -> dict[str, Any]:
-    probe = Probe(model_dir)
+async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
+    probe = Probe(model_dir, engine)
     report: dict[str, Any] = {}
     chance = random.Random(0)
     await probe.publish_next("keep")
@@ -156,4 +133,6 @@ async def run(model_dir: str, publications: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\nREPORT " + json.dumps(asyncio.run(run(sys.argv[1], int(sys.argv[2])))) + "\n")
+    sys.stdout.write(
+        "\nREPORT " + json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], int(sys.argv[3])))) + "\n"
+    )

@@ -23,13 +23,18 @@ FOREVER_S = 1e9
 class Replica:
     """Does what its script says, call after call; then all is well.
 
-    `ok`; `raise`; `hang`; `overtaken`, which is `raise` with an engine that is intact; or seconds.
+    `ok`; `raise`; `hang`; `overtaken`, which is `raise` with an engine that is intact; or seconds. A
+    preparation takes no time unless `prepare_s` or `prepares` says so.
     """
 
     name: str
     in_place: bool = True
     log: list[str] = field(default_factory=list)
+    prepares: list[str] = field(default_factory=list)
+    prepare_s: float = 0.0
     loads: list[str] = field(default_factory=list)
+    """Commits."""
+    load_s: float = LOAD_S
     restarts: list[str] = field(default_factory=list)
     version: int | None = None
     checks: list[str] = field(default_factory=list)
@@ -37,25 +42,37 @@ class Replica:
     failed: bool = False
     requests: list[int] = field(default_factory=list)
     """Open requests, poll after poll."""
+    prepared: int | None = None
 
-    async def load(self, ticket: Ticket) -> LoadReport:
+    async def prepare(self, ticket: Ticket) -> None:
         version = ticket.version
         assert not self.failed, "a replica that failed a load restarts before the next load"
         assert self.version is None or version > self.version, "never back"
+        self.prepared = None
+        if self.prepare_s or self.prepares:
+            self.log.append(f"{self.name} prepares {version}")
+        await self._follow(self.prepares, self.prepare_s)
+        self.prepared = version
+
+    async def commit(self, version: int) -> LoadReport:
+        assert self.prepared == version, "only what was prepared"
+        assert not self.failed and (self.version is None or version > self.version)
         self.log.append(f"{self.name} loads {version}")
         self.failed = "overtaken" not in self.loads[:1]
-        await self._follow(self.loads, LOAD_S)
+        await self._follow(self.loads, self.load_s)
         self.failed = False
-        self.version = version
+        self.version, self.prepared = version, None
         self.log.append(f"{self.name} serves {version}")
-        return LoadReport(transfer_s=0.1, load_s=LOAD_S, stall_s=LOAD_S, prove_s=0.01, tensors_proved=3)
+        return LoadReport(
+            transfer_s=0.1, load_s=LOAD_S, commit_s=LOAD_S, stall_s=LOAD_S, prove_s=0.01, tensors_proved=3
+        )
 
     async def leave(self) -> None:
         self.working = False
 
     async def end(self) -> None:
         assert not self.working
-        self.version = None
+        self.version = self.prepared = None
 
     async def start(self) -> None:
         await self._follow(self.restarts, RESTART_S)
@@ -79,7 +96,8 @@ class Replica:
         step = script.pop(0) if script else "ok"
         words = {"hang": FOREVER_S, "ok": seconds, "raise": seconds, "overtaken": seconds}
         seconds = words[step] if step in words else float(step)
-        await asyncio.sleep(seconds)
+        if seconds:
+            await asyncio.sleep(seconds)
         if step in ("raise", "overtaken"):
             raise ProofError(f"{self.name}: other values")
 
@@ -91,7 +109,7 @@ def distribute(
     **more: Any,
 ) -> Fleet:
     deadlines: dict[str, Any] = {
-        "max_concurrent_loads": lambda consumers: max_concurrent_loads,
+        "max_concurrent_loads": lambda consumers, commit_s: max_concurrent_loads,
         "load_timeout_s": LOAD_TIMEOUT_S,
         "restart_timeout_s": RESTART_TIMEOUT_S,
         "grace_s": GRACE_S,

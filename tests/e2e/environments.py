@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An environment of whole jobs that fails: each kind of failure once for each board that is meant to fail."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from recipe.async_pipeline.agents.environment import Step
+from recipe.async_pipeline.agents.frozen_lake import FrozenLake
+
+KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "exits")
+ONE_IN = 8
+"""Boards whose seed modulo this is the index of a kind fail, the others do not."""
+
+
+class FailingLake(FrozenLake):
+    """The first episode on a board that gets there fails; the others, and its next attempt, do not."""
+
+    def __init__(self, *, marks: str, **kwargs: Any) -> None:
+        """`marks`: a folder with one file for each failure."""
+        super().__init__(**kwargs)
+        self._marks, self._seed = Path(marks), 0
+
+    def reset(self, seed: int, **task: Any) -> str:
+        self._seed = seed
+        if self._fails("reset_raises"):
+            raise RuntimeError("no such board")
+        if self._fails("reset_hangs"):
+            time.sleep(1000)
+        return super().reset(seed, **task)
+
+    def step(self, text: str) -> Step:
+        if self._fails("step_raises"):
+            raise RuntimeError("the ice is gone")
+        if self._fails("step_hangs"):
+            time.sleep(1000)
+        if self._fails("dies"):
+            os._exit(1)
+        if self._fails("exits"):
+            raise SystemExit(3)
+        return super().step(text)
+
+    def _fails(self, kind: str) -> bool:
+        if self._seed % ONE_IN != KINDS.index(kind):
+            return False
+        try:
+            (self._marks / f"{kind}-{self._seed}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True

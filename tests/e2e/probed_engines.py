@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines without verl and Ray, with the same few methods."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from recipe.async_pipeline.core.items import LoadReport
+from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine
+
+EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
+PIECE_BYTES = 1 << 16
+
+
+class ProbedEngine(Protocol):
+    """One engine that serves versions."""
+
+    versioned: VersionedEngine[Any, Any]
+
+    async def stage(self, manifest: bytes) -> list[str]: ...
+
+    async def load(self, manifest: bytes) -> Loaded: ...
+
+    async def answer(
+        self, prompt: list[int], tokens: int, temperature: float = 0.0
+    ) -> tuple[list[int], list[float]]:
+        """Return tokens, by default the likeliest, and their log-probs."""
+
+    async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        """Return the log-probs of tokens that follow a prompt."""
+
+    def shutdown(self) -> None: ...
+
+
+class Vllm:
+    def __init__(self, model_dir: str, max_len: int) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import serve_versions
+        from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
+
+        args = AsyncEngineArgs(
+            model_dir,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=max_len,
+            worker_extension_cls=EXTENSION,
+            distributed_executor_backend=IN_PROCESS,
+            seed=0,
+        )
+        self._engine = AsyncLLM.from_engine_args(args)
+        self.versioned = serve_versions(self._engine)
+
+    async def stage(self, manifest: bytes) -> list[str]:
+        boards: list[str] = await self._engine.collective_rpc("stage_snapshot", 60.0, (manifest,))
+        return boards
+
+    async def load(self, manifest: bytes) -> Loaded:
+        from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import progress_by_name
+
+        core = self._engine.engine_core
+        reports, progress = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, 60.0)
+        return Loaded([LoadReport(**report) for report in reports], progress_by_name(progress))
+
+    async def answer(
+        self, prompt: list[int], tokens: int, temperature: float = 0.0
+    ) -> tuple[list[int], list[float]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, logprobs=0)
+        asked = self._engine.generate({"prompt_token_ids": prompt}, params, request_id=uuid.uuid4().hex)
+        part = [output.outputs[0] async for output in asked if output.outputs][-1]
+        chosen = [entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)]
+        return list(part.token_ids), chosen
+
+    async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        whole = [*prompt, *tokens]
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        asked = self._engine.generate({"prompt_token_ids": whole}, params, request_id=uuid.uuid4().hex)
+        found = [output async for output in asked][-1].prompt_logprobs
+        return [found[at][whole[at]].logprob for at in range(len(prompt), len(whole))]
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+class SGLang:
+    def __init__(self, model_dir: str, max_len: int, **arguments: Any) -> None:
+        from recipe.async_pipeline.verl_bridge.rollout.sglang import scheduler
+        from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import cpu_arguments
+        from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import serve_versions
+
+        # Only now: this package's stubs must be in place.
+        from sglang.srt.entrypoints.engine import Engine  # isort: skip
+        from sglang.utils import TypeBasedDispatcher  # isort: skip
+
+        class Ours(Engine):  # type: ignore[misc]
+            run_scheduler_process_func = staticmethod(scheduler.run_scheduler_process)
+            run_detokenizer_process_func = staticmethod(scheduler.run_detokenizer_process)
+
+        self._engine = Ours(
+            model_path=model_dir,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            mem_fraction_static=0.3,
+            disable_cuda_graph=True,
+            context_length=max_len,
+            **cpu_arguments(arguments, 64, max_len),
+        )
+        self._served = serve_versions(self._engine.tokenizer_manager, TypeBasedDispatcher)
+        self.versioned = self._served.versioned
+
+    async def stage(self, manifest: bytes) -> list[str]:
+        boards: list[str] = await self._served.calls.call("stage", manifest)
+        return boards
+
+    async def load(self, manifest: bytes) -> Loaded:
+        return await self._served.load(manifest, PIECE_BYTES)
+
+    async def answer(
+        self, prompt: list[int], tokens: int, temperature: float = 0.0
+    ) -> tuple[list[int], list[float]]:
+        params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+        output = await self._ask(prompt, params)
+        return list(output["output_ids"]), [one[0] for one in output["meta_info"]["output_token_logprobs"]]
+
+    async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
+        params = {"temperature": 0, "max_new_tokens": 1}
+        output = await self._ask([*prompt, *tokens], params, logprob_start_len=0)
+        return [one[0] for one in output["meta_info"]["input_token_logprobs"][len(prompt) :]]
+
+    async def _ask(self, prompt: list[int], params: dict[str, Any], **more: Any) -> dict[str, Any]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            rid=uuid.uuid4().hex, input_ids=prompt, sampling_params=params, return_logprob=True, **more
+        )
+        asked = self._engine.tokenizer_manager.generate_request(request, None)
+        output: dict[str, Any] = [one async for one in asked][-1]
+        return output
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+ENGINES: dict[str, Callable[[str, int], ProbedEngine]] = {"vllm": Vllm, "sglang": SGLang}

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole jobs with SGLang's real engine: they train as with vLLM, and survive the death of its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.observe.ledger_file import audit_file
+from tests.e2e.job import (
+    Event,
+    Job,
+    check_clean_end,
+    check_events,
+    kill_process_named,
+    processes_of,
+    run_job,
+    smoke_command,
+)
+
+pytestmark = pytest.mark.e2e
+SGLANG = "actor_rollout_ref.rollout.name=sglang"
+KL_MAX = 0.005
+"""Of one policy between the trainer's log-probs and the engine's."""
+GAIN = 0.15
+STRATEGIES = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 2, "fully_async": 3}
+BACK = "serves again, version "
+
+
+def train(task: Path, folder: Path, strategy: str, steps: int) -> Job:
+    lag = STRATEGIES[strategy]
+    more = [f"trainer.v1.async_pipeline.staleness.max_lag={lag}"] if lag > 1 else []
+    command = smoke_command(
+        SGLANG,
+        f"async_strategy={strategy}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.v1.async_pipeline.run_dir={folder}",
+        *more,
+    )
+    return run_job(command, folder, task)
+
+
+def test_sglang_trains_on_policy(tied_task: Path, tmp_path: Path) -> None:
+    job = train(tied_task, tmp_path / "run", "on_policy", 5)
+    summary = check_clean_end(job, "on_policy", 0, 5)
+    check_events(job)
+    assert summary["rollout_corr_kl_max"] <= KL_MAX
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_reward_grows_with_every_strategy(tied_task: Path, tmp_path: Path, strategy: str) -> None:
+    job = train(tied_task, tmp_path / "run", strategy, 60)
+    summary = check_clean_end(job, strategy, STRATEGIES[strategy], 60)
+    check_events(job)
+    assert summary["reward_last"] - summary["reward_first"] >= GAIN
+
+
+@pytest.mark.nightly
+def test_replicas_that_die_or_hang_come_back(tied_task: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def signal_one(sent: signal.Signals) -> None:
+        engines = [line for line in processes_of(run_dir) if "sglang::scheduler" in line]
+        assert len(engines) == 2
+        os.kill(int(engines[0].partition(":")[0]), sent)
+
+    def kill_one(process: subprocess.Popen[str]) -> None:
+        signal_one(signal.SIGKILL)
+
+    def stop_one(process: subprocess.Popen[str]) -> None:
+        signal_one(signal.SIGSTOP)
+
+    def kill_servers(process: subprocess.Popen[str]) -> None:
+        kill_process_named("PipelineSGLangServer", run_dir)
+
+    def interrupt(process: subprocess.Popen[str]) -> None:
+        process.send_signal(signal.SIGINT)
+
+    command = smoke_command(
+        SGLANG,
+        "async_strategy=fully_async",
+        "trainer.total_training_steps=1000",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=3",
+        "trainer.v1.async_pipeline.weight_sync.timeout_s=20",
+        f"trainer.v1.async_pipeline.run_dir={run_dir}",
+    )
+    events = [
+        Event(" 4/1000", kill_one),
+        Event(BACK, stop_one),
+        Event(BACK, kill_servers),
+        Event(BACK),
+        Event(BACK, interrupt),
+    ]
+    job = run_job(command, run_dir, tied_task, events=events)
+    assert job.summary["status"] == "interrupted", job.output[-3000:]
+    assert audit_file(run_dir).violations == []
+    found = [event["event"] for event in job.events()]
+    assert found.count("FENCED") == found.count("REJOINED") == 4

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own block-scaled fp8 models on one rank of several, loaded as the real adapter loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+from recipe.async_pipeline.verl_bridge.rollout.served_layout import served_tensors
+from recipe.async_pipeline.verl_bridge.rollout.vllm.block_fp8 import BlockFp8
+from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
+from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected
+from recipe.async_pipeline.weight_sync.manifest import TensorEntry
+from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
+from tests.fakes.vllm_models import as_rank
+
+QUANTIZED = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "ignored_layers": [],
+}
+"""What verl's server asks of vLLM with `rollout.quantization=fp8`."""
+
+
+class Fp8Rank(RecordingAdapter):
+    """An adapter of a quantized model that vLLM built."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        super().__init__(torch.device("cpu"))
+        apply_vllm_quant_patches()
+        arguments = EngineArgs(
+            str(folder),
+            dtype="bfloat16",
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=size,
+            distributed_executor_backend="mp",
+            enforce_eager=True,
+            quantization="fp8",
+            hf_overrides={"quantization_config": QUANTIZED},
+        )
+        self.rank, self.size = rank, size
+        self.config = arguments.create_engine_config()
+        with pytest.MonkeyPatch.context() as patched, self._here():
+            # The kernel is chosen while the model is built; no product is computed here.
+            patched.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+            self.model: torch.nn.Module = initialize_model(self.config)
+            process_weights_after_loading(self.model, self.config.model_config, torch.device("cpu"))
+        self.model.requires_grad_(False)
+        for tensor in self.tensors().values():
+            tensor.view(torch.uint8).fill_(1)
+        self._table = served_layout(self.model)
+        runner = SimpleNamespace(model=self.model, vllm_config=self.config)
+        fp8 = BlockFp8.of(runner, self._table)
+        assert fp8 is not None
+        self._fp8 = fp8
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Let vLLM and verl believe that this is the rank's process."""
+        with (
+            set_current_vllm_config(self.config),
+            as_rank(self.rank, self.size),
+            pytest.MonkeyPatch.context() as patched,
+        ):
+            patched.setattr(torch.distributed, "get_rank", lambda: self.rank)
+            yield
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return dict(served_tensors(self.model))
+
+    def begin(self) -> None:
+        self._fp8.begin()
+
+    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        with self._here():
+            self._fp8.load(piece)
+
+    def finish(self) -> None:
+        pass
+
+    def computed(self) -> Sequence[Computed]:
+        return self._fp8.computed(self._layout, self.tensors())
+
+    def seal(self) -> None:
+        with self._here():
+            self._fp8.end()
+
+    def expected(self, entry: TensorEntry) -> Expected | None:
+        return self._table.expected(entry)

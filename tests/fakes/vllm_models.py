@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own models and loaders on one rank of several, without the other ranks and without an engine."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import transformers
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import AutoWeightsLoader
+
+from recipe.async_pipeline.verl_bridge.rollout.served_layout import served_tensors
+from recipe.async_pipeline.verl_bridge.rollout.vllm.adapter import keep_weights_unpacked
+from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
+from recipe.async_pipeline.weight_sync.engine_adapter import Expected
+from recipe.async_pipeline.weight_sync.manifest import TensorEntry
+from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
+
+
+class Group(SimpleNamespace):
+    """As much of a process group as models and loaders ask for."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(
+            rank_in_group=rank,
+            world_size=size,
+            is_first_rank=rank == 0,
+            is_last_rank=rank == size - 1,
+            device_group=SimpleNamespace(size=lambda: size, rank=lambda: rank),
+            device_communicator=None,
+        )
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """Let vLLM believe that this process is one rank of tensor and expert parallelism."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_TP", "_EP"):
+            patched.setattr(parallel_state, name, Group(rank, size))
+        for name in ("_PP", "_DP", "_PCP", "_DCP"):
+            patched.setattr(parallel_state, name, Group(0, 1))
+        yield
+
+
+class ModelRank(RecordingAdapter):
+    """An adapter of a model that vLLM built, with vLLM's loader and the tables of the real adapter."""
+
+    def __init__(self, folder: Path, rank: int, size: int, *, experts_apart: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        keep_weights_unpacked()
+        arguments = EngineArgs(
+            str(folder),
+            dtype="float32",
+            max_model_len=64,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=size,
+            enable_expert_parallel=experts_apart,
+            distributed_executor_backend="mp",
+            enforce_eager=True,
+        )
+        self.rank, self.size = rank, size
+        self.config = arguments.create_engine_config()
+        with set_current_vllm_config(self.config), as_rank(rank, size):
+            self.model: torch.nn.Module = initialize_model(self.config)
+        self.model.requires_grad_(False)
+        for parameter in self.model.parameters():
+            parameter.data.normal_()
+        self._table = served_layout(self.model)
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return dict(served_tensors(self.model))
+
+    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+        model: Any = self.model
+        with set_current_vllm_config(self.config), as_rank(self.rank, self.size):
+            model.load_weights(iter(list(piece)))
+
+    def finish(self) -> None:
+        pass
+
+    def seal(self) -> None:
+        pass
+
+    def expected(self, entry: TensorEntry) -> Expected | None:
+        return self._table.expected(entry)
+
+
+class PictureModel(torch.nn.Module):
+    """vLLM's Qwen2.5-VL: its mappers, its picture encoder and its loader around a language model."""
+
+    def __init__(self, classes: Any, language_model: torch.nn.Module, encoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.hf_to_vllm_mapper = classes.Qwen2_5_VLForConditionalGeneration.hf_to_vllm_mapper
+        self.packed_modules_mapping = classes.Qwen2_5_VLForConditionalGeneration.packed_modules_mapping
+        self.language_model, self.visual = language_model, encoder
+
+    def load_weights(self, weights: Any) -> Any:
+        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+
+
+ENCODER = transformers.Qwen2_5_VLConfig(
+    vision_config={
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 64,
+        "fullatt_block_indexes": [1],
+    }
+).vision_config
+
+
+class PictureRank(ModelRank):
+    """One rank of Qwen2.5-VL; vLLM's module is imported without torchvision, which it needs for videos."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        super().__init__(folder, rank, size)
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+                stub = MagicMock(__spec__=ModuleSpec("torchvision", None))
+                patched.setitem(sys.modules, f"torchvision{name}", stub)
+            classes = importlib.import_module("vllm.model_executor.models.qwen2_5_vl")
+        with set_current_vllm_config(self.config), as_rank(rank, size):
+            encoder = classes.Qwen2_5_VisionTransformer(ENCODER)
+        self.model = PictureModel(classes, self.model, encoder).requires_grad_(False)
+        self._table = served_layout(self.model)
+
+
+def encoder_weights(one_rank: PictureRank) -> dict[str, torch.Tensor]:
+    """What a trainer publishes of the picture encoder: attention fused, gate and up separately."""
+    weights = {}
+    for name, served in one_rank.model.visual.named_parameters():  # type: ignore[union-attr, operator]
+        values = torch.randn(served.shape)
+        if "gate_up_proj" in name:
+            for part, rows in zip(("gate", "up"), values.chunk(2), strict=True):
+                weights[f"model.visual.{name.replace('gate_up', part)}"] = rows
+        else:
+            weights[f"model.visual.{name}"] = values
+    return weights
+
+
+class DrafterRank(ModelRank):
+    """One rank of MiMo's drafter: one more layer, with an embedding and a head, and vLLM's mapper for it."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        super().__init__(folder, rank, size)
+        drafter = importlib.import_module("vllm.model_executor.models.mimo_mtp")
+        self.config.model_config.hf_config.num_nextn_predict_layers = 1
+        with set_current_vllm_config(self.config), as_rank(rank, size):
+            self.model = drafter.MiMoMTP(vllm_config=self.config)
+        self.model.requires_grad_(False)
+        for parameter in self.model.parameters():
+            parameter.data.normal_()
+        self._table = served_layout(self.model)
+
+
+def drafter_weights(one_rank: DrafterRank) -> dict[str, torch.Tensor]:
+    """What a trainer publishes of the drafter, by the names of its checkpoint."""
+    weights = {}
+    layers = one_rank.config.model_config.hf_config.num_hidden_layers
+    for name, served in one_rank.model.named_parameters():
+        published = name.replace(f"mtp_layers.{layers}.", "mtp_layers.0.").replace(".mtp_block.", ".")
+        for fused, parts in {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}.items():
+            if fused in published:
+                rows = one_rank.model.get_submodule(name.rpartition(".")[0]).output_sizes
+                for part, size in zip(parts, rows, strict=True):  # type: ignore[arg-type]
+                    weights[published.replace(fused, f"{part}_proj")] = torch.randn(size, *served.shape[1:])
+                break
+        else:
+            weights[published] = torch.randn(served.shape)
+    return weights
