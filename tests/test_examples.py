@@ -75,7 +75,7 @@ def test_the_lake_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType
         )
         task = Task({"messages": [], "seed": seed, "task": {}}, {})
         found = await runner.run(task, Policy(f"{server.url}/v1", session.keys.model))
-        if lake_agent.CLIENT is not None:  # one for all episodes of a process, so nobody else closes it
+        if lake_agent.CLIENT is not None:  # no episode closes it: it serves all
             await lake_agent.CLIENT.close()
         await server.stop()
         (row,) = session.rows()
