@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from ..core.threads import in_thread_of
 from ..errors import EnvironmentFailed
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
 
@@ -87,28 +88,7 @@ class ThreadHost:
         return bool(done) and not closing.cancelled() and closing.exception() is None
 
     async def _call(self, begin: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        caller = asyncio.get_running_loop()
-        result: asyncio.Future[Any] = caller.create_future()
-
-        def settle(value: Any, error: BaseException | None) -> None:
-            if result.cancelled():
-                return
-            if error is None:
-                result.set_result(value)
-            else:
-                result.set_exception(error)
-
-        def call() -> None:
-            value, raised = None, None
-            try:
-                value = self._loop.run_until_complete(begin())
-            except EnvironmentFailed as error:
-                raised = error
-            if not caller.is_closed():
-                caller.call_soon_threadsafe(settle, value, raised)
-
-        self._calls.put(call)
-        return await result
+        return await in_thread_of(self._calls.put, lambda: self._loop.run_until_complete(begin()))
 
     def _run(self) -> None:
         self._loop = asyncio.new_event_loop()

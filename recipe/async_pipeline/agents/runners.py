@@ -22,12 +22,12 @@ import re
 import shlex
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ..core.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
 from .commands import Finished, environment, run_command
 
@@ -102,7 +102,7 @@ class FunctionRunner:
             if inspect.iscoroutinefunction(self._function):
                 found = await self._function(dict(task.shown), policy)
             else:
-                found = await _in_thread(lambda: self._function(dict(task.shown), policy))
+                found = await in_new_thread(lambda: self._function(dict(task.shown), policy), "agent")
         except AgentFailed:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
@@ -194,30 +194,3 @@ def _reward(found: Any, error: type[Exception]) -> float | None:
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
         raise error(f"the reward must be a finite number, got {found!r}"[:500])
     return float(found)
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Return what `call` returns in a new thread, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, raised = None, None
-        try:
-            value = call()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
-            # A future cannot hold StopIteration, nor should exit() end the worker.
-            raised = AgentFailed(f"{type(error).__name__}: {error}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, raised)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return await result

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import shutil
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from pathlib import Path
 from ..agents.runners import is_function
 from ..errors import ConfigError
 from .agentic import AgenticConfig
+from .user_classes import find_module
 
 PACKAGES = ("starlette", "uvicorn")
 
@@ -29,7 +29,7 @@ def program_values(agentic: AgenticConfig) -> dict[str, str]:
         raise ConfigError(f"{path} requires {', '.join(PACKAGES)}; pip install async_pipeline[agentic]")
     values = {}
     if is_function(agentic.agent):
-        _require_function(agentic.agent, path)
+        find_module(agentic.agent, path)
     else:
         values[path] = runnable(agentic.agent, path)
     if agentic.verify is not None:
@@ -56,20 +56,3 @@ def runnable(command: str, path: str) -> str:
         )
     files = [str(Path(word).absolute()) if Path(word).exists() else word for word in words[1:]]
     return shlex.join([str(Path(program).absolute()), *files])
-
-
-def _require_function(target: str, path: str) -> None:
-    module = target.partition(":")[0]
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    except Exception as error:  # noqa: BLE001 - importing the parent packages may raise anything
-        raise ConfigError(
-            f"{path} names module {module!r}, whose package cannot be imported ({type(error).__name__}: "
-            f"{error}), got {target!r}; correct it"
-        ) from None
-    if found is None:
-        raise ConfigError(
-            f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH"
-        )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from ..core.schedule import Schedule
@@ -44,6 +45,24 @@ def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef 
     module, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f"{path} must read module:Class, got {target!r}; e.g. my_package.my_module:MyClass")
+    found = find_module(target, path)
+    if found.origin is None or not found.origin.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(found.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{path} names module {module!r}, which is not valid Python ({error}), got {target!r}; correct it"
+        ) from None
+    return _defined(name, tree, f"{path} names {target!r}", derived)
+
+
+def find_module(target: str, path: str) -> ModuleSpec:
+    """Return where the module of `module:name` is. It is not imported, but the packages that it is in are.
+
+    `path` is the config key, for errors. Raises ConfigError if there is no such module.
+    """
+    module = target.partition(":")[0]
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -58,16 +77,7 @@ def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef 
         raise ConfigError(
             f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH"
         )
-
-    if found.origin is None or not found.origin.endswith(".py"):
-        return None
-    try:
-        tree = ast.parse(Path(found.origin).read_bytes())
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"{path} names module {module!r}, which is not valid Python ({error}), got {target!r}; correct it"
-        ) from None
-    return _defined(name, tree, f"{path} names {target!r}", derived)
+    return found
 
 
 def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:

@@ -7,15 +7,12 @@ plain functions in the few threads of its event loop, so that some of them that 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import contextvars
-import threading
 from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any
 
 from ...core.deadline import within
+from ...core.threads import in_new_thread
 from ...errors import RolloutError
 from .episode_attempts import current_attempt
 
@@ -64,28 +61,4 @@ async def call_function(tool: Any, parameters: dict[str, Any]) -> Any:
     """
     if tool.is_async:
         return await tool.fn(**parameters)
-
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if result.cancelled():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, raised = None, None
-        try:
-            value = tool.fn(**parameters)
-        except BaseException as error:  # noqa: BLE001 - a tool may raise anything, SystemExit included
-            # A future does not take a StopIteration.
-            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, value, raised)
-
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name=f"tool {tool.name}", daemon=True).start()
-    return await result
+    return await in_new_thread(lambda: tool.fn(**parameters), f"tool {tool.name}")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that may block or hang, in a thread, awaited in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def in_new_thread(call: Callable[[], T], name: str) -> T:
+    """Return what `call` returns in a new thread, which does not keep the process from ending.
+
+    A thread that hangs is left behind when the caller is cancelled. Unlike a thread of an executor, it holds
+    up nothing else. Raises what `call` raises, SystemExit too.
+    """
+    context = contextvars.copy_context()
+
+    def start(run: Callable[[], None]) -> None:
+        threading.Thread(target=context.run, args=(run,), name=name, daemon=True).start()
+
+    return await in_thread_of(start, call)
+
+
+async def in_thread_of(start: Callable[[Callable[[], None]], object], call: Callable[[], T]) -> T:
+    """Return what `call` returns in the thread where `start` makes a function run.
+
+    Raises what `call` raises, and RuntimeError in place of a StopIteration, which no future can hold.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(returned: list[T], raised: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if raised is not None:
+            result.set_exception(raised)
+        else:
+            result.set_result(returned[0])
+
+    def run() -> None:
+        returned, raised = [], None
+        try:
+            returned.append(call())
+        except BaseException as error:  # noqa: BLE001 - exit() must reach the caller instead of the thread's end
+            raised = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(settle, returned, raised)
+
+    start(run)
+    return await result

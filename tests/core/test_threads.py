@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call in a thread: what it returns, raises, and leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from typing import Any, NoReturn
+
+import pytest
+
+from recipe.async_pipeline.core.threads import in_new_thread, in_thread_of
+
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
+
+
+def test_it_runs_in_a_daemon_with_the_name_and_the_context_of_the_caller() -> None:
+    def call() -> tuple[str, bool, str]:
+        thread = threading.current_thread()
+        return thread.name, thread.daemon, NAME.get()
+
+    async def test() -> None:
+        NAME.set("caller")
+        assert await in_new_thread(call, "tool t") == ("tool t", True, "caller")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (ValueError("bad"), "ValueError('bad')"),
+        (SystemExit(3), "SystemExit(3)"),
+        (StopIteration(), "RuntimeError('StopIteration()')"),
+    ],
+)
+def test_what_it_raises_reaches_the_caller(raised: BaseException, seen: str) -> None:
+    def call() -> NoReturn:
+        raise raised
+
+    async def test() -> None:
+        with pytest.raises((Exception, SystemExit)) as error:
+            await in_new_thread(call, "t")
+        assert repr(error.value) == seen
+
+    asyncio.run(test())
+
+
+def test_one_that_outlasts_its_caller_and_the_loop_ends_in_silence(
+    recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its result goes nowhere: the caller was cancelled, and then the loop was closed."""
+    failures: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    release, threads = threading.Event(), []
+
+    async def test() -> None:
+        loop, began = asyncio.get_running_loop(), asyncio.Event()
+
+        def call() -> None:
+            threads.append(threading.current_thread())
+            loop.call_soon_threadsafe(began.set)
+            assert release.wait(30)
+
+        waiting = asyncio.ensure_future(in_new_thread(call, "t"))
+        await began.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(test())
+    release.set()
+    threads[0].join(30)
+    assert not threads[0].is_alive() and not failures and not recwarn.list
+
+
+def test_a_result_for_a_cancelled_caller_is_dropped_while_the_loop_runs() -> None:
+    calls: list[Any] = []
+
+    async def test() -> None:
+        waiting = asyncio.ensure_future(in_thread_of(calls.append, lambda: 1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        calls[0]()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(test(), debug=True)
