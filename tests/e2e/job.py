@@ -40,6 +40,10 @@ def smoke_command(*overrides: str, pipeline: bool = True) -> list[str]:
     return [sys.executable, "-m", "verl.trainer.main_ppo", *config, *switch, *overrides]
 
 
+Action = Callable[[subprocess.Popen[str]], None]
+"""Something done to a running job."""
+
+
 @dataclass
 class Job:
     """A finished job."""
@@ -68,7 +72,7 @@ class Event(NamedTuple):
     """Something done to a job when its output holds `text`."""
 
     text: str
-    do: Callable[[subprocess.Popen[str]], None] = lambda process: None
+    do: Action = lambda process: None
 
 
 def run_job(
@@ -153,9 +157,35 @@ def processes_of(run_dir: Path) -> list[str]:
     return [f"{found.pid}: {found.command[:120]}" for found in processes_with(MARK, str(run_dir))]
 
 
-def kill_process_named(part: str, run_dir: Path) -> None:
-    """SIGKILL every process of a job whose command line holds `part`; there is one."""
-    found = [line for line in processes_of(run_dir) if part in line.partition(": ")[2]]
-    assert found, f"no process of the job is called {part}"
-    for line in found:
-        os.kill(int(line.partition(": ")[0]), signal.SIGKILL)
+def pids_named(part: str, run_dir: Path) -> list[int]:
+    """Return the pids of the processes of a job whose command line contains `part`."""
+    lines = [line.partition(": ") for line in processes_of(run_dir)]
+    return [int(pid) for pid, _, command in lines if part in command]
+
+
+def kill_all(part: str, run_dir: Path) -> Action:
+    """Return the SIGKILL of every process of a job whose command line contains `part`; there is one."""
+
+    def kill(process: subprocess.Popen[str]) -> None:
+        found = pids_named(part, run_dir)
+        assert found, f"no process of the job is called {part}"
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def signal_one_of_two(part: str, run_dir: Path, sent: signal.Signals) -> Action:
+    """Return the signal to the first of the two processes of a job whose command line contains `part`."""
+
+    def send(process: subprocess.Popen[str]) -> None:
+        found = pids_named(part, run_dir)
+        assert len(found) == 2
+        os.kill(found[0], sent)
+
+    return send
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """Press Ctrl-C."""
+    process.send_signal(signal.SIGINT)

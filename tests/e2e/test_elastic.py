@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from itertools import groupby
@@ -16,7 +15,7 @@ import pytest
 from recipe.async_pipeline.core.event_audit import audit_events
 from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.e2e.conftest import StartNodes
-from tests.e2e.job import ROOT, Event, processes_of, run_job, smoke_command
+from tests.e2e.job import ROOT, Event, interrupt, processes_of, run_job, smoke_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
@@ -65,7 +64,7 @@ def test_a_replica_joins_on_a_new_node_and_others_leave_and_come(
             Event("replica 2 has joined and serves version "),
             *[Event("/1000 ") for _ in range(3)],
             Event("/1000 ", lambda process: replicas()),
-            Event("/1000 ", lambda process: process.send_signal(signal.SIGINT)),
+            Event("/1000 ", interrupt),
         ],
     )
     assert job.ended_after_event_s is not None, job.output[-3000:]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,12 @@ from tests.e2e.job import (
     Event,
     Job,
     check_clean_end,
-    kill_process_named,
+    interrupt,
+    kill_all,
+    pids_named,
     processes_of,
     run_job,
+    signal_one_of_two,
     smoke_command,
 )
 
@@ -101,27 +105,7 @@ def test_a_log_prob_that_is_no_number_names_the_replica_and_its_version(
 @pytest.mark.nightly
 def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-
-    def signal_one(sent: signal.Signals) -> None:
-        engines = [line for line in processes_of(run_dir) if "EngineCore" in line]
-        assert len(engines) == 2
-        os.kill(int(engines[0].partition(":")[0]), sent)
-
-    def kill_one(process: subprocess.Popen[str]) -> None:
-        signal_one(signal.SIGKILL)
-
-    def stop_one(process: subprocess.Popen[str]) -> None:
-        signal_one(signal.SIGSTOP)
-
-    def kill_all(process: subprocess.Popen[str]) -> None:
-        kill_process_named("EngineCore", run_dir)
-
-    def kill_servers(process: subprocess.Popen[str]) -> None:
-        kill_process_named("PipelineVLLMServer", run_dir)
-
-    def interrupt(process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)
-
+    signal_one = partial(signal_one_of_two, "EngineCore", run_dir)
     back = "serves again, version "
 
     job = run_job(
@@ -134,11 +118,11 @@ def test_replicas_that_die_or_hang_come_back_even_if_none_is_left(tied_task: Pat
         run_dir,
         tied_task,
         events=[
-            Event(" 4/1000", kill_one),
-            Event(back, stop_one),
-            Event(back, kill_all),
+            Event(" 4/1000", signal_one(signal.SIGKILL)),
+            Event(back, signal_one(signal.SIGSTOP)),
+            Event(back, kill_all("EngineCore", run_dir)),
             Event(back),
-            Event(back, kill_servers),
+            Event(back, kill_all("PipelineVLLMServer", run_dir)),
             Event(back),
             Event(back, interrupt),
         ],
@@ -168,9 +152,6 @@ def test_a_node_that_is_lost_and_replaced(tied_task: Path, tmp_path: Path, nodes
 
     def replace(process: subprocess.Popen[str]) -> None:
         cluster.add(1)
-
-    def interrupt(process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)
 
     job = run_job(
         [
@@ -242,23 +223,11 @@ def test_memory_is_flat_where_training_is_ten_times_slower_than_generation(
 def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 
-    def kill_logp(process: subprocess.Popen[str]) -> None:
-        kill_process_named("LogProbWorker", run_dir)
-
     def kill_reference(process: subprocess.Popen[str]) -> None:
         """verl gives it the name of the training worker, which is the one that has the arenas."""
-        workers = [int(line.partition(":")[0]) for line in processes_of(run_dir) if "WorkerDict" in line]
+        workers = pids_named("WorkerDict", run_dir)
         (reference,) = [pid for pid in workers if PREFIX not in Path(f"/proc/{pid}/maps").read_text()]
         os.kill(reference, signal.SIGKILL)
-
-    def kill_reward(process: subprocess.Popen[str]) -> None:
-        kill_process_named("RewardLoopWorker", run_dir)
-
-    def kill_agents(process: subprocess.Popen[str]) -> None:
-        kill_process_named("PushAgentLoopWorker", run_dir)
-
-    def interrupt(process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)
 
     job = run_job(
         [
@@ -272,11 +241,11 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
         run_dir,
         tied_task,
         events=[
-            Event(" 3/1000", kill_logp),
+            Event(" 3/1000", kill_all("LogProbWorker", run_dir)),
             Event("the workers of logp compute again", kill_reference),
-            Event("the workers of ref_logp compute again", kill_reward),
+            Event("the workers of ref_logp compute again", kill_all("RewardLoopWorker", run_dir)),
             *[Event("/1000 ") for _ in range(8)],
-            Event("/1000 ", kill_agents),
+            Event("/1000 ", kill_all("PushAgentLoopWorker", run_dir)),
             *[Event("/1000 ") for _ in range(8)],
             Event("/1000 ", interrupt),
         ],
@@ -302,9 +271,8 @@ def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) 
     run_dir = tmp_path / "run"
 
     def stop(process: subprocess.Popen[str]) -> None:
-        for line in processes_of(run_dir):
-            if "WorkerDict" in line:
-                os.kill(int(line.partition(":")[0]), signal.SIGSTOP)
+        for pid in pids_named("WorkerDict", run_dir):
+            os.kill(pid, signal.SIGSTOP)
 
     job = run_job(
         [*long_run(tmp_path), "trainer.v1.async_pipeline.faults.wait_timeout_s=40"],
@@ -337,18 +305,14 @@ def test_a_training_worker_that_dies(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     before = set(SHM_DIR.glob(f"{PREFIX}*"))
 
-    def kill(process: subprocess.Popen[str]) -> None:
-        kill_process_named("WorkerDict", run_dir)
-
-    job = run_job(long_run(tmp_path), run_dir, tied_task, events=[Event(" 3/1000", kill)])
+    job = run_job(
+        long_run(tmp_path), run_dir, tied_task, events=[Event(" 3/1000", kill_all("WorkerDict", run_dir))]
+    )
     check_ended(job, "ActorDiedError")
     assert set(SHM_DIR.glob(f"{PREFIX}*")) <= before
 
 
 def test_ctrl_c_while_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:
-    def interrupt(process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)
-
     # Adapters alone are trained here, and published without their base.
     adapters = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto"]
     job = run_job(

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,10 @@ from tests.e2e.job import (
     Job,
     check_clean_end,
     check_events,
-    kill_process_named,
-    processes_of,
+    interrupt,
+    kill_all,
     run_job,
+    signal_one_of_two,
     smoke_command,
 )
 
@@ -63,24 +63,7 @@ def test_the_reward_grows_with_every_strategy(tied_task: Path, tmp_path: Path, s
 @pytest.mark.nightly
 def test_replicas_that_die_or_hang_come_back(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-
-    def signal_one(sent: signal.Signals) -> None:
-        engines = [line for line in processes_of(run_dir) if "sglang::scheduler" in line]
-        assert len(engines) == 2
-        os.kill(int(engines[0].partition(":")[0]), sent)
-
-    def kill_one(process: subprocess.Popen[str]) -> None:
-        signal_one(signal.SIGKILL)
-
-    def stop_one(process: subprocess.Popen[str]) -> None:
-        signal_one(signal.SIGSTOP)
-
-    def kill_servers(process: subprocess.Popen[str]) -> None:
-        kill_process_named("PipelineSGLangServer", run_dir)
-
-    def interrupt(process: subprocess.Popen[str]) -> None:
-        process.send_signal(signal.SIGINT)
-
+    signal_one = partial(signal_one_of_two, "sglang::scheduler", run_dir)
     command = smoke_command(
         SGLANG,
         "async_strategy=fully_async",
@@ -91,9 +74,9 @@ def test_replicas_that_die_or_hang_come_back(tied_task: Path, tmp_path: Path) ->
         f"trainer.v1.async_pipeline.run_dir={run_dir}",
     )
     events = [
-        Event(" 4/1000", kill_one),
-        Event(BACK, stop_one),
-        Event(BACK, kill_servers),
+        Event(" 4/1000", signal_one(signal.SIGKILL)),
+        Event(BACK, signal_one(signal.SIGSTOP)),
+        Event(BACK, kill_all("PipelineSGLangServer", run_dir)),
         Event(BACK),
         Event(BACK, interrupt),
     ]
