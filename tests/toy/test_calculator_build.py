@@ -9,14 +9,8 @@ import pytest
 
 from recipe.async_pipeline.toy.build import ensure_toy
 from recipe.async_pipeline.toy.calculator import CalculatorTask
-from recipe.async_pipeline.toy.calculator_build import (
-    TOOLS,
-    CalculatorSpec,
-    calculator_rows,
-    fill_calculator,
-)
+from recipe.async_pipeline.toy.calculator_build import DATA_SOURCE, TOOLS, CalculatorSpec
 from recipe.async_pipeline.toy.model import ModelSpec
-from recipe.async_pipeline.toy.task import Problem
 from recipe.async_pipeline.toy.warmup import WarmupSpec
 
 SMALL = CalculatorSpec(
@@ -28,10 +22,14 @@ SMALL = CalculatorSpec(
 )
 
 
-def test_a_row_has_its_sum() -> None:
-    (row,) = calculator_rows([Problem(12, 34)], "train")
-    assert row["prompt"] == [{"role": "user", "content": "12+34="}]
-    assert row["reward_model"] == {"style": "rule", "ground_truth": "46"}
+def test_the_rows_are_the_task_s_sums(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    SMALL.write_data(tmp_path)
+    rows = parquet.read_table(tmp_path / "val.parquet").to_pylist()
+    assert [row["data_source"] for row in rows] == [DATA_SOURCE] * 4
+    held_out = SMALL.task.problems(SMALL.seed)[1]
+    assert [row["prompt"][0]["content"] for row in rows] == [problem.prompt for problem in held_out]
+    assert [row["reward_model"]["ground_truth"] for row in rows] == [one.answer for one in held_out]
 
 
 def test_other_parameters_make_another_directory() -> None:
@@ -41,7 +39,7 @@ def test_other_parameters_make_another_directory() -> None:
 @pytest.mark.real_engine
 def test_it_is_made_once_with_its_tool_and_reward(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    made = ensure_toy(SMALL, tmp_path, report=lambda line: None, fill=fill_calculator)
+    made = ensure_toy(SMALL, tmp_path, report=lambda line: None)
     assert all(Path(str(made.as_dict()[name])).exists() for name in ("model", "train", "val", "reward"))
     assert (made.dir / "tools.py").read_text() == TOOLS.read_text()
-    assert ensure_toy(SMALL, tmp_path, report=lambda line: None, fill=fill_calculator) == made
+    assert ensure_toy(SMALL, tmp_path, report=lambda line: None) == made

@@ -9,7 +9,7 @@ import pytest
 
 from recipe.async_pipeline.toy.build import ToySpec, ensure_toy
 from recipe.async_pipeline.toy.lake import LakeTask
-from recipe.async_pipeline.toy.lake_build import LakeSpec, fill_lake, lake_rows
+from recipe.async_pipeline.toy.lake_build import LakeSpec, lake_rows
 from recipe.async_pipeline.toy.model import ModelSpec
 from recipe.async_pipeline.toy.warmup import WarmupSpec
 
@@ -42,8 +42,8 @@ def test_other_parameters_make_another_directory() -> None:
 def test_it_is_made_once_and_has_no_reward_rule(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     said: list[str] = []
-    made = ensure_toy(SMALL, tmp_path, report=said.append, fill=fill_lake)
+    made = ensure_toy(SMALL, tmp_path, report=said.append)
     assert "reward" not in made.as_dict()
     assert all(Path(str(made.as_dict()[name])).exists() for name in ("model", "train", "val"))
     count = len(said)
-    assert ensure_toy(SMALL, tmp_path, report=said.append, fill=fill_lake) == made and len(said) == count
+    assert ensure_toy(SMALL, tmp_path, report=said.append) == made and len(said) == count

@@ -24,7 +24,7 @@ from ..soak.job import SoakJob
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
 from ..toy.build import Toy, ToySpec, ensure_toy
-from ..toy.calculator_build import CalculatorSpec, fill_calculator
+from ..toy.calculator_build import CalculatorSpec
 
 ENGINES = ("vllm", "sglang")
 MIN_MINUTES = 1.0
@@ -139,11 +139,11 @@ def _task_of(name: Task, say: Callable[[str], None]) -> Toy:
     root = Path(".cache/toy").resolve()
     if name == "lake":
         # The only task that needs gymnasium, an optional package.
-        from ..toy.lake_build import LakeSpec, fill_lake
+        from ..toy.lake_build import LakeSpec
 
-        return ensure_toy(LakeSpec(), root, report=say, fill=fill_lake)
+        return ensure_toy(LakeSpec(), root, report=say)
     if name == "calculator":
-        return ensure_toy(CalculatorSpec(), root, report=say, fill=fill_calculator)
+        return ensure_toy(CalculatorSpec(), root, report=say)
     return ensure_toy(ToySpec.of(seed=0, tied=True), root, report=say)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from recipe.async_pipeline.console import echo
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.toy.build import ToySpec, ensure_toy
+from recipe.async_pipeline.toy.build import Spec, ToySpec, ensure_toy
 from recipe.async_pipeline.toy.model import ModelSpec
 
 DEFAULT_ROOT = Path(".cache") / "toy"
@@ -63,20 +63,20 @@ def run(args: argparse.Namespace) -> int:
     root, report = args.root.resolve(), partial(echo, file=sys.stderr)
     if args.task != "addition" and args.model != "dense":
         raise ConfigError(f"--model must be dense with --task {args.task}, got {args.model}; leave it out")
-    if args.task == "lake":
-        # The only task that needs gymnasium, an optional package.
-        from recipe.async_pipeline.toy.lake_build import LakeSpec, fill_lake
-
-        lake = LakeSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
-        toy = ensure_toy(lake, root, report=report, fill=fill_lake)
-    elif args.task == "calculator":
-        from recipe.async_pipeline.toy.calculator_build import CalculatorSpec, fill_calculator
-
-        calculator = CalculatorSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
-        toy = ensure_toy(calculator, root, report=report, fill=fill_calculator)
-    else:
-        toy = ensure_toy(
-            ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe"), root, report=report
-        )
+    toy = ensure_toy(_spec_of(args), root, report=report)
     echo(json.dumps(toy.as_dict(), indent=2) if args.as_json else str(toy.dir))
     return 0
+
+
+def _spec_of(args: argparse.Namespace) -> Spec:
+    """Return the parameters of the task that the arguments choose."""
+    if args.task == "lake":
+        # The only task that needs gymnasium, an optional package.
+        from recipe.async_pipeline.toy.lake_build import LakeSpec
+
+        return LakeSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
+    if args.task == "calculator":
+        from recipe.async_pipeline.toy.calculator_build import CalculatorSpec
+
+        return CalculatorSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
+    return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")

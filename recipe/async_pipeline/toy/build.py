@@ -14,32 +14,69 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from recipe.async_pipeline.toy.data import write_parquet
 from recipe.async_pipeline.toy.model import ModelSpec, MoeModelSpec
-from recipe.async_pipeline.toy.task import TaskSpec
-from recipe.async_pipeline.toy.warmup import WarmupSpec
+from recipe.async_pipeline.toy.task import TaskSpec, split_problems
+from recipe.async_pipeline.toy.warmup import WarmupSpec, warm_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-# Increase it when the code produces a different result from the same parameters.
-FORMAT = 1
 MARKER = "toy.json"
 REWARD_FILE = Path(__file__).with_name("reward.py")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToySpec:
+class Spec(ABC):
+    """All parameters of a task: a subclass adds its own, and knows its data and its warm-up."""
+
+    kind: ClassVar[str]
+    """First word of the name of the directory."""
+    reward: ClassVar[Path | None]
+    """The file of the reward rule; None if the task needs no rule."""
+    format: ClassVar[int] = 1
+    """To be increased when the code produces a different result from the same parameters."""
+
+    seed: int = 0
+    model: ModelSpec = field(default_factory=ModelSpec)
+
+    @abstractmethod
+    def write_data(self, work: Path) -> None:
+        """Write `train.parquet` and `val.parquet`, and what else the task needs, into `work`."""
+
+    @abstractmethod
+    def warm_up(
+        self, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]
+    ) -> float:
+        """Train `model` in place; return the share of held-out prompts for which it succeeds."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Return all parameters and the format, as plain values."""
+        return {"format": self.format, **dataclasses.asdict(self)}
+
+    @property
+    def dir_name(self) -> str:
+        """Name of the directory: the parameters of most interest, then the hash of all."""
+        model = "tied" if self.model.tied else "untied"
+        model = f"moe-{model}" if isinstance(self.model, MoeModelSpec) else model
+        text = json.dumps(self.parameters(), sort_keys=True)
+        return f"{self.kind}-{model}-seed{self.seed}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToySpec(Spec):
     """All parameters of the addition task."""
 
+    kind: ClassVar[str] = "addition"
     reward: ClassVar[Path | None] = REWARD_FILE
-    seed: int = 0
+
     task: TaskSpec = field(default_factory=TaskSpec)
-    model: ModelSpec = field(default_factory=ModelSpec)
     warmup: WarmupSpec = field(default_factory=WarmupSpec)
 
     @classmethod
@@ -47,37 +84,18 @@ class ToySpec:
         """Return the default toy with the choices that the command offers."""
         return cls(seed=seed, model=MoeModelSpec(tied=tied) if moe else ModelSpec(tied=tied))
 
-    def parameters(self) -> dict[str, Any]:
-        """Return all parameters and the format, as plain values."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+    def write_data(self, work: Path) -> None:
+        """Write a row of each sum."""
+        split = split_problems(self.task, self.seed)
+        write_parquet(split.train, "train", work / "train.parquet")
+        write_parquet(split.val, "val", work / "val.parquet")
 
-    @property
-    def dir_name(self) -> str:
-        """Name of the directory: the parameters of most interest, then the hash of all."""
-        kind = "tied" if self.model.tied else "untied"
-        kind = f"moe-{kind}" if isinstance(self.model, MoeModelSpec) else kind
-        return dir_name_of(f"addition-{kind}-seed{self.seed}", self.parameters())
-
-
-class Spec(Protocol):
-    """All parameters of a task."""
-
-    @property
-    def reward(self) -> Path | None:
-        """The file of the reward rule; None if the task needs no rule."""
-
-    @property
-    def dir_name(self) -> str:
-        """Name of the directory, another one for other parameters."""
-
-    def parameters(self) -> dict[str, Any]:
-        """Return all parameters as plain values."""
-
-
-def dir_name_of(name: str, parameters: Mapping[str, Any]) -> str:
-    """Return the name of a directory, which contains a hash of all parameters."""
-    text = json.dumps(parameters, sort_keys=True)
-    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    def warm_up(
+        self, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]
+    ) -> float:
+        """Teach sums, then degrade the policy; return its accuracy on unseen sums."""
+        split = split_problems(self.task, self.seed)
+        return warm_up(model, tokenizer, split, self.warmup, seed=self.seed, report=report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +133,43 @@ class Toy:
 Fill = Callable[[Any, Path, Callable[[str], None]], float]
 
 
-def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None) -> Toy:
+def fill_toy(spec: Spec, work: Path, report: Callable[[str], None]) -> float:
+    """Make data, tokenizer and warmed-up model in `work`; the weights are saved in bf16, as they are served.
+
+    Returns the success of the policy before it is rounded to bf16. Takes about half a minute on two cores.
+    """
+    from recipe.async_pipeline.toy.model import make_model
+    from recipe.async_pipeline.toy.tokenizer import make_tokenizer
+
+    report(f"making {spec.dir_name}")
+    spec.write_data(work)
+    tokenizer = make_tokenizer()
+    model = make_model(spec.model, tokenizer, spec.seed)
+    success = spec.warm_up(model, tokenizer, report)
+    report(
+        f"warm-up done: success {success:.2f} on unseen prompts, degraded on purpose so that RL has "
+        "something to learn"
+    )
+
+    save_model(model, tokenizer, work / "model")
+    return success
+
+
+def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Save a model in bf16, with its tokenizer."""
+    import torch
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+    # A progress bar for one shard would clutter the report.
+    disable_progress_bar()
+    try:
+        model.to(torch.bfloat16).save_pretrained(path)
+    finally:
+        enable_progress_bar()
+    tokenizer.save_pretrained(path)
+
+
+def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: Fill = fill_toy) -> Toy:
     """Return the toy of `spec` under `root`; make it first if it is absent or incomplete.
 
     Two processes may do this at the same time: the first to finish wins and the other uses its result.
@@ -130,8 +184,7 @@ def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: F
     work = root / f".{spec.dir_name}.{uuid.uuid4().hex}.tmp"
     work.mkdir(parents=True)
     try:
-        make: Fill = fill or fill_toy
-        accuracy = make(spec, work, report)
+        accuracy = fill(spec, work, report)
         measured = Measured(accuracy_after_warmup=accuracy, seconds=round(time.monotonic() - started, 2))
         marker = {"parameters": spec.parameters(), "measured": dataclasses.asdict(measured)}
         (work / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
@@ -163,44 +216,3 @@ def _publish(work: Path, final: Path) -> Toy:
     toy = find_finished(final)
     assert toy is not None, f"{final} was just published and has no marker"
     return toy
-
-
-def fill_toy(spec: ToySpec, work: Path, report: Callable[[str], None]) -> float:
-    """Make data, tokenizer and warmed-up model in `work`; the weights are saved in bf16, as they are served.
-
-    Returns the accuracy of the policy before it is rounded to bf16. Takes about half a minute on two cores.
-    """
-    from recipe.async_pipeline.toy.data import write_parquet
-    from recipe.async_pipeline.toy.model import make_model
-    from recipe.async_pipeline.toy.task import split_problems
-    from recipe.async_pipeline.toy.tokenizer import make_tokenizer
-    from recipe.async_pipeline.toy.warmup import warm_up
-
-    report(f"making {spec.dir_name}")
-    split = split_problems(spec.task, spec.seed)
-    write_parquet(split.train, "train", work / "train.parquet")
-    write_parquet(split.val, "val", work / "val.parquet")
-    tokenizer = make_tokenizer()
-    model = make_model(spec.model, tokenizer, spec.seed)
-    accuracy = warm_up(model, tokenizer, split, spec.warmup, seed=spec.seed, report=report)
-    report(
-        f"warm-up done: accuracy {accuracy:.2f} on unseen sums, degraded on purpose so that RL has something "
-        "to learn"
-    )
-
-    save_model(model, tokenizer, work / "model")
-    return accuracy
-
-
-def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Save a model in bf16, with its tokenizer."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar
-
-    # A progress bar for one shard would clutter the report.
-    disable_progress_bar()
-    try:
-        model.to(torch.bfloat16).save_pretrained(path)
-    finally:
-        enable_progress_bar()
-    tokenizer.save_pretrained(path)

@@ -13,10 +13,10 @@ from recipe.async_pipeline.toy.tokenizer import prompt_messages
 DATA_SOURCE = "async_pipeline/addition"
 
 
-def make_row(problem: Problem, index: int, split_name: str) -> dict[str, Any]:
+def make_row(problem: Problem, index: int, split_name: str, data_source: str = DATA_SOURCE) -> dict[str, Any]:
     """Return one row: the chat prompt, the ground truth, and the row's index in its file."""
     return {
-        "data_source": DATA_SOURCE,
+        "data_source": data_source,
         "prompt": prompt_messages(problem),
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problem.answer},
@@ -24,9 +24,12 @@ def make_row(problem: Problem, index: int, split_name: str) -> dict[str, Any]:
     }
 
 
-def write_parquet(problems: Sequence[Problem], split_name: str, path: Path) -> None:
+def write_parquet(
+    problems: Sequence[Problem], split_name: str, path: Path, data_source: str = DATA_SOURCE
+) -> None:
     """Write one row per problem, in the given order. Replaces `path`."""
-    write_rows([make_row(problem, index, split_name) for index, problem in enumerate(problems)], path)
+    rows = [make_row(problem, index, split_name, data_source) for index, problem in enumerate(problems)]
+    write_rows(rows, path)
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
