@@ -135,8 +135,7 @@ def long_tail(facts: Facts) -> Advice | None:
 
 def slow_environment(facts: Facts) -> Advice | None:
     """Keep more responses open if the rollout's devices are idle while agent loops or tools are busy."""
-    idle = {pool: facts.share(pool, "wait_environment") for pool in facts.found.pools}
-    pool, share = max(idle.items(), key=lambda item: item[1])
+    pool, share = _largest_share(facts, "wait_environment")
     if share < 0.15:
         return None
 
@@ -151,39 +150,44 @@ def slow_environment(facts: Facts) -> Advice | None:
 
 def heavy_weights(facts: Facts) -> Advice | None:
     """Update weights less often if updates take much of a pool's time."""
-    shares = {pool: facts.share(pool, "sync") for pool in facts.found.pools}
-    pool, share = max(shares.items(), key=lambda item: item[1])
+    pool, share = _largest_share(facts, "sync")
     if share < 0.05:
         return None
-
-    half = facts.found.pools[pool].seconds["sync"] / 2
-    gain = facts.model.gain(facts.model.bound(work={pool: facts.model.work[pool] - half}))
 
     return Advice(
         rule="heavy_weights",
         finding=f"weight updates took {share:.0%} of pool {pool}'s time",
         change="set weight_sync.every=2, which publishes every other version"
         + (", or weight_sync.load_staging=device, which shortens the load" if pool != "train" else ""),
-        gain=gain if gain >= WORTH_IT else None,
+        gain=_gain_of_half(facts, pool, "sync"),
     )
 
 
 def frequent_validation(facts: Facts) -> Advice | None:
     """Validate less often if validation takes much of a pool's time."""
-    shares = {pool: facts.share(pool, "validation") for pool in facts.found.pools}
-    pool, share = max(shares.items(), key=lambda item: item[1])
+    pool, share = _largest_share(facts, "validation")
     if share < 0.10:
         return None
-
-    half = facts.found.pools[pool].seconds["validation"] / 2
-    gain = facts.model.gain(facts.model.bound(work={pool: facts.model.work[pool] - half}))
 
     return Advice(
         rule="frequent_validation",
         finding=f"validation took {share:.0%} of pool {pool}'s time",
         change="double trainer.test_freq, or validate on fewer prompts",
-        gain=gain if gain >= WORTH_IT else None,
+        gain=_gain_of_half(facts, pool, "validation"),
     )
+
+
+def _largest_share(facts: Facts, reason: str) -> tuple[str, float]:
+    """Return the pool that spends the largest share of its time for this reason, and the share."""
+    shares = {pool: facts.share(pool, reason) for pool in facts.found.pools}
+    return max(shares.items(), key=lambda item: item[1])
+
+
+def _gain_of_half(facts: Facts, pool: str, reason: str) -> float | None:
+    """Return what is gained if the pool spends half as much time for this reason; None if that is little."""
+    half = facts.found.pools[pool].seconds[reason] / 2
+    gain = facts.model.gain(facts.model.bound(work={pool: facts.model.work[pool] - half}))
+    return gain if gain >= WORTH_IT else None
 
 
 def separate_pool(facts: Facts) -> Advice | None:
