@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +126,20 @@ def fake_command(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(runner, "command_of", lambda entry, overrides: ["bash", "-c", script])
 
 
+def run_once(folder: Path, say: Callable[[str], None] = lambda line: None) -> None:
+    run_job(job_in(folder / "j", "verl_sync"), Workload(reason="r"), 1, folder, say)
+
+
 def test_a_failed_job_has_the_error_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "echo '  3.1 s  ValueError: no such model'; exit 3")
     with pytest.raises(JobFailed, match=r"status 3: ValueError: no such model; see .*job\.log"):
-        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
+        run_once(tmp_path)
 
 
 def test_a_job_without_steps_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_command(monkeypatch, "true")
     with pytest.raises(JobFailed, match="0 of 12 optimizer steps ended"):
-        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
+        run_once(tmp_path)
 
 
 def test_a_job_that_hangs_is_terminated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +148,7 @@ def test_a_job_that_hangs_is_terminated(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(runner, "EACH_LIMIT_S", 0.0)
     monkeypatch.setattr(runner, "WATCH_S", 0.01)
     with pytest.raises(JobFailed, match="still running after 0 s"):
-        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lambda line: None)
+        run_once(tmp_path)
 
 
 def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +157,7 @@ def test_progress_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(runner, "WATCH_S", 0.01)
     lines: list[str] = []
     with pytest.raises(JobFailed):
-        run_job(job_in(tmp_path / "j", "verl_sync"), Workload(reason="r"), 1, tmp_path, lines.append)
+        run_once(tmp_path, lines.append)
     assert "step 0 of 16" in lines[0]
 
 

@@ -28,6 +28,11 @@ def path(tmp_path: Path) -> str:
     return str(file)
 
 
+def simulate(path: str, strategy: str, *more: str) -> int:
+    """Simulate a strategy on eight devices; return the exit status."""
+    return main.main(["simulate", "--profile", path, "--devices", "8", "--strategy", strategy, *more])
+
+
 @pytest.mark.parametrize(("value", "current"), [("resume", "regenerate"), ("drop", "drop")])
 def test_the_former_name_of_an_option_is_an_error(
     value: str, current: str, capsys: pytest.CaptureFixture[str]
@@ -41,23 +46,7 @@ def test_the_former_name_of_an_option_is_an_error(
 
 
 def test_json_has_exactly_these_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main.main(
-            [
-                "simulate",
-                "--profile",
-                path,
-                "--devices",
-                "8",
-                "--strategy",
-                "one-step-off",
-                "--steps",
-                "16",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    assert simulate(path, "one-step-off", "--steps", "16", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert list(facts) == [
         "step_s",
@@ -105,17 +94,12 @@ def test_no_step_is_more_efficient_than_the_bound(capsys: pytest.CaptureFixture[
 def test_what_is_no_strategy_is_refused_as_explain_refuses_it(
     strategy: str, why: str, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["simulate", "--profile", path, "--devices", "8", "--strategy", strategy]) == 2
+    assert simulate(path, strategy) == EXIT_USERS
     assert why in capsys.readouterr().err
 
 
 def test_text_has_the_main_figures(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main.main(
-            ["simulate", "--profile", path, "--devices", "8", "--strategy", "n_step_ahead", "--steps", "20"]
-        )
-        == 0
-    )
+    assert simulate(path, "n_step_ahead", "--steps", "20") == 0
     output = capsys.readouterr().out
     for part in (
         "for tests",
@@ -139,25 +123,7 @@ def test_text_has_the_main_figures(path: str, capsys: pytest.CaptureFixture[str]
 def test_pools_are_parsed_like_an_override(
     written: str, path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main.main(
-            [
-                "simulate",
-                "--profile",
-                path,
-                "--devices",
-                "8",
-                "--strategy",
-                "one_step_off",
-                "--pools",
-                written,
-                "--steps",
-                "16",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    assert simulate(path, "one_step_off", "--pools", written, "--steps", "16", "--json") == 0
     assert set(json.loads(capsys.readouterr().out)["idle"]) == {"a", "b", "c"}
 
 

@@ -17,11 +17,11 @@ from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.items import Group, Prompt, StepBatch
-from recipe.async_pipeline.core.schedule import OldLogp
 from recipe.async_pipeline.core.stage import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.errors import ConfigError, StalenessViolation, WaitTimeout
+from tests.fakes.random_runs import ANSWER_TIMES, random_runs
 from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimTrainer
 
 
@@ -276,80 +276,23 @@ def test_values_and_critic_belong_together() -> None:
 
 @pytest.mark.slow
 @given(
-    max_lag=st.integers(0, 4),
-    steps=st.integers(1, 8),
-    groups=st.integers(1, 4),
-    times=st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0, 40.0]), min_size=1, max_size=12),
-    costs=st.fixed_dictionaries(
-        {
-            name: st.sampled_from([0.0, 0.5, 6.0])
-            for name in (
-                "logp",
-                "ref_logp",
-                "update",
-                "gather",
-                "publish",
-                "finish",
-                "assemble",
-                "validate",
-                "critic",
-            )
-        }
+    run=random_runs(
+        "logp", "ref_logp", "update", "gather", "publish", "finish", "assemble", "validate", "critic"
     ),
-    order=st.sampled_from(["drawn", "finished"]),
-    straggler=st.sampled_from(["wait", "regenerate", "drop"]),
-    share=st.sampled_from([0.5, 1.0]),
-    sync_every=st.integers(1, 5),
-    filtered_every=st.sampled_from([2, 3, 1000]),
-    places=st.sampled_from(LAYOUTS),
-    old=st.sampled_from(["trainer", "logp_pool", "rollout"]),
+    times=ANSWER_TIMES,
     refresh=st.integers(0, 3),
-    critic=st.booleans(),
 )
-def test_any_schedule_keeps_the_invariants(
-    max_lag: int,
-    steps: int,
-    groups: int,
-    times: list[float],
-    costs: dict[str, float],
-    order: Order,
-    straggler: str,
-    share: float,
-    sync_every: int,
-    filtered_every: int,
-    places: dict[str, str],
-    old: OldLogp,
-    refresh: int,
-    critic: bool,
-) -> None:
-    share = share if max_lag and groups > 1 else 1.0
-    # With fewer publications than this, no sample would be new enough.
-    sync_every = min(sync_every, max_lag + (share == 1))
-    if "logp" not in places or (old == "logp_pool" and max_lag == 0):
-        old = "trainer"
+def test_any_schedule_keeps_the_invariants(run: dict[str, Any], times: list[float], refresh: int) -> None:
     answers = count()
     trainer = SimTrainer(
-        max_lag=max_lag,
-        steps=steps,
-        groups=groups,
-        costs=costs,
-        answer_s=lambda step, index: times[next(answers) % len(times)],
-        order=order,
-        straggler=straggler,
-        oldest_share=share,
-        # A pool that computes under the trainer's own weights needs every version of them.
-        sync_every=1 if "logp" in places and old == "trainer" else sync_every,
-        places=places,
-        old=old,
-        refresh=refresh,
-        roles=WITH_CRITIC if critic else ALL_ROLES,
-        filtered=lambda uid: sum(uid.encode()) % filtered_every == 0 if filtered_every < 1000 else False,
+        **run, refresh=refresh, answer_s=lambda step, index: times[next(answers) % len(times)]
     )
+    steps, groups = run["steps"], run["groups"]
     flow, result = run_flow(trainer)
-    assert result.lag_max <= max_lag
+    assert result.lag_max <= run["max_lag"]
     assert result.groups_trained == steps * groups
     assert result.groups_drawn == steps * groups + result.groups_filtered + result.groups_expired
-    assert result.groups_expired == 0 or straggler == "drop"
+    assert result.groups_expired == 0 or run["straggler"] == "drop"
     assert len(trainer.cancelled) <= result.groups_expired + result.regenerated
     assert result.trajectories_trained == steps * groups * trainer.n
     assert [b.step for b in trainer.trained] == list(range(1, steps + 1))

@@ -15,96 +15,49 @@ from hypothesis import strategies as st
 
 from recipe.async_pipeline import AsyncTrainingFlow
 from recipe.async_pipeline.core.ledger_audit import audit, valid
-from recipe.async_pipeline.core.schedule import OldLogp
-from recipe.async_pipeline.core.untrained_groups import Order
 from recipe.async_pipeline.errors import ConservationError
 from tests.fakes.lives import Life, Records, check, lives, steps_of, written_and_read
-from tests.fakes.trainer import ALL_ROLES, LAYOUTS, WITH_CRITIC, SimCheckpoint, SimTrainer
+from tests.fakes.random_runs import ANSWER_TIMES, random_runs
+from tests.fakes.trainer import WITH_CRITIC, SimCheckpoint, SimTrainer
 
 
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(
-    max_lag=st.integers(0, 4),
-    steps=st.integers(2, 8),
-    groups=st.integers(1, 4),
-    times=st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0, 40.0]), min_size=1, max_size=12),
-    costs=st.fixed_dictionaries(
-        {
-            name: st.sampled_from([0.0, 0.5, 6.0])
-            for name in (
-                "draw",
-                "logp",
-                "ref_logp",
-                "update",
-                "gather",
-                "publish",
-                "finish",
-                "assemble",
-                "critic",
-                "save",
-                "restore",
-            )
-        }
+    run=random_runs(
+        "draw",
+        "logp",
+        "ref_logp",
+        "update",
+        "gather",
+        "publish",
+        "finish",
+        "assemble",
+        "critic",
+        "save",
+        "restore",
+        min_steps=2,
     ),
-    order=st.sampled_from(["drawn", "finished"]),
-    straggler=st.sampled_from(["wait", "regenerate", "drop"]),
-    share=st.sampled_from([0.5, 1.0]),
-    sync_every=st.integers(1, 5),
+    times=ANSWER_TIMES,
     save_every=st.integers(1, 3),
-    filtered_every=st.sampled_from([2, 3, 1000]),
-    places=st.sampled_from(LAYOUTS),
-    old=st.sampled_from(["trainer", "logp_pool", "rollout"]),
-    critic=st.booleans(),
     kills=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     lost=st.integers(0, 9),
 )
 def test_whenever_it_is_killed_no_prompt_is_lost_and_none_trained_twice(
-    max_lag: int,
-    steps: int,
-    groups: int,
-    times: list[float],
-    costs: dict[str, float],
-    order: Order,
-    straggler: str,
-    share: float,
-    sync_every: int,
-    save_every: int,
-    filtered_every: int,
-    places: dict[str, str],
-    old: OldLogp,
-    critic: bool,
-    kills: list[int],
-    lost: int,
+    run: dict[str, Any], times: list[float], save_every: int, kills: list[int], lost: int
 ) -> None:
-    share = share if max_lag and groups > 1 else 1.0
-    sync_every = min(sync_every, max_lag + (share == 1))
-    if "logp" not in places or (old == "logp_pool" and max_lag == 0):
-        old = "trainer"
-
     def make(resume: SimCheckpoint | None = None) -> SimTrainer:
         return SimTrainer(
-            max_lag=max_lag,
-            steps=steps,
-            groups=groups,
-            costs=costs,
+            **run,
             answer_s=lambda step, index: times[(step * 7 + index) % len(times)],
-            order=order,
-            straggler=straggler,
-            oldest_share=share,
-            sync_every=1 if "logp" in places and old == "trainer" else sync_every,
             save_every=save_every,
-            places=places,
-            old=old,
-            roles=WITH_CRITIC if critic else ALL_ROLES,
-            filtered=lambda uid: sum(uid.encode()) % filtered_every == 0 if filtered_every < 1000 else False,
             resume=resume,
         )
 
     last, ledger = lives(make, kills, lost)
-    check(audit(valid(ledger)), steps=steps, groups=groups, max_lag=max_lag)
-    assert last.flow.result().steps == steps
-    if order == "drawn" and straggler == "wait":
+    check(audit(valid(ledger)), steps=run["steps"], groups=run["groups"], max_lag=run["max_lag"])
+    assert last.flow.result().steps == run["steps"]
+    if run["order"] == "drawn" and run["straggler"] == "wait":
         _, undisturbed = lives(make, [])
         assert steps_of(ledger) == steps_of(undisturbed)
 

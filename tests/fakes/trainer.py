@@ -39,6 +39,22 @@ class SimCheckpoint(NamedTuple):
     critic: int
 
 
+def published(version: int, *, replicas: int = 1, failure: str = "") -> Publication:
+    """Return the report of an update whose sizes and times do not matter."""
+    return Publication(
+        version=version,
+        num_bytes=8,
+        gather_s=0.1,
+        transfer_s=0.1,
+        load_s=0.1,
+        stall_s=0.1,
+        busy_s=1e9,
+        tensors_proved=1,
+        replicas=replicas,
+        failure=failure,
+    )
+
+
 class SimTrainer:
     """Answers take `answer_s(step, index)` seconds, stages what `costs` says; `calls` records the order."""
 
@@ -272,18 +288,7 @@ class SimTrainer:
         await self._cost("publish", version)
         assert version > self.served, "versions only move forward"
         self.served = version
-        return Publication(
-            version=version,
-            num_bytes=8,
-            gather_s=0.1,
-            transfer_s=0.1,
-            load_s=0.1,
-            stall_s=0.1,
-            busy_s=1e9,
-            tensors_proved=1,
-            replicas=1,
-            failure="replica 0: it died" if self.failing(version) else "",
-        )
+        return published(version, failure="replica 0: it died" if self.failing(version) else "")
 
     def stepped(self, change: Change) -> None:
         self.changes.append(change)

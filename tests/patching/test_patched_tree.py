@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import PatchedVerlRequired, PatchError
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
+from recipe.async_pipeline.patching import patched_tree, series
 from recipe.async_pipeline.patching.unified_diff import format_diff
 from tests.fakes.patch_folder import APPLIED, HEADER, PRISTINE, contents, expected, write
 
@@ -97,11 +97,8 @@ def test_require_patched_names_file_state_and_remedy(tree: Path, folder: Path) -
     patched_tree.require_patched(tree, folder=folder)
 
 
-def test_the_real_series_on_the_published_verl(tmp_path: Path) -> None:
-    folder = series.patches_dir()
-    pin = verl_source.read_pin(folder)
-    verl_source.unpack(verl_source.fetch_sdist(folder), tmp_path, top=pin.stem)
-    root = tmp_path / pin.stem
+def test_the_real_series_on_the_published_verl(published_verl: Path) -> None:
+    folder, root = series.patches_dir(), published_verl
     published = contents(root)
     patched_tree.apply(root, folder=folder)
     started = time.perf_counter()

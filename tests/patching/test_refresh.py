@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.errors import PatchError
-from recipe.async_pipeline.patching import patched_tree, series, verl_source
+from recipe.async_pipeline.patching import patched_tree, series
 from recipe.async_pipeline.patching.refresh import refresh
 from tests.fakes.patch_folder import HEADER, PRISTINE, contents, expected, write
 
@@ -57,11 +57,8 @@ def test_refresh_of_an_unlisted_patch_names_the_listed(tree: Path, folder: Path)
         refresh("9.patch", tree, pristine=PRISTINE.get, folder=folder)
 
 
-def test_every_real_patch_is_what_refresh_would_write(tmp_path: Path) -> None:
-    folder = series.patches_dir()
-    pin = verl_source.read_pin(folder)
-    verl_source.unpack(verl_source.fetch_sdist(folder), tmp_path, top=pin.stem)
-    root = tmp_path / pin.stem
+def test_every_real_patch_is_what_refresh_would_write(published_verl: Path, tmp_path: Path) -> None:
+    folder, root = series.patches_dir(), published_verl
     published = contents(root)
     patched_tree.apply(root, folder=folder)
     copy = tmp_path / "patches"

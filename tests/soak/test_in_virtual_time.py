@@ -22,7 +22,7 @@ from recipe.async_pipeline.core.ledger_audit import audit, valid
 from recipe.async_pipeline.weight_sync.fleet import Fleet
 from recipe.async_pipeline.weight_sync.manifest import Ticket
 from tests.fakes.lives import Life, check, lives
-from tests.fakes.trainer import SimCheckpoint, SimTrainer
+from tests.fakes.trainer import SimCheckpoint, SimTrainer, published
 
 PREPARE_S, LOAD_S, RESTART_S, DEADLINE_S = 0.1, 0.1, 30.0, 20.0
 FOREVER_S = 1e6
@@ -129,18 +129,7 @@ class Hurt(SimTrainer):
         outcome = await self.fleet.publish(ticket)
         assert outcome.reports
         self.served = version
-        return Publication(
-            version=version,
-            num_bytes=8,
-            gather_s=0.1,
-            transfer_s=0.1,
-            load_s=0.1,
-            stall_s=0.1,
-            busy_s=1e9,
-            tensors_proved=1,
-            replicas=len(outcome.reports),
-            failure="; ".join(outcome.failures.values()),
-        )
+        return published(version, replicas=len(outcome.reports), failure="; ".join(outcome.failures.values()))
 
     async def watch(self) -> None:
         await self.fleet.watch()

@@ -39,8 +39,9 @@ def test_waits_for_the_gather_of_the_step_before_without_holding_the_devices(alo
     assert dict(run_virtual(main()).metrics) == {"logp": 2}
 
 
-def test_the_devices_are_free_while_it_waits_for_room(alone: MakeRole) -> None:
-    machine = alone("logp", SimTrainer(), room=1)
+@pytest.mark.parametrize("stage", ["logp", "ref_logp"])
+def test_the_devices_are_free_while_it_waits_for_room(alone: MakeRole, stage: str) -> None:
+    machine = alone(stage, SimTrainer(), room=1)
     machine.pipeline.versions.advance_gathered(0)
 
     async def main() -> None:

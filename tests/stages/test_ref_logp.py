@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import StepBatch
-from recipe.async_pipeline.core.state_machine import StageState
 from tests.fakes.trainer import SimTrainer
 from tests.stages.conftest import MakeRole
 
@@ -24,19 +21,3 @@ def test_runs_as_soon_as_the_batch_is_complete(alone: MakeRole) -> None:
         return batch
 
     assert dict(run_virtual(main()).metrics) == {"before": 1, "ref_logp": 9}
-
-
-def test_the_devices_are_free_while_it_waits_for_room(alone: MakeRole) -> None:
-    machine = alone("ref_logp", SimTrainer(), room=1)
-
-    async def main() -> None:
-        await machine.outputs[0].send("full")
-        await machine.inputs[0].send(StepBatch(step=1, groups=()))
-        task = asyncio.create_task(machine.run())
-        await asyncio.sleep(10)
-        assert machine.state is StageState.WAITING_OUTPUT
-        assert machine.pool is not None and machine.pool.holders == ()
-        task.cancel()
-        await asyncio.wait([task])
-
-    run_virtual(main())
