@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shard a model with FSDP2 over ranks of several hosts and gather it; each host has its own shared memory.
 
-Arguments: `host HOST HOSTS RANKS FOLDER` starts the ranks of one host, `rank RANK HOST HOSTS RANKS FOLDER` is
-one of them. The first rank of each host answers requests for its share on a socket in the folder.
+Arguments: HOST HOSTS RANKS FOLDER. Runs the ranks of one host, the first of which answers requests for its
+share on a socket in the folder.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from functools import partial
 from multiprocessing.connection import Listener
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_announcement
 from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
+from tests.fakes.forked_ranks import fork_ranks
 from tests.fakes.sharded_model import VERSIONS, make_model, train
 
 BUCKET_BYTES = 512
@@ -45,7 +45,7 @@ def serve(listener: Listener, ticket: Ticket) -> None:
                 client.send(sorted(path.name for path in SHM_DIR.glob(f"{PREFIX}*")))
 
 
-def run_rank(rank: int, host: int, hosts: int, count: int, folder: str) -> None:
+def run_rank(rank: int, *, host: int, hosts: int, count: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     mesh = init_device_mesh("cpu", (count,))
     model = make_model()
@@ -68,22 +68,9 @@ def run_rank(rank: int, host: int, hosts: int, count: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def run_host(host: int, hosts: int, count: int, folder: str) -> int:
-    """Run the ranks of a host; return the number that failed."""
-    of_host = count // hosts
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "rank", *map(str, (rank, host, hosts, count)), folder],
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(host * of_host, (host + 1) * of_host)
-    ]
-    return sum(process.wait() != 0 for process in processes)
-
-
 if __name__ == "__main__":
-    folder = sys.argv[-1]
-    numbers = [int(argument) for argument in sys.argv[2:-1]]
-    if sys.argv[1] == "host":
-        sys.exit(run_host(numbers[0], numbers[1], numbers[2], folder))
-    run_rank(numbers[0], numbers[1], numbers[2], numbers[3], folder)
+    host, hosts, count = map(int, sys.argv[1:4])
+    of_host = count // hosts
+    run = partial(run_rank, host=host, hosts=hosts, count=count, folder=sys.argv[4])
+    printed = fork_ranks(run, range(host * of_host, (host + 1) * of_host))
+    sys.exit("".join(printed.values()) or None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish the adapters of a model that FSDP2 shards, as one of several ranks. Arguments: RANK COUNT FILE.
+"""Publish the adapters of a model that FSDP2 shards, as one of several ranks.
 
 Each rank prints a line for each tensor that arrives elsewhere with other values.
 """
@@ -41,7 +41,8 @@ def whole(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in engine.module.state_dict().items()}
 
 
-def main(rank: int, count: int, file: str) -> None:
+def run_rank(rank: int, *, count: int, file: str) -> None:
+    """Run one of `count` ranks, which meet at `file`."""
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count)
     mesh = init_device_mesh("cpu", (count,))
     trained, copy = make_engine(mesh), make_engine(mesh)
@@ -79,7 +80,3 @@ def main(rank: int, count: int, file: str) -> None:
     ranks.barrier()
     writer.close()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shard a model with FSDP2 and gather it, as one of several ranks. Arguments: RANK COUNT FILE.
+"""Shard a model with FSDP2 and gather it, as one of several ranks.
 
 Rank 0 prints a line for each tensor whose gathered values differ.
 """
@@ -33,7 +33,8 @@ def load_back(model: torch.nn.Module, manifest: Manifest, version: int) -> None:
             sys.stdout.write(f"v{version} {name} was not loaded back: {whole}\n")
 
 
-def main(rank: int, count: int, file: str) -> None:
+def run_rank(rank: int, *, count: int, file: str) -> None:
+    """Run one of `count` ranks, which meet at `file`."""
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=count)
     mesh = (
         init_device_mesh("cpu", (count,))
@@ -78,7 +79,3 @@ def main(rank: int, count: int, file: str) -> None:
 
     writer.close()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -37,36 +38,30 @@ ENVIRONMENT = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "PY
 """Of a rank: its script imports the fakes, which no installed package has."""
 
 
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the ranks of each cell of `sharded_ranks.py` printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verl_bridge.sharded_ranks", str(tmp_path_factory.mktemp("meet"))],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: list(ranks.values()) for name, ranks in json.loads(done.stdout).items()}
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_fsdp2_ranks_gather_without_assembling(tmp_path: Path, count: int) -> None:
+def test_fsdp2_ranks_gather_without_assembling(printed: dict[str, list[str]], count: int) -> None:
     """Two ranks form one mesh of shards; four ranks form two replicas of two shards."""
-    run_ranks("sharded_gather.py", count, tmp_path)
+    assert printed[f"gather@{count}"] == [""] * count
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_adapters_are_published_without_their_base(tmp_path: Path, count: int) -> None:
-    run_ranks("sharded_adapters.py", count, tmp_path)
-
-
-def run_ranks(name: str, count: int, tmp_path: Path) -> None:
-    """Run a script once for each rank. Fails if one prints anything."""
-    script = str(REPOSITORY / "tests" / "verl_bridge" / name)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(count), str(tmp_path / "meet")],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-
-    for process in ranks:
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err[-3000:]
-        assert out == ""
+def test_adapters_are_published_without_their_base(printed: dict[str, list[str]], count: int) -> None:
+    assert printed[f"adapters@{count}"] == [""] * count
 
 
 # Several hosts.
@@ -107,7 +102,7 @@ def expected_version(model: torch.nn.Module, version: int) -> dict[str, torch.Te
 def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts: int, count: int) -> None:
     script = REPOSITORY / "tests" / "verl_bridge" / "gather_on_hosts.py"
     private = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-    python = [sys.executable, str(script), "host"]
+    python = [sys.executable, str(script)]
     processes = [
         subprocess.Popen(
             [
