@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recipe.async_pipeline.bench.arms import ARMS
 from recipe.async_pipeline.cli.main import SUBCOMMANDS, build_parser
 from tests import REPOSITORY
 
@@ -241,6 +242,24 @@ def test_a_wrong_command_would_be_found() -> None:
     assert wrong_commands("async-pipeline bench --workload a \\\n    --arms b") == []
     assert wrong_commands("async-pipeline summary RUN") == ["async-pipeline summary RUN"]
     assert wrong_commands("async-pipeline report RUN --jsno") == ["async-pipeline report RUN --jsno"]
+
+
+# Lists that must be complete.
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("docs/quickstart.md", SUBCOMMANDS),
+        ("docs/benchmarks.md", ARMS),
+        ("docs/benchmarks.md", [f"bench {name}" for name in options("bench")[1]]),
+        ("docs/index.md", [f"({path.name})" for path in DOCS.glob("*.md") if path.name != "index.md"]),
+        ("README.md", [f"(docs/{path.name})" for path in DOCS.glob("*.md") if path.name != "index.md"]),
+    ],
+)
+def test_a_page_that_lists_things_names_all_of_them(page: str, names: Iterable[str]) -> None:
+    text = text_of(page)
+    assert [name for name in names if name not in text] == []
 
 
 # The site.
