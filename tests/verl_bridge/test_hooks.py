@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(package, name, module, raising=False)
 
-    replace(bridge, "launch", "prepare", "start_sample_store")
+    replace(bridge, "launch", "prepare", "check_cluster", "start_sample_store")
     replace(bridge, "interrupts", "wait_for")
     replace(trainer, "registration", "begin")
     return made
@@ -110,6 +110,7 @@ def test_a_pipeline_run_is_begun_and_awaited(calls: list[tuple[Any, ...]]) -> No
     hooks.wait_for("running", ours)
     hooks.begin(ours)
     assert calls == [
+        ("launch.check_cluster", ours),
         ("launch.start_sample_store", ours),
         ("interrupts.wait_for", "running"),
         ("registration.begin", ours),

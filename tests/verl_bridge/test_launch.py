@@ -348,6 +348,31 @@ def test_a_stock_trainer_starts_its_own_store(launch: ModuleType, store: dict[st
     assert store == {"init": [], "exit": [], "installed": []}
 
 
+@pytest.mark.parametrize(("there", "fits"), [(1, False), (2, True)])
+def test_a_cluster_with_too_few_devices_is_one_line(
+    launch: ModuleType,
+    smoke: Smoke,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    there: int,
+    fits: bool,
+) -> None:
+    config = smoke()
+    launch.prepare(config)
+    capsys.readouterr()
+    ray = sys.modules[launch.require_devices.__module__].ray  # type: ignore[attr-defined]
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(there)})
+    monkeypatch.setattr(launch, "get_resource_name", lambda: "GPU")
+    if fits:
+        launch.check_cluster(config)
+        return
+    with pytest.raises(SystemExit) as ended:
+        launch.check_cluster(config)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(MARK) and error.count("\n") == 1
+    assert "must have 2 devices (GPU)" in error and "got 1" in error
+
+
 # Null keys.
 
 

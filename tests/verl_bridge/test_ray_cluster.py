@@ -148,3 +148,19 @@ def test_a_run_directory_that_the_trainer_does_not_see_is_refused(
         ConfigError, match=r"run_dir must be on a file system that the nodes .* share, got .*; set"
     ):
         ray_cluster.require_run_dir(tmp_path / "other disk", ray_cluster.mark_run_dir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("there", "fits"), [({}, False), ({"GPU": 2.0}, False), ({"GPU": 3.0, "CPU": 1.0}, True)]
+)
+def test_a_cluster_with_too_few_devices_is_refused(
+    ray_cluster: ModuleType, monkeypatch: pytest.MonkeyPatch, there: dict[str, float], fits: bool
+) -> None:
+    monkeypatch.setattr(ray_cluster.ray, "cluster_resources", lambda: there)
+    if fits:
+        ray_cluster.require_devices("GPU", 3)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"must have 3 devices \(GPU\).*got {int(there.get('GPU', 0))}; add"
+    ):
+        ray_cluster.require_devices("GPU", 3)

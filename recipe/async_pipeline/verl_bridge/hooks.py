@@ -50,16 +50,17 @@ def prepare(config: DictConfig) -> None:
 
 
 def wait_for(running: Any, config: DictConfig) -> None:
-    """Start the sample store while the trainer's process imports, then wait for the run to end.
+    """Check the cluster, start the sample store while the trainer's process imports, and wait for the end.
 
     `running` is Ray's reference to the run; its result is left to the caller. Returns immediately if the run
     uses one of verl's trainers. Raises KeyboardInterrupt after Ctrl-C, once the run has ended or its time to
-    end is over.
+    end is over. Exits with status 2 and one line if the cluster has too few devices.
     """
     if not _has_our_trainer(config):
         return
     from . import interrupts, launch
 
+    launch.check_cluster(config)
     launch.start_sample_store(config)
     interrupts.wait_for(running)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepare a run before Ray starts: check the config, translate keys, report errors on one line.
 
-verl's patched entry point calls `prepare` with the whole config before it starts Ray, and
+verl's patched entry point calls `prepare` with the whole config before it starts Ray, and `check_cluster` and
 `start_sample_store` after that.
 """
 
@@ -12,10 +12,13 @@ import importlib.metadata
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.utils.device import get_resource_name
 
 from ..checkpoint.resume import check_ledger, origin_of
 from ..config.agent_program import program_values
@@ -29,8 +32,8 @@ from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
 from .config_checks import STOCK_LOSS_CONFIG, Checked, _update, checked, set_pool_sizes
-from .config_rules import MANAGER
-from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir
+from .config_rules import MANAGER, reward_model_devices
+from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
@@ -41,8 +44,26 @@ def prepare(config: DictConfig) -> None:
 
     Exits with status 2 and one line on standard error if the config is wrong.
     """
-    try:
+    with _refusals():
         _prepare(config)
+
+
+def check_cluster(config: DictConfig) -> None:
+    """Check that the cluster, which Ray is connected to, has the devices of the run.
+
+    Exits with status 2 and one line on standard error otherwise.
+    """
+    plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
+    needed = RuntimeConfig.of(plain).placement.devices + reward_model_devices(config)
+    with _refusals():
+        require_devices(get_resource_name(), needed)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn an error of the user into one line and an exit."""
+    try:
+        yield
     except AsyncPipelineError as error:
         sys.stderr.write(f"{MARK} {error}\n")
         raise SystemExit(2) from None

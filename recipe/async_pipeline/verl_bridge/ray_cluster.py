@@ -12,6 +12,7 @@ import socket
 import uuid
 from pathlib import Path
 
+import ray
 from omegaconf import DictConfig, OmegaConf
 from ray._private import services
 
@@ -92,6 +93,21 @@ def _find(address: str) -> str:
             f"({error.strerror or error}); {remedy}"
         ) from None
     return found
+
+
+def require_devices(resource: str, needed: int) -> None:
+    """Raises ConfigError if the cluster of the run, which Ray is connected to, has fewer devices.
+
+    `resource` is Ray's name of them. verl checks the same, but only when the trainer's process has loaded its
+    modules.
+    """
+    there = int(ray.cluster_resources().get(resource, 0))
+    if there < needed:
+        raise ConfigError(
+            f"the Ray cluster must have {needed} devices ({resource}) for all pools and a reward model, got "
+            f"{there}; add nodes, or lower trainer.n_gpus_per_node or "
+            "actor_rollout_ref.rollout.n_gpus_per_node"
+        )
 
 
 def mark_run_dir(run_dir: Path) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout server whose engine costs nothing: it answers with a few random tokens after a drawn time.
 
-It has the methods of `PipelineVLLMServer` that this package calls. Its process imports neither verl nor
-torch, so that many servers start at once.
+It has the methods of `PipelineVLLMServer` that a run without faults and new replicas calls. Its process
+imports neither verl nor torch, so that many servers start at once.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class IdleServer(ControlCalls):
         if task is not None:
             task.cancel()
 
+    @control(CONTROL)
     async def direct_address(self) -> Address:
         """Return where agent loop workers send requests without Ray."""
         return await self._direct.address()

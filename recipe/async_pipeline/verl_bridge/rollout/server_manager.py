@@ -19,7 +19,7 @@ from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from ...config.placement import Placement
-from ..ray_calls import ASK_S, got, result_of
+from ..ray_calls import got, result_of
 from ..run_config import open_requests_of
 from .client import PipelineLLMClient
 from .standalone_replica import SHARES_OF_A_DEVICE, StandaloneReplica
@@ -73,7 +73,8 @@ class PipelineServerManager(LLMServerManager):
         result_of(self._starting, timeout_s, owner="the trainer", what="all rollout servers to start")
         servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
         added = self.global_load_balancer.add_servers.remote(servers)
-        got(added, ASK_S, owner="the trainer", what="the balancer to add the rollout servers")
+        # On a busy machine the balancer's process may still be starting.
+        got(added, timeout_s, owner="the trainer", what="the balancer to add the rollout servers")
 
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         return super().get_client(client_cls or PipelineLLMClient, **kwargs)
