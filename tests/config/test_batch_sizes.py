@@ -89,19 +89,19 @@ SIX_BY_FIVE = {**batch(6, 5, micro=64)}
             SIX_BY_FIVE,
             {},
             rf"{MICRO} must divide the 30 samples that each rank trains .* / 1 ranks\), got 64; "
-            "set it to 30$",
+            r"use .*\.use_dynamic_bsz=True, or set it to 30$",
         ),
         (
             {**SIX_BY_FIVE, MICRO: 30},
             {},
-            rf"{LOGP} must divide the 30 samples of a batch on each rank of logp .*, got 64; set it to 30$",
+            rf"{LOGP} must divide the 30 samples of a batch on each rank of logp .* 64; use .* set it to 30$",
         ),
         (
             {**SIX_BY_FIVE, MICRO: 30, LOGP: 15},
             {},
-            rf"{REF_LOGP} must divide the 30 samples .* of ref_logp .*, got 64; set it to 30$",
+            rf"{REF_LOGP} must divide the 30 samples .* of ref_logp .*, got 64; use .* set it to 30$",
         ),
-        (batch(6, 5, micro=4), {"devices": 2}, rf"{MICRO} must divide the 15 .* / 2 ranks.*; set it to 3$"),
+        (batch(6, 5, micro=4), {"devices": 2}, rf"{MICRO} must divide the 15 .* / 2 ranks.* set it to 3$"),
         (
             batch(6, 5),
             {"devices": 4},
@@ -111,7 +111,7 @@ SIX_BY_FIVE = {**batch(6, 5, micro=64)}
         (
             {**batch(7, 1, mini=4, micro=4), LOGP: 7},
             {},
-            rf"{LOGP} must divide the 8 samples .*; set it to 4$",
+            rf"{LOGP} must divide the 8 samples .* set it to 4$",
         ),
         (
             batch(8, 4, mini=4, micro=16),
@@ -155,7 +155,7 @@ SIX_BY_FIVE = {**batch(6, 5, micro=64)}
                 "trainer.critic_warmup": 2,
             },
             {"roles": WITH_CRITIC},
-            rf"{LOGP} must divide the 6 samples .*, got 4; set it to 3$",
+            rf"{LOGP} must divide the 6 samples .*, got 4; use .* set it to 3$",
         ),
         (
             {f"{ACTOR}.use_dynamic_bsz": True},

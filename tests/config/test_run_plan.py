@@ -31,6 +31,8 @@ def config(model: Path, **rollout: Any) -> dict[str, Any]:
                 "n_gpus_per_node": 4,
                 "tensor_model_parallel_size": 2,
                 "max_num_seqs": 32,
+                "data_parallel_size": 1,
+                "agent": {"num_workers": 8},
                 "dtype": "bfloat16",
                 **rollout,
             },
@@ -119,7 +121,8 @@ def test_in_words(model: Path) -> None:
         "generate    ########",
         "4 replicas of 2 devices",
         "16 prompts x 8 responses = 128 samples in 2 mini-batches; 32 per mini-batch and training rank",
-        "at most 36 groups = 288 responses, for 128 engine slots; the others wait",
+        "at most 36 groups = 288 responses, for 128 engine slots; the others wait, up to 64 open requests "
+        "on a replica in its queue, more in the workers",
         "host memory     4.0 MB",
     ):
         assert part in text

@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 def test_a_replica_joins_on_a_new_node_and_others_leave_and_come(
     tied_task: Path, tmp_path: Path, nodes: StartNodes
 ) -> None:
-    """Two steps after a node with a free device has joined, its replica serves; then the first replica leaves
-    and frees its device, on which a third one starts.
+    """After a node with a free device has joined, its replica serves; then the first replica leaves and frees
+    its device, on which a third one starts.
     """
     run_dir = tmp_path / "run"
     cluster = nodes(tied_task, 2)

@@ -173,8 +173,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             if args.search:
                 data["search"] = _search(load, root, say)
-                data["largest_batch"] = largest_batch(data["search"])
             data |= run_job(load, root / "job", say)
+            if args.search:
+                data["largest_batch"] = largest_batch([*data["search"], data])
         except JobFailed as error:
             failed["job"] = str(error)
             say(f"failed: {error}")
@@ -190,10 +191,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _search(load: Load, root: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Double the prompts of a step until the lag exceeds its limit, or `--groups` is reached."""
+    """Double the prompts of a step until the lag exceeds its limit, below `--groups`, which runs anyway."""
     found: list[dict[str, Any]] = []
     groups = SMALLEST
-    while groups <= load.groups and (not found or found[-1]["loop_lag_s"]["p99"] < LAG_LIMIT_S):
+    while groups < load.groups and (not found or found[-1]["loop_lag_s"]["p99"] < LAG_LIMIT_S):
         say(f"search: {groups} prompts")
         smaller = msgspec.structs.replace(load, groups=groups)
         found.append(run_job(smaller, root / f"search-{groups}", say))

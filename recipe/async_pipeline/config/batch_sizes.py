@@ -204,8 +204,8 @@ def _check_training(config: Mapping[str, Any], train: Ranks) -> None:
         if rows % size:
             raise ConfigError(
                 f"{path} must divide the {rows} samples that each rank trains in a mini-batch "
-                f"(actor.ppo_mini_batch_size x rollout.n / {train.number} ranks), got {size}; set it to "
-                f"{divisor_below(rows, size)}"
+                f"(actor.ppo_mini_batch_size x rollout.n / {train.number} ranks), got {size}; "
+                f"use {DYNAMIC}=True, or set it to {divisor_below(rows, size)}"
             )
     logp = f"{ROLLOUT}.log_prob_use_dynamic_bsz"
     dynamic = bool(select(config, DYNAMIC))
@@ -230,8 +230,8 @@ def _check_forward(
     if rows % size:
         raise ConfigError(
             f"{path} must divide the {rows} samples of a batch on each rank of {role} "
-            f"({BATCH} x rollout.n / {ranks.number} ranks, padded to whole mini-batches), got {size}; set it "
-            f"to {divisor_below(rows, size)}"
+            f"({BATCH} x rollout.n / {ranks.number} ranks, padded to whole mini-batches), got {size}; use "
+            f"{DYNAMIC}=True, or set it to {divisor_below(rows, size)}"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ..core.message_queue import share_of
 from ..core.schedule import Schedule
 from ..strategies import STRATEGIES
+from .open_requests import OpenRequests
 from .paths import OWN, select
 from .placement import Placement
 from .rollout_correction import correction_in_words, loss_in_words
@@ -78,6 +79,8 @@ class Plan:
     answers_at_once: int
     engine_slots: int
     """Responses that the replicas generate concurrently; others wait, see `config.open_requests`."""
+    open_requests: int
+    """Requests that may be open on one replica."""
     parameters: int | None
     """None if the model is not on this machine."""
     arena_bytes: int | None
@@ -134,6 +137,13 @@ def plan_of(
         groups_at_once=batch * depth + oldest,
         answers_at_once=(batch * depth + oldest) * (n + knobs.agentic.redundancy),
         engine_slots=generate // tp * number(f"{_ROLLOUT}.max_num_seqs"),
+        open_requests=OpenRequests.of(
+            knobs,
+            engine_slots=number(f"{_ROLLOUT}.max_num_seqs") * number(f"{_ROLLOUT}.data_parallel_size"),
+            workers=number(f"{_ROLLOUT}.agent.num_workers"),
+            groups_per_step=batch,
+            answers_per_group=n + knobs.agentic.redundancy,
+        ).per_replica,
         parameters=parameters,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
         spare_bytes=None
@@ -284,7 +294,10 @@ def _count(number: int, singular: str, plural: str = "") -> str:
 
 def _slots(plan: Plan) -> str:
     if plan.answers_at_once > plan.engine_slots:
-        return "; the others wait in the engines' queues and, above rollout.max_open_requests, in the workers"
+        return (
+            f"; the others wait, up to {plan.open_requests} open requests on a replica in its queue, more in "
+            "the workers (rollout.max_open_requests)"
+        )
     return ""
 
 

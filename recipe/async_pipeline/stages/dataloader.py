@@ -48,7 +48,7 @@ class DataloaderStateMachine(RoleStateMachine):
         await self.emit(batch)
 
     async def _send_again(self, uids: Sequence[str]) -> None:
-        """Emit batches of the usual size, so that no lane holds many prompts for one slow prompt."""
+        """Emit batches of the usual size, so that events and errors name a few prompts."""
         version, step = self.pipeline.versions.served, self.pipeline.schedule.first_step
         prompts = await self.trainer.restore_prompts(uids)
         for prompt in prompts:
