@@ -19,8 +19,14 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 monkey_patch_torch_reductions()
 ForkingPickler.dumps(torch.zeros(1))
 """
+DUMPER = """
+import sys
+import sglang.srt.debug_utils.dumper
+assert "megatron.core" not in sys.modules
+"""
 NEEDED_FOR = {
     **dict.fromkeys(STUBS, IMPORT),
+    "megatron": DUMPER,
     "ipython": "import sglang.utils",
     "tensors_between_processes": SEND,
 }
@@ -34,7 +40,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.real_engine
 def test_with_all_stubs_sglang_is_imported_and_sends_tensors() -> None:
-    done = run(f"import {MODULE} as stubs\nstubs.install()\n{IMPORT}\n{SEND}", VERL_PLATFORM="")
+    done = run(f"import {MODULE} as stubs\nstubs.install()\n{IMPORT}\n{DUMPER}\n{SEND}", VERL_PLATFORM="")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
