@@ -100,6 +100,8 @@ def test_the_hidden_fraction_is_work_without_stalls() -> None:
         "transfer_s": 2.0,
         "load_s": 1.0,
         "commit_s": 0.8,
+        "stall_s": 0.75,
+        "prove_s": 0.25,
         "tokens_read_again": 7,
         "shm_bytes": 9e9,
     }
@@ -108,6 +110,9 @@ def test_the_hidden_fraction_is_work_without_stalls() -> None:
     assert row["hidden_fraction"]["median"] == pytest.approx(1 - (0.5 + 1.0) / 4.0)
     assert (row["gather_gb_s"], row["transfer_gb_s"], row["load_gb_s"]) == pytest.approx((4.0, 4.0, 8.0))
     assert row["tokens_read_again"] == 7
+    assert row["unhidden_s"] == pytest.approx(
+        {"gather": 1.0, "call": -0.5, "copy": 0.5, "verification": 0.25, "around": 0.25}
+    )
     assert row["commit_s"]["median"] == 0.8
     assert (row["host_memory_bytes"], row["host_memory_versions"]) == (9e9, 2.25)
     assert row["trainer_stall_s"] == {"median": 0.5, "min": 0.5, "max": 0.5}

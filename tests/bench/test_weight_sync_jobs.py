@@ -42,6 +42,7 @@ def test_all_ways_have_the_same_engines(tmp_path: Path) -> None:
         "++actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "++ray_kwargs.ray_init.num_gpus=3",
         f"++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls='{weight_sync_jobs.TIMED}'",
+        "++actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=16",
     ):
         assert line in default and line in stock
     assert "++async_strategy='one_step_off'" in default

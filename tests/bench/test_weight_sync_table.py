@@ -36,7 +36,10 @@ def test_rates_are_compared_with_a_plain_copy_and_updates_with_the_fewest_replic
         "limits": {"memcpy_gb_s": 10.0, "shm_gb_s": 9.0},
         "replicas": {
             "1": {"dual_buffer": row(0.2, gather_gb_s=8.0, transfer_gb_s=5.0, load_gb_s=1.0)},
-            "4": {"dual_buffer": row(0.3, host_memory_versions=2.05), "verl_stock": row(3.0)},
+            "4": {
+                "dual_buffer": row(0.3, host_memory_versions=2.05, unhidden_s={"gather": 0.05, "copy": 0.1}),
+                "verl_stock": row(3.0),
+            },
         },
     }
     complete(data)
@@ -51,4 +54,5 @@ def test_rates_are_compared_with_a_plain_copy_and_updates_with_the_fewest_replic
     assert lines[3].endswith("| 1.50 × | 2.05 versions |")
     shown = "dual_buffer, 1 replicas, GB/s: gather 8.0, transfer 5.0, load 1.0 (gather 80% of a plain"
     assert shown in table(data)
+    assert "parts of the stalls (dual_buffer, 4 replicas), ms: gather 50, copy 100" in table(data)
     assert "dual_buffer / verl_stock, 4 replicas: generator stall 0.10, trainer stall 0.10" in table(data)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.weight_sync import memory_work
-from recipe.async_pipeline.weight_sync.memory_work import apart, checksum, copy_all
+from recipe.async_pipeline.weight_sync.memory_work import apart, checksum, copy_all, copy_in_background
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +65,46 @@ def test_views_and_broadcasts_are_copied_as_by_copy_() -> None:
     assert torch.equal(whole[:, 2:5], source.T[:, 2:5])
     assert torch.equal(whole[:, 5:], row[:, 5:].expand(50, 3))
     assert not whole[:, :2].any()
+
+
+def test_conjugated_and_negated_views_are_copied_as_values() -> None:
+    values = torch.randn(20, 4, dtype=torch.complex64)
+    targets = [torch.zeros(20, 4, dtype=torch.complex64), torch.zeros(20, 4)]
+    copy_all(targets, [values.conj(), values.conj().imag])
+    assert torch.equal(targets[0], values.conj().resolve_conj())
+    assert torch.equal(targets[1], -values.imag)
+
+
+def test_large_blocks_of_the_same_type_are_not_copied_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_torch: list[int] = []
+    plain = memory_work._copy_by_torch
+
+    def counted(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        by_torch.append(len(targets))
+        plain(targets, sources)
+
+    monkeypatch.setattr(memory_work, "_copy_by_torch", counted)
+    whole = torch.zeros(300, 2)
+    copy_all([whole[:299], whole[299:, :1]], [torch.ones(299, 2), torch.ones(1, 1, dtype=torch.bfloat16)])
+    assert sum(by_torch) == 1, "the cast alone"
+    assert whole.sum() == 599
+
+
+def test_a_copy_in_the_background_gives_way_in_its_own_thread_only() -> None:
+    target, found = torch.zeros(300, 2), list[int]()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def copy() -> None:
+        copy_in_background([target], [torch.ones(300, 2)])
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    thread.join()
+    copy_in_background([target[:1]], [torch.full((1, 2), 2.0)])
+    assert found == [min(19, own + memory_work.BACKGROUND_NICE)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+    assert target.sum() == 602
 
 
 def test_nothing_is_copied_if_there_is_nothing() -> None:

@@ -152,11 +152,19 @@ class Held(RecordedLoad):
         self.go, self.error = threading.Event(), False
         self.fails_on: int | None = None
 
-    def copy(self, manifest: Manifest, published: Any, targets: Sequence[torch.Tensor]) -> None:
+    def copy(
+        self,
+        manifest: Manifest,
+        published: Any,
+        targets: Sequence[torch.Tensor],
+        *,
+        background: bool = False,
+    ) -> None:
+        assert background, "the engine generates meanwhile"
         assert self.go.wait(30)
         if self.error or manifest.version == self.fails_on:
             raise WeightSyncError("the device is full")
-        super().copy(manifest, published, targets)
+        super().copy(manifest, published, targets, background=background)
 
 
 def test_it_is_not_there_before_it_is_whole(bench: Bench) -> None:

@@ -114,6 +114,7 @@ def summary(found: Sequence[Cost]) -> dict[str, Any]:
     if all(part in cost.facts for cost in found for part in parts):
         work = [sum(cost.facts[part] for part in parts) for cost in found]
         stalls = [cost.trainer_stall + (cost.generator_stall or 0.0) for cost in found]
+        row["unhidden_s"] = _unhidden(found)
         row["hidden_fraction"] = spread([1 - s / w for s, w in zip(stalls, work, strict=True)])._asdict()
         row["commit_s"] = spread([cost.facts["commit_s"] for cost in found])._asdict()
         if "host_memory_bytes" in row:
@@ -131,3 +132,20 @@ def summary(found: Sequence[Cost]) -> dict[str, Any]:
             row[f"{part.removesuffix('_s')}_gb_s"] = median(rates) / 1e9
             row[part] = spread([cost.facts[part] for cost in found])._asdict()
     return row
+
+
+def _unhidden(found: Sequence[Cost]) -> dict[str, float]:
+    """Return the median seconds of each part of the stalls.
+
+    `call` is the way to the training workers and back. The replicas report `copy` (or the exchange) and
+    `verification`; `around` is what their pauses last beyond that.
+    """
+    parts: dict[str, list[float]] = defaultdict(list)
+    for cost in found:
+        facts = cost.facts
+        parts["gather"].append(facts["gather_s"])
+        parts["call"].append(cost.trainer_stall - facts["gather_s"])
+        parts["copy"].append(facts["stall_s"] - facts["prove_s"])
+        parts["verification"].append(facts["prove_s"])
+        parts["around"].append((cost.generator_stall or 0.0) - facts["stall_s"])
+    return {name: median(values) for name, values in parts.items()}

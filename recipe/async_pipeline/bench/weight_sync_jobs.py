@@ -30,6 +30,10 @@ WARMUP = 2
 """Weight updates of each way to skip: they touch the two arenas, or a standby copy, for the first time."""
 REQUESTS = 4
 """Requests that each replica always has in flight."""
+SPARE_BLOCKS = 8
+"""Blocks of keys and values that a replica has beyond two for each request. The default, 1 GiB each, would be
+most of a replica's memory.
+"""
 STARTING = "starting training workers"
 """The line of a job's log after which its main processes are on their hosts."""
 VERSIONS, REQUESTS_EACH = "ASYNC_PIPELINE_BENCH_VERSIONS", "ASYNC_PIPELINE_BENCH_REQUESTS"
@@ -143,6 +147,7 @@ def overrides_of(way: str, directory: Path, engines: Engines) -> list[str]:
         f"{rollout}.n_gpus_per_node": devices,
         f"{rollout}.tensor_model_parallel_size": engines.tensor_parallel,
         f"{rollout}.engine_kwargs.vllm.worker_extension_cls": TIMED,
+        f"{rollout}.engine_kwargs.vllm.num_gpu_blocks_override": 2 * engines.requests + SPARE_BLOCKS,
         "trainer.default_local_dir": str(directory / "checkpoints"),
     }
     if engines.hosts == 1:

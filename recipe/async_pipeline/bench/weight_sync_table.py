@@ -56,6 +56,7 @@ def table(data: Mapping[str, Any]) -> str:
         for way in _ways(row):
             lines.append(f"| {number} | `{way}` | " + " | ".join(_cells(row[way])) + " |")
             notes += _rates(f"{way}, {number} replicas", row[way])
+            notes += _unhidden(f"{way}, {number} replicas", row[way])
         if "ratios" in row:
             shown = ", ".join(
                 f"{name.replace('_', ' ')} {value:.2f}" for name, value in row["ratios"].items()
@@ -94,6 +95,13 @@ def _rates(title: str, of: Mapping[str, Any]) -> list[str]:
         f"{_in_gb_s(title, rates)}{f' ({shares})' if shares else ''}",
         *([_in_gb_s(f"limits during generation ({title})", under_load)] if under_load else []),
     ]
+
+
+def _unhidden(title: str, of: Mapping[str, Any]) -> list[str]:
+    if "unhidden_s" not in of:
+        return []
+    parts = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in of["unhidden_s"].items())
+    return [f"parts of the stalls ({title}), ms: {parts}"]
 
 
 def _in_gb_s(title: str, rates: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .element_map import ElementMap, Piece, View, last
 from .manifest import Manifest, TensorEntry
-from .memory_work import apart, copy_all
+from .memory_work import apart, copy_all, copy_in_background
 from .provenance import Block, Provenance
 
 _COPY = torch.ops.aten.copy_.default
@@ -233,15 +233,23 @@ class RecordedLoad:
         )
 
     def copy(
-        self, manifest: Manifest, published: Mapping[str, torch.Tensor], targets: Sequence[torch.Tensor]
+        self,
+        manifest: Manifest,
+        published: Mapping[str, torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        *,
+        background: bool = False,
     ) -> None:
-        """Copy into `targets` instead of the recorded ones."""
+        """Copy into `targets` instead of the recorded ones.
+
+        With `background`, the calling thread copies alone and gives way to others.
+        """
         sources = self._views(manifest, published)
         if any(target.is_cuda for target in targets):
             torch._foreach_copy_(list(targets), sources, non_blocking=True)
             torch.cuda.current_stream().synchronize()
         elif self._apart:
-            copy_all(targets, sources)
+            (copy_in_background if background else copy_all)(targets, sources)
         else:
             torch._foreach_copy_(list(targets), sources)
 

@@ -8,9 +8,12 @@ PyTorch are of no use here: a process of an engine on a CPU often has one, to le
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -20,9 +23,13 @@ import xxhash
 
 T = TypeVar("T")
 R = TypeVar("R")
-THREADS = min(8, 2 * (os.cpu_count() or 1))
-"""Threads of a copy or a checksum. More than two on two cores: an update is short, and the processes that
-compute meanwhile keep all cores busy.
+THREADS = 8
+"""Threads of a copy or a checksum, also on two cores: an update is short, and the processes that compute
+meanwhile keep all cores busy.
+"""
+BACKGROUND_NICE = 4
+"""How much nicer than its process a thread is that copies in the background: against one thread that
+generates, it gets less than a third of a core.
 """
 PIECE_BYTES = 8 << 20
 """Memory that a thread copies at a time."""
@@ -48,11 +55,24 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
     The order is free, so targets must not overlap each other or a source.
     """
-    batches = _batches(targets, sources)
-    # Where PyTorch has several threads, each copy uses them.
-    if len(batches) == 1 or torch.get_num_threads() > 1:
-        batches = [(list(targets), list(sources))]
-    _in_threads(_copy, batches)
+    if torch.get_num_threads() > 1:
+        # Each copy by PyTorch uses its threads.
+        _copy_by_torch(targets, sources)
+    else:
+        _in_threads(_copy, _batches(targets, sources))
+
+
+def copy_in_background(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy like `copy_all`, in this thread alone, which gives way to others from here on.
+
+    For copies that nothing waits for, next to threads that generate.
+    """
+    process, thread = os.getpid(), threading.get_native_id()
+    if thread != process:  # the main thread must not give way for good
+        with suppress(OSError):  # not Linux, where threads have no priority of their own
+            nice = os.getpriority(os.PRIO_PROCESS, process)
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + BACKGROUND_NICE))
+    _copy((list(targets), list(sources)))
 
 
 def apart(tensors: Iterable[torch.Tensor]) -> bool:
@@ -73,10 +93,29 @@ Batch = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def _copy(batch: Batch) -> None:
-    targets, sources = batch
+    rest: Batch = [], []
+    for target, source in zip(*batch, strict=True):
+        if _same_bytes(target, source):
+            # The C library can write large blocks past the caches (`GLIBC_TUNABLES` in
+            # run_scripts/cpu_env.sh), so that it need not read them first.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        else:
+            rest[0].append(target)
+            rest[1].append(source)
+    _copy_by_torch(*rest)
+
+
+def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether a copy changes neither the order nor the type of elements."""
+    same = target.dtype == source.dtype and target.shape == source.shape
+    plain = same and target.is_contiguous() and source.is_contiguous()
+    return plain and not (target.is_conj() or source.is_conj() or target.is_neg() or source.is_neg())
+
+
+def _copy_by_torch(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     if targets:
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 def _batches(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Batch]:

@@ -122,7 +122,7 @@ class StandbyCopy:
             on_device = device.type == "cuda"
             with torch.cuda.stream(torch.cuda.Stream(device)) if on_device else nullcontext():
                 self._targets = self._targets or self._allocate()
-                self._load.copy(manifest, published, self._targets)
+                self._load.copy(manifest, published, self._targets, background=True)
         except BaseException as error:  # noqa: BLE001  the next call for the version raises it
             failed = error
         self._ended = {manifest.version: failed}

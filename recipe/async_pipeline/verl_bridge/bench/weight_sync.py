@@ -144,6 +144,7 @@ async def _publish_pipeline(trainer: Any, way: str, version: int) -> dict[str, f
         "load_s": publication.load_s,
         "commit_s": publication.commit_s,
         "stall_s": publication.stall_s,
+        "prove_s": publication.prove_s,
         "tokens_read_again": publication.tokens_read_again,
     }
 
