@@ -46,6 +46,50 @@ def test_hosts_have_their_own_memory_and_reach_each_other(hosts: TwoHosts, tmp_p
 
 
 @root_only
+@pytest.mark.parametrize("slow_starts", [1, 2, 3])
+def test_a_slow_start_of_ray_is_repeated_without_its_processes(
+    hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch, slow_starts: int
+) -> None:
+    plain, left = hosts.first.run, list[subprocess.Popen[bytes]]()
+
+    def run(*command: str) -> None:
+        if not any(word == "start" for word in command):
+            return plain(*command)
+        assert all(process.wait(10) == -9 for process in left), "what the last start has left behind"
+        if len(left) < slow_starts:
+            left.append(subprocess.Popen([*hosts.first.prefix, "sleep", "100"]))
+            pid = left[-1].pid
+            until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n", "the process to run there")
+            raise JobFailed("ray on 10.77.0.1: The current node timed out during startup.")
+
+    monkeypatch.setattr(hosts.first, "run", run)
+    if slow_starts == two_hosts.STARTS:
+        with pytest.raises(JobFailed, match="timed out during startup"):
+            hosts.first.start_ray("--head")
+    else:
+        hosts.first.start_ray("--head")
+    assert len(left) == slow_starts
+    assert not hosts.first.is_lost
+    hosts.first.end_processes()
+    assert all(process.wait(10) == -9 for process in left)
+
+
+@root_only
+def test_another_error_of_ray_is_raised_at_once(hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = list[str]()
+
+    def run(*command: str) -> None:
+        tried.append(command[-1])
+        raise JobFailed("no such option")
+
+    with monkeypatch.context() as during:
+        during.setattr(hosts.first, "run", run)
+        with pytest.raises(JobFailed, match="no such option"):
+            hosts.first.start_ray("--head")
+    assert tried == ["--head"]
+
+
+@root_only
 def test_a_lost_host_has_no_processes(hosts: TwoHosts) -> None:
     sleeper = subprocess.Popen([*hosts.second.prefix, "sleep", "100"])
     until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n", "the process to run there")

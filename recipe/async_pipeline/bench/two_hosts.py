@@ -24,6 +24,8 @@ from .workload import CONFIGS
 PORT = 6399
 LIMIT_S = 120.0
 """Deadline of a command that sets up a host, such as the start of its Ray node."""
+SLOW_START, STARTS = "timed out during startup", 3
+"""Ray gives a node 30 s to start, which cannot be changed: the text of its error, and how often to try."""
 SHM_SIZE = "4g"
 """Shared memory of each host."""
 WAIT_S = 0.2
@@ -92,18 +94,33 @@ class Host:
         shared = Path(f"/proc/{self.pid}/root/dev/shm")
         return {path.name: path.stat().st_blocks * BLOCK for path in shared.glob(f"{PREFIX}*")}
 
+    def start_ray(self, *options: str) -> None:
+        """Start a Ray node. Raises JobFailed if it fails, or is too slow each time."""
+        for left in reversed(range(STARTS)):
+            try:
+                self.run(sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=64", *options)
+                return
+            except JobFailed as error:
+                if SLOW_START not in str(error) or not left:
+                    raise
+            self.end_processes()
+
     def lose(self) -> None:
         """Cut its network first, so that no process can say goodbye, then kill all of its processes."""
         with suppress(JobFailed):
             self.run("ip", "link", "set", "pipeline0", "down")
+        self.end_processes()
+        self._holder.kill()
+        self._holder.communicate()
+
+    def end_processes(self) -> None:
+        """Kill all of its processes, except for the one that keeps its namespaces."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/net")
         for process in Path("/proc").iterdir():
             if process.name.isdigit() and int(process.name) != self.pid:
                 with suppress(OSError):
                     if os.readlink(process / "ns" / "net") == namespace:
                         os.kill(int(process.name), signal.SIGKILL)
-        self._holder.kill()
-        self._holder.communicate()
 
     @property
     def is_lost(self) -> bool:
@@ -145,17 +162,14 @@ class TwoHosts:
         """Settings of a job on these hosts."""
 
     def _start_ray(self, first: int, second: int) -> None:
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=64"]
-        self.first.run(
-            *ray,
+        self.first.start_ray(
             "--head",
             f"--port={PORT}",
             f"--node-ip-address={self.first.address}",
             f"--num-gpus={first}",
             "--include-dashboard=false",
         )
-        self.second.run(
-            *ray,
+        self.second.start_ray(
             f"--address={self.first.address}:{PORT}",
             f"--node-ip-address={self.second.address}",
             f"--num-gpus={second}",
