@@ -12,7 +12,7 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 export VLLM_CPU_OMP_THREADS_BIND="${VLLM_CPU_OMP_THREADS_BIND:-nobind}"
 # Trainer, replica and helpers share a few cores: one thread each avoids oversubscription.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Weights are copied in blocks: write those of 2 MiB and more past the caches, instead of reading the target first.
+# Copies of weights: write blocks of 2 MiB and more past the caches, instead of reading the target first.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.cpu.x86_non_temporal_threshold=0x200000}"
 # Model and data are local files, so a run needs no network.
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"

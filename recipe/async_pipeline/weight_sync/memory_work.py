@@ -69,7 +69,7 @@ def copy_in_background(targets: Sequence[torch.Tensor], sources: Sequence[torch.
     """
     process, thread = os.getpid(), threading.get_native_id()
     if thread != process:  # the main thread must not give way for good
-        with suppress(OSError):  # not Linux, where threads have no priority of their own
+        with suppress(OSError):  # only on Linux does each thread have a priority
             nice = os.getpriority(os.PRIO_PROCESS, process)
             os.setpriority(os.PRIO_PROCESS, thread, min(19, nice + BACKGROUND_NICE))
     _copy((list(targets), list(sources)))
