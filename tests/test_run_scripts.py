@@ -38,7 +38,7 @@ def test_the_scripts_are_the_table_of_engines_and_models() -> None:
 
 
 def test_the_mixture_with_sglang_has_two_replicas_of_two_and_a_batch_of_128() -> None:
-    """The layout that this pipeline was asked for first: tensor 1, pipeline 1, expert 4, SGLang tensor 2."""
+    """The first layout that this pipeline had: tensor 1, pipeline 1, expert 4, SGLang tensor 2."""
     shown = explained("megatron_sglang_moe.sh").stdout
     assert "generate: 2 replicas of 2 devices" in shown and "128 prompts x" in shown
 
