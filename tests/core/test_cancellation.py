@@ -128,7 +128,9 @@ def test_so_does_one_that_comes_out_of_the_trainer(method: str, monkeypatch: pyt
     trainer = SimTrainer(steps=3)
     monkeypatch.setattr(trainer, method, leak)
     flow = AsyncTrainingFlow(trainer)
-    with pytest.raises(StrayCancellation, match=r"^(stage |the trainer|\w+ in background).* raised CancelledError"):
+    with pytest.raises(
+        StrayCancellation, match=r"^(stage |the trainer|\w+ in background).* raised CancelledError"
+    ):
         run_virtual(flow.run())
     assert flow.log.records[-1].t < 20.0
 

@@ -158,3 +158,22 @@ def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType) -> No
         assert caller.calls == [("run_group", PROMPT, 3)] * 2
 
     asyncio.run(story())
+
+
+def test_workers_answer_control_calls_while_all_groups_are_open(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may get all groups in flight, twice: those that were given up may still be ending."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        module.PushAgentLoopManager.__mro__[1],
+        "__init__",
+        lambda self, config: setattr(self, "config", config),
+    )
+    monkeypatch.setattr(module, "open_requests_of", lambda config: SimpleNamespace(groups=config))
+    monkeypatch.setattr(module, "restartable", lambda cls, **options: asked.update(options, cls=cls))
+    module.PushAgentLoopManager(3000)
+    assert asked == {"cls": module.PushAgentLoopWorker, "groups": module.GROUPS, "max_concurrency": 6000}
+    assert set(module.GROUPS) >= {"control", "give_up"}
+    module.PushAgentLoopManager(1)
+    assert asked["max_concurrency"] == module.DEFAULT_CONCURRENCY

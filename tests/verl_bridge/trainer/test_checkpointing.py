@@ -154,3 +154,18 @@ def test_damage_is_refused_before_anything_is_loaded(module: ModuleType, tmp_pat
             load()
         assert "\n" not in str(caught.value)
     assert loaded == []
+
+
+def test_a_snapshot_has_the_values_of_the_saved_step(module: ModuleType) -> None:
+    """The next step may have moved the KL coefficient already."""
+    checkpointing = module.Checkpointing.__new__(module.Checkpointing)
+    vars(checkpointing).update(
+        _prompts=SimpleNamespace(state=lambda flying, finished: ("prompts", "loader"), loader_state="config"),
+        _schedule=SimpleNamespace(reference=lambda step: step - 2),
+        _stages=SimpleNamespace(kl_coefficient=lambda step: 10.0 * step),
+        _recorder=SimpleNamespace(state=dict),
+        _bad_data=SimpleNamespace(state=dict),
+    )
+    state = SimpleNamespace(step=4, finished=lambda: iter(()), in_flight=lambda: [])
+    kept = checkpointing._snapshot(state).state
+    assert (kept.kl_coef, kept.reference) == (40.0, 3)

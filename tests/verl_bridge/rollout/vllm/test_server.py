@@ -13,6 +13,7 @@ import pytest
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import LoadReport
 from recipe.async_pipeline.errors import ProofError, WeightSyncError
+from recipe.async_pipeline.verl_bridge.paced_starts import PER_TURN, PacedStarts
 from recipe.async_pipeline.weight_sync.busy_time import OpenTime
 from recipe.async_pipeline.weight_sync.manifest import Ticket
 from recipe.async_pipeline.weight_sync.preparation import Preparation
@@ -148,3 +149,30 @@ def test_a_load_that_fails_serves_nothing_and_can_be_repeated(server: Any) -> No
         assert server.global_steps == 3
 
     run_virtual(scenario())
+
+
+def test_a_control_call_runs_between_requests_that_arrive_together(
+    server: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    async def generate(self: Any, *, request_id: str) -> Any:
+        begun.append(request_id)
+        return SimpleNamespace(extra_fields={})
+
+    (stock,) = {cls for cls in module.PipelineVLLMServer.__mro__ if cls.__name__ == "vLLMHttpServer"}
+    monkeypatch.setattr(stock, "generate", generate)
+    server._starts, server._answering, server._given_up, server.global_steps = PacedStarts(), {}, {}, 3
+
+    async def scenario() -> int:
+        requests = [asyncio.ensure_future(server.generate(request_id=str(i))) for i in range(100)]
+
+        async def check() -> int:
+            return len(begun)
+
+        control = asyncio.ensure_future(check())
+        await asyncio.gather(*requests)
+        return await control
+
+    assert run_virtual(scenario()) <= PER_TURN
+    assert begun == [str(i) for i in range(100)]
