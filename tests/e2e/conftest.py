@@ -33,6 +33,11 @@ def untied_task() -> Path:
 
 
 @pytest.fixture(scope="session")
+def moe_task() -> Path:
+    return make_task("--model", "moe")
+
+
+@pytest.fixture(scope="session")
 def lake_task() -> Path:
     pytest.importorskip("gymnasium")
     return make_task("--task", "lake")
