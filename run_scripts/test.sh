@@ -16,6 +16,8 @@
 #
 # Settings:
 #   ASYNC_PIPELINE_TEST_PYTHON   an interpreter to test with, instead of .venv; skips setup.sh
+#   ASYNC_PIPELINE_TEST_LIMIT_S  seconds after which a whole job counts as a hang (default: 540); raise it where
+#                                other work keeps the cores busy
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

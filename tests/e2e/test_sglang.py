@@ -58,6 +58,8 @@ def test_the_reward_grows_with_every_strategy(tied_task: Path, tmp_path: Path, s
     summary = check_clean_end(job, strategy, STRATEGIES[strategy], 60)
     check_events(job)
     assert summary["reward_last"] - summary["reward_first"] >= GAIN
+    if strategy == "on_policy":
+        assert summary["rollout_corr_kl_max"] <= KL_MAX
 
 
 @pytest.mark.nightly
