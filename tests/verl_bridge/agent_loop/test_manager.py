@@ -163,7 +163,7 @@ def test_a_group_is_repeated_if_its_connection_is_lost(module: ModuleType) -> No
 def test_workers_answer_control_calls_while_all_groups_are_open(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may get all groups in flight, twice: those that were given up may still be ending."""
+    """Each may get all groups in flight, twice: groups that were given up may still end."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(
         module.PushAgentLoopManager.__mro__[1],
