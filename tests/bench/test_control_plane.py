@@ -153,9 +153,7 @@ def test_search_stops_at_the_first_size_above_the_limit(
     assert "largest batch with less than 10.0 ms of lag: 512" in capsys.readouterr().out
 
 
-def test_the_given_size_runs_once_and_counts(
-    jobs: list[Load], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_given_size_runs_once_and_counts(jobs: list[Load], capsys: pytest.CaptureFixture[str]) -> None:
     for groups in (8, 32):
         assert main(["bench", "control-plane", "--search", "--groups", str(groups)]) == 0
         assert f"less than 10.0 ms of lag: {16 * groups}" in capsys.readouterr().out

@@ -63,6 +63,8 @@ def test_closing_shows_the_use_of_devices_if_known() -> None:
     known = [line for line in closing(SUMMARY | facts) if "devices worked" in line]
     assert len(known) == 1 and "75 % of the time" in known[0] and "overlap efficiency 0.8" in known[0]
     assert not any("devices worked" in line for line in closing(SUMMARY))
+    nothing = SUMMARY | facts | {"steps": 0, "groups_trained": 0}
+    assert not any("devices worked" in line for line in closing(nothing)), "there was no work to arrange"
 
 
 def test_cells_of_a_row() -> None:

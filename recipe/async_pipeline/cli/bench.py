@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("repeats", "steps"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise ConfigError(f"--{option} must be >= 1, got {value}")
+            raise ConfigError(f"--{option} must be >= 1, got {value}; use 1 or more")
     if args.steps is not None:
         workload = msgspec.structs.replace(workload, steps=args.steps)
     workload = with_room_for(arms, workload)

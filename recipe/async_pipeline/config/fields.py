@@ -44,7 +44,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        parts = (("> {:g}", self.above), (">= {:g}", self.least), ("at most {:g}", self.most))
+        parts = (("> {:.10g}", self.above), (">= {:.10g}", self.least), ("at most {:.10g}", self.most))
         return " and ".join(form.format(bound) for form, bound in parts if bound is not None)
 
 

@@ -102,7 +102,7 @@ def closing(summary: Mapping[str, object]) -> list[str]:
             else ""
         )
     )
-    if "overlap_efficiency" in summary:
+    if "overlap_efficiency" in summary and summary["groups_trained"]:
         lines.append(
             f"{MARK} devices worked {100 * (1 - float(str(summary['bubble_ratio']))):.0f} % of the time "
             f"since the first version was served; overlap efficiency {summary['overlap_efficiency']} "

@@ -96,7 +96,7 @@ class Elasticity:
     def _add(self, count: int, free: int) -> list[str]:
         most, there = self._settings.max_replicas, self._count()
         if count < 1:
-            raise WeightSyncError(f"--add must be >= 1, got {count}")
+            raise WeightSyncError(f"--add must be >= 1, got {count}; use 1 or more")
         if most and there + count > most:
             raise WeightSyncError(
                 f"{FleetConfig.PATH}.max_replicas is {most} and there are {there} replicas, so {count} more "
