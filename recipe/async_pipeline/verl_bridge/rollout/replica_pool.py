@@ -132,7 +132,8 @@ class RolloutPool:
         """Ask each replica for its node; blocks on Ray calls.
 
         `max_concurrent_loads` is the configured value, or None for the default. `delta`: replicas may ask for
-        differences between versions. For `say` and `note` see `weight_sync.fleet.Fleet`; `resized` gets the number of replicas whenever one has joined or left.
+        differences between versions. `say` and `note`: see `weight_sync.fleet.Fleet`. `resized` gets the
+        number of replicas whenever one has joined or left.
         """
         if not manager.get_replicas():
             raise WeightSyncError("no rollout replica was started, so no weights can be served")
