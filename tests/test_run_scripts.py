@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
@@ -16,16 +18,55 @@ FOLDER = REPOSITORY / "run_scripts"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sh") if path.name.startswith(("fsdp_", "megatron_")))
 
 
-def explained(name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+MIXTURE = "megatron_vllm_moe.sh"
+RANKS = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
+COMMANDS: list[tuple[str, ...]] = [
+    *((name,) for name in SCRIPTS),
+    (MIXTURE, "async_strategy=fully_async"),
+    (MIXTURE, f"{RANKS}=3"),
+]
+"""Scripts with overrides, all of which are explained by one process."""
+
+
+class Explained(NamedTuple):
+    """What a script printed with --explain."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Explained]:
+    """Run each command with a stand-in for Python, then what it would have run with the real one."""
+    folder = tmp_path_factory.mktemp("python")
+    standin, words = folder / "python", folder / "words"
+    standin.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > '{words}'\n", encoding="utf-8")
+    standin.chmod(0o700)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    return subprocess.run(
-        ["bash", str(FOLDER / name), "--explain", *overrides],
+    calls = []
+    for name, *overrides in COMMANDS:
+        subprocess.run(
+            ["bash", str(FOLDER / name), "--explain", *overrides],
+            env={**environment, "ASYNC_PIPELINE_PYTHON": str(standin)},
+            check=True,
+        )
+        module, package, *call = words.read_text(encoding="utf-8").splitlines()
+        assert [module, package] == ["-m", "recipe.async_pipeline"]
+        calls.append(call)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.explained_commands"],
         cwd=REPOSITORY,
-        env={**environment, "ASYNC_PIPELINE_PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"},
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+        input=json.dumps(calls),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = json.loads(done.stdout.rpartition("\nREPORT ")[2])
+    return {command: Explained(*report) for command, report in zip(COMMANDS, reports, strict=True)}
 
 
 def test_the_scripts_are_the_table_of_engines_and_models() -> None:
@@ -37,23 +78,23 @@ def test_the_scripts_are_the_table_of_engines_and_models() -> None:
     }
 
 
-def test_the_mixture_with_sglang_has_two_replicas_of_two_and_a_batch_of_128() -> None:
+def test_the_mixture_with_sglang_has_two_replicas_of_two_and_a_batch_of_128(
+    explained: dict[tuple[str, ...], Explained],
+) -> None:
     """The first layout that this pipeline had: tensor 1, pipeline 1, expert 4, SGLang tensor 2."""
-    shown = explained("megatron_sglang_moe.sh").stdout
+    shown = explained["megatron_sglang_moe.sh",].stdout
     assert "generate: 2 replicas of 2 devices" in shown and "128 prompts x" in shown
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_explains_itself(name: str) -> None:
-    done = explained(name)
-    assert done.returncode == 0, done.stderr
+def test_a_script_explains_itself(name: str, explained: dict[tuple[str, ...], Explained]) -> None:
+    done = explained[name,]
+    assert done.status == 0, done.stderr
     assert "strategy        one_step_off" in done.stdout
     assert "train" in done.stdout and "generate" in done.stdout
 
 
-def test_overrides_come_last() -> None:
-    name = "megatron_vllm_moe.sh"
-    assert "strategy        fully_async" in explained(name, "async_strategy=fully_async").stdout
-    path = "actor_rollout_ref.actor.megatron.expert_model_parallel_size"
-    refused = explained(name, f"{path}=3")
-    assert refused.returncode == 2 and "must divide the 4 devices of pool train" in refused.stderr
+def test_overrides_come_last(explained: dict[tuple[str, ...], Explained]) -> None:
+    assert "strategy        fully_async" in explained[MIXTURE, "async_strategy=fully_async"].stdout
+    refused = explained[MIXTURE, f"{RANKS}=3"]
+    assert refused.status == 2 and "must divide the 4 devices of pool train" in refused.stderr
