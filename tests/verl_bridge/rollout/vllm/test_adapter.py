@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,23 @@ pytestmark = pytest.mark.real_engine
 
 SCRIPT = Path(__file__).with_name("engine_matrix.py")
 MODELS = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
-CELLS = [(model, ranks) for model in MODELS for ranks in (1, 2)]
+Cell = tuple[str, int]
+"""A model, and its number of ranks."""
+CELLS: tuple[Cell, ...] = (*((model, 1) for model in MODELS), ("qwen2-tied", 2), ("qwen3-moe", 2))
+SLOW_CELLS: tuple[Cell, ...] = tuple((model, 2) for model in MODELS if (model, 2) not in CELLS)
+"""`test_layout.py` loads these models rank by rank, without an engine."""
 LIMIT_S = 540
 CLOSE = 1e-4
 """Largest difference of two log-probs that float32 sums in another order give."""
 
 
-@pytest.fixture(scope="module")
-def matrix() -> dict[tuple[str, int], Any]:
-    """The report of each cell; they share the import of vLLM."""
+def report_of(cell: Cell) -> dict[str, Any]:
+    """Return the report of a cell; the cells of a tier share the import of vLLM."""
+    return reports(CELLS if cell in CELLS else SLOW_CELLS)[cell]
+
+
+@cache
+def reports(cells: tuple[Cell, ...]) -> dict[Cell, dict[str, Any]]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -35,31 +44,38 @@ def matrix() -> dict[tuple[str, int], Any]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *(f"{model}@{ranks}" for model, ranks in CELLS)]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *(f"{model}@{ranks}" for model, ranks in cells)]
     done = subprocess.run(
         command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S
     )
     lines = [line.removeprefix("REPORT ") for line in done.stdout.splitlines() if line.startswith("REPORT ")]
-    reports = {tuple(report["cell"]): report for report in map(json.loads, lines)}
-    assert reports.keys() == set(CELLS), done.stderr[-3000:]
-    return reports
+    found = {tuple(report["cell"]): report for report in map(json.loads, lines)}
+    assert found.keys() == set(cells), done.stderr[-3000:]
+    return found
 
 
-@pytest.mark.parametrize(("model", "ranks"), CELLS)
-def test_three_versions_are_proved_and_computed_with(matrix: Any, model: str, ranks: int) -> None:
+every_cell = pytest.mark.parametrize(
+    "cell",
+    [*CELLS, *(pytest.param(cell, marks=pytest.mark.nightly) for cell in SLOW_CELLS)],
+    ids=lambda cell: f"{cell[0]}@{cell[1]}",
+)
+
+
+@every_cell
+def test_three_versions_are_proved_and_computed_with(cell: Cell) -> None:
     """Through the loader, by repeated copies, and staged during generation."""
-    versions = matrix[model, ranks]["versions"]
+    versions = report_of(cell)["versions"]
     for report in versions:
-        assert report["proved"] == [report["published"]] * ranks
+        assert report["proved"] == [report["published"]] * cell[1]
         assert report["tokens"] == report["wanted"]
         assert report["furthest"] < CLOSE
     assert [report["staged"] for report in versions] == [None, None, True]
     assert len({tuple(report["tokens"]) for report in versions}) > 1, "the versions differ"
 
 
-@pytest.mark.parametrize(("model", "ranks"), CELLS)
-def test_a_fault_of_one_rank_is_named(matrix: Any, model: str, ranks: int) -> None:
+@every_cell
+def test_a_fault_of_one_rank_is_named(cell: Cell) -> None:
     """The last rank's loader swaps two tensors of equal shape."""
-    report = matrix[model, ranks]
+    report = report_of(cell)
     assert any(name in report["caught"] for name in report["swapped"]), report["caught"]
     assert "is in the wrong place" in report["caught"]
