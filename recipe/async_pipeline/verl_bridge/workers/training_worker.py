@@ -52,6 +52,23 @@ if is_cpu():
     offload_without_pinning()
 
 
+class SafeLoad:
+    """Mixed into a worker of verl: its checkpoints are checked, and hold tensors and plain values only."""
+
+    rank: int
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def damage(self, checkpoint: str, folder: str) -> str | None:
+        """Return what is wrong with the files that this rank is to load, or None."""
+        return store.damage(Path(checkpoint), folder, self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
+        """Load as verl does. Raises CheckpointError if the files hold more than tensors and plain values."""
+        with weights_only(Path(local_path)):
+            super().load_checkpoint(local_path, *more, **others)  # type: ignore[misc]
+
+
 class EngineWorker(TrainingWorker):
     """verl's worker of one model, whose Megatron engine gets the model's rotary base."""
 
@@ -69,7 +86,7 @@ class EngineWorker(TrainingWorker):
             Path(local_path, name).write_text("{}", encoding="utf-8")
 
 
-class PipelineWorker(ActorRolloutRefWorker):
+class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
     """verl's worker, with a separate gather and a separate column for the reference's log-probs."""
 
     actor_worker_cls = ref_worker_cls = EngineWorker
@@ -168,17 +185,6 @@ class PipelineWorker(ActorRolloutRefWorker):
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def damage(self, checkpoint: str, folder: str) -> str | None:
-        """Return what is wrong with the files that this rank is to load, or None."""
-        return store.damage(Path(checkpoint), folder, self.rank)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
-        """Load as verl does. Raises CheckpointError if the files hold more than tensors and plain values."""
-        with weights_only(Path(local_path)):
-            super().load_checkpoint(local_path, *more, **others)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_arenas(self) -> None:
         """Unlink the shared memory of this rank."""
         self.checkpoint_engine.close()
@@ -204,16 +210,5 @@ def _as_reference(output: Any) -> Any:
     return output
 
 
-class PipelineCritic(EngineWorker):
+class PipelineCritic(SafeLoad, EngineWorker):
     """verl's critic, which loads tensors and plain values only."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def damage(self, checkpoint: str, folder: str) -> str | None:
-        """Return what is wrong with the files that this rank is to load, or None."""
-        return store.damage(Path(checkpoint), folder, self.rank)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
-        """Load as verl does. Raises CheckpointError if the files hold more than tensors and plain values."""
-        with weights_only(Path(local_path)):
-            super().load_checkpoint(local_path, *more, **others)
