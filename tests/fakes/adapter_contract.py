@@ -37,6 +37,11 @@ def deliver(
     return served, proved
 
 
+def prove_first(ranks: Sequence[EngineAdapter], manifest: Manifest) -> list[int]:
+    """Load and verify a version as the first of its layout; return how many tensors each rank proved."""
+    return deliver(ranks, [Prover(len(ranks)) for _ in ranks], manifest)[1]
+
+
 def check_loads(ranks: Sequence[EngineAdapter], versions: Iterable[Manifest]) -> None:
     """Versions of one layout, loaded one after another: each is proved, and the map is learned once."""
     provers = [Prover(len(ranks)) for _ in ranks]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
 from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
 from recipe.async_pipeline.verl_bridge.rollout.served_layout import served_tensors
@@ -21,7 +20,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected
 from recipe.async_pipeline.weight_sync.manifest import TensorEntry
 from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
-from tests.fakes.vllm_models import as_rank
+from tests.fakes.vllm_models import as_rank, config_of
 
 QUANTIZED = {
     "activation_scheme": "dynamic",
@@ -39,19 +38,9 @@ class Fp8Rank(RecordingAdapter):
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         super().__init__(torch.device("cpu"))
         apply_vllm_quant_patches()
-        arguments = EngineArgs(
-            str(folder),
-            dtype="bfloat16",
-            max_model_len=64,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=size,
-            distributed_executor_backend="mp",
-            enforce_eager=True,
-            quantization="fp8",
-            hf_overrides={"quantization_config": QUANTIZED},
-        )
         self.rank, self.size = rank, size
-        self.config = arguments.create_engine_config()
+        quantized = {"quantization": "fp8", "hf_overrides": {"quantization_config": QUANTIZED}}
+        self.config = config_of(folder, size, dtype="bfloat16", **quantized)
         with pytest.MonkeyPatch.context() as patched, self._here():
             # The kernel is chosen while the model is built; no product is computed here.
             patched.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)

@@ -55,24 +55,27 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         yield
 
 
+def config_of(folder: Path, size: int, **more: Any) -> Any:
+    """Return vLLM's configuration of a model on `size` ranks; `more`: other arguments of an engine."""
+    return EngineArgs(
+        str(folder),
+        max_model_len=64,
+        skip_tokenizer_init=True,
+        tensor_parallel_size=size,
+        distributed_executor_backend="mp",
+        enforce_eager=True,
+        **more,
+    ).create_engine_config()
+
+
 class ModelRank(RecordingAdapter):
     """An adapter of a model that vLLM built, with vLLM's loader and the tables of the real adapter."""
 
     def __init__(self, folder: Path, rank: int, size: int, *, experts_apart: bool = False) -> None:
         super().__init__(torch.device("cpu"))
         keep_weights_unpacked()
-        arguments = EngineArgs(
-            str(folder),
-            dtype="float32",
-            max_model_len=64,
-            skip_tokenizer_init=True,
-            tensor_parallel_size=size,
-            enable_expert_parallel=experts_apart,
-            distributed_executor_backend="mp",
-            enforce_eager=True,
-        )
         self.rank, self.size = rank, size
-        self.config = arguments.create_engine_config()
+        self.config = config_of(folder, size, dtype="float32", enable_expert_parallel=experts_apart)
         with set_current_vllm_config(self.config), as_rank(rank, size):
             self.model: torch.nn.Module = initialize_model(self.config)
         self.model.requires_grad_(False)

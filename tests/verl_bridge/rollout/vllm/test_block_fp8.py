@@ -19,9 +19,8 @@ from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.element_map import View
 from recipe.async_pipeline.weight_sync.manifest import Manifest
-from recipe.async_pipeline.weight_sync.proof import Prover
 from tests.conftest import Load
-from tests.fakes.adapter_contract import check_loads, check_stages, deliver
+from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
 
@@ -83,16 +82,12 @@ def made(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup
     setup.close()
 
 
-def prove(ranks: Sequence[Any], manifest: Manifest) -> list[int]:
-    return deliver(ranks, [Prover(len(ranks)) for _ in ranks], manifest)[1]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_weight_and_scale_is_proved(made: Setup, size: int) -> None:
     ranks = made.ranks(size)
     for _ in range(2):
         weights, manifest = made.publish()
-        assert prove(ranks, manifest) == [len(weights)] * size
+        assert prove_first(ranks, manifest) == [len(weights)] * size
     quantized = [name for name, tensor in ranks[0].tensors().items() if tensor.dtype is torch.float8_e4m3fn]
     assert len(quantized) == 8, "four linear layers in each of two blocks"
     assert ranks[0]._recorded is None, "a conversion is no copy"
@@ -108,7 +103,7 @@ def test_served_weights_are_close_to_the_published_ones(made: Setup) -> None:
     """Independent of verl's conversion: an element is off by half a step of fp8 at most."""
     (rank,) = made.ranks(1)
     weights, manifest = made.publish()
-    prove([rank], manifest)
+    prove_first([rank], manifest)
     tensors = rank.tensors()
     published = weights[DOWN].float()
     scales = tensors[DOWN + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -157,7 +152,7 @@ def test_a_wrong_load_is_an_error_with_the_tensors_name(
     (rank,) = made.ranks(1)
     sabotage(rank)
     with pytest.raises(ProofError, match=error):
-        prove([rank], made.publish()[1])
+        prove_first([rank], made.publish()[1])
 
 
 def test_ranks_with_each_others_shards_are_an_error(made: Setup) -> None:
@@ -165,7 +160,7 @@ def test_ranks_with_each_others_shards_are_an_error(made: Setup) -> None:
     first, second = (rank._fp8 for rank in ranks)
     first._table, second._table = second._table, first._table
     with pytest.raises(ProofError, match="is served with values other"):
-        prove(ranks, made.publish()[1])
+        prove_first(ranks, made.publish()[1])
 
 
 def test_an_engine_without_quantization_is_left_alone(fp8: ModuleType) -> None:

@@ -15,9 +15,8 @@ from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.map_check import check_map
-from recipe.async_pipeline.weight_sync.proof import Prover
 from tests.conftest import Load
-from tests.fakes.adapter_contract import check_loads, check_stages, deliver
+from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
 
 pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
 
@@ -77,10 +76,6 @@ def models(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mod
     made.close()
 
 
-def prove(ranks: Sequence[Any], manifest: Manifest) -> list[int]:
-    return deliver(ranks, [Prover(len(ranks)) for _ in ranks], manifest)[1]
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_is_where_the_tables_say(models: Models, name: str, size: int) -> None:
@@ -90,7 +85,7 @@ def test_every_tensor_is_where_the_tables_say(models: Models, name: str, size: i
     for _ in range(2):
         weights = models.published(name)
         manifest = models.publish(weights)
-        assert prove(ranks, manifest) == [len(weights)] * size
+        assert prove_first(ranks, manifest) == [len(weights)] * size
     for rank in ranks:
         assert rank._recorded is not None, rank._elements.note
         assert check_map(manifest, rank.commit(manifest, 1 << 20)).by_name == len(weights)
@@ -112,7 +107,7 @@ def test_each_rank_has_its_experts(models: Models, size: int) -> None:
     for _ in range(2):
         weights = models.published("qwen3-moe")
         manifest = models.publish(weights)
-        assert prove(ranks, manifest) == [len(weights) - experts + experts // size] * size
+        assert prove_first(ranks, manifest) == [len(weights) - experts + experts // size] * size
     assert all(rank._recorded is not None for rank in ranks)
 
 
@@ -123,12 +118,12 @@ def test_the_names_of_a_model_with_pictures_are_mapped(models: Models, size: int
     weights = {name.replace("model.", "model.language_model."): tensor for name, tensor in text.items()}
     weights |= models.of_encoder("qwen2-tied")
     manifest = models.publish(weights)
-    assert prove(ranks, manifest) == [len(weights)] * size
+    assert prove_first(ranks, manifest) == [len(weights)] * size
     by_name = check_map(manifest, ranks[0].commit(manifest, 1 << 20)).by_name
     assert by_name == len(weights)
     del weights["model.visual.blocks.1.attn.qkv.weight"]
     with pytest.raises(ProofError, match=r"visual\.blocks\.1\.attn\.qkv\.weight is served, but"):
-        prove(models.pictures("qwen2-tied", size), models.publish(weights))
+        prove_first(models.pictures("qwen2-tied", size), models.publish(weights))
 
 
 DRAFTER = "model.mtp_layers.0"
@@ -141,7 +136,7 @@ def test_the_names_of_a_drafter_are_mapped(models: Models, size: int) -> None:
     weights, ranks = models.of_drafter("qwen2-tied"), models.drafters("qwen2-tied", size)
     assert f"{DRAFTER}.self_attn.q_proj.weight" in weights
     manifest = models.publish(weights)
-    assert prove(ranks, manifest) == [len(weights)] * size
+    assert prove_first(ranks, manifest) == [len(weights)] * size
     assert check_map(manifest, ranks[0].commit(manifest, 1 << 20)).by_name == len(weights)
 
 
@@ -154,10 +149,10 @@ def test_a_drafter_of_swapped_or_missing_tensors_is_an_error(models: Models) -> 
     for rank in ranks:
         renamed(rank, dict(zip(names, names[::-1], strict=True)))
     with pytest.raises(ProofError, match="|".join(names)):
-        prove(ranks, models.publish(weights))
+        prove_first(ranks, models.publish(weights))
     del weights[f"{DRAFTER}.input_proj.weight"]
     with pytest.raises(ProofError, match=r"mtp_layers\.\d+\.input_proj\.weight is served, but"):
-        prove(models.drafters("qwen2-tied", 2), models.publish(weights))
+        prove_first(models.drafters("qwen2-tied", 2), models.publish(weights))
 
 
 def renamed(rank: Any, swaps: dict[str, str]) -> None:
@@ -193,7 +188,7 @@ def test_swapped_tensors_are_named(models: Models, name: str, swapped: tuple[str
     for rank in ranks:
         renamed(rank, dict(zip(swapped, swapped[::-1], strict=True)))
     with pytest.raises(ProofError, match="|".join(swapped)):
-        prove(ranks, models.publish(weights))
+        prove_first(ranks, models.publish(weights))
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3-fused", "qwen3-moe"])
@@ -202,7 +197,7 @@ def test_the_shard_of_another_rank(models: Models, name: str) -> None:
     ranks = models.replica(name, 2)
     ranks[1].model = models.replica(name, 2)[0].model  # loads what the first rank loads
     with pytest.raises(ProofError, match="is in the wrong place|not in the order|no rank of the replica"):
-        prove(ranks, models.publish(weights))
+        prove_first(ranks, models.publish(weights))
 
 
 def left_out(models: Models, name: str, tensor: str) -> None:
@@ -210,7 +205,7 @@ def left_out(models: Models, name: str, tensor: str) -> None:
     ranks = models.replica(name, 1)
     load = ranks[0].load
     ranks[0].load = lambda piece: load([named for named in piece if named[0] != tensor])
-    prove(ranks, models.publish(weights))
+    prove_first(ranks, models.publish(weights))
 
 
 @pytest.mark.parametrize(
@@ -234,17 +229,17 @@ def test_a_persistent_buffer_must_be_published(models: Models) -> None:
     ranks = models.replica("llama", 1)
     ranks[0].model.model.layers[0].mlp.register_buffer("bias", torch.zeros(4))
     with pytest.raises(ProofError, match=r"model\.layers\.0\.mlp\.bias is served, but its element 0"):
-        prove(ranks, models.publish(weights))
+        prove_first(ranks, models.publish(weights))
     ranks = models.replica("llama", 1)
     ranks[0].model.model.layers[0].mlp.register_buffer("table", torch.zeros(4), persistent=False)
-    assert prove(ranks, models.publish(weights)) == [len(weights)]
+    assert prove_first(ranks, models.publish(weights)) == [len(weights)]
 
 
 def test_a_published_head_of_a_tied_model_must_equal_the_embedding(models: Models) -> None:
     weights = models.published("qwen2-tied")
     embedding = weights["model.embed_tokens.weight"]
     both = {**weights, "lm_head.weight": embedding}
-    assert prove(models.replica("qwen2-tied", 2), models.publish(both)) == [len(both)] * 2
+    assert prove_first(models.replica("qwen2-tied", 2), models.publish(both)) == [len(both)] * 2
     other = {**weights, "lm_head.weight": embedding + 1}
     with pytest.raises(ProofError, match=r"lm_head.weight is served with values other|is in the wrong place"):
-        prove(models.replica("qwen2-tied", 2), models.publish(other))
+        prove_first(models.replica("qwen2-tied", 2), models.publish(other))
