@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.job import ROOT, check_clean_end, check_events, run_job, smoke_command
-from tests.e2e.weights import assert_same_weights
+from tests.e2e.weights import assert_same_weights, saved_weights
 
 pytestmark = pytest.mark.e2e
 
@@ -32,6 +32,7 @@ COMPARED = (
     "response_length/mean",
 )
 TOLERANCE = 1e-5
+MEGATRON = "training_engine=megatron"
 
 
 class Outcome(NamedTuple):
@@ -52,12 +53,13 @@ Run = Callable[..., Outcome]
 @pytest.fixture(scope="module")
 def run(tied_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a strategy; each only once."""
-    done: dict[str, Outcome] = {}
+    done: dict[tuple[str, ...], Outcome] = {}
 
     def train(strategy: str, *overrides: str) -> Outcome:
-        if strategy not in done:
-            done[strategy] = _train(strategy, overrides, tied_task, tmp_path_factory.mktemp("ladder"))
-        return done[strategy]
+        key = (strategy, *overrides)
+        if key not in done:
+            done[key] = _train(strategy, overrides, tied_task, tmp_path_factory.mktemp("ladder"))
+        return done[key]
 
     return train
 
@@ -105,7 +107,6 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
         assert last["async_pipeline/off_policy/ess/all"] > 0.999
         assert abs(last["async_pipeline/bias/reward/trained_vs_finished_sd"]) < 1e-9
     rows = (folder / "run" / "metrics.jsonl") if not stock else next(folder.rglob("stock.jsonl"))
-    saved = folder / "checkpoints" / f"global_step_{STEPS}" / "actor" / "model_world_size_1_rank_0.pt"
     return Outcome(
         answers=[_answers(folder / "dump" / f"{step}.jsonl") for step in range(1, STEPS + 1)],
         metrics=[
@@ -114,7 +115,7 @@ def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) 
             if "actor/pg_loss" in row["data"]
         ],
         log_probs=_log_probs(probes),
-        weights={name: _whole(tensor) for name, tensor in torch.load(saved, weights_only=False).items()},
+        weights=saved_weights(folder / "checkpoints", STEPS),
     )
 
 
@@ -160,11 +161,6 @@ def _gaps(one: Rows, other: Rows) -> list[float]:
     return [abs(a - b) for mine, its in zip(one, other, strict=True) for a, b in zip(mine, its, strict=True)]
 
 
-def _whole(tensor: Any) -> torch.Tensor:
-    whole: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return whole
-
-
 def assert_equal(one: Outcome, other: Outcome) -> None:
     assert len(one.metrics) == len(other.metrics) == STEPS
     for step, (ours, theirs) in enumerate(zip(one.answers, other.answers, strict=True), start=1):
@@ -178,6 +174,11 @@ def assert_equal(one: Outcome, other: Outcome) -> None:
 
 def test_on_policy_is_verls_own_sync_trainer(run: Run) -> None:
     assert_equal(run("on_policy"), run("verl"))
+
+
+@pytest.mark.nightly
+def test_on_policy_with_megatron_is_verls_own_sync_trainer_with_megatron(run: Run) -> None:
+    assert_equal(run("on_policy", MEGATRON), run("verl", MEGATRON))
 
 
 @pytest.mark.nightly

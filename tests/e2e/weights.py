@@ -9,12 +9,27 @@ any other. Few weights are so, and none gets far: a step moves a weight by 6e-4 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 CLOSE, CLOSE_SHARE = 1e-5, 0.999
 FARTHEST = 5e-5
 """A twelfth of one step."""
+
+
+def saved_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the actor's weights in a checkpoint of FSDP on one rank, or of Megatron on any number."""
+    actor = checkpoints / f"global_step_{step}" / "actor"
+    if (actor / "model" / "huggingface").is_dir():
+        files = sorted((actor / "model" / "huggingface").glob("*.safetensors"))
+        assert files, f"{actor} has no weights"
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    loaded = torch.load(actor / "model_world_size_1_rank_0.pt", weights_only=False)
+    return {
+        name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded.items()
+    }
 
 
 def assert_same_weights(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
