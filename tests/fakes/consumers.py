@@ -28,7 +28,6 @@ class Replica:
     """
 
     name: str
-    in_place: bool = True
     log: list[str] = field(default_factory=list)
     prepares: list[str] = field(default_factory=list)
     prepare_s: float = 0.0

@@ -31,8 +31,6 @@ FOREVER_S = 1e6
 class Replica:
     """A replica that fails at random."""
 
-    in_place = True
-
     def __init__(self, name: str, dice: random.Random, bad: float) -> None:
         self.name, self.up = name, asyncio.Event()
         self.version = self.prepared = -1

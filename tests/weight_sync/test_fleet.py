@@ -610,14 +610,14 @@ def test_a_load_of_a_newcomer_is_void_if_its_memory_was_overwritten(loads: list[
 
 
 @pytest.mark.parametrize(
-    ("in_place", "load", "waited_s", "fences"),
-    [(True, "25", 5.0, 0), (True, "hang", RETIRE_S, 1), (False, "hang", 0.0, 0)],
+    ("load", "waited_s", "fences"),
+    [("25", 5.0, 0), ("hang", RETIRE_S, 1)],
 )
 def test_memory_is_overwritten_once_no_slow_replica_generates_with_what_it_reads_there(
-    in_place: bool, load: str, waited_s: float, fences: int
+    load: str, waited_s: float, fences: int
 ) -> None:
     notes: Notes = []
-    slow = Replica("slow", in_place, loads=["ok", "ok", load])
+    slow = Replica("slow", loads=["ok", "ok", load])
 
     async def scenario() -> None:
         fleet = distribute(slow, Replica("a"), max_concurrent_loads=2, **deadline(**noted(notes)))

@@ -168,12 +168,9 @@ def test_one_that_is_too_slow_to_prepare_catches_up_with_a_newer_version() -> No
     assert "slow loads 2" not in slow.log
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("script", [["hang"], ["8"], ["raise"]])
-def test_memory_is_overwritten_while_a_consumer_only_prepares_from_it(
-    in_place: bool, script: list[str]
-) -> None:
-    new = newcomer("new", in_place=in_place, prepares=list(script), prepare_s=5.0)
+def test_memory_is_overwritten_while_a_consumer_only_prepares_from_it(script: list[str]) -> None:
+    new = newcomer("new", prepares=list(script), prepare_s=5.0)
 
     async def scenario() -> None:
         fleet = distribute(Replica("a"), load_timeout_s=600.0)
@@ -201,8 +198,7 @@ class Checked(Replica):
 
     async def commit(self, version: int) -> LoadReport:
         assert self.fleet is not None
-        if self.in_place:
-            assert version > self.fleet.registry.retired, "its memory may change during the commit"
+        assert version > self.fleet.registry.retired, "its memory may change during the commit"
         serving = self.working
         Checked.commits += serving
         Checked.most_commits = max(Checked.most_commits, Checked.commits)
@@ -215,16 +211,15 @@ class Checked(Replica):
 OUTCOMES = ["ok", "raise", "hang", "8"]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize(("prepare", "commit"), list(itertools.product(OUTCOMES, OUTCOMES)))
 @pytest.mark.parametrize("gap_s", [0.0, 1.0, 3.0, 9.0, 20.0])
 def test_after_any_prepare_and_any_commit_the_newest_version_is_served(
-    prepare: str, commit: str, gap_s: float, joins: bool, in_place: bool
+    prepare: str, commit: str, gap_s: float, joins: bool
 ) -> None:
     """Every combination of ends, at updates that overtake each part of a load."""
     Checked.commits = Checked.most_commits = 0
-    script: dict[str, Any] = {"in_place": in_place, "prepare_s": 2.0}
+    script: dict[str, Any] = {"prepare_s": 2.0}
     odd = (
         Checked("odd", working=False, prepares=[prepare], loads=[commit], **script)
         if joins

@@ -286,11 +286,9 @@ def test_memory_is_in_use_by_consumers_that_may_generate_with_it(state: Consumer
     registry.end_prepare("a", 0.0)
     member = registry.members["a"]
     member.state = state
-    names = frozenset({"a"})
-    assert registry.in_the_way(7, names) == [], "what is only prepared is never served"
+    assert registry.in_the_way(7) == [], "what is only prepared is never served"
     registry.begin_commit("a", 0.0)
     used = state in HAS_REQUESTS or state is State.FENCED
-    assert (registry.in_the_way(7, names) == [member]) == used
-    assert registry.in_the_way(6, names) == [], "an older version"
-    assert registry.in_the_way(7, frozenset()) == [], "it has a copy"
+    assert (registry.in_the_way(7) == [member]) == used
+    assert registry.in_the_way(6) == [], "an older version"
     assert CAN_SERVE & {State.AWAY, State.LEAVING, State.LEFT} == frozenset()

@@ -14,10 +14,6 @@ class Consumer(Protocol):
 
     name: str
 
-    @property
-    def in_place(self) -> bool:
-        """Whether it commits straight from the trainer's memory, which a later version overwrites."""
-
     async def prepare(self, ticket: Ticket) -> None:
         """Fetch, check and stage one version, while the previous one is served.
 
@@ -29,7 +25,8 @@ class Consumer(Protocol):
     async def commit(self, version: int) -> LoadReport:
         """Load and verify the version that `prepare` has prepared, and serve it afterwards.
 
-        The consumer computes nothing meanwhile, and may read the memory that it prepared from. Committing
+        The consumer computes nothing meanwhile. It may read the memory that it prepared from, which a later
+        version overwrites: each host keeps two. Committing
         the served version again does nothing. Raises if it fails; it is then unknown what is served.
         """
 

@@ -160,10 +160,9 @@ class Fleet:
         cannot be ended.
         """
         self.registry.retire(version)
-        in_place = frozenset(name for name, keeper in self._keepers.items() if keeper.consumer.in_place)
 
         def readers() -> list[Member]:
-            return self.registry.in_the_way(version, in_place)
+            return self.registry.in_the_way(version)
 
         async def gone() -> None:
             while readers():

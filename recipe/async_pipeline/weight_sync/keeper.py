@@ -217,7 +217,7 @@ class Keeper:
                 return None
             raise
         # Otherwise it may have read a mixture of two versions, with which it has generated nothing.
-        return None if version <= self._registry.retired and self.consumer.in_place else report
+        return None if version <= self._registry.retired else report
 
     def _is_void(self, version: int, error: BaseException | None) -> bool:
         """Return whether a newer version took the memory away, which is no failure. Raises other errors."""

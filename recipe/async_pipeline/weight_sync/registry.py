@@ -317,18 +317,17 @@ class Registry:
         found = [(self.late_at(member.name), member.name) for member in self.rotation]
         return [(at, name) for at, name in found if at is not None]
 
-    def in_the_way(self, version: int, in_place: frozenset[str]) -> list[Member]:
+    def in_the_way(self, version: int) -> list[Member]:
         """Return the consumers that may generate with what they read from the memory of `version` or older.
 
-        `in_place` names the consumers that load straight from the trainer's memory. A consumer without
-        requests generates nothing: its load is void, and it loads again. So is one that only prepares.
+        A consumer without requests generates nothing: its load is void, and it loads again. So is one that
+        only prepares.
         """
         return [
             m
             for m in self.members.values()
             if m.reading is not None
             and m.reading <= version
-            and m.name in in_place
             and (m.state in HAS_REQUESTS or m.state is State.FENCED)
         ]
 

@@ -38,11 +38,6 @@ class ReplicaConsumer:
         self._started = bool(nodes)
         self._callers: dict[Any, DirectCaller] = {}
 
-    @property
-    def in_place(self) -> bool:
-        # On every host: at most two versions are kept there, so the next one takes the memory of the oldest.
-        return True
-
     async def prepare(self, ticket: Ticket) -> None:
         arguments = (self._pool.memories_for(ticket), self._pool.load_timeout_s, self._pool.how.stage)
         await self._call("prepare_version", ticket, *arguments)
