@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 
@@ -63,3 +64,17 @@ def test_a_stop_is_no_error() -> None:
 
 async def _never() -> None:
     await forever()
+
+
+def test_work_that_is_stopped_before_it_begins_is_closed() -> None:
+    """A coroutine that is neither awaited nor closed is a warning, and warnings are errors."""
+
+    async def main() -> None:
+        background = BackgroundWork(lambda role, error: None, lambda: True)
+        work = after(3.0)
+        task = background.start("train", work)
+        task.cancel()
+        await asyncio.wait([task])
+        assert inspect.getcoroutinestate(work) == inspect.CORO_CLOSED
+
+    run_virtual(main())

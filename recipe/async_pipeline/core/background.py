@@ -32,6 +32,8 @@ class BackgroundWork:
         task = asyncio.create_task(guarded(), name=name)
         self.tasks.add(task)
         task.add_done_callback(lambda done: self._ended(role, done))
+        # A task that is cancelled before it begins never awaits its work.
+        task.add_done_callback(lambda done: work.close())
         return task
 
     def _ended(self, role: str, task: asyncio.Task[Any]) -> None:
