@@ -35,7 +35,7 @@ def test_the_file_has_the_names_and_values_that_it_always_had() -> None:
     }
 
 
-@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop"])
+@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop", "mask"])
 def test_it_is_read_as_it_was_written(straggler: str) -> None:
     knobs = AsyncPipelineConfig.of(
         {"strategy": "n_step_ahead", "staleness.max_lag": 2, "staleness.straggler": straggler}

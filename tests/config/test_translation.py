@@ -335,6 +335,10 @@ def test_a_lag_may_be_set_with_the_steps_per_weight_update() -> None:
             "weight_sync.every must be at most 2",
         ),
         ({"strategy": "on_policy", "staleness.oldest_share": 0.5}, "oldest_share must be 1 with max_lag 0"),
+        (
+            {"strategy": "fully_async", "staleness.oldest_share": 0.5, "staleness.straggler": "mask"},
+            "oldest_share must be 1 with straggler mask",
+        ),
         ({"staleness.oldest_share": 0.0}, "oldest_share must be above 0"),
         ({"staleness.oldest_share": 1.5}, "oldest_share must be above 0"),
         ({"staleness.depth": 2}, "depth must be from 0 to max_lag, 1"),

@@ -313,7 +313,7 @@ def test_a_poisoned_prompt_is_not_answered_again_in_the_next_epoch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["drawn", "finished"])
-@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop"])
+@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop", "mask"])
 @given(seed=st.integers(0, 2**32), max_lag=st.integers(0, 3), attempts=st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_with_any_flaw_every_prompt_has_one_fate(

@@ -17,6 +17,7 @@ from recipe.async_pipeline.core.degradation import Caution
 from recipe.async_pipeline.core.events import busy_intervals, overlap_seconds
 from recipe.async_pipeline.core.flow import FlowResult
 from recipe.async_pipeline.core.items import Group, Prompt, StepBatch
+from recipe.async_pipeline.core.ledger_audit import audit as audit_ledger
 from recipe.async_pipeline.core.stage import ROLES
 from recipe.async_pipeline.core.state_machine import TERMINAL, StageState
 from recipe.async_pipeline.core.untrained_groups import Order
@@ -288,11 +289,15 @@ def test_any_schedule_keeps_the_invariants(run: dict[str, Any], times: list[floa
         **run, refresh=refresh, answer_s=lambda step, index: times[next(answers) % len(times)]
     )
     steps, groups = run["steps"], run["groups"]
-    flow, result = run_flow(trainer)
+    flow = AsyncTrainingFlow(trainer)
+    records: list[dict[str, Any]] = []
+    flow.ledger.subscribe(lambda record: records.append(record.as_dict()))
+    result = run_virtual(flow.run())
     assert result.lag_max <= run["max_lag"]
     assert result.groups_trained == steps * groups
     assert result.groups_drawn == steps * groups + result.groups_filtered + result.groups_expired
-    assert result.groups_expired == 0 or run["straggler"] == "drop"
+    assert result.groups_expired == 0 or run["straggler"] in ("drop", "mask")
+    assert audit_ledger(records).violations == []
     assert len(trainer.cancelled) <= result.groups_expired + result.regenerated
     assert result.trajectories_trained == steps * groups * trainer.n
     assert [b.step for b in trainer.trained] == list(range(1, steps + 1))
@@ -303,6 +308,38 @@ def test_any_schedule_keeps_the_invariants(run: dict[str, Any], times: list[floa
     for a, b in combinations(("logp", "ref_logp", "train", "values", "critic"), 2):
         if trainer.pool_of(a) == trainer.pool_of(b):
             assert overlap(flow, a, b) == 0, "roles on one pool never compute at once"
+
+
+@pytest.mark.parametrize("order", ["drawn", "finished"])
+def test_a_masked_straggler_holds_up_no_step_and_is_trained_within_the_bound(order: Order) -> None:
+    def run(straggler: str) -> tuple[list[float], list[dict[str, Any]]]:
+        trainer = SimTrainer(
+            max_lag=1,
+            steps=8,
+            order=order,
+            straggler=straggler,
+            answer_s=lambda step, index: 9.0 if (step, index) == (1, 0) else 1.0,
+        )
+        flow = AsyncTrainingFlow(trainer)
+        records: list[dict[str, Any]] = []
+        flow.ledger.subscribe(lambda record: records.append(record.as_dict()))
+        run_virtual(flow.run())
+        assert audit_ledger(records).violations == []
+        return [one.t for one in flow.log.records if one.event == "TRAINED"], records
+
+    waited, _ = run("wait")
+    ends, records = run("mask")
+    assert ends[-1] < waited[-1] - 2.0
+    trained = [record for record in records if record["kind"] == "trained"]
+    (late,) = [record for record in trained if "p1.0" in record["uids"]]
+    assert late["step"] > 2, "without a mask it could be in the second step at the latest"
+    assert late["lag_max"] <= 1
+    assert late["masked_before"] == {f"p1.0_{i}_0": late["step"] - 2 for i in range(2)}
+    assert sum("masked_before" in record for record in trained) == 1
+
+    forgotten = [{k: v for k, v in record.items() if k != "masked_before"} for record in records]
+    found = audit_ledger(forgotten).violations
+    assert len(found) == 2 and all("from 0 to 1 is allowed" in one for one in found)
 
 
 def test_completion_order_does_not_wait_for_the_slow_ones() -> None:

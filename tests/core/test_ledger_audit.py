@@ -63,6 +63,15 @@ def too_old(records: Records) -> Records:
     ]
 
 
+def all_masked(records: Records) -> Records:
+    """All trajectories of a prompt are marked as older than what its step may train."""
+    place = at(records, "trained", 1)
+    uid = records[place]["uids"][0]
+    finished = next(r for r in records if r["kind"] == "finished" and r["uid"] == uid)
+    masks = {one["key"]: 99 for one in finished["trajectories"]}
+    return [{**r, "masked_before": masks} if i == place else r for i, r in enumerate(records)]
+
+
 @pytest.mark.parametrize(
     ("spoil", "violation"),
     [
@@ -93,6 +102,7 @@ def too_old(records: Records) -> Records:
         ),
         (changed("trained", 1, step=float("inf")), "is not complete: OverflowError"),
         (changed("finished", 0, trajectories=["x"]), "is not complete: TypeError"),
+        (all_masked, "was trained in step 2 with every token masked"),
         (twice("opened"), "opens a ledger that was open"),
     ],
 )

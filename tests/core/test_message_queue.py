@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,6 +19,7 @@ from recipe.async_pipeline.core.items import Group, Prompt, Trajectory
 from recipe.async_pipeline.core.message_queue import MessageQueue, share_of
 from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.staleness import Versions, check_lag
+from recipe.async_pipeline.core.token_ages import masked, oldest_in
 from recipe.async_pipeline.core.untrained_groups import UntrainedGroups
 from recipe.async_pipeline.errors import (
     ChannelClosed,
@@ -81,6 +82,25 @@ def group(uid: str, version: int = 0) -> Group:
         step=1,
         trajectories=(Trajectory(key=uid, first_version=version, last_version=version, num_tokens=1),),
     )
+
+
+def group_of(uid: str, versions: Sequence[int]) -> Group:
+    """Return a group of one response, of which each token was written by the version given for it."""
+    changes = [i for i, version in enumerate(versions) if i == 0 or versions[i - 1] != version]
+    one = Trajectory(
+        key=uid,
+        first_version=min(versions),
+        last_version=max(versions),
+        num_tokens=len(versions),
+        spans=tuple((versions[i], i) for i in changes),
+    )
+    return Group(uid=uid, step=1, trajectories=(one,))
+
+
+def oldest(one: Group) -> int:
+    found = oldest_in(one.trajectories)
+    assert found is not None, "every group has a token that is trained"
+    return found
 
 
 # Admission.
@@ -400,6 +420,11 @@ class Run:
         self.max_lag = max_lag
         self.serving = [-1] * replicas
         self.lags: list[list[int]] = []
+        self.tokens_each = 2
+        self.slow: Mapping[str, int] = {}
+        """Seconds of each token of some groups."""
+        self.expired: list[str] = []
+        self.trained: list[tuple[int, Group]] = []
         self.background: list[asyncio.Task[None]] = []
         self.changed = asyncio.Event()
         self._draws_s = draws_s
@@ -421,21 +446,27 @@ class Run:
     async def group(self, uid: str, replica: int) -> None:
         while True:
             recall = self.queue.watch(uid)
-            first = await recall.bound(self.tokens(replica))
+            versions = await recall.bound(self.tokens(uid, replica))
             if recall.verdict is None:
-                assert first is not None
-                self.queue.arrive(group(uid, first))
-                self.queue.put(group(uid, first))
+                assert versions is not None
+                made = group_of(uid, versions)
+                self.queue.arrive(made)
+                if self.queue.is_too_old(made):
+                    self.expired.append(uid)
+                    self.queue.give_back(uid)
+                else:
+                    self.queue.put(made)
                 self.changed.set()
             if recall.verdict != "regenerate":
                 return
 
-    async def tokens(self, replica: int) -> int:
-        """Version of the oldest one."""
-        first = self.serving[replica]
-        for _ in range(2):
-            await asyncio.sleep(self.next_s())
-        return first
+    async def tokens(self, uid: str, replica: int) -> list[int]:
+        """Return the version of each token."""
+        versions = [self.serving[replica]]
+        for _ in range(self.tokens_each):
+            await asyncio.sleep(self.slow.get(uid) or self.next_s())
+            versions.append(self.serving[replica])
+        return versions
 
     async def generate(self) -> None:
         numbers = count()
@@ -456,7 +487,8 @@ class Run:
             while not (groups := self.queue.take(step)):
                 self.changed.clear()
                 await asyncio.wait_for(self.changed.wait(), 1000)
-            self.lags.append([check_lag(step, g.first_version, self.max_lag, g.uid) for g in groups])
+            self.trained += [(step, one) for one in groups]
+            self.lags.append([check_lag(step, oldest(g), self.max_lag, g.uid) for g in groups])
             await asyncio.sleep(self.next_s())
             self.versions.advance_trained(step)
             self.publish(step)
@@ -473,13 +505,13 @@ class Run:
     replicas=st.integers(1, 3),
     draws_s=st.lists(SECONDS, min_size=1, max_size=40),
     order=st.sampled_from(["drawn", "finished"]),
-    straggler=st.sampled_from(["wait", "regenerate", "drop"]),
+    straggler=st.sampled_from(["wait", "regenerate", "drop", "mask"]),
     half=st.booleans(),
 )
 def test_no_token_is_older_than_the_bound_whatever_straggles(
     max_lag: int, replicas: int, draws_s: list[int], order: str, straggler: str, half: bool
 ) -> None:
-    share = 0.5 if half and max_lag else 1.0
+    share = 0.5 if half and max_lag and straggler != "mask" else 1.0
     lags = run_virtual(
         Run(max_lag, max_lag, replicas, 8, draws_s, order=order, straggler=straggler, oldest_share=share).run(
             8
@@ -488,6 +520,66 @@ def test_no_token_is_older_than_the_bound_whatever_straggles(
     assert [len(step) for step in lags] == [2] * 8
     assert all(0 <= lag <= max_lag for step in lags for lag in step)
     assert all(step.count(max_lag) <= 2 * share for step in lags)
+
+
+@given(
+    max_lag=st.integers(0, 3),
+    replicas=st.integers(1, 3),
+    draws_s=st.lists(SECONDS, min_size=1, max_size=40),
+    order=st.sampled_from(["drawn", "finished"]),
+    tokens_each=st.integers(1, 12),
+)
+def test_masked_every_token_that_is_trained_is_within_the_bound(
+    max_lag: int, replicas: int, draws_s: list[int], order: str, tokens_each: int
+) -> None:
+    """Responses may take longer than the lag allows; exactly the tokens that are too old are masked."""
+    run = Run(max_lag, max_lag, replicas, 8, draws_s, order=order, straggler="mask")
+    run.tokens_each = tokens_each
+    run_virtual(run.run(8))
+    uids = [one.uid for _, one in run.trained]
+    assert len(uids) == len(set(uids)) == 16
+    assert not set(uids) & set(run.expired)
+    for step, one in run.trained:
+        (answer,) = one.trajectories
+        assert answer.spans is not None
+        left_out = {place for start, end in masked(answer) for place in range(start, end)}
+        version_of = dict.fromkeys(range(answer.num_tokens), 0)
+        for version, start in answer.spans:
+            version_of.update(dict.fromkeys(range(start, answer.num_tokens), version))
+        too_old = {place for place, version in version_of.items() if step - 1 - version > max_lag}
+        assert left_out == too_old
+        assert len(left_out) < answer.num_tokens
+
+
+@pytest.mark.parametrize("order", ["drawn", "finished"])
+def test_the_tokens_of_stragglers_are_masked_and_their_prompts_trained(order: str) -> None:
+    """The first prompt takes as long as eight optimizer steps, and no step waits for it."""
+    run = Run(2, 2, 1, 12, [1], order=order, straggler="mask")
+    run.slow = {"0": 8}
+    run_virtual(run.run(12))
+    (step, late), *_ = [(step, one) for step, one in run.trained if one.uid == "0"]
+    assert step > 4, "it could be in no step after the third without a mask"
+    assert masked(late.trajectories[0]) and oldest(late) >= step - 1 - 2
+    assert run.expired == [] and len(run.trained) == 24
+
+
+@pytest.mark.parametrize("order", ["drawn", "finished"])
+def test_a_postponed_group_that_wrote_nothing_since_is_given_up(order: str) -> None:
+    bench = settle_step_2("mask", order)
+    step, taken = (1, "bc") if order == "drawn" else (2, "de")
+    if order == "finished":
+        bench.serve(2)
+    assert bench.take(step) == taken
+    assert bench.verdict("a") is None, "it is generated further"
+    late, longer = group_of("a", [0, 0]), group_of("a", [0, bench.versions.served])
+    bench.queue.arrive(late)
+    assert bench.queue.is_too_old(late) == (bench.versions.served > 0)
+    assert not bench.queue.is_too_old(longer)
+
+
+def test_masks_do_not_go_with_a_share_of_the_oldest() -> None:
+    with pytest.raises(ValueError, match="oldest_share must be 1 where the straggler policy is mask"):
+        Bench(straggler="mask", oldest_share=0.5)
 
 
 @pytest.mark.parametrize("max_lag", range(4))
@@ -575,13 +667,13 @@ class Plain(UntrainedGroups):
         in_flight = deque(sorted((e.due, uid) for uid, e in left.items() if e.recall))
         recalled: list[str] = []
         while (due := self._first_excess(step, dues)) is not None:
-            too_late = self._straggler == "regenerate" and renewed_due <= due
+            too_late = self._straggler in ("regenerate", "mask") and renewed_due <= due
             if waits or too_late or not in_flight or in_flight[0][0] > due:
                 return None
             was_due, uid = in_flight.popleft()
             recalled.append(uid)
             dues.remove(was_due)
-            if self._straggler == "regenerate":
+            if self._straggler in ("regenerate", "mask"):
                 dues = sorted([*dues, renewed_due])
         return recalled
 
@@ -593,7 +685,7 @@ class Plain(UntrainedGroups):
 @given(
     st.integers(0, 3),
     st.sampled_from(["drawn", "finished"]),
-    st.sampled_from(["wait", "regenerate", "drop"]),
+    st.sampled_from(["wait", "regenerate", "drop", "mask"]),
     st.sampled_from([0.5, 1.0]),
     st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=120),
 )
@@ -607,7 +699,7 @@ def test_keeping_groups_in_order_changes_nothing(
             last_step=8,
             order=order,
             straggler=straggler,
-            oldest_share=share if max_lag else 1.0,
+            oldest_share=share if max_lag and straggler != "mask" else 1.0,
         )
         for _ in range(2)
     ]

@@ -63,7 +63,7 @@ def comparisons_of(count: int, order: str, straggler: str) -> float:
 
 
 @pytest.mark.parametrize("order", ["drawn", "finished"])
-@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop"])
+@pytest.mark.parametrize("straggler", ["wait", "regenerate", "drop", "mask"])
 def test_an_arrival_costs_a_binary_search(order: str, straggler: str) -> None:
     """Eight times the groups are three steps more in each search; sorting would cost eight times as much."""
     few, many = (comparisons_of(count, order, straggler) for count in (512, 4096))

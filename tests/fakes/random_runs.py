@@ -19,7 +19,8 @@ def random_runs(draw: st.DrawFn, *costs: str, min_steps: int = 1) -> dict[str, A
     """Draw settings with which a run reaches its end; `costs` names the calls that take random times."""
     max_lag = draw(st.integers(0, 4))
     groups = draw(st.integers(1, 4))
-    share = draw(st.sampled_from([0.5, 1.0])) if max_lag and groups > 1 else 1.0
+    straggler = draw(st.sampled_from(["wait", "regenerate", "drop", "mask"]))
+    share = draw(st.sampled_from([0.5, 1.0])) if max_lag and groups > 1 and straggler != "mask" else 1.0
     places = draw(st.sampled_from(LAYOUTS))
     old = draw(st.sampled_from(["trainer", "logp_pool", "rollout"]))
     if "logp" not in places or (old == "logp_pool" and max_lag == 0):
@@ -36,7 +37,7 @@ def random_runs(draw: st.DrawFn, *costs: str, min_steps: int = 1) -> dict[str, A
         "groups": groups,
         "costs": {name: draw(st.sampled_from([0.0, 0.5, 6.0])) for name in costs},
         "order": draw(st.sampled_from(["drawn", "finished"])),
-        "straggler": draw(st.sampled_from(["wait", "regenerate", "drop"])),
+        "straggler": straggler,
         "oldest_share": share,
         "sync_every": sync_every,
         "places": places,

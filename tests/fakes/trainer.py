@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,8 @@ from recipe.async_pipeline.strategies import FullyAsync, NStepAhead, Schedule
 CALM = Caution()
 ORDERS: Mapping[Order, type[Schedule]] = {"drawn": NStepAhead, "finished": FullyAsync}
 ALL_ROLES = ("dataloader", "generate", "rollout", "logp", "ref_logp", "reward", "train", "param_update")
+TOKENS = 8
+"""Tokens of a response whose tokens may be masked; they are written at equal distances in time."""
 WITH_CRITIC = (*ALL_ROLES, "values", "critic")
 
 
@@ -138,6 +141,7 @@ class SimTrainer:
         self.cancelled: list[str] = []
         self.fail = dict(fail or {})
         self.served, self.criticised = -1, 0 if resume is None else resume.critic
+        self._served_at: deque[tuple[int, float]] = deque(maxlen=16)
         self.finished: list[StepBatch] = []
         self.arenas: deque[int] = deque(maxlen=2)
         self.held: dict[str, int] = {}
@@ -185,7 +189,7 @@ class SimTrainer:
 
     async def answer(self, prompt: Prompt) -> Group:
         """Generate a group; it is cancelled on a recall, and if the run is stopped."""
-        first = self.served
+        first, began = self.served, asyncio.get_running_loop().time()
         self.in_flight += 1
         self.in_flight_max = max(self.in_flight_max, self.in_flight)
         if "generate" in self.fail and prompt.step >= 2:
@@ -197,17 +201,29 @@ class SimTrainer:
             raise
         finally:
             self.in_flight -= 1
+        spans = self._spans(began, first) if self.schedule.straggler == "mask" else None
         trajectories = tuple(
             Trajectory(
                 key=f"{prompt.uid}_{i}_0",
                 first_version=first,
                 last_version=self.served,
-                num_tokens=1,
+                num_tokens=1 if spans is None else TOKENS,
+                spans=spans,
                 reward=0.5,
             )
             for i in range(self.n)
         )
         return Group(uid=prompt.uid, step=prompt.step, trajectories=trajectories)
+
+    def _spans(self, began: float, first: int) -> tuple[tuple[int, int], ...]:
+        """Return which version wrote which token of a response that began then and has just ended."""
+        seconds = asyncio.get_running_loop().time() - began
+        spans = [(first, 0)]
+        for version, at in self._served_at:
+            place = math.ceil((at - began) / seconds * (TOKENS - 1)) if seconds else 0
+            if version > first and place > 0:
+                spans.append((version, place))
+        return tuple(spans)
 
     async def discard(self, group: Group) -> None:
         self.discarded.append(group.uid)
@@ -288,6 +304,7 @@ class SimTrainer:
         await self._cost("publish", version)
         assert version > self.served, "versions only move forward"
         self.served = version
+        self._served_at.append((version, asyncio.get_running_loop().time()))
         return published(version, failure="replica 0: it died" if self.failing(version) else "")
 
     def stepped(self, change: Change) -> None:

@@ -143,10 +143,24 @@ def test_versions_are_recorded_at_the_first_and_last_token() -> None:
         pool.replicas[0].version = 3
         task = asyncio.create_task(pool.answer([cost(4)]))
         await asyncio.sleep(1.0)
-        pool.replicas[0].version = 5
+        pool.serve(pool.replicas[0], 5)
         return await task
 
-    assert run_virtual(run()) == [(3, 5)]
+    assert run_virtual(run()) == [(3, 5, ((3, 0), (5, 1)))]
+
+
+def test_what_a_dead_replica_wrote_of_a_turn_has_no_version() -> None:
+    async def run() -> Any:
+        pool = ReplicaPool(2, SLOWER)
+        pool.replicas[0].version, pool.replicas[1].version = 3, 4
+        task = asyncio.create_task(pool.answer([cost(4, turns=2)]))
+        await asyncio.sleep(6.0)
+        pool.serve(pool.replicas[0], 5)
+        pool.fail(pool.replicas[0])
+        (served,) = await task
+        return served.spans
+
+    assert run_virtual(run()) == ((3, 0), (4, 4)), "the second turn began again on the other replica"
 
 
 def test_open_seconds_count_the_time_with_a_request() -> None:

@@ -142,7 +142,7 @@ def hurt(seed: int) -> None:
         "groups": dice.randint(1, 4),
         "save_every": dice.randint(1, 3),
         "order": dice.choice(["drawn", "finished"]),
-        "straggler": dice.choice(["wait", "regenerate", "drop"]),
+        "straggler": dice.choice(["wait", "regenerate", "drop", "mask"]),
         "filtered": (lambda uid: sum(uid.encode()) % 5 == 0) if dice.random() < 0.3 else (lambda uid: False),
     }
 

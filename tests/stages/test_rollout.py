@@ -59,6 +59,28 @@ def test_a_group_that_teaches_nothing_is_filtered(alone: MakeRole) -> None:
     assert trainer.discarded == ["a"]
 
 
+def test_a_postponed_group_that_wrote_nothing_since_expires(alone: MakeRole) -> None:
+    trainer = SimTrainer(groups=1, max_lag=1, straggler="mask")
+    machine = alone("rollout", trainer)
+
+    async def main() -> list[StepBatch]:
+        await admit(machine, "a", "b")
+        machine.pipeline.queue.watch("a")
+        versions = machine.pipeline.versions
+        versions.advance_trained(1)
+        versions.advance_gathered(1)
+        versions.advance_served(1)
+        await machine.inputs[0].send(group("b", 1))
+        await machine.inputs[0].send(group("a", 1))
+        machine.inputs[0].close()
+        await machine.run()
+        return [item async for item in machine.outputs[0]]
+
+    assert uids(run_virtual(main())) == [(1, ["b"])]
+    assert machine.pipeline.fates.count("expired") == 1
+    assert trainer.discarded == ["a"]
+
+
 def test_finished_groups_that_no_step_took_are_an_error(alone: MakeRole) -> None:
     machine = alone("rollout", SimTrainer(groups=2, max_lag=1))
     with pytest.raises(ConservationError, match="data ended with 2 groups that no step took"):

@@ -97,6 +97,7 @@ def test_facts_of_a_step(alone: MakeRole) -> None:
         "lag/mean": 0.75,
         "lag/max": 2.0,
         "lag/mixed_version_share": 0.25,
+        "lag/masked_token_share": 0.0,
         "lag/param_update": 1.0,
         "version/trainer": 3.0,
         "version/served_min": 1.0,

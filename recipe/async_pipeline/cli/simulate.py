@@ -8,12 +8,13 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from ..config.placement import Placement
 from ..config.run_plan import drawing
 from ..config.schema import AsyncPipelineConfig
 from ..console import echo
+from ..core.untrained_groups import Straggler
 from ..errors import ConfigError
 from ..sim.bound import bound_terms, estimate_s
 from ..sim.candidates import MEASURED_STEPS, WORK_BATCHES
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--straggler",
         default="wait",
-        choices=("wait", "regenerate", "drop"),
+        choices=get_args(Straggler),
         help="what happens to an unfinished group that holds up a step (default: %(default)s)",
     )
     parser.add_argument("--stale", action=_Renamed, help=argparse.SUPPRESS)

@@ -226,7 +226,11 @@ def in_words(plan: Plan) -> list[str]:
             f"have lag {plan.max_lag}"
         )
     if plan.straggler != "wait" and plan.max_lag > 0:
-        what = {"drop": "given up", "regenerate": "generated again with newer weights"}[plan.straggler]
+        what = {
+            "drop": "given up",
+            "regenerate": "generated again with newer weights",
+            "mask": "trained later without its tokens that are too old by then",
+        }[plan.straggler]
         lines.append(f"                an unfinished group that holds up a step is {what}")
 
     every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"

@@ -64,8 +64,9 @@ class StalenessConfig:
     max_lag 2, a share of 0.5 is ROLL's async_generation_ratio 1.5."""
     straggler: Straggler = "wait"
     """What happens to an unfinished group that holds up a step while enough others are finished: the step
-    waits for it (wait), it is generated again with newer weights (regenerate), or it is given up (drop). The
-    last two favour short responses; async_pipeline/bias/* measures by how much."""
+    waits for it (wait), it is generated again with newer weights (regenerate), it is given up (drop), or it
+    continues and is trained later, with the tokens masked that are older than max_lag by then (mask).
+    Regenerate and drop favour short responses; async_pipeline/bias/* measures by how much."""
 
     def __post_init__(self) -> None:
         if str(self.straggler) == "resume":
@@ -83,6 +84,11 @@ class StalenessConfig:
             raise ConfigError(
                 f"{self.PATH}.oldest_share must be above 0 and at most 1, got {self.oldest_share}; 1 is the "
                 "default"
+            )
+        if self.straggler == "mask" and self.oldest_share != 1:
+            raise ConfigError(
+                f"{self.PATH}.oldest_share must be 1 with straggler mask, got {self.oldest_share}; leave it "
+                "out, or choose another straggler"
             )
         if self.max_lag == 0 and self.oldest_share != 1:
             raise ConfigError(

@@ -19,7 +19,7 @@ NAMES = (
     "ref_refresh_every",
     "old_logp",
 )
-STALE = {"wait": "wait", "regenerate": "resume", "drop": "drop"}
+STALE = {"wait": "wait", "regenerate": "resume", "drop": "drop", "mask": "mask"}
 """Values of `staleness.straggler`, and their names in files."""
 
 

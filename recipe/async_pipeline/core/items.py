@@ -59,6 +59,8 @@ class Trajectory:
     """`(version, start)` of each span: the version generated the response from position `start` on, up to the
     next span. Positions count all tokens of the response, tokens of tools included. None: unknown.
     """
+    masked_before: int = 0
+    """Tokens of versions before this one are not trained; see `token_ages`."""
     turns: int | None = None
     seconds: float | None = None
     """From the request for its group until the group was finished."""

@@ -23,6 +23,7 @@ from typing import Any, Literal
 from ..errors import ConservationError
 from .fates import FateRegister, Settlement
 from .items import Group, Trajectory
+from .token_ages import oldest_trained
 
 Why = Literal["stale", "flawed", "resumed"]
 """Why responses to a prompt are generated again: it held up a step, its data was bad, or the run was resumed.
@@ -178,11 +179,14 @@ class Ledger:
 
     def _trained(self, step: int, settled: Settlement) -> None:
         trajectories = [one for group in settled.groups for one in group.trajectories]
-        lag = max((step - 1 - one.first_version for one in trajectories), default=0)
+        versions = [version for one in trajectories if (version := oldest_trained(one)) is not None]
+        lag = step - 1 - min(versions, default=step - 1)
+        masked = {one.key: one.masked_before for one in trajectories if one.masked_before}
+        more = {"masked_before": masked} if masked else {}
         self.trajectories_trained += len(trajectories)
         self.lag_max = max(self.lag_max, lag)
         uids = list(settled.uids)
-        self._append("trained", step=step, uids=uids, trajectories=len(trajectories), lag_max=lag)
+        self._append("trained", step=step, uids=uids, trajectories=len(trajectories), lag_max=lag, **more)
 
     def _append(self, kind: str, **fields: Any) -> None:
         self.number += 1

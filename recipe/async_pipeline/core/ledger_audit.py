@@ -5,7 +5,7 @@
                      flight if the run completed
     no double use    no trajectory is in two steps
     order            steps are committed one after the other; served versions only grow
-    lag              no trajectory was older than `max_lag` when its step began
+    lag              no token that was trained was older than `max_lag` when its step began
     no gap           record numbers have no gap; records that a resumed run made void are left out
     sums             what the run counted, in a step and at its end, is what its records add up to
 
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from .fates import Fate
+from .items import Trajectory
+from .token_ages import oldest_in, oldest_trained
 
 SHOWN = 20
 """Violations that are kept in full; further ones are only counted."""
@@ -73,8 +75,8 @@ class _Books:
     def __init__(self) -> None:
         self.audit = Audit()
         self._number = 0
-        self._live: dict[str, Mapping[str, int] | None] = {}
-        """Prompts without a fate; for finished ones, the oldest version of each trajectory."""
+        self._live: dict[str, list[Trajectory] | None] = {}
+        """Prompts without a fate; for finished ones, what is recorded of each trajectory."""
         self._fates: dict[str, Fate] = {}
         self._keys: set[str] = set()
         """Trajectories that were trained."""
@@ -202,7 +204,7 @@ class _Books:
             return
         if self._live[uid] is not None:
             self._violation(f"prompt {uid} was finished twice")
-        self._live[uid] = {str(one["key"]): int(one["first"]) for one in record["trajectories"]}
+        self._live[uid] = [_trajectory_of(one) for one in record["trajectories"]]
         self.audit.episodes_repeated += sum(int(one.get("attempts", 1)) - 1 for one in record["trajectories"])
         self.audit.episodes_redundant += int(record.get("redundant", 0))
         self.audit.ends.update(str(one["end"]) for one in record["trajectories"] if "end" in one)
@@ -227,18 +229,26 @@ class _Books:
             if self._require_live(uid, f"trained in step {step}"):
                 answers = self._live.pop(uid)
                 self._fates[uid] = "trained"
-                self._check_answers(step, uid, answers)
+                self._check_answers(step, uid, answers, record.get("masked_before", {}))
         self.audit.trajectories_trained += counted
 
-    def _check_answers(self, step: int, uid: str, answers: Mapping[str, int] | None) -> None:
+    def _check_answers(
+        self, step: int, uid: str, answers: Sequence[Trajectory] | None, masked_before: Mapping[str, int]
+    ) -> None:
         if answers is None:
             if uid not in self._finished_elsewhere:
                 self._violation(f"prompt {uid} was trained in step {step}, but was not finished")
             return
-        for key, first in answers.items():
+        answers = [replace(one, masked_before=int(masked_before.get(one.key, 0))) for one in answers]
+        if answers and oldest_in(answers) is None:
+            self._violation(f"prompt {uid} was trained in step {step} with every token masked")
+        for one in answers:
+            key, first = one.key, oldest_trained(one)
             if key in self._keys:
                 self._violation(f"trajectory {key} was trained in step {step} and before")
             self._keys.add(key)
+            if first is None:
+                continue
             lag = step - 1 - first
             self.audit.lag_max = max(self.audit.lag_max, lag)
             if self.audit.max_lag is not None and not 0 <= lag <= self.audit.max_lag:
@@ -275,6 +285,18 @@ class _Books:
         for fate, count in self._counts().items():
             if int(record[fate]) != count:
                 self._violation(f"the run counts {record[fate]} prompts {fate}, its ledger {count}")
+
+
+def _trajectory_of(record: Record) -> Trajectory:
+    """Return what the age of a trajectory depends on."""
+    key, spans = str(record["key"]), record.get("spans")
+    return Trajectory(
+        key=key,
+        first_version=int(record["first"]),
+        last_version=int(record.get("last", record["first"])),
+        num_tokens=int(record.get("tokens", 0)),
+        spans=None if spans is None else tuple((int(version), int(start)) for version, start in spans),
+    )
 
 
 def audit(records: Iterable[Record], void: int = 0) -> Audit:

@@ -5,7 +5,8 @@ A group is in one of three lists, each in the order in which steps take groups:
 
     draw ──► fixed ──► recallable ──► fixed ──► finished ──► taken
               │  watch     │    hold    │  finish
-              │            └─ recalled: drawn again, or removed
+              │            ├─ recalled: drawn again, or removed
+              │            └─ postponed: due later
               └─ not in generation, or (straggler `wait`) never recalled
 
 So an arrival costs a binary search, and whether the next step can be taken costs one comparison, or in the
@@ -24,9 +25,9 @@ from .recall import Recall
 
 Order = Literal["drawn", "finished"]
 """Which groups a step takes: the next ones in the order of their draws, or the finished ones."""
-Straggler = Literal["wait", "regenerate", "drop"]
+Straggler = Literal["wait", "regenerate", "drop", "mask"]
 """What becomes of an unfinished group that holds up a step: the step waits, or the group is generated again,
-or given up.
+or given up, or it is generated further and trained later without its oldest tokens.
 """
 Key = tuple[Any, ...]
 """The uid, behind what groups are ordered by."""
@@ -121,6 +122,12 @@ class UntrainedGroups:
         self._put(uid, entry, self._fixed)
         return recall
 
+    def postpone(self, uid: str, due: int) -> None:
+        """Let a group in generation be due later; it keeps its place in the order of draws."""
+        entry = self.entries[uid]
+        self._move(entry, due)
+        self._put(uid, entry, self._recallable)
+
     def remove(self, uid: str) -> Entry:
         """Remove a group that no step will take; returns its entry."""
         entry = self.entries.pop(uid)
@@ -142,10 +149,10 @@ class UntrainedGroups:
     # Decisions.
 
     def in_the_way(self, step: int, renewed_due: int) -> list[str] | None:
-        """Return the groups in generation that have to be recalled before `step` takes the first batch
-        of finished groups, or None if the step has to wait.
+        """Return the groups in generation that have to be recalled or postponed before `step` takes the
+        first batch of finished groups, or None if the step has to wait.
 
-        `renewed_due`: the due step of a group that is generated again.
+        `renewed_due`: the due step of a group that is generated again or postponed.
         """
         if len(self._finished) < self._batch:
             return None
@@ -172,7 +179,7 @@ class UntrainedGroups:
             excess = left - (self._batch * (due - step) + self._oldest)
             if left <= 0 or excess <= 0:
                 continue
-            if self._straggler == "wait" or (self._straggler == "regenerate" and renewed_due <= due):
+            if self._straggler == "wait" or (self._straggler != "drop" and renewed_due <= due):
                 return None
             recalled += excess
             if recalled > bisect_left(self._recallable, (due + 1,)):

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.items import Trajectory
+from ..core.token_ages import oldest_trained
 from ..errors import StalenessViolation
 from .token_versions import Written, versions_written
 
@@ -122,6 +123,8 @@ class OffPolicyMeter:
     def add(self, trajectories: Sequence[Trajectory], columns: Columns) -> None:
         """Add some trajectories of the batch.
 
+        Tokens that are masked for their age have the mask 0, and each trajectory has others.
+
         Raises StalenessViolation if a token is newer than the trainer, ValueError if shapes differ.
         """
         if len(trajectories) != columns.lengths.size or columns.lengths.sum() != columns.mask.size:
@@ -167,7 +170,10 @@ class OffPolicyMeter:
     def _add(self, trajectories: Sequence[Trajectory], columns: Columns) -> None:
         generated = columns.mask != 0
         written = versions_written(trajectories, columns.lengths, generated)
-        lags: Ints = self._trainer_version - np.array([one.first_version for one in trajectories])
+        oldest = [oldest_trained(one) for one in trajectories]
+        lags: Ints = self._trainer_version - np.array(
+            [one for one in oldest if one is not None], dtype=np.int64
+        )
         span_lags = self._trainer_version - written.versions
         for found in (lags, span_lags[written.tokens > 0]):
             if found.size and found.min() < 0:

@@ -31,12 +31,14 @@ class Served(NamedTuple):
 
     first_version: int
     last_version: int
+    spans: tuple[tuple[int, int], ...] = ()
+    """As `core.items.Trajectory.spans`, without the tokens of tools."""
 
 
 class Answer:
     """One response in progress."""
 
-    __slots__ = ("cost", "dead", "first", "group", "index", "last", "replica", "started", "turn")
+    __slots__ = ("cost", "dead", "first", "group", "index", "last", "replica", "spans", "started", "turn")
 
     def __init__(self, group: Group, index: int, cost: AnswerCost) -> None:
         self.group, self.index, self.cost = group, index, cost
@@ -44,6 +46,7 @@ class Answer:
         self.replica: Replica | None = None
         self.dead = self.started = False
         self.first = self.last = -1
+        self.spans: list[tuple[int, int]] = []
 
 
 class Group:
@@ -109,6 +112,15 @@ class Replica:
         self.pass_to(now)
         self.frozen_until = max(self.frozen_until, now) + seconds
 
+    def serve(self, now: float, version: int) -> None:
+        """Serve a version; running responses continue with it."""
+        self.pass_to(now)
+        self.version = version
+        for end, _, answer in self.heap:
+            if not answer.dead:
+                left = math.ceil(end - self.steps - TICK_S)
+                answer.spans.append((version, sum(answer.cost.turn_tokens[: answer.turn + 1]) - left))
+
     def begin(self, now: float, answer: Answer, read_s: float) -> None:
         """Start a turn, or queue it if all slots are taken."""
         self.pass_to(now)
@@ -169,6 +181,10 @@ class Replica:
     def _admit(self, now: float, answer: Answer, read_s: float) -> None:
         if not answer.started:
             answer.started, answer.first = True, self.version
+        written = sum(answer.cost.turn_tokens[: answer.turn])
+        # What a failed replica wrote of this turn is lost.
+        answer.spans = [span for span in answer.spans if span[1] < written]
+        answer.spans.append((self.version, written))
         if read_s:
             self.frozen_until = max(self.frozen_until, now) + read_s
         self.running += 1

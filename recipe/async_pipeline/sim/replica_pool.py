@@ -58,12 +58,16 @@ class ReplicaPool:
         except asyncio.CancelledError:
             self._give_up(group)
             raise
-        return [Served(answer.first, answer.last) for answer in group.answers]
+        return [Served(answer.first, answer.last, tuple(answer.spans)) for answer in group.answers]
 
     def stall(self, replica: Replica, seconds: float) -> None:
         """Stop a replica for `seconds`."""
         now = self._loop.time()
         replica.freeze(now, seconds)
+
+    def serve(self, replica: Replica, version: int) -> None:
+        """Have a replica serve a version."""
+        replica.serve(self._loop.time(), version)
 
     def take_open_s(self, replica: Replica) -> float:
         """Return the seconds in which a replica had open requests since the last call."""

@@ -185,6 +185,7 @@ class SimulatedTrainer:
                 first_version=versions.first_version,
                 last_version=versions.last_version,
                 num_tokens=cost.tokens,
+                spans=versions.spans,
             )
             for i, (cost, versions) in enumerate(zip(costs.answers, served, strict=True))
         )
@@ -276,7 +277,7 @@ class SimulatedTrainer:
             self.pool.stall(replica, sync.stall_s)
             await asyncio.sleep(sync.stall_s)
         if replica.is_up:
-            replica.version = version
+            self.pool.serve(replica, version)
         return self.pool.take_open_s(replica)
 
     def _publication(self, version: int, open_s: float) -> Publication:

@@ -10,6 +10,8 @@ from ..core.items import Group, StepBatch
 from ..core.stage import RoleStateMachine, register_role
 from ..errors import ConservationError
 
+TOO_OLD = "all of its tokens are too old"
+
 
 @register_role("rollout")
 class RolloutStateMachine(RoleStateMachine):
@@ -46,7 +48,12 @@ class RolloutStateMachine(RoleStateMachine):
 
     async def _judge(self, group: Group) -> None:
         fate = self.trainer.rejects(group)
-        if fate is None:
+        if fate is None and self.pipeline.queue.is_too_old(group):
+            self.pipeline.queue.give_back(group.uid)
+            self.pipeline.fates.settle(group.uid, "expired", why=TOO_OLD, group=group)
+            self.note("REJECTED", key=group.uid, fate="expired", why=TOO_OLD)
+            await self.trainer.discard(group)
+        elif fate is None:
             self.pipeline.queue.put(group)
         else:
             self.pipeline.fates.settle(group.uid, fate, why=group.flaw, group=group)

@@ -21,6 +21,7 @@ from ..core.flow_state import FlowState
 from ..core.items import StepBatch
 from ..core.stage import RoleStateMachine, register_role
 from ..core.staleness import check_lag
+from ..core.token_ages import masked, oldest_trained
 
 
 @register_role("train")
@@ -103,17 +104,20 @@ class TrainStateMachine(RoleStateMachine):
 
     def _check_lags(self, item: StepBatch) -> Mapping[str, float]:
         """Return the facts of the step. Raises StalenessViolation if a trajectory is older than the bound."""
+        trajectories = [t for group in item.groups for t in group.trajectories]
         lags = [
-            check_lag(item.step, t.first_version, self.pipeline.max_lag, f"trajectory {t.key}")
-            for group in item.groups
-            for t in group.trajectories
+            check_lag(item.step, version, self.pipeline.max_lag, f"trajectory {t.key}")
+            for t in trajectories
+            if (version := oldest_trained(t)) is not None
         ]
-        spans = [t.last_version - t.first_version for g in item.groups for t in g.trajectories]
+        spans = [t.last_version - t.first_version for t in trajectories]
+        too_old = sum(end - start for t in trajectories if t.masked_before for start, end in masked(t))
         return {
-            "batch/tail_s": max((t.seconds or 0.0 for g in item.groups for t in g.trajectories), default=0.0),
+            "batch/tail_s": max((t.seconds or 0.0 for t in trajectories), default=0.0),
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
             "lag/mixed_version_share": sum(s > 0 for s in spans) / len(spans),
+            "lag/masked_token_share": too_old / max(1, sum(t.num_tokens for t in trajectories)),
             "lag/param_update": float(self.pipeline.versions.trained - self.pipeline.versions.served),
             "version/trainer": float(item.step),
             "version/served_min": float(self.pipeline.versions.served),

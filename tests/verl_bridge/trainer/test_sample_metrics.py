@@ -136,6 +136,33 @@ def test_a_batch_is_fetched_in_parts(module: Any, monkeypatch: pytest.MonkeyPatc
     assert found["off_policy/trajectory_ess/all"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("together", [1, 1000])
+def test_tokens_that_are_too_old_are_left_out(
+    module: Any, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """The bound is 1, so of step 4 only tokens of the versions 2 and 3 are trained."""
+    monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
+    monkeypatch.setattr(module, "FETCHED_TOKENS", together)
+    spans = (((1, 0), (2, 2)), ((0, 0), (1, 1)), ((3, 0),))
+    trajectories = tuple(
+        Trajectory(
+            key=f"a_{i}",
+            first_version=one[0][0],
+            last_version=one[-1][0],
+            num_tokens=3,
+            spans=one,
+            masked_before=0 if one[0][0] > 1 else 2,
+        )
+        for i, one in enumerate(spans)
+    )
+    payload = SimpleNamespace(keys=[one.key for one in trajectories], partition_id="train")
+    batch = StepBatch(step=4, groups=(Group(uid="a", step=4, trajectories=trajectories),), payload=payload)
+    found, _ = meters_of(module, log_probs=True).distances(batch)
+    assert found["lag/token_share/1"] == 0.25, "one token of version 2, three of version 3"
+    assert found["lag/trajectory_share/1"] == 0.5, "nothing of the second one is trained"
+    assert found["lag/max"] == 1
+
+
 def test_drift_is_reported_when_it_begins(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.tq, "kv_batch_get", Store().get)
     meters = meters_of(module, log_probs=True)

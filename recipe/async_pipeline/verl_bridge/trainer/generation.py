@@ -28,6 +28,7 @@ from ..reward.batch_scoring import score_batch
 from .calls import BlockingCalls
 from .prompt_source import PromptSource
 from .sample_metrics import SampleMeters
+from .stale_tokens import mask_stale_tokens
 from .verl_stages import VerlStages, own_copy
 
 PARTITION = "train"
@@ -141,6 +142,8 @@ class Generation:
     async def assemble(self, step: int, groups: Sequence[Group]) -> StepBatch:
         """Return a batch of groups, in the order of their prompts, balanced over the training ranks."""
         ordered = tuple(sorted(groups, key=lambda g: self._prompts.place(g.uid)))
+        if any(one.masked_before for group in ordered for one in group.trajectories):
+            await self._calls(mask_stale_tokens, ordered, PARTITION)
         # Thousands of keys and tags: in a thread, so that they do not hold up the event loop.
         meta = await self._calls(_meta_of, ordered, self._temperature)
 

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...core.fates import Fate, Settlement
 from ...core.items import StepBatch, Trajectory
+from ...core.token_ages import masked, oldest_trained
 from ...observe import selection_bias
 from ...observe.drift import DriftMeter, bound_of
 from ...observe.off_policy import Columns, OffPolicyMeter
@@ -108,7 +109,7 @@ class SampleMeters:
                 [trajectories[key] for key in part],
                 self._columns(part, batch.payload.partition_id),
             )
-            meter.add(some, columns)
+            meter.add(*_trained(some, columns))
             drift.add(some, columns)
         return {**meter.metrics(), **drift.metrics()}, self._once(drift.warning())
 
@@ -131,6 +132,25 @@ class SampleMeters:
             flat.get("rollout_log_probs"),
             flat.get("old_log_probs"),
         )
+
+
+def _trained(trajectories: list[Trajectory], columns: Columns) -> tuple[list[Trajectory], Columns]:
+    """Return what is left without tokens that are too old, and without responses that have no others."""
+    if not any(one.masked_before for one in trajectories):
+        return trajectories, columns
+    mask, ends = columns.mask.copy(), np.cumsum(columns.lengths)
+    kept = np.array([oldest_trained(one) is not None for one in trajectories])
+    for one, end, length in zip(trajectories, ends, columns.lengths, strict=True):
+        for first, after in masked(one):
+            mask[end - length + first : end - length + after] = 0
+    tokens = np.repeat(kept, columns.lengths)
+    rollout, old = columns.rollout_log_probs, columns.old_log_probs
+    return [one for one, keep in zip(trajectories, kept, strict=True) if keep], Columns(
+        columns.lengths[kept],
+        mask[tokens],
+        None if rollout is None else rollout[tokens],
+        None if old is None else old[tokens],
+    )
 
 
 def _parts(keys: Sequence[str], tokens: Sequence[int]) -> Iterator[list[str]]:
