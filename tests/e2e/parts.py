@@ -15,6 +15,7 @@ from recipe.async_pipeline.core.recall import Recall
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 from recipe.async_pipeline.strategies import OneStepOff as OneStepOffSchedule
+from recipe.async_pipeline.verl_bridge.agent_loop.agent_session_loop import AgentSessionLoop
 from recipe.async_pipeline.verl_bridge.agent_loop.environment_loop import EnvironmentLoop
 from recipe.async_pipeline.verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from tests.e2e.job import STRAGGLES_S, UPDATE_S
@@ -35,6 +36,13 @@ class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
 
 class SeededEpisodes(EnvironmentLoop):  # type: ignore[misc]
     """An episode in an environment, whose sampling depends on the same."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)
+
+
+class SeededSessions(AgentSessionLoop):  # type: ignore[misc]
+    """A program that plays over HTTP, whose answers are sampled so that they depend on the same."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 STEPS = 6
 TOLERANCE = 1e-5
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
+KILLS_IN_EPISODES = 10
 AFTER_S = 2.0
 """A kill comes up to so long after the line of output that announces it."""
 
@@ -270,21 +271,32 @@ def test_answers_that_were_being_written_continue_from_their_tokens(tied_task: P
     )
 
 
-def test_killed_at_ten_moments_in_the_middle_of_episodes(lake_task: Path, tmp_path: Path) -> None:
-    """Finished turns are not generated again; the environments are played again up to them."""
+@pytest.mark.parametrize(
+    ("task", "loop", "part"),
+    [("lake", "environment", "SeededEpisodes"), ("lake_agent", "agent_session", "SeededSessions")],
+)
+def test_killed_at_ten_moments_in_the_middle_of_episodes(
+    lake_task: Path, tmp_path: Path, task: str, loop: str, part: str
+) -> None:
+    """Finished turns are not generated again; the environments, or the program that plays over HTTP, play
+    again up to them.
+    """
     agents = tmp_path / "agents.json"
     # It takes the name of this package's own agent loop.
-    agents.write_text(json.dumps([{"name": "environment", "_target_": "tests.e2e.parts.SeededEpisodes"}]))
+    agents.write_text(json.dumps([{"name": loop, "_target_": f"tests.e2e.parts.{part}"}]))
     assert_kills_change_nothing(
         lake_task,
         tmp_path,
-        "+task=lake",
+        f"+task={task}",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",
         "data.train_batch_size=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
-        kills=10,
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}",
+        kills=KILLS_IN_EPISODES,
         groups=4,
     )
