@@ -278,8 +278,9 @@ def test_answers_that_were_being_written_continue_from_their_tokens(tied_task: P
 def test_killed_at_ten_moments_in_the_middle_of_episodes(
     lake_task: Path, tmp_path: Path, task: str, loop: str, part: str
 ) -> None:
-    """Finished turns are not generated again; the environments, or the program that plays over HTTP, play
-    again up to them.
+    """The environments, or the program that plays over HTTP, begin again.
+
+    A checkpoint of an on-policy run holds no token of the next step, so finished turns are generated again.
     """
     agents = tmp_path / "agents.json"
     # It takes the name of this package's own agent loop.
