@@ -32,6 +32,13 @@ def saved_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def assert_equal_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """No value of one run differs from the other's."""
+    assert ours.keys() == theirs.keys()
+    differ = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    assert not differ, f"{len(differ)} of {len(ours)} tensors differ, the first is {differ[0]}"
+
+
 def assert_same_weights(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
     """Nearly all values are as good as equal, and none is far off."""
     assert ours.keys() == theirs.keys()
