@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +60,23 @@ class StragglerLoop(SingleTurnAgentLoop):  # type: ignore[misc]
         if int(kwargs["index"]) % 6 == 0 and uid not in self._asked:
             self._asked.add(uid)
             await asyncio.sleep(STRAGGLES_S)
+        return await super().run(sampling_params, **kwargs)
+
+
+def _die_once_for_each(marks: Path) -> None:
+    for mark in marks.iterdir():
+        mark.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesInValidation(SingleTurnAgentLoop):  # type: ignore[misc]
+    """One turn; the process ends in the first validation, once for each file that it can remove from the
+    folder `ASYNC_PIPELINE_TEST_DEATHS`.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        if kwargs["extra_info"]["split"] != "train" and int(kwargs["index"]) % 8 == 0:
+            _die_once_for_each(Path(os.environ["ASYNC_PIPELINE_TEST_DEATHS"]))
         return await super().run(sampling_params, **kwargs)
 
 

@@ -267,6 +267,37 @@ def test_workers_that_score_or_compute_log_probs_are_replaced(tied_task: Path, t
 
 
 @pytest.mark.nightly
+def test_agent_loop_workers_that_die_in_a_validation(
+    tied_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are started again and validate their prompts again."""
+    agents, deaths, run_dir, steps = tmp_path / "agents.json", tmp_path / "deaths", tmp_path / "run", 3
+    agents.write_text(json.dumps([{"name": "dies", "_target_": "tests.e2e.parts.DiesInValidation"}]))
+    deaths.mkdir()
+    for name in ("first", "second"):
+        (deaths / name).touch()
+    monkeypatch.setenv("ASYNC_PIPELINE_TEST_DEATHS", str(deaths))
+    job = run_job(
+        [
+            *smoke_command(
+                f"trainer.total_training_steps={steps}", f"trainer.v1.async_pipeline.run_dir={run_dir}"
+            ),
+            "trainer.val_before_train=true",
+            "trainer.test_freq=-1",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=dies",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        ],
+        run_dir,
+        tied_task,
+    )
+    assert job.status == 0, job.output[-3000:]
+    assert list(deaths.iterdir()) == [], "two processes have ended"
+    validated = [row["data"] for row in job.metrics() if "async_pipeline/validation/version" in row["data"]]
+    assert [row["async_pipeline/validation/version"] for row in validated] == [0]
+    assert job.summary["steps"] == steps
+
+
+@pytest.mark.nightly
 def test_a_training_worker_that_hangs_is_named(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 

@@ -177,3 +177,19 @@ def test_workers_answer_control_calls_while_all_groups_are_open(
     assert set(module.GROUPS) >= {"control", "give_up"}
     module.PushAgentLoopManager(1)
     assert asked["max_concurrency"] == module.DEFAULT_CONCURRENCY
+
+
+def test_a_validation_lasts_until_all_workers_have_ended_it(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So Ray repeats what a worker that dies has not ended, or ends the run with its error."""
+    asked: list[tuple[str, Any]] = []
+    workers = [
+        SimpleNamespace(run_validation=SimpleNamespace(remote=lambda part, name=name: (name, part)))
+        for name in ("first", "second")
+    ]
+    manager = object.__new__(module.PushAgentLoopManager)
+    manager.agent_loop_workers = workers
+    monkeypatch.setattr(module.ray, "get", asked.extend)
+    manager.generate_sequences(SimpleNamespace(chunk=lambda number: ["rows"] * (number - 1)))
+    assert asked == [("first", "rows")], "a batch may have fewer prompts than there are workers"

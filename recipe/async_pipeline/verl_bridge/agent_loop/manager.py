@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 from ...core.recall import Recall
@@ -27,7 +28,7 @@ DEFAULT_CONCURRENCY = 1000
 class PushAgentLoopManager(AgentLoopManagerTQ):
     """verl's manager, plus one call a group. Select it through `agent_loop_manager_class`.
 
-    A worker whose process ends is started again, and repeats its unfinished groups.
+    A worker whose process ends is started again, and repeats its unfinished groups and validation prompts.
     """
 
     _early: ClassVar[PushAgentLoopManager | None] = None
@@ -55,6 +56,15 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
         self._turns = itertools.cycle([(one, DirectCaller(one)) for one in self.agent_loop_workers])
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Validate a batch of prompts; returns when their responses are in the sample store. Blocks.
+
+        Raises ActorDiedError if a worker dies more often than Ray restarts it.
+        """
+        workers = self.agent_loop_workers
+        parts = zip(workers, prompts.chunk(len(workers)), strict=False)
+        ray.get([worker.run_validation.remote(part) for worker, part in parts])
 
     async def transcripts(self) -> dict[str, list[list[RecordedRequest]]]:
         """Return what was generated so far for all prompts in generation, response by response."""

@@ -255,3 +255,14 @@ def continued(
     if "min_tokens" in params:
         shortened["min_tokens"] = max(0, int(params["min_tokens"]) - len(said.token_ids))
     return {**shortened, "max_tokens": left}
+
+
+def sampling_of(rollout: Any) -> dict[str, Any]:
+    """Return the sampling parameters that verl's `generate_sequences` uses for training."""
+    return {
+        "temperature": rollout.temperature,
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": rollout.calculate_log_probs,
+    }

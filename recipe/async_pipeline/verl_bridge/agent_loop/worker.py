@@ -40,9 +40,17 @@ from . import (
 from .answers import Answered, Sample, details_of, divided, slowest_turns, trajectory_of
 from .episode_attempts import Episodes, current_attempt
 from .hydra_cache import hydra_with_factories
-from .partial_rollouts import COLUMN, RecordedRequest, RecordingClient, Transcript, written_so_far
+from .partial_rollouts import (
+    COLUMN,
+    RecordedRequest,
+    RecordingClient,
+    Transcript,
+    sampling_of,
+    written_so_far,
+)
 from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
+from .validation import OpenPrompts
 from .version_spans import ROW_SPANS, costs_of, fields_of, kept_turns, taken_turns, times_of
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
@@ -99,12 +107,19 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Complete groups on their way into the sample store, which are no longer given up."""
         self._transcripts: dict[str, list[Transcript]] = {}
         """Transcripts of the prompts in generation, response by response."""
+        self._validated = OpenPrompts()
         self._direct = DirectCalls(run_group=self.run_group)
         freeze_present_objects()
 
     async def direct_address(self) -> Address:
         """Return where the trainer sends groups without Ray if it is on this host."""
         return await self._direct.address()
+
+    async def run_validation(self, batch: Any) -> None:
+        """Generate, score and store responses to a batch of verl's, and return when all of its prompts
+        have ended.
+        """
+        await self._validated.until_ended(batch["uid"], self.generate_sequences(batch))
 
     async def run_group(self, prompt: dict[str, Any], admitted: int | None = None) -> Answered:
         """Generate and score n responses to one prompt, on replicas that serve at least version `admitted`.
@@ -178,7 +193,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     ) -> None:
         waiting = self._groups.get(prompt["uid"])
         if waiting is None:  # validation runs as in verl
-            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            with self._validated.answering(prompt["uid"]):
+                await super()._run_prompt(prompt, sampling_params, trajectory, trace)
             return
         uid = prompt["uid"]
         if uid in self._given_up:
@@ -379,14 +395,3 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 )
             else:
                 await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
-
-
-def sampling_of(rollout: Any) -> dict[str, Any]:
-    """Return the sampling parameters that verl's `generate_sequences` uses for training."""
-    return {
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "repetition_penalty": 1.0,
-        "logprobs": rollout.calculate_log_probs,
-    }
