@@ -22,7 +22,7 @@ def test_a_group_is_in_one_place_at_a_time() -> None:
         (record("dataloader", "DRAWN", keys=["a", "b", "c"]), {"answering": 3, "finished": 0, "batched": 0}),
         (record("generate", "OUTPUT", key="a"), {"answering": 2, "finished": 1, "batched": 0}),
         (
-            record("generate", "RECALLED", key="b", fate="resume"),
+            record("generate", "RECALLED", key="b", fate="regenerate"),
             {"answering": 2, "finished": 1, "batched": 0},
         ),
         (record("generate", "RECALLED", key="b", fate="drop"), {"answering": 1, "finished": 1, "batched": 0}),
@@ -35,7 +35,7 @@ def test_a_group_is_in_one_place_at_a_time() -> None:
         (record("train", "TRAINED", step=1), {"answering": 0, "finished": 0, "batched": 0}),
     ]
     for move, expected in moves:
-        assert counts(move) is (move.fields.get("fate") != "resume")
+        assert counts(move) is (move.fields.get("fate") != "regenerate")
         assert counts.counts == expected
 
 

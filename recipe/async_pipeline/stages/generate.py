@@ -10,9 +10,6 @@ from ..core.items import Group, Prompt, PromptBatch
 from ..core.stage import register_role
 from ..errors import StageProtocolError
 
-FATES = {"regenerate": "resume", "drop": "drop"}
-"""Verdicts of the message queue, and their names in `events.jsonl`."""
-
 
 @register_role("generate")
 class GenerateStateMachine(ConcurrentStage):
@@ -54,7 +51,7 @@ class GenerateStateMachine(ConcurrentStage):
 
             if group is not None:
                 await self.trainer.discard(group)
-            self.note("RECALLED", fate=FATES[recall.verdict])
+            self.note("RECALLED", fate=recall.verdict)
             if recall.verdict == "drop":
                 return None
             self.pipeline.ledger.answer_again(uid, "stale", self.pipeline.versions.served)

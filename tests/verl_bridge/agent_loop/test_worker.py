@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -154,6 +155,23 @@ def test_each_response_is_generated_through_a_client_with_its_transcript(agent_l
     asyncio.run(story())
 
 
+async def finish(worker: Any, session_id: int) -> None:
+    """Store the response of a session, as verl does at its end."""
+    fields = {"uid": "a", "session_id": session_id, "extra_fields": {}, "response_mask": Mask()}
+    await worker._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+
+
+def stored_by(worker: Any, run: Callable[..., Any]) -> tuple[list[str], Callable[..., Any]]:
+    """Let sessions run `run`; returns the keys that will have been stored, and the call for a group."""
+    stored: list[str] = []
+
+    async def store(group: Any) -> None:
+        stored.extend(one.trajectory.key for one in group)
+
+    type(worker)._run_agent_loop, worker._store_group = run, store
+    return stored, super(type(worker), worker)._answer
+
+
 def test_an_episode_that_fails_is_repeated_without_its_group(agent_loop: ModuleType) -> None:
     """Its second attempt generates all tokens again, and the group has one response of each episode."""
 
@@ -173,17 +191,9 @@ def test_an_episode_that_fails_is_repeated_without_its_group(agent_loop: ModuleT
                 raise ValueError("a tool")
             attempt = agent_loop.current_attempt()
             attempt.returned([])
-            fields = {"uid": "a", "session_id": session_id, "extra_fields": {}, "response_mask": Mask()}
-            await own._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+            await finish(own, session_id)
 
-        stored: list[str] = []
-
-        async def store(group: Any) -> None:
-            stored.extend(one.trajectory.key for one in group)
-
-        type(worker)._run_agent_loop, worker._store_group = run, store
-        answer = super(type(worker), worker)._answer
-
+        stored, answer = stored_by(worker, run)
         failures = 1
         answered = await answer({"uid": "a"}, {}, {}, False)
         found = {one.key: one.attempts for one in answered.trajectories}
@@ -220,17 +230,9 @@ def test_the_episodes_that_finish_first_make_the_group(agent_loop: ModuleType) -
                     await asyncio.get_running_loop().create_future()
                 finally:
                     ended.append(session_id)
-            fields = {"uid": "a", "session_id": session_id, "extra_fields": {}, "response_mask": Mask()}
-            await own._store_trajectories([f"a_{session_id}_0"], [fields], [TAG], "train")
+            await finish(own, session_id)
 
-        stored: list[str] = []
-
-        async def store(group: Any) -> None:
-            stored.extend(one.trajectory.key for one in group)
-
-        type(worker)._run_agent_loop, worker._store_group = run, store
-        answer = super(type(worker), worker)._answer
-
+        stored, answer = stored_by(worker, run)
         slow = 2
         answered = await answer({"uid": "a"}, {}, {}, False)
         assert [one.key for one in answered.trajectories] == stored == ["a_1_0", "a_3_0"]
