@@ -201,6 +201,7 @@ GROUND = {"errors", "console", "redaction", "processes"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
     "patching": set(),
+    "diffusion": set(),
     "toy": {"agents"},
     "stages": {"core"},
     "strategies": {"core"},
@@ -237,6 +238,12 @@ LAZY = {"agents/gym_environment.py": "gymnasium", "agents/frozen_lake.py": "gymn
 def test_agents_import_the_standard_library_and_what_they_adapt(module: str) -> None:
     others = {top for top in top_levels(module) if top != "recipe" and top not in sys.stdlib_module_names}
     assert others <= {LAZY.get(module, "")}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("diffusion/")])
+def test_diffusion_imports_torch_only(module: str) -> None:
+    others = {top for top in top_levels(module) if top != "recipe" and top not in sys.stdlib_module_names}
+    assert others <= {"torch"}
 
 
 SERVES = {"gateway/app.py": {"starlette"}, "gateway/server.py": {"uvicorn"}}

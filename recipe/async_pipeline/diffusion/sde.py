@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of a flow matching sampler as a Gaussian policy.
+
+The ODE dx = v ds turns noise into data. An SDE with the same marginal distribution at each noise level makes
+the sampler explore, and gives each step a density, so that a step is an action of a policy whose log-prob can
+be trained (Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818). With velocity v, step ds < 0 and
+diffusion g, one step from level s is
+
+    x' ~ N(x + v ds + g^2 / (2 s) (x + (1 - s) v) ds,  g^2 |ds|)
+
+| kind | g | source |
+|---|---|---|
+| `sde` | a sqrt(s / (1 - s)), with the schedule's second level in place of s = 1 in the divisor | Flow-GRPO |
+| `dance_sde` | a | DanceGRPO |
+| `ode` | 0: no density | |
+
+`cps`, coefficients-preserving sampling (arXiv 2509.05952), sets the noise of a step so that the noise level
+after it is exactly s': with x_0 = x - s v, e = x + (1 - s) v and std = s' sin(a pi / 2),
+
+    x' ~ N((1 - s') x_0 + sqrt(s'^2 - std^2) e,  std^2)
+
+The log-prob of a step is the mean over the elements of a sample, not the sum, as in the implementations of
+all three papers; ratios of policies are therefore close to 1, and clip ranges small (1e-5 to 1e-3). The
+log-prob of `cps` is by its authors -(x' - mean)^2 alone, without the division by 2 std^2: it orders policies,
+but is no density.
+
+Each mean is a linear combination of x and v. Its coefficients are computed in float64 for each row, and the
+mean over elements in float64 as well, so that the sampler and the trainer get the same bits for the same x, v
+and x', whatever batch a row is in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from ..errors import ConfigError
+from .schedule import Interval
+
+Kind = Literal["sde", "cps", "dance_sde", "ode"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The Gaussians of one step of each row of a batch; all tensors float64 of shape (rows,)."""
+
+    kind: Kind
+    of_x: torch.Tensor
+    """Coefficient of x in the mean."""
+    of_velocity: torch.Tensor
+    """Coefficient of the velocity in the mean."""
+    std: torch.Tensor
+    """Standard deviation of the step."""
+    scale: torch.Tensor
+    """The standard deviation that implementations report: g for SDEs, without sqrt(|ds|); for cps, std."""
+    dt: torch.Tensor
+    """Change of the noise level; negative."""
+
+    def mean(self, x: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
+        """Return the mean of x'; float32, differentiable in the velocity."""
+        x, velocity = x.float(), velocity.float()
+        return _like(self.of_x, x) * x + _like(self.of_velocity, x) * velocity
+
+    def sample(self, mean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Return x' for standard normal noise."""
+        return mean + _like(self.std, mean) * noise
+
+    def log_prob(self, after: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        """Return the log-prob of each row's x', averaged over its elements; float32 of shape (rows,).
+
+        The gradient is that of the mean; x' is a constant. Raises ConfigError for `ode`.
+        """
+        self._require_density()
+        squared = _mean_square(after.detach() - mean)
+        if self.kind == "cps":
+            return (-squared).float()
+        variance = self.std.to(squared.device).square()
+        log_std = self.std.log().to(squared.device)
+        return (-squared / (2 * variance) - log_std - _LOG_SQRT_2_PI).float()
+
+    def kl(self, mean: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """Return KL(policy || reference) of each row, averaged over its elements: |m - m_ref|^2 / (2 std^2).
+
+        Exact: both Gaussians have the same variance.
+        """
+        self._require_density()
+        return (_mean_square(mean - reference) / (2 * self.std.to(mean.device).square())).float()
+
+    def field_kl(self, mean: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+        """Return what implementations of Flow-GRPO call KL: |m - m_ref|^2 / (2 g^2).
+
+        They omit the factor |ds| of the variance, so for SDEs it is |ds| times `kl`. Coefficients that were
+        tuned for it (beta 0.001 to 0.04) hold for this form.
+        """
+        self._require_density()
+        return (_mean_square(mean - reference) / (2 * self.scale.to(mean.device).square())).float()
+
+    def entropy(self) -> torch.Tensor:
+        """Return the entropy of each row's Gaussian for one element; no gradient, as the std is fixed."""
+        self._require_density()
+        return (self.std.log() + _LOG_SQRT_2_PI + 0.5).float()
+
+    def _require_density(self) -> None:
+        if self.kind == "ode" or not bool((self.std > 0).all()):
+            raise ConfigError(
+                f"a step without noise has no log-prob (sde_type {self.kind}); "
+                "train steps before the last one, and with noise_level > 0"
+            )
+
+
+def transition(kind: Kind, interval: Interval, noise_level: float) -> Transition:
+    """Return the Gaussians of one step of each row; `noise_level` is a in the formulas.
+
+    Raises ConfigError if the kind is unknown or the noise level is out of range.
+    """
+    check_noise(kind, noise_level)
+    sigma, after, dt = interval.sigma, interval.next, interval.dt
+    if kind == "cps":
+        std = after * math.sin(noise_level * math.pi / 2)
+        kept = (after.square() - std.square()).clamp(min=0).sqrt()
+        return Transition(
+            kind=kind,
+            of_x=(1 - after) + kept,
+            of_velocity=(1 - sigma) * kept - sigma * (1 - after),
+            std=std,
+            scale=std,
+            dt=dt,
+        )
+    g = _diffusion(kind, interval, noise_level)
+    drift = g.square() / (2 * sigma) * dt
+    return Transition(
+        kind=kind,
+        of_x=1 + drift,
+        of_velocity=dt + drift * (1 - sigma),
+        std=g * (-dt).sqrt(),
+        scale=g,
+        dt=dt,
+    )
+
+
+def check_noise(kind: str, noise_level: float) -> None:
+    """Raise ConfigError unless there is such an SDE."""
+    if kind not in KINDS:
+        raise ConfigError(f"sde_type must be one of {', '.join(KINDS)}, got {kind!r}")
+    highest = 1.0 if kind == "cps" else math.inf
+    if not 0 <= noise_level <= highest or math.isinf(noise_level):
+        bounds = "in [0, 1]" if kind == "cps" else "finite and >= 0"
+        raise ConfigError(f"noise_level must be {bounds} for sde_type {kind}, got {noise_level}")
+
+
+def _diffusion(kind: Kind, interval: Interval, noise_level: float) -> torch.Tensor:
+    sigma = interval.sigma
+    if kind == "ode":
+        return torch.zeros_like(sigma)
+    if kind == "dance_sde":
+        return torch.full_like(sigma, noise_level)
+    divisor = 1 - torch.where(sigma == 1, interval.second, sigma)
+    return noise_level * (sigma / divisor).sqrt()
+
+
+def _mean_square(difference: torch.Tensor) -> torch.Tensor:
+    return difference.square().flatten(1).mean(1, dtype=torch.float64)
+
+
+def _like(rows: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    """Return a value for each row in the dtype, on the device and in the dimensions of a batch."""
+    return rows.to(batch).view(-1, *[1] * (batch.dim() - 1))

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which denoising steps are stochastic. Only these have a log-prob and are trained; the others are ODE steps.
+
+Flow-GRPO-Fast trains a few steps of each sample, from a random place at high noise, and MixGRPO (arXiv
+2507.21802) a window that slides from noise to data during training. Both cost a fraction of training all
+steps and learn as well.
+
+A window belongs to a prompt group: all samples of a group are compared with each other, and the advantage of
+one with an early window over one with a late window would measure the window. Implementations draw it for
+each call or for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..errors import ConfigError
+from .seeds import stream
+
+
+@dataclass(frozen=True)
+class Window:
+    """The SDE steps `start` to `start + size - 1` of a sample, counted from 0."""
+
+    start: int
+    size: int
+
+    @property
+    def steps(self) -> range:
+        return range(self.start, self.start + self.size)
+
+
+class Windows(Protocol):
+    """How the window of a prompt group is chosen."""
+
+    def of(self, group: int, update: int) -> Window:
+        """Return the window of a group with this seed that is generated for this optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryStep:
+    """All steps but the last one: Flow-GRPO. The last one has next to no noise, and for cps none."""
+
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        _check(self.num_steps - 1, (0, self.num_steps - 1), self.num_steps)
+
+    def of(self, group: int, update: int) -> Window:
+        return Window(0, self.num_steps - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomWindow:
+    """A window of `size` steps, at random within [first, end) for each group: Flow-GRPO-Fast."""
+
+    size: int
+    first: int
+    end: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        _check(self.size, (self.first, self.end), self.num_steps)
+
+    def of(self, group: int, update: int) -> Window:
+        draw = torch.randint(self.first, self.end - self.size + 1, (1,), generator=stream("window", group))
+        return Window(int(draw), self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow:
+    """A window of `size` steps that moves from `first` to `end` during training: MixGRPO.
+
+    It moves by `stride` steps after every `interval` optimizer steps, and stays at the end.
+    """
+
+    size: int
+    first: int
+    end: int
+    interval: int
+    stride: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        _check(self.size, (self.first, self.end), self.num_steps)
+        if self.interval < 1 or self.stride < 1:
+            raise ConfigError(
+                f"a sliding window needs an interval and a stride >= 1, got {self.interval} and {self.stride}"
+            )
+
+    def of(self, group: int, update: int) -> Window:
+        moved = self.first + update // self.interval * self.stride
+        return Window(min(moved, self.end - self.size), self.size)
+
+
+def windows(num_steps: int, size: int | None, within: Sequence[int] | None) -> Windows:
+    """Return the windows of `sde_window_size` and `sde_window_range`; a size of None trains every step.
+
+    Raises ConfigError if no window fits.
+    """
+    if size is None:
+        return EveryStep(num_steps=num_steps)
+    bounds = (0, num_steps - 1) if within is None else tuple(within)
+    if len(bounds) != 2:
+        raise ConfigError(f"sde_window_range must be [first, end], got {list(bounds)}")
+    return RandomWindow(size=size, first=bounds[0], end=bounds[1], num_steps=num_steps)
+
+
+def _check(size: int, within: tuple[int, int], num_steps: int) -> None:
+    first, end = within
+    if not (size >= 1 and 0 <= first and first + size <= end <= num_steps - 1):
+        raise ConfigError(
+            f"an SDE window of {size} steps does not fit into [{first}, {end}) of {num_steps} steps; it must "
+            f"be at least 1, inside the range, and end before the last step (end <= {num_steps - 1})"
+        )
