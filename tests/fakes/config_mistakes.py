@@ -36,6 +36,8 @@ MISTAKES: list[tuple[str, Any]] = [
     (f"{ROLLOUT}.qat.enable", True),
     ("actor_rollout_ref.model.mtp.enable", True),
     (f"{ROLLOUT}.mtp.enable", True),
+    (f"{ROLLOUT}.enable_rollout_routing_replay", True),
+    (f"{ROLLOUT}.moe_load_balance_metrics_interval", 10),
     (f"{ROLLOUT}.disaggregation.enabled", True),
     ("actor_rollout_ref.actor.strategy", "veomni"),
     ("trainer.val_only", True),

@@ -103,6 +103,8 @@ def test_what_the_cpu_cannot_run_is_refused_there_only(
     [
         ({f"{MEGATRON}.use_mbridge": False}, "use_mbridge must be True"),
         ({f"{MEGATRON}.qat.enable": True}, "qat.enable must be False"),
+        ({f"{MEGATRON}.router_replay.mode": "R2"}, "router_replay.mode must be disabled, got R2"),
+        ({f"{MEGATRON}.router_replay.mode": "R3"}, "router_replay.mode must be disabled, got R3"),
         ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank must be 0 with .*strategy=megatron, got 8"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 0}, "must be >= 1, got 0"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 4}, r"model's 2 query groups \(num_key_value_heads"),
@@ -147,3 +149,24 @@ def test_the_user_may_distribute_the_layers(rules: ModuleType, megatron: Smoke) 
         f"{MEGATRON}.override_transformer_config": fields,
     }
     rules.check_megatron(megatron(changes), critic=False)
+
+
+@pytest.mark.parametrize(
+    ("described", "changes"),
+    [
+        ({"num_local_experts": 4, "model_type": "gpt_oss"}, {}),
+        ({"num_experts": 4}, {f"{MEGATRON}.override_transformer_config": {"add_bias_linear": True}}),
+    ],
+)
+def test_experts_with_a_bias_are_refused_on_the_cpu_only(
+    rules: ModuleType, megatron: Smoke, tmp_path: Path, described: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | described), encoding="utf-8")
+    with pytest.raises(ConfigError, match="model.path must be a model whose experts have no bias"):
+        rules.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)
+    rules.check_megatron(megatron({**changes, "trainer.device": "cuda"}), critic=False)
+
+
+def test_a_dense_model_may_have_biases_on_the_cpu(rules: ModuleType, megatron: Smoke) -> None:
+    changes = {f"{MEGATRON}.override_transformer_config": {"add_bias_linear": True}}
+    rules.check_megatron(megatron({**changes, "trainer.device": "cpu"}), critic=False)

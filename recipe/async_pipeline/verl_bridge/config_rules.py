@@ -326,6 +326,18 @@ RULES = (
         "must be False",
         "the drafter of multi-token prediction would not be updated",
     ),
+    (
+        f"{ROLLOUT}.enable_rollout_routing_replay",
+        lambda v: not v,
+        "must be False",
+        "the routing of responses across weight updates is not recorded yet",
+    ),
+    (
+        f"{ROLLOUT}.moe_load_balance_metrics_interval",
+        lambda v: not v,
+        "must be 0",
+        "the routing of responses is not recorded yet",
+    ),
     (f"{ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
     (
         "actor_rollout_ref.actor.strategy",

@@ -102,6 +102,12 @@ def _check_section(config: DictConfig, section: str, model: str) -> None:
         raise ConfigError(
             f"{megatron}.qat.enable must be False, got True; quantization-aware training is not supported yet"
         )
+    replay = f"{megatron}.router_replay.mode"
+    if (mode := OmegaConf.select(config, replay)) not in (None, "disabled"):
+        raise ConfigError(
+            f"{replay} must be disabled, got {mode}; the routing of responses across weight updates is not "
+            "recorded yet: leave it out"
+        )
     if rank := adapter_rank(config):
         raise ConfigError(
             f"{MODEL}.lora.rank must be 0 with {section}.strategy=megatron, got {rank}; adapters of Megatron "
@@ -116,11 +122,23 @@ def _check_section(config: DictConfig, section: str, model: str) -> None:
                 f"{megatron}.{name} must be {allowed[0]} on the CPU platform, got {value!r}, since {reason}; "
                 "leave it out, or use a GPU"
             )
+    if _experts_have_bias(config, megatron):
+        raise ConfigError(
+            f"{MODEL}.path must be a model whose experts have no bias on the CPU platform, whose layers for "
+            "experts have none; use another model, fsdp2, or a GPU"
+        )
     if OmegaConf.select(config, f"{model}.use_fused_kernels"):
         raise ConfigError(
             f"{model}.use_fused_kernels must be False with Megatron on the CPU platform, got True, since the "
             "kernels require CUDA; leave it out, or use a GPU"
         )
+
+
+def _experts_have_bias(config: DictConfig, megatron: str) -> bool:
+    described = described_model(config)
+    text = described.get("text_config") or described
+    added = OmegaConf.select(config, f"{megatron}.override_transformer_config.add_bias_linear")
+    return any(text.get(key) for key in EXPERTS) and bool(added or text.get("model_type") == "gpt_oss")
 
 
 def _check_sizes(described: Mapping[str, Any], megatron: str, config: DictConfig) -> None:
