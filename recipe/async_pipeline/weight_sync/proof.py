@@ -57,7 +57,8 @@ def sample_positions(version: int, name: str, numel: int) -> Positions:
         mixed ^= mixed >> shift
         mixed *= factor
     mixed ^= mixed >> np.uint64(31)
-    return (mixed % np.uint64(numel)).astype(np.int64)
+    positions: Positions = (mixed % np.uint64(numel)).astype(np.int64)
+    return positions
 
 
 def draw_sample(version: int, name: str, tensor: torch.Tensor) -> Sample:
