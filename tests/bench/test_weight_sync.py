@@ -113,10 +113,12 @@ def test_ways_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     command = ["bench", "weight-sync", "--logs", str(tmp_path / "logs")]
     assert main([*command, "--ways", "verl_stock,dual_buffer"]) == 0
     assert main([*command, "--hosts", "2", "--delta"]) == 0
+    assert main([*command, "--engine", "sglang", "--ways", "dual_buffer"]) == 0
     assert ran == [
         (("verl_stock",), Engines(2)),
         (("dual_buffer",), Engines(2)),
         (("dual_buffer", "dual_buffer_host"), Engines(2, hosts=2, delta=True)),
+        (("dual_buffer",), Engines(2, name="sglang")),
     ]
 
 

@@ -57,6 +57,20 @@ def test_a_replica_of_several_devices_has_worker_processes(tmp_path: Path) -> No
         assert "++actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend='mp'" in lines
 
 
+def test_sglang_gets_as_many_tokens_and_a_module_that_verls_workers_import(tmp_path: Path) -> None:
+    engines = Engines(1, tensor_parallel=2, requests=4, name="sglang")
+    staged, default, stock = (overrides_of(way, tmp_path, engines) for way in WAYS)
+    assert staged == default, "they run in one job"
+    kwargs = "++actor_rollout_ref.rollout.engine_kwargs"
+    for lines in (default, stock):
+        assert "++actor_rollout_ref.rollout.name='sglang'" in lines
+        assert f"{kwargs}.sglang.max_total_tokens={(2 * 4 + 8) * 128}" in lines
+        assert not any("vllm" in line and "TimedWorker" in line for line in lines)
+    backend = "++actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module="
+    assert f"{backend}'{weight_sync_jobs.SGLANG_BACKEND}'" in stock
+    assert not any(line.startswith(backend) for line in default)
+
+
 def test_ways_of_one_trainer_share_a_job() -> None:
     assert jobs_of(list(WAYS)) == [("dual_buffer", "dual_buffer_host"), ("verl_stock",)]
     assert jobs_of(["verl_stock", "dual_buffer_host"]) == [("verl_stock",), ("dual_buffer_host",)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine writes responses with five versions, and scores the responses of another engine under the same
-versions. Run as a script: MODEL_DIR ENGINE OTHER, where OTHER is the file that the other has written, or -;
-prints one JSON object.
+"""One engine writes responses with the versions of a run, and scores the responses of another engine under
+the same versions; transformers in float64 says how far off each of them is. Run as a script: MODEL_DIR ENGINE
+OTHER CHECKPOINTS, where OTHER is the file that the other has written, or -; prints one JSON object.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,34 @@ from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.manifest import encode
 from tests.e2e.probed_engines import ENGINES
+from tests.e2e.weights import saved_weights
 
 VERSIONS, RESPONSES, TOKENS, MAX_LEN = 5, 16, 24, 64
-CHANGE = 0.02
-"""Standard deviation of what a version adds to each weight: far more than an optimizer step."""
 
 
-def versions_of(model_dir: str) -> list[dict[str, torch.Tensor]]:
-    """Return the weights of all versions, the same in each process."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    random = torch.Generator().manual_seed(7)
-    made = []
-    for _ in range(VERSIONS):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=random) * CHANGE)
-        made.append({name: value.clone() for name, value in model.state_dict().items()})
-    return made
+def log_probs_of(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Return what transformers makes of tokens that follow a prompt, in the precision of the model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].double()
 
 
-async def run(model_dir: str, engine: str, theirs: Any) -> dict[str, Any]:
+def farthest(found: Sequence[float] | torch.Tensor, reference: torch.Tensor) -> float:
+    return float((torch.as_tensor(found, dtype=torch.float64) - reference).abs().max())
+
+
+async def run(model_dir: str, engine: str, theirs: Any, checkpoints: Path) -> dict[str, Any]:
     served = ENGINES[engine](model_dir, MAX_LEN)
+    plain = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    exact = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     writer = ArenaWriter(1 << 20, 16, torch.float32)
-    written, differences = [], []
-    for version, weights in enumerate(versions_of(model_dir)):
+    written: list[dict[str, Any]] = []
+    differences: list[float] = []
+    errors: dict[str, list[float]] = {"writing": [], "scoring": [], "transformers": []}
+    for version in range(1, VERSIONS + 1):
+        weights = saved_weights(checkpoints, version)
+        plain.load_state_dict(weights)
+        exact.load_state_dict(weights)
         ticket = writer.gather(version, weights.items())
         manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
         await served.versioned.load(version, lambda manifest=manifest: served.load(manifest), "keep")  # type: ignore[misc]
@@ -50,17 +55,22 @@ async def run(model_dir: str, engine: str, theirs: Any) -> dict[str, Any]:
         sampled = await asyncio.gather(*(served.answer(prompt, TOKENS, 1.0) for prompt in prompts))
         greedy = await asyncio.gather(*(served.answer(prompt, TOKENS) for prompt in prompts))
         written.append({"prompts": prompts, "sampled": sampled, "greedy": [tokens for tokens, _ in greedy]})
+        for prompt, (tokens, log_probs) in zip(prompts, sampled, strict=True):
+            reference = log_probs_of(exact, prompt, tokens)
+            errors["writing"].append(farthest(log_probs, reference))
+            errors["transformers"].append(farthest(log_probs_of(plain, prompt, tokens), reference))
         if theirs is not None:
-            other = theirs["written"][version]
+            other = theirs["written"][version - 1]
             for prompt, (tokens, log_probs) in zip(other["prompts"], other["sampled"], strict=True):
-                scores = await served.score(prompt, tokens)
-                differences.append(max(abs(a - b) for a, b in zip(scores, log_probs, strict=True)))
+                scores = torch.tensor(await served.score(prompt, tokens), dtype=torch.float64)
+                differences.append(farthest(log_probs, scores))
+                errors["scoring"].append(farthest(scores, log_probs_of(exact, prompt, tokens)))
     writer.close()
     served.shutdown()
-    return {"written": written, "differences": differences}
+    return {"written": written, "differences": differences, "errors": errors}
 
 
 if __name__ == "__main__":
     other = None if sys.argv[3] == "-" else json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
-    found = asyncio.run(run(sys.argv[1], sys.argv[2], other))
+    found = asyncio.run(run(sys.argv[1], sys.argv[2], other, Path(sys.argv[4])))
     sys.stdout.write("\nREPORT " + json.dumps(found) + "\n")

@@ -100,6 +100,17 @@ def test_publications_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("way", ["dual_buffer_host", "verl_stock"])
+def test_publications_to_sglang_are_measured(tmp_path: Path, way: str) -> None:
+    """Also through verl's own replica and its blocking manager."""
+    task = make_task(2 * 10**6, tmp_path / "task")
+    engines = Engines(1, name="sglang")
+    row = run_ways([way], tmp_path / "job", task, engines, versions=3, say=lambda line: None)[way]
+    assert 0 < row["trainer_stall_s"]["median"] <= row["publication_s"]["median"] < 60
+    assert row["generator_stall_s"]["max"] > 0, "the steps of the engine were recorded"
+
+
+@pytest.mark.nightly
 @pytest.mark.skipif(not may_unshare(), reason="namespaces require root")
 def test_publications_on_two_hosts_are_measured(tmp_path: Path) -> None:
     """One replica on each host; versions travel to the second one as differences."""

@@ -236,10 +236,14 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
     assert len(published(tmp_path / "checkpoints")) == 2
 
 
-def test_answers_that_were_being_written_continue_from_their_tokens(tied_task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_answers_that_were_being_written_continue_from_their_tokens(
+    tied_task: Path, tmp_path: Path, engine: str
+) -> None:
     again = command(
         tmp_path,
         "n_step_ahead",
+        f"actor_rollout_ref.rollout.name={engine}",
         "trainer.v1.async_pipeline.staleness.max_lag=3",
         "trainer.save_freq=1",
         "data.max_response_length=48",

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +20,12 @@ from tests.e2e.job import (
     check_events,
     interrupt,
     kill_all,
+    pids_named,
     run_job,
     signal_one_of_two,
     smoke_command,
 )
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.e2e
 SGLANG = "actor_rollout_ref.rollout.name=sglang"
@@ -29,9 +34,11 @@ KL_MAX = 0.005
 GAIN = 0.15
 STRATEGIES = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 2, "fully_async": 3}
 BACK = "serves again, version "
+WAITS_S = 1.0
+"""By then a gathered version is prepared, and a replica whose scheduler is stopped waits for its load."""
 
 
-def train(task: Path, folder: Path, strategy: str, steps: int) -> Job:
+def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) -> Job:
     lag = STRATEGIES[strategy]
     more = [f"trainer.v1.async_pipeline.staleness.max_lag={lag}"] if lag > 1 else []
     command = smoke_command(
@@ -40,12 +47,29 @@ def train(task: Path, folder: Path, strategy: str, steps: int) -> Job:
         f"trainer.total_training_steps={steps}",
         f"trainer.v1.async_pipeline.run_dir={folder}",
         *more,
+        *overrides,
     )
     return run_job(command, folder, task)
 
 
 def test_sglang_trains_on_policy(tied_task: Path, tmp_path: Path) -> None:
     job = train(tied_task, tmp_path / "run", "on_policy", 5)
+    summary = check_clean_end(job, "on_policy", 0, 5)
+    check_events(job)
+    assert summary["rollout_corr_kl_max"] <= KL_MAX
+
+
+@pytest.mark.nightly
+def test_two_ranks_serve_one_replica(tied_task: Path, tmp_path: Path) -> None:
+    job = train(
+        tied_task,
+        tmp_path / "run",
+        "on_policy",
+        5,
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "ray_kwargs.ray_init.num_gpus=3",
+    )
     summary = check_clean_end(job, "on_policy", 0, 5)
     check_events(job)
     assert summary["rollout_corr_kl_max"] <= KL_MAX
@@ -62,10 +86,24 @@ def test_the_reward_grows_with_every_strategy(tied_task: Path, tmp_path: Path, s
         assert summary["rollout_corr_kl_max"] <= KL_MAX
 
 
+def gathered(run_dir: Path) -> int:
+    """Return the number of versions that were gathered so far."""
+    return (run_dir / "events.jsonl").read_text(encoding="utf-8").count('"GATHERED"')
+
+
 @pytest.mark.nightly
 def test_replicas_that_die_or_hang_come_back(tied_task: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     signal_one = partial(signal_one_of_two, "sglang::scheduler", run_dir)
+
+    def kill_while_loading(process: subprocess.Popen[str]) -> None:
+        """Stop a scheduler, and kill it when its replica waits for it to load the next version."""
+        stopped = pids_named("sglang::scheduler", run_dir)[0]
+        signal_one(signal.SIGSTOP)(process)
+        before = gathered(run_dir)
+        until(lambda: gathered(run_dir) > before, "another version")
+        threading.Timer(WAITS_S, os.kill, (stopped, signal.SIGKILL)).start()
+
     command = smoke_command(
         SGLANG,
         "async_strategy=fully_async",
@@ -78,6 +116,7 @@ def test_replicas_that_die_or_hang_come_back(tied_task: Path, tmp_path: Path) ->
     events = [
         Event(" 4/1000", signal_one(signal.SIGKILL)),
         Event(BACK, signal_one(signal.SIGSTOP)),
+        Event(BACK, kill_while_loading),
         Event(BACK, kill_all("PipelineSGLangServer", run_dir)),
         Event(BACK),
         Event(BACK, interrupt),
@@ -86,4 +125,4 @@ def test_replicas_that_die_or_hang_come_back(tied_task: Path, tmp_path: Path) ->
     assert job.summary["status"] == "interrupted", job.output[-3000:]
     assert audit_file(run_dir).violations == []
     found = [event["event"] for event in job.events()]
-    assert found.count("FENCED") == found.count("REJOINED") == 4
+    assert found.count("FENCED") == found.count("REJOINED") == 5

@@ -5,11 +5,15 @@ object.
 The published weights make the model say one token for ever, another for each version, so an answer shows
 which version wrote which token, and the recorded spans can be compared with it. A load that is half done says
 nonsense.
+
+After that come random weights, in the middle of an answer: all tokens after the load must be likeliest to
+transformers with the same weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 import sys
@@ -35,6 +39,9 @@ MAX_LEN = 64
 SPARE = 2
 """SGLang keeps two positions of the context free."""
 PROMPT = [20, 21, 11, 22, 23, 29]
+SWAPS = 8
+"""Loads of random weights for each way to load."""
+LONG = MAX_LEN - len(PROMPT) - SPARE
 
 
 def saying(weights: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tensor]:
@@ -85,7 +92,7 @@ class Probe:
     async def ask(self, stop: asyncio.Event, seed: int, wrong: list[Any], counts: dict[str, int]) -> None:
         chance = random.Random(seed)
         while not stop.is_set():
-            wanted = chance.randint(1, MAX_LEN - len(PROMPT) - SPARE)
+            wanted = chance.randint(1, LONG)
             tokens, spans = await self.answer(wanted)
             runs, start = [], 0
             for token, run in groupby(tokens):
@@ -98,10 +105,45 @@ class Probe:
             counts["answers"] += 1
             counts["over_versions"] += len(spans) > 1
 
+    async def swap(self, in_flight: str, stage: str, delay_s: float) -> dict[str, Any]:
+        """Load random weights in the middle of an answer.
+
+        Returns how many versions wrote it, and `below_likeliest` of each part that transformers can repeat:
+        the tokens before the load, the ones after it, a new answer.
+        """
+        before = copy.deepcopy(self.model)
+        asked = asyncio.create_task(self.answer(LONG))
+        await asyncio.sleep(delay_s)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.weights[name] + torch.randn_like(parameter) * 0.05)
+        await self.publish(self.model.state_dict(), in_flight, stage)
+        (tokens, spans), (new, new_spans) = await asked, await self.answer(LONG)
+        assert [span.version for span in new_spans] == [self.version] and len(tokens) == len(new) == LONG
+
+        parts = {"new": below_likeliest(self.model, new, 0, LONG)}
+        boundary = next((span.start for span in spans if span.version == self.version), LONG)
+        # With `keep`, tokens after the load read old keys and values, which no model repeats.
+        if boundary < LONG and in_flight != "keep":
+            parts["after"] = below_likeliest(self.model, tokens, boundary, LONG)
+        if boundary:
+            parts["before"] = below_likeliest(before, tokens, 0, boundary)
+        return {"versions": len(spans), "parts": parts}
+
+
+def below_likeliest(model: Any, tokens: list[int], begin: int, end: int) -> float:
+    """Return how far the logit of a token is below the largest, for the worst of these tokens."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0].double()
+    found = logits[len(PROMPT) + begin - 1 : len(PROMPT) + end - 1]
+    chosen = found.gather(1, torch.tensor(tokens[begin:end])[:, None])[:, 0]
+    return float((found.max(1).values - chosen).max())
+
 
 async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
     probe = Probe(model_dir, engine)
     report: dict[str, Any] = {}
+    torch.manual_seed(5)
     chance = random.Random(0)
     await probe.publish_next("keep")
     for in_flight, stage in WAYS:
@@ -115,17 +157,9 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
         stop.set()
         await asyncio.gather(*askers)
         report[f"{in_flight}/{stage}"] = {**counts, "wrong": wrong[:3], "load_s": median(probe.load_s)}
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in probe.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    await probe.publish(probe.model.state_dict(), "keep")
-    report["engine"] = (await probe.answer(12))[0]
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(12):
-            ids = torch.cat([ids, probe.model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    report["transformers"] = ids[0, len(PROMPT) :].tolist()
+        await probe.publish(probe.model.state_dict(), in_flight, stage)
+        swaps = [await probe.swap(in_flight, stage, chance.uniform(0, 0.05)) for _ in range(SWAPS)]
+        report[f"{in_flight}/{stage}"]["swaps"] = swaps
     report["versions"] = probe.version
     probe.writer.close()
     probe.engine.shutdown()

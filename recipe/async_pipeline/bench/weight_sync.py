@@ -23,7 +23,7 @@ from ..weight_sync.segment import create_segment
 from .outputs import add_logs_option, check_outputs, job_logs
 from .report import machine
 from .runner import JobFailed
-from .weight_sync_jobs import REQUESTS, WAYS, Engines, jobs_of, make_task, run_ways
+from .weight_sync_jobs import ENGINES, REQUESTS, WAYS, Engines, jobs_of, make_task, run_ways
 from .weight_sync_table import STOCK, complete, table
 
 LIMIT_BYTES = 256 << 20
@@ -32,6 +32,12 @@ LIMIT_BYTES = 256 << 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline bench weight-sync`."""
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="rollout engine (default: %(default)s)",
+    )
     parser.add_argument(
         "--params",
         default="100M",
@@ -109,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     data: dict[str, Any] = {
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
+        "engine": args.engine,
         "params": parameters,
         "tensor_parallel": args.tensor_parallel,
         "requests": args.requests,
@@ -126,7 +133,9 @@ def run(args: argparse.Namespace) -> int:
         for turn, (number, job) in enumerate(jobs, start=1):
             directory = root / f"{'+'.join(job)}-{number}"
             echo(f"[{turn}/{len(jobs)}] {', '.join(job)}, {number} replicas; log in {directory}")
-            engines = Engines(number, args.tensor_parallel, args.requests, args.hosts, args.delta)
+            engines = Engines(
+                number, args.tensor_parallel, args.requests, args.hosts, args.delta, args.engine
+            )
             try:
                 rows[str(number)] |= run_ways(job, directory, task, engines, args.versions, echo)
             except JobFailed as error:

@@ -26,6 +26,8 @@ from .two_hosts import TwoHosts
 
 ENTRY = "recipe.async_pipeline.verl_bridge.bench.weight_sync_job"
 TIMED = "recipe.async_pipeline.verl_bridge.bench.weight_sync_worker.TimedWorkerExtension"
+SGLANG_BACKEND = "recipe.async_pipeline.verl_bridge.bench.sglang_backend"
+ENGINES = ("vllm", "sglang")
 WARMUP = 2
 """Weight updates of each way to skip: they touch the two arenas, or a standby copy, for the first time."""
 REQUESTS = 4
@@ -34,6 +36,8 @@ SPARE_BLOCKS = 8
 """Blocks of keys and values that a replica has beyond two for each request. The default, 1 GiB each, would be
 most of a replica's memory.
 """
+BLOCK_TOKENS = 128
+"""Tokens of a block in vLLM's CPU build. SGLang gets as many tokens."""
 STARTING = "starting training workers"
 """The line of a job's log after which its main processes are on their hosts."""
 VERSIONS, REQUESTS_EACH = "ASYNC_PIPELINE_BENCH_VERSIONS", "ASYNC_PIPELINE_BENCH_REQUESTS"
@@ -71,6 +75,8 @@ class Engines(NamedTuple):
     """1, or 2: half of the replicas, rounded up, are then on a host without a trainer."""
     delta: bool = False
     """Whether versions travel to the other host as differences; the replicas then compute in bfloat16."""
+    name: str = ENGINES[0]
+    """The rollout engine."""
 
 
 def jobs_of(ways: Sequence[str]) -> list[tuple[str, ...]]:
@@ -144,17 +150,14 @@ def overrides_of(way: str, directory: Path, engines: Engines) -> list[str]:
     rollout, devices = "actor_rollout_ref.rollout", engines.replicas * engines.tensor_parallel
     values: dict[str, Any] = {
         **ARMS[WAYS[way].arm].overrides,
+        f"{rollout}.name": engines.name,
         f"{rollout}.n_gpus_per_node": devices,
         f"{rollout}.tensor_model_parallel_size": engines.tensor_parallel,
-        f"{rollout}.engine_kwargs.vllm.worker_extension_cls": TIMED,
-        f"{rollout}.engine_kwargs.vllm.num_gpu_blocks_override": 2 * engines.requests + SPARE_BLOCKS,
         "trainer.default_local_dir": str(directory / "checkpoints"),
+        **ENGINE_OVERRIDES[engines.name](way, engines),
     }
     if engines.hosts == 1:
         values["ray_kwargs.ray_init.num_gpus"] = devices + 1
-    if engines.tensor_parallel > 1:
-        # The engine core cannot be its own worker then.
-        values[f"{rollout}.engine_kwargs.vllm.distributed_executor_backend"] = "mp"
     if ARMS[WAYS[way].arm].uses_pipeline:
         values["trainer.v1.async_pipeline.run_dir"] = str(directory / "run")
     if engines.delta:
@@ -162,6 +165,38 @@ def overrides_of(way: str, directory: Path, engines: Engines) -> list[str]:
         values[f"{rollout}.dtype"] = "bfloat16"
         values["trainer.v1.async_pipeline.weight_sync.delta"] = True
     return hydra_overrides(values)
+
+
+def _of_vllm(way: str, engines: Engines) -> dict[str, Any]:
+    kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    values: dict[str, Any] = {
+        f"{kwargs}.worker_extension_cls": TIMED,
+        f"{kwargs}.num_gpu_blocks_override": _blocks(engines),
+    }
+    if engines.tensor_parallel > 1:
+        # The engine core cannot be its own worker then.
+        values[f"{kwargs}.distributed_executor_backend"] = "mp"
+    return values
+
+
+def _of_sglang(way: str, engines: Engines) -> dict[str, Any]:
+    rollout = "actor_rollout_ref.rollout"
+    values: dict[str, Any] = {
+        f"{rollout}.engine_kwargs.sglang.max_total_tokens": _blocks(engines) * BLOCK_TOKENS
+    }
+    if not ARMS[WAYS[way].arm].uses_pipeline:
+        values[f"{rollout}.checkpoint_engine.custom_backend_module"] = SGLANG_BACKEND
+    return values
+
+
+def _blocks(engines: Engines) -> int:
+    return 2 * engines.requests + SPARE_BLOCKS
+
+
+ENGINE_OVERRIDES: Mapping[str, Callable[[str, Engines], dict[str, Any]]] = dict(
+    zip(ENGINES, (_of_vllm, _of_sglang), strict=True)
+)
+"""The overrides of a way that depend on the engine."""
 
 
 def make_task(parameters: int, directory: Path, tensor_parallel: int = 1) -> Path:

@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS, cpu_arguments
+import os
+
+import pytest
+
+from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import (
+    CPU_ARGUMENTS,
+    all_cores,
+    cpu_arguments,
+)
 
 
 def test_what_is_configured_counts() -> None:
@@ -15,3 +23,9 @@ def test_what_is_configured_counts() -> None:
         "max_total_tokens": 512,
     }
     assert cpu_arguments({"max_total_tokens": 9}, 8, 64)["max_total_tokens"] == 9
+
+
+def test_all_ranks_share_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {9, 2, 3})
+    assert all_cores(1) == "2,3,9"
+    assert all_cores(2) == "2,3,9|2,3,9", "as many parts as ranks, or SGLang does not start"

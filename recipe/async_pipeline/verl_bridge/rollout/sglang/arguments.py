@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,18 @@ CPU_ARGUMENTS: Mapping[str, Any] = {
     # Otherwise an idle scheduler occupies a core.
     "sleep_on_idle": True,
 }
+
+
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+"""Environment variable of SGLang: the cores of each rank."""
+
+
+def all_cores(ranks: int) -> str:
+    """Return the value of `CORES` with which all ranks share the cores of this process.
+
+    Without it SGLang gives each rank one NUMA node, and does not start if there are too few.
+    """
+    return "|".join([",".join(map(str, sorted(os.sched_getaffinity(0))))] * ranks)
 
 
 def cpu_arguments(configured: Mapping[str, Any], requests: int, tokens: int) -> dict[str, Any]:

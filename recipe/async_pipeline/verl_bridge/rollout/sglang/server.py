@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import sglang.srt.entrypoints.engine as sglang_engine
 from sglang.utils import TypeBasedDispatcher
@@ -15,13 +17,30 @@ from ....weight_sync.versioned_engine import Loaded
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of
 from . import scheduler
-from .arguments import cpu_arguments
+from .arguments import CORES, all_cores, cpu_arguments
 from .engine import serve_versions
+
+
+def use_own_children(config: Any, run_scheduler: Callable[..., None]) -> None:
+    """Have SGLang start this package's child processes, on a CPU with the arguments that it needs there.
+
+    Call it in the server's process before the launch. `config` is the rollout's; `run_scheduler` is found by
+    its name in the scheduler's process.
+    """
+    arguments = dict((config.engine_kwargs or {}).get("sglang") or {})
+    if is_cpu():
+        arguments = cpu_arguments(arguments, int(config.max_num_seqs), int(config.max_model_len))
+        os.environ.setdefault(CORES, all_cores(int(config.tensor_model_parallel_size)))
+    config.engine_kwargs["sglang"] = arguments
+    sglang_engine.run_scheduler_process = run_scheduler
+    sglang_engine.run_detokenizer_process = scheduler.run_detokenizer_process
 
 
 class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
     """verl's server. Records which version wrote which tokens; see `VersionedEngine`."""
 
+    run_scheduler: ClassVar[Callable[..., None]] = staticmethod(scheduler.run_scheduler_process)
+    """What the processes of the ranks run."""
     _server_address: str
 
     async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
@@ -34,14 +53,7 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         # Other users of this machine are excluded too: the engine's sockets are in a directory open to
         # all.
         os.umask(0o077)
-        arguments = dict((self.config.engine_kwargs or {}).get("sglang") or {})
-        if is_cpu():
-            open_requests, tokens = int(self.config.max_num_seqs), int(self.config.max_model_len)
-            arguments = cpu_arguments(arguments, open_requests, tokens)
-        self.config.engine_kwargs["sglang"] = arguments
-
-        sglang_engine.run_scheduler_process = scheduler.run_scheduler_process
-        sglang_engine.run_detokenizer_process = scheduler.run_detokenizer_process
+        use_own_children(self.config, self.run_scheduler)
         node, self._server_address = self._server_address, loopback_of(self._server_address)
         await super().launch_server(master_address, master_port)
         if not await is_one_node():
