@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole jobs that train with Megatron on parallel ranks."""
+"""Whole jobs that train with Megatron: parallel ranks, all strategies, pools, and a resume."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +14,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from recipe.async_pipeline.observe.ledger_file import audit_file
-from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
+from tests.e2e.job import (
+    Event,
+    Job,
+    check_clean_end,
+    check_events,
+    processes_of,
+    run_job,
+    smoke_command,
+)
+from tests.e2e.resumes import command, ended_well, kill_all, losses, weights
+from tests.e2e.weights import assert_same_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron")]
 
@@ -20,6 +33,8 @@ SIZES = "actor_rollout_ref.actor.megatron"
 TWO_RANKS = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3")
 KL_MAX = 0.005
 """Of one policy between the trainer's log-probs and the engine's."""
+GAIN = 0.15
+TOLERANCE = 1e-5
 LAGS = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 3, "fully_async": 3}
 """Largest lag that a strategy permits here."""
 
@@ -30,6 +45,16 @@ class Layout(NamedTuple):
     task: str
     """The fixture."""
     overrides: tuple[str, ...]
+
+
+def pools(*roles: str) -> tuple[str, ...]:
+    """Return settings that give each of these stages one device to itself."""
+    each = ",".join(f"{role}:{{roles:[{role}],devices:1}}" for role in roles)
+    return (
+        f"trainer.v1.async_pipeline.pools={{{each}}}",
+        f"trainer.n_gpus_per_node={len(roles) - 1}",
+        f"ray_kwargs.ray_init.num_gpus={len(roles)}",
+    )
 
 
 LAYOUTS: Mapping[str, Layout] = {
@@ -71,3 +96,100 @@ def test_parallel_ranks_publish_what_they_train(
     layout = LAYOUTS[name]
     task = request.getfixturevalue(layout.task)
     check_trained(train(task, tmp_path / "run", "on_policy", 3, *layout.overrides), "on_policy", 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", LAGS)
+@pytest.mark.parametrize("task", ["tied_task", "moe_task"])
+def test_the_reward_grows_with_every_strategy(
+    task: str, strategy: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    job = train(request.getfixturevalue(task), tmp_path / "run", strategy, 60, MEGATRON)
+    summary = check_trained(job, strategy, 60)
+    assert summary["reward_last"] - summary["reward_first"] >= GAIN
+
+
+@pytest.mark.nightly
+def test_the_reward_grows_with_sglang(tied_task: Path, tmp_path: Path) -> None:
+    sglang = "actor_rollout_ref.rollout.name=sglang"
+    job = train(tied_task, tmp_path / "run", "one_step_off", 60, MEGATRON, sglang)
+    summary = check_trained(job, "one_step_off", 60)
+    assert summary["reward_last"] - summary["reward_first"] >= GAIN
+
+
+def kill_rank(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Kill one of the two training ranks, which ends the run."""
+    ranks = [line for line in processes_of(run_dir) if "ray::WorkerDict" in line]
+    assert len(ranks) == 2
+    os.kill(int(ranks[0].partition(":")[0]), signal.SIGKILL)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "kill"), [("dense-tp2", kill_all), ("moe-ep2", kill_rank)])
+def test_killed_and_resumed_is_the_run_that_was_left_alone(
+    name: str,
+    kill: Callable[[subprocess.Popen[str], Path], None],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    layout = LAYOUTS[name]
+    task = request.getfixturevalue(layout.task)
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for folder in (alone, killed):
+        folder.mkdir()
+    # What an engine computes depends in its last bits on what else is in the batch.
+    more = ("actor_rollout_ref.rollout.max_num_seqs=1", *layout.overrides)
+    undisturbed = run_job(command(alone, "on_policy", "trainer.save_freq=6", *more), alone / "run", task)
+    ended_well(undisturbed)
+
+    again = command(killed, "on_policy", "trainer.save_freq=2", *more)
+    event = Event(" 5/6 ", lambda process: kill(process, killed / "run"))
+    first = run_job(again, killed / "run", task, events=[event])
+    assert first.status != 0 and " 5/6 " in first.output
+    assert processes_of(killed / "run") == [], "megatron-core's checkpoints start a process for each rank"
+    last = run_job(again, killed / "run", task)
+    ended_well(last)
+    assert " resumed from " in last.output
+    assert losses(last) == [pytest.approx(row, abs=TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed)]
+    assert_same_weights(weights(killed), weights(alone))
+
+
+@pytest.mark.nightly
+def test_log_probs_and_reference_on_their_own_devices(tied_task: Path, tmp_path: Path) -> None:
+    steps = 6
+    job = train(
+        tied_task,
+        tmp_path / "run",
+        "n_step_ahead",
+        steps,
+        MEGATRON,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "trainer.v1.async_pipeline.training.ref_refresh_every=3",
+        *pools("train", "logp", "ref_logp", "generate"),
+    )
+    check_clean_end(job, "n_step_ahead", LAGS["n_step_ahead"], steps)
+    rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
+    assert [row.get("async_pipeline/version/ref_logp") for row in rows] == [None] * 3 + [3] * 3
+    # Right after a refresh, reference and policy are one.
+    kls = [abs(row["actor/kl_loss"]) for row in rows]
+    assert kls[0] < 1e-5 and kls[3] < 1e-5
+    assert kls[2] > 1e-4 and kls[5] > 1e-4
+
+
+@pytest.mark.nightly
+def test_a_critic_learns_on_its_own_devices(tied_task: Path, tmp_path: Path) -> None:
+    steps = 12
+    job = train(
+        tied_task,
+        tmp_path / "run",
+        "one_step_off",
+        steps,
+        MEGATRON,
+        "algorithm.adv_estimator=gae",
+        *pools("train", "critic", "generate"),
+    )
+    check_clean_end(job, "one_step_off", LAGS["one_step_off"], steps)
+    check_events(job, "values", "critic")
+    found = [row["data"]["critic/vf_loss"] for row in job.metrics() if "critic/vf_loss" in row["data"]]
+    assert len(found) == steps
+    assert min(found[-3:]) < 0.8 * found[0]

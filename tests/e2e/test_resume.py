@@ -8,47 +8,26 @@ its weights.
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from recipe.async_pipeline.checkpoint.store import published
 from recipe.async_pipeline.observe.ledger_file import audit_file
-from tests.e2e.job import Event, Job, processes_of, run_job, smoke_command
+from tests.e2e.job import Event, Job, run_job
+from tests.e2e.resumes import COMPARED, STEPS, command, ended_well, kill_all, losses, weights
 from tests.e2e.weights import assert_equal_bits, assert_same_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
-STEPS = 6
 TOLERANCE = 1e-5
-COMPARED = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
 KILLS_IN_EPISODES = 10
 AFTER_S = 2.0
 """A kill comes up to so long after the line of output that announces it."""
-
-
-def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
-    """The cleaning process is stopped meanwhile and killed last: with it the job counts as ended, and
-    the next begins.
-    """
-    process.send_signal(signal.SIGSTOP)
-    while others := {int(line.partition(":")[0]) for line in processes_of(run_dir)} - {process.pid}:
-        for pid in others:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
 
 
 def killed_at(step: int | None, seed: int, run_dir: Path, steps: int = STEPS) -> Event:
@@ -61,50 +40,6 @@ def killed_at(step: int | None, seed: int, run_dir: Path, steps: int = STEPS) ->
         threading.Timer(delay_s, kill_all, (process, run_dir)).start()
 
     return Event(f"{'' if step is None else f' {step}'}/{steps} ", kill)
-
-
-def command(folder: Path, strategy: str, *overrides: str, steps: int = STEPS) -> list[str]:
-    agents = folder / "agents.json"
-    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
-    return smoke_command(
-        f"async_strategy={strategy}",
-        f"trainer.total_training_steps={steps}",
-        "trainer.resume_mode=auto",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
-        f"trainer.v1.async_pipeline.run_dir={folder / 'run'}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
-        "actor_rollout_ref.actor.optim.lr=6.0e-4",
-        *overrides,
-    )
-
-
-def ended_well(job: Job, steps: int = STEPS, groups: int = 16) -> dict[str, Any]:
-    assert job.status == 0, job.output[-3000:]
-    found = audit_file(job.run_dir)
-    assert found.violations == []
-    trained = steps * groups
-    assert (found.status, found.steps, found.trained, found.in_flight) == ("completed", steps, trained, 0)
-    summary = job.summary
-    assert (summary["status"], summary["steps"], summary["groups_trained"]) == (
-        "completed",
-        steps,
-        trained,
-    )
-    return summary
-
-
-def weights(folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    saved = folder / "checkpoints" / f"global_step_{steps}" / "actor" / "model_world_size_1_rank_0.pt"
-    loaded = torch.load(saved, weights_only=False)
-    return {
-        name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in loaded.items()
-    }
-
-
-def losses(job: Job, compared: Sequence[str] = COMPARED) -> list[dict[str, float]]:
-    rows = [row["data"] for row in job.metrics() if "actor/pg_loss" in row["data"]]
-    return [{name: row[name] for name in compared} for row in rows]
 
 
 def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: Path, tmp_path: Path) -> None:

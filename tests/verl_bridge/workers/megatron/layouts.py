@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import REPOSITORY
+
 LENGTHS = (17, 24, 9, 30)
 """Tokens of each row of the batch."""
 PROMPT = 4
@@ -30,6 +32,16 @@ PROMPT = 4
 EPSILON = 1e-4
 """AdamW's; the smaller it is, the more a first step depends on rounding errors of tiny gradients."""
 LIMIT_S = 240.0
+ENVIRONMENT = {
+    **os.environ,
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONPATH": str(REPOSITORY),
+}
+"""Of a process that runs layouts."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,7 @@ def main(folder: Path, names: list[str]) -> int:
     failed = 0
     for name in names:
         begun = time.monotonic()
-        failed += run_ranks(folder, name)
+        failed += run_ranks(folder, name, LAYOUTS[name])
         sys.stdout.write(f"{name}: {time.monotonic() - begun:.1f} s\n")
         sys.stdout.flush()
     return failed
@@ -125,16 +137,24 @@ def rotary_base(model: Path) -> float:
     return float(provider.rotary_base)
 
 
-def run_ranks(folder: Path, name: str) -> int:
+Work = Callable[[Path, str, Layout], dict[str, Any]]
+"""What a rank does, with the folder, the name of its layout and the layout; returns what it measured."""
+
+
+def check(folder: Path, name: str, layout: Layout) -> dict[str, Any]:
+    return Check(folder, name, layout).run()
+
+
+def run_ranks(folder: Path, name: str, layout: Layout, work: Work = check, limit_s: float = LIMIT_S) -> int:
     """Fork the ranks of a layout and wait for them; return how many failed."""
     sys.stdout.flush()
     pids = []
-    for rank in range(LAYOUTS[name].ranks):
+    for rank in range(layout.ranks):
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                rank_main(folder, name, rank)
+                rank_main(folder, name, layout, rank, work)
                 code = 0
             except BaseException:  # noqa: BLE001  the parent reads it from the file
                 (folder / f"{name}.{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
@@ -143,12 +163,12 @@ def run_ranks(folder: Path, name: str) -> int:
                 multiprocessing.util._exit_function()  # type: ignore[attr-defined]
                 os._exit(code)
         pids.append(pid)
-    return sum(1 for code in wait_for(pids) if code)
+    return sum(1 for code in wait_for(pids, limit_s) if code)
 
 
-def wait_for(pids: list[int]) -> Iterator[int]:
+def wait_for(pids: list[int], limit_s: float) -> Iterator[int]:
     """Yield the exit codes. The others get a few seconds after a rank has failed, then they are killed."""
-    until = time.monotonic() + LIMIT_S
+    until = time.monotonic() + limit_s
     left = list(pids)
     while left:
         for pid in tuple(left):
@@ -165,13 +185,12 @@ def wait_for(pids: list[int]) -> Iterator[int]:
         time.sleep(0.02)
 
 
-def rank_main(folder: Path, name: str, rank: int) -> None:
-    layout = LAYOUTS[name]
+def rank_main(folder: Path, name: str, layout: Layout, rank: int, work: Work) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(layout.ranks), LOCAL_RANK=str(rank))
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / name}.meet", rank=rank, world_size=layout.ranks
     )
-    measured = Check(folder, name, layout).run()
+    measured = work(folder, name, layout)
     (folder / f"{name}.{rank}.json").write_text(json.dumps(measured), encoding="utf-8")
     dist.barrier()
 

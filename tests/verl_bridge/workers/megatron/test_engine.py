@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests import REPOSITORY
-from tests.verl_bridge.workers.megatron.layouts import LAYOUTS
+from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT, LAYOUTS
 
 pytestmark = [
     pytest.mark.real_engine,
@@ -25,15 +24,6 @@ pytestmark = [
 ]
 LIMIT_S = 1800.0
 """Most of it for cores that others use too; see CONTRIBUTING.md for the time on idle ones."""
-ENVIRONMENT = {
-    **os.environ,
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "PYTHONPATH": str(REPOSITORY),
-}
 EXACT = 2e-6
 """Largest difference of log-probs between two implementations in float32."""
 STEP = 1e-3

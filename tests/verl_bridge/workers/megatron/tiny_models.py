@@ -22,8 +22,11 @@ SHARED: dict[str, Any] = {
 }
 
 
-def make(family: str, folder: Path) -> Path:
-    """Write a model of `family` (qwen3, qwen2 with tied embeddings, or qwen3_moe); return its folder."""
+def make(family: str, folder: Path, **sizes: int) -> Path:
+    """Write a model of `family` (qwen3, qwen2 with tied embeddings, or qwen3_moe); return its folder.
+
+    `sizes`: fields of its config that differ.
+    """
     from tokenizers import Tokenizer, models
     from transformers import (
         AutoModelForCausalLM,
@@ -33,20 +36,19 @@ def make(family: str, folder: Path) -> Path:
         Qwen3MoeConfig,
     )
 
+    untied = {"head_dim": 16, "tie_word_embeddings": False}
+    experts = {
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     configs = {
-        "qwen3": lambda: Qwen3Config(head_dim=16, tie_word_embeddings=False, **SHARED),
-        "qwen2": lambda: Qwen2Config(tie_word_embeddings=True, **SHARED),
-        "qwen3_moe": lambda: Qwen3MoeConfig(
-            head_dim=16,
-            tie_word_embeddings=False,
-            num_experts=NUM_EXPERTS,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            **SHARED,
-        ),
+        "qwen3": lambda: Qwen3Config(**SHARED | untied | sizes),
+        "qwen2": lambda: Qwen2Config(**SHARED | {"tie_word_embeddings": True} | sizes),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**SHARED | untied | experts | sizes),
     }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
@@ -59,7 +61,7 @@ def make(family: str, folder: Path) -> Path:
                 weight.mul_(3)
     path = folder / family
     model.save_pretrained(path)
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(SHARED["vocab_size"])}, unk_token="t1"))
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t1"))
     PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="t0", eos_token="t2", unk_token="t1"
     ).save_pretrained(path)
