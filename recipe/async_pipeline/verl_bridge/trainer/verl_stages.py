@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 
 from ...core.items import StepBatch
 from ..sample_columns import trained_columns
-from . import balancing
+from . import balancing, session_advantages
 from .calls import BlockingCalls
 from .kl_control import KlControl
 
@@ -30,6 +30,7 @@ class VerlStages:
         self._trainer, self._calls = trainer, calls
         self._kl: KlControl | None = None
         balancing.install()
+        session_advantages.install()
 
     def start(self, step: int) -> None:
         """Take the state after `step` from the trainer. Call this after loading a checkpoint."""
