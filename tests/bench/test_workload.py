@@ -14,7 +14,14 @@ from recipe.async_pipeline.toy.model import ModelSpec
 
 
 def test_names_of_the_shipped_workloads() -> None:
-    assert names() == ["agentic_wait", "compute", "long_tail", "slow_reference", "slow_reward"]
+    assert names() == [
+        "agentic_lake",
+        "agentic_wait",
+        "compute",
+        "long_tail",
+        "slow_reference",
+        "slow_reward",
+    ]
 
 
 @pytest.mark.parametrize("name", names())
@@ -47,6 +54,11 @@ def test_the_toy_model_is_long_enough_for_a_shipped_workload(name: str) -> None:
         ("reason: r\nstep: 3", "step"),
         ("reason: r\nepisode: {turns: 2}", "tool_s must be set exactly if turns > 1"),
         ("reason: r\nepisode: {turns: 0}", "turns must be >= 1"),
+        ("reason: r\nepisode: {environment: pond}", "Invalid enum value .pond."),
+        (
+            "reason: r\nepisode: {environment: frozen_lake}",
+            "requires turns > 1 and no answer_tokens, got tur",
+        ),
         ("reason: r\njudge_s: {median: 3, sigma: 1, cap: 1}", "0 < median <= cap"),
         ("reason: [", "workload"),
         ("reason: r\nsteps: 0", "steps and warmup must be >= 1"),
@@ -70,7 +82,7 @@ def test_a_directory_is_not_a_workload(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_shipped_workloads() -> None:
-    with pytest.raises(ConfigError, match="no workload 'agentic'; use one of agentic_wait, compute"):
+    with pytest.raises(ConfigError, match="no workload 'agentic'; use one of agentic_lake, agentic_wait"):
         load("agentic")
 
 

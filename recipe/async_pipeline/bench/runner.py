@@ -25,6 +25,11 @@ FAST_POLL_S, STOCK_POLL_S = 0.02, 2.0
 """Interval at which verl's replay buffer polls for finished responses: in a comparison, and as shipped."""
 START_LIMIT_S, EACH_LIMIT_S = 900.0, 60.0
 """Time limits of a job: for its start, and for each step or weight update that it counts."""
+AGENT_LOOPS: Mapping[str | None, str] = {
+    None: "recipe.async_pipeline.verl_bridge.bench.agent_loop.EpisodeLoop",
+    "frozen_lake": "recipe.async_pipeline.verl_bridge.bench.lake_loop.LakeLoop",
+}
+"""The agent loop of each environment of a workload."""
 LOG = "job.log"
 PROGRESS_S = 30.0
 WATCH_S = 1.0
@@ -72,7 +77,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
             [
                 {
                     "name": "bench_episode",
-                    "_target_": "recipe.async_pipeline.verl_bridge.bench.agent_loop.EpisodeLoop",
+                    "_target_": AGENT_LOOPS[workload.episode.environment],
                     "episode": msgspec.to_builtins(workload.episode),
                     "seed": seed,
                 }

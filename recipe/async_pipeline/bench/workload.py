@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,11 +17,15 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One trajectory: `turns` responses, with a tool call after each but the last."""
+    """One trajectory: `turns` responses, with a tool call after each but the last.
 
+    With an environment at most `turns`, because it may end the episode, and a step of it after each.
+    """
+
+    environment: Literal["frozen_lake"] | None = None
     turns: int = 1
     tool_s: Lognormal | None = None
-    """Seconds of a tool call, awaited outside of the engine."""
+    """Seconds of a tool call or of a step, awaited outside of the engine."""
     answer_tokens: Lognormal | None = None
     """Length of each response in tokens; None lets the model end it."""
 
@@ -30,6 +34,11 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ConfigError(
                 "episode.turns must be >= 1, and episode.tool_s must be set exactly if turns > 1, got "
                 f"turns={self.turns} and tool_s={self.tool_s}; correct the workload's file"
+            )
+        if self.environment is not None and (self.turns == 1 or self.answer_tokens is not None):
+            raise ConfigError(
+                f"episode.environment requires turns > 1 and no answer_tokens, got turns={self.turns} and "
+                f"answer_tokens={self.answer_tokens}; correct the workload's file"
             )
 
 

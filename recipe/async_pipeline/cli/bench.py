@@ -24,7 +24,7 @@ from ..bench.runner import Job, JobFailed, jobs_in_turns, run_job
 from ..bench.workload import Workload, load, names
 from ..console import echo
 from ..errors import ConfigError
-from ..toy.build import ToySpec, ensure_toy
+from ..toy.build import Spec, ToySpec, ensure_toy
 
 _OTHERS: Mapping[str, tuple[Any, str]] = {
     "weight-sync": (
@@ -146,9 +146,7 @@ def _run_all(
     args: argparse.Namespace, arms: list[str], workload: Workload, root: Path, failed: dict[str, str]
 ) -> dict[str, Any]:
     """Run the jobs in turns; return all measurements, also written to `--json` after each job."""
-    task = ensure_toy(
-        ToySpec.of(seed=0, tied=True), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr)
-    )
+    task = ensure_toy(_task_of(workload), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
 
     jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
     done: dict[str, list[Measured]] = {arm: [] for arm in arms}
@@ -190,6 +188,16 @@ def _run_all(
         if args.json:
             args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return data
+
+
+def _task_of(workload: Workload) -> Spec:
+    """Return the data and the model of a workload."""
+    if workload.episode.environment is None:
+        return ToySpec.of(seed=0, tied=True)
+    # It needs gymnasium, an optional package.
+    from ..toy.lake_build import LakeSpec
+
+    return LakeSpec()
 
 
 def _run_twice_at_most(job: Job, workload: Workload, seed: int, task: Path) -> Measured:

@@ -110,12 +110,16 @@ class Episode:
 class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
     """Plays one episode."""
 
+    def setup(self) -> Setup:
+        """Return what it shares with the other episodes of its process."""
+        return setup_of(self.config)
+
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """Return the episode as one response.
 
         Raises EnvironmentFailed if the environment fails before the policy has written anything.
         """
-        setup = setup_of(self.config)
+        setup = self.setup()
         info = plain(row.get("extra_info") or {})
         playing = setup.pool.episode(seed_of(info, row.get("index"), setup.seed), info.get("task") or {})
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from itertools import count
 from typing import Any
@@ -36,9 +37,7 @@ class EpisodeLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Generate one trajectory; the loss mask excludes the output of the tool."""
-        prompt = int(kwargs["index"])
-        # verl's oldest agent loop does not number the responses to a prompt, but begins them in order.
-        session = int(kwargs["session_id"]) if "session_id" in kwargs else next(_begun[prompt])
+        prompt, session = int(kwargs["index"]), session_of(kwargs)
         started = time.monotonic()
 
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
@@ -63,7 +62,7 @@ class EpisodeLoop(AgentLoopBase):
             tokens += output.token_ids
             mask += [1] * len(output.token_ids)
             log_probs += output.log_probs or [0.0] * len(output.token_ids)
-            versions += _versions(output.extra_fields)
+            versions += versions_in(output.extra_fields)
 
         of_this_job().add("episode", started, prompt=prompt)
         length = self.rollout_config.response_length
@@ -106,7 +105,13 @@ def _observation(tokenizer: Any) -> list[int]:
     return ids
 
 
-def _versions(extra: dict[str, Any]) -> list[int]:
+def session_of(row: Mapping[str, Any]) -> int:
+    """Return the number of a response among those to its prompt; call it once for each response."""
+    # verl's oldest agent loop does not number the responses to a prompt, but begins them in order.
+    return int(row["session_id"]) if "session_id" in row else next(_begun[int(row["index"])])
+
+
+def versions_in(extra: Mapping[str, Any]) -> list[int]:
     """Return the versions in a response; verl's plain client reports only the version at its end."""
     at_end = extra.get("global_steps")
     found = [extra.get("min_global_steps", at_end), extra.get("max_global_steps", at_end)]
