@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -14,8 +15,9 @@ from recipe.async_pipeline.soak import faults
 
 
 def test_faults_are_chosen_by_name() -> None:
-    addition, lake, tool = (set(soak.kinds_of("all", task)) for task in ("addition", "lake", "calculator"))
-    assert addition | lake | tool == set(faults.FAULTS)
+    addition, lake, tool, agent = (set(soak.kinds_of("all", task)) for task in get_args(faults.Task))
+    assert addition | lake | tool | agent == set(faults.FAULTS)
+    assert {"agent_killed", "agent_hung", "client_retries"} == agent - lake
     assert {"tool_raises", "tool_hung"} == tool - lake
     assert {"env_hung", "env_died", "env_raises"} == lake - addition
     assert {"slow_reward", "raising_reward", "hanging_reward"} == addition - lake
@@ -31,6 +33,15 @@ def test_a_lake_has_environments_that_can_fail(tmp_path: Path) -> None:
     assert "+task=lake" in given
     assert any("MoodyLake" in one for one in given) and not any("custom_reward" in one for one in given)
     assert not any("+task" in one or "MoodyLake" in one for one in soak.overrides(tmp_path, "addition"))
+
+
+def test_an_agent_is_a_command_whose_processes_are_found(tmp_path: Path) -> None:
+    given = soak.overrides(tmp_path, "lake_agent")
+    assert "+task=lake_agent" in given
+    (agent,) = (one for one in given if ".agentic.agent=" in one)
+    assert f" -m recipe.async_pipeline.soak.lake_agent {tmp_path}/mood" in agent
+    (variables,) = (one for one in given if ".agentic.agent_env=" in one)
+    assert f"ASYNC_PIPELINE_SOAK:'{tmp_path}'" in variables
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -1,49 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gateway with one session, served on a free port."""
+"""Fixtures of the tests that talk to a gateway."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.gateway.registry import Sessions
-from recipe.async_pipeline.gateway.sessions import Session, SessionLimits
-from tests.fakes.agent_policy import LIMITS, FakePolicy
-
-
-class Served(NamedTuple):
-    """A gateway that serves."""
-
-    url: str
-    sessions: Sessions
-    session: Session
-    policy: FakePolicy
-
+from tests.fakes.served_gateway import served
 
 Serve = Callable[..., Any]
-
-
-@asynccontextmanager
-async def served(
-    policy: FakePolicy | None = None, limits: SessionLimits = LIMITS, **options: Any
-) -> AsyncIterator[Served]:
-    from recipe.async_pipeline.gateway.app import Gateway
-    from recipe.async_pipeline.gateway.server import GatewayServer
-
-    sessions, policy = Sessions(), policy or FakePolicy()
-    session = Session(policy, limits)
-    sessions.add(session)
-    server = GatewayServer(Gateway(sessions, **options).app)
-    await server.start()
-    try:
-        yield Served(server.url, sessions, session, policy)
-    finally:
-        await session.close()
-        await server.stop()
 
 
 @pytest.fixture

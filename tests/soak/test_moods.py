@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_a_process_that_is_to_die_dies(tmp_path: Path) -> None:
     if child == 0:
         moods.misbehave(control)
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (tmp_path / "mood.seen").exists()
     control.write_text("")
-    moods.misbehave(control)
+    assert moods.misbehave(control) == ""

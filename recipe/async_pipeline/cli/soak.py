@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import shutil
 import sys
 import tempfile
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..bench.arms import hydra_overrides
+from ..bench.workload import CONFIGS
 from ..console import echo
 from ..errors import ConfigError
-from ..soak import judge, moods
-from ..soak.faults import FAULTS, Task, control_of
-from ..soak.job import SoakJob
+from ..soak import judge, lake_agent, moods
+from ..soak.faults import FAULTS, Task
+from ..soak.job import MARK, SoakJob, control_of
 from ..soak.nemesis import report, room_for, soak
 from ..soak.small_disk import small_disk
 from ..toy.build import Toy, ToySpec, ensure_toy
@@ -30,10 +32,12 @@ ENGINES = ("vllm", "sglang")
 MIN_MINUTES = 1.0
 SAVE_EVERY = 10
 """Optimizer steps between checkpoints."""
-PUBLISH_S, REWARD_S, ENVIRONMENT_S, TOOL_S = 20, 5, 15, 5
+PUBLISH_S, REWARD_S, ENVIRONMENT_S, TOOL_S, AGENT_S = 20, 5, 15, 5, 30
 """Short deadlines in seconds, so that a hang is detected soon."""
-ENVIRONMENTS = 8
-"""Processes of environments at once; each imports gymnasium when it starts."""
+ENVIRONMENTS, AGENTS = 8, 4
+"""Processes of environments and of agents at once; each imports gymnasium when it starts."""
+AGENT_PROMPTS, AGENT_RESPONSES = 4, 4
+"""Prompts of a step and responses to each that agents write: one process for each response."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         choices=get_args(Task),
         default="addition",
-        help="what the run learns; lake has environments that fail, calculator a tool (default: %(default)s)",
+        help="what the run learns; lake has environments that fail, calculator a tool, lake_agent a program "
+        "that plays over HTTP (default: %(default)s)",
     )
     parser.add_argument(
         "--minutes",
@@ -137,7 +142,7 @@ def _soak(args: argparse.Namespace, kinds: Sequence[str], folder: Path, say: Cal
 
 def _task_of(name: Task, say: Callable[[str], None]) -> Toy:
     root = Path(".cache/toy").resolve()
-    if name == "lake":
+    if name in ("lake", "lake_agent"):
         # The only task that needs gymnasium, an optional package.
         from ..toy.lake_build import LakeSpec
 
@@ -216,10 +221,30 @@ def _tools(folder: Path) -> dict[str, Any]:
     return {f"{own}.tool_timeout_s": TOOL_S, f"{own}.attempts": 4}
 
 
+def _agents(folder: Path) -> dict[str, Any]:
+    own, batch = "trainer.v1.async_pipeline.agentic", AGENT_PROMPTS * AGENT_RESPONSES
+    command = [sys.executable, "-m", lake_agent.__name__, str(control_of(folder))]
+    return {
+        f"{own}.agent": shlex.join(command),
+        # A command gets few variables of the run, and not the one by which its processes are found.
+        f"{own}.agent_env": {"PYTHONPATH": str(CONFIGS.parent), MARK: str(folder)},
+        f"{own}.concurrency": AGENTS,
+        f"{own}.episode_timeout_s": AGENT_S,
+        f"{own}.attempts": 4,
+        "data.train_batch_size": AGENT_PROMPTS,
+        "actor_rollout_ref.rollout.n": AGENT_RESPONSES,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": AGENT_PROMPTS,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": batch,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": batch,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": batch,
+    }
+
+
 OF_TASK: Mapping[Task, Callable[[Path], dict[str, Any]]] = {
     "addition": _judged,
     "lake": _environments,
     "calculator": _tools,
+    "lake_agent": _agents,
 }
 """Overrides of each task, given the folder of the run."""
 

@@ -4,8 +4,10 @@
     faults        the faults, and how recovery from each is detected
     job           the run: start, kill, restart; its processes and events
     nemesis       which fault comes next (seeded), and the report
-    judge         the reward function of such a run, which misbehaves on request
+    misbehaviour  faults of code that users provide: it is requested to misbehave
+    judge         the reward function of such a run, which does so
     moods         its environments, which do so, too
+    lake_agent    a program that plays over HTTP, which does so, too
     processes     the processes of a run, found by an environment variable
     small_disk    a disk for checkpoints that can be filled
 

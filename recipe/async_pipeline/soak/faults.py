@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -23,13 +22,12 @@ import psutil
 from ..bench.workload import CONFIGS
 from ..weight_sync.segment_names import SHM_DIR, open_own
 from .job import ENGINES, SERVERS, START_S, Record, SoakFailed, SoakJob, on_cpu
+from .misbehaviour import misbehave
 from .processes import send
 from .small_disk import empty, fill
 
 STALL_FACTOR, STALL_S, SLICE_S = 50, 5.0, 0.01
 """A stalled engine runs for one slice of SLICE_S in STALL_FACTOR, for STALL_S seconds."""
-MISJUDGED_S = 8.0
-"""Seconds for which the reward function, environments or tools misbehave."""
 CORRUPT_S, STOPPED_S = 1.5, 5.0
 """Seconds around a corruption, and at most between stopping the servers and the next version."""
 NEAR = 1 << 16
@@ -47,9 +45,9 @@ NEXT_VERSION_S = 60.0
 """Seconds until the next weight version must have been gathered."""
 
 
-Task = Literal["addition", "lake", "calculator"]
+Task = Literal["addition", "lake", "calculator", "lake_agent"]
 """What the run of a soak learns: sums, with a reward function; FrozenLake, with environments; sums, with a
-tool.
+tool; FrozenLake, played by a program over HTTP.
 """
 
 
@@ -164,23 +162,6 @@ def _heal(name: str, offset: int, byte: int) -> None:
             os.pwrite(fd, bytes([byte]), offset)
     finally:
         os.close(fd)
-
-
-def _mood(mood: str) -> Callable[[SoakJob], None]:
-    """Return a fault that has rewards, environments or tools misbehave for MISJUDGED_S seconds."""
-
-    def misjudge(job: SoakJob) -> None:
-        control = control_of(job.folder)
-        control.write_text(mood)
-        time.sleep(MISJUDGED_S)
-        control.unlink()
-
-    return misjudge
-
-
-def control_of(folder: Path) -> Path:
-    """Return the file that sets the mood of the reward function, of environments or of tools."""
-    return folder / "mood"
 
 
 def kill_run(job: SoakJob) -> None:
@@ -301,6 +282,10 @@ def _has(event: str) -> Callable[[Sequence[Record]], bool]:
     return lambda records: any(record["event"] == event for record in records)
 
 
+def _mood(mood: str, task: Task, text: str) -> Fault:
+    return Fault(text, misbehave(mood), "versions are served again", task)
+
+
 FAULTS: Mapping[str, Fault] = {
     "kill_engine": Fault("SIGKILL of an engine core", kill_engine, "a replica is back"),
     "kill_replica": Fault("SIGKILL of a replica's server", kill_replica, "a replica is back"),
@@ -315,36 +300,17 @@ FAULTS: Mapping[str, Fault] = {
     "corrupt_bucket": Fault(
         "a flipped bit in weights in transit", corrupt_bucket, "versions are served again"
     ),
-    "slow_reward": Fault(
-        "one response in four takes a second to score", _mood("slow"), "versions are served again", "addition"
-    ),
-    "raising_reward": Fault(
-        "the reward function raises for one response in four",
-        _mood("raise"),
-        "versions are served again",
-        "addition",
-    ),
-    "hanging_reward": Fault(
-        "the reward function hangs for one response in four",
-        _mood("hang"),
-        "versions are served again",
-        "addition",
-    ),
-    "env_hung": Fault(
-        "one environment in four hangs in a step", _mood("hang"), "versions are served again", "lake"
-    ),
-    "env_died": Fault(
-        "the process of one environment in four dies", _mood("die"), "versions are served again", "lake"
-    ),
-    "env_raises": Fault(
-        "one environment in four raises in a step", _mood("raise"), "versions are served again", "lake"
-    ),
-    "tool_raises": Fault(
-        "one tool call in four raises", _mood("raise"), "versions are served again", "calculator"
-    ),
-    "tool_hung": Fault(
-        "one tool call in four hangs", _mood("hang"), "versions are served again", "calculator"
-    ),
+    "slow_reward": _mood("slow", "addition", "one response in four takes a second to score"),
+    "raising_reward": _mood("raise", "addition", "the reward function raises for one response in four"),
+    "hanging_reward": _mood("hang", "addition", "the reward function hangs for one response in four"),
+    "env_hung": _mood("hang", "lake", "one environment in four hangs in a step"),
+    "env_died": _mood("die", "lake", "the process of one environment in four dies"),
+    "env_raises": _mood("raise", "lake", "one environment in four raises in a step"),
+    "tool_raises": _mood("raise", "calculator", "one tool call in four raises"),
+    "tool_hung": _mood("hang", "calculator", "one tool call in four hangs"),
+    "agent_killed": _mood("die", "lake_agent", "SIGKILL of one agent in four"),
+    "agent_hung": _mood("hang", "lake_agent", "one agent in four hangs"),
+    "client_retries": _mood("retry", "lake_agent", "one agent in four sends requests again"),
     "full_disk": Fault(
         "no space is left for a checkpoint (needs root, to mount a small disk)",
         full_disk,

@@ -22,7 +22,7 @@ from .processes import Found, processes_with, send
 MARK = "ASYNC_PIPELINE_SOAK"
 """Environment variable that all processes of a run inherit."""
 MOOD = "ASYNC_PIPELINE_MOOD"
-"""Environment variable that names the control file of tools; see `faults.control_of`."""
+"""Environment variable that names the control file of tools and agents; see `control_of`."""
 POLL_S = 0.05
 START_S = 600.0
 """Seconds for the run to start."""
@@ -36,6 +36,11 @@ Record = Mapping[str, Any]
 
 class SoakFailed(AsyncPipelineError, RuntimeError):
     """The run ended or did not recover, so no further fault can be injected."""
+
+
+def control_of(folder: Path) -> Path:
+    """Return the file of a run that says how rewards, environments, tools or agents misbehave."""
+    return folder / "mood"
 
 
 def on_cpu(command: Sequence[str]) -> list[str]:
@@ -82,7 +87,7 @@ class SoakJob:
         return {
             **os.environ,
             MARK: str(self.folder),
-            MOOD: str(self.folder / "mood"),
+            MOOD: str(control_of(self.folder)),
             "ASYNC_PIPELINE_TASK": str(self._task),
             "ASYNC_PIPELINE_RUN": "soak",
         }

@@ -31,6 +31,8 @@ def score(
 
 def _misbehave(control: Path) -> None:
     mood = control.read_text() if control.is_file() else ""
+    if mood in MOODS:
+        Path(f"{control}.seen").touch()
     if mood == "slow":
         time.sleep(SLOW_S)
     elif mood == "raise":

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FrozenLake and a calculator that misbehave for one episode in four, if their control file requests it.
+"""A FrozenLake that misbehaves in one episode in four, if its control file requests it.
 
-Environments run in separate processes, and tools in the agent loop workers; both find the control file
-through their arguments or the environment variable `CONTROL`, and import nothing heavy.
+Environments and agents run in separate processes, which should import nothing heavy.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -42,12 +42,15 @@ class MoodyLake(FrozenLake):
         return super().step(text)
 
 
-def misbehave(control: Path) -> None:
-    """Do what the control file requests. Raises RuntimeError if that is to raise."""
+def misbehave(control: Path) -> str:
+    """Do what the control file requests, and return that. Raises RuntimeError if it is to raise."""
     mood = control.read_text() if control.is_file() else ""
+    if mood in MOODS:
+        Path(f"{control}.seen").touch()
     if mood == "raise":
         raise RuntimeError("the control file requests an exception")
     if mood == "die":
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     while mood == "hang":
         time.sleep(1)
+    return mood

@@ -59,6 +59,7 @@ def _misbehave() -> None:
     if _calls % 4 or not file.is_file():
         return
     mood = file.read_text()
+    Path(f"{file}.seen").touch()
     if mood == "raise":
         raise RuntimeError("the control file requests an exception")
     while mood == "hang":
