@@ -32,6 +32,7 @@ COMPARED = (
     "response_length/mean",
 )
 TOLERANCE = 1e-5
+TWO_ENGINES = 1e-4
 MEGATRON = "training_engine=megatron"
 
 
@@ -179,6 +180,18 @@ def test_on_policy_is_verls_own_sync_trainer(run: Run) -> None:
 @pytest.mark.nightly
 def test_on_policy_with_megatron_is_verls_own_sync_trainer_with_megatron(run: Run) -> None:
     assert_equal(run("on_policy", MEGATRON), run("verl", MEGATRON))
+
+
+@pytest.mark.nightly
+def test_megatron_is_fsdp(run: Run) -> None:
+    """Two engines round differently, so their figures are close, not equal."""
+    ours, theirs = run("on_policy", MEGATRON), run("on_policy")
+    assert ours.answers == theirs.answers
+    for ours_m, theirs_m in zip(ours.metrics, theirs.metrics, strict=True):
+        assert ours_m == pytest.approx(theirs_m, abs=TWO_ENGINES, rel=TWO_ENGINES)
+    assert ours.weights.keys() == theirs.weights.keys()
+    for name, weight in ours.weights.items():
+        assert (weight - theirs.weights[name]).abs().max() <= TWO_ENGINES, name
 
 
 @pytest.mark.nightly

@@ -95,7 +95,10 @@ def test_parallel_ranks_publish_what_they_train(
 ) -> None:
     layout = LAYOUTS[name]
     task = request.getfixturevalue(layout.task)
-    check_trained(train(task, tmp_path / "run", "on_policy", 3, *layout.overrides), "on_policy", 3)
+    job = train(task, tmp_path / "run", "on_policy", 3, *layout.overrides)
+    check_trained(job, "on_policy", 3)
+    loads = [row["data"].get("actor/moe/busiest_expert") for row in job.metrics()]
+    assert any(load is not None and load >= 1 for load in loads) == (name == "moe-ep2")
 
 
 @pytest.mark.nightly

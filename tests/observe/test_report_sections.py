@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from recipe.async_pipeline.observe.report_data import RunData
-from recipe.async_pipeline.observe.report_sections import fates, freshness, ordered, step_chart
+from recipe.async_pipeline.observe.report_sections import fates, freshness, learning, ordered, step_chart
 from recipe.async_pipeline.observe.series import Series
 from tests.observe.accounts import run_of, work
 
@@ -49,3 +49,11 @@ def test_the_lag_histogram_names_the_allowed_lag() -> None:
     run = run_of(work(0.5, 0.5), lag_share={0: 0.25, 1: 0.75}, lag_mean=Series(x=[1.0, 2.0], y=[0.0, 1.0]))
     assert "75%" in freshness([run])
     assert "The allowed lag is 1 (max_lag)" in freshness([run])
+
+
+def test_the_load_of_the_experts_is_drawn_for_a_mixture_only() -> None:
+    title = "Tokens of the busiest expert"
+    load, worst = Series(x=[1.0, 2.0], y=[1.5, 1.2]), Series(x=[1.0, 2.0], y=[2.5, 2.0])
+    html = learning([run_of(work(0.5, 0.5), busiest_expert=load, busiest_expert_worst=worst)])
+    assert title in html and "mean of the layers" in html and "worst layer" in html
+    assert title not in learning([run_of(work(0.5, 0.5), reward=load)])

@@ -80,6 +80,10 @@ class RunData:
     validation: Mapping[str, Series] = field(default_factory=dict)
     length_mean: Series = field(default_factory=lambda: Series(x=(), y=()))
     length_max: Series = field(default_factory=lambda: Series(x=(), y=()))
+    busiest_expert: Series = field(default_factory=lambda: Series(x=(), y=()))
+    """Tokens of the busiest expert relative to an even spread, mean over the layers."""
+    busiest_expert_worst: Series = field(default_factory=lambda: Series(x=(), y=()))
+    """The same in the layer where it is largest."""
     episodes: EpisodeFigures = EpisodeFigures()
     fates: Mapping[str, int] = field(default_factory=dict)
     regenerated: int = 0
@@ -143,6 +147,8 @@ def data_of(files: RunFiles) -> RunData:
         validation=_validation(files),
         length_mean=series_of(rows, "response_length/mean"),
         length_max=series_of(rows, "response_length/max"),
+        busiest_expert=series_of(rows, "actor/moe/busiest_expert"),
+        busiest_expert_worst=series_of(rows, "actor/moe/busiest_expert_worst_layer"),
         episodes=episode_figures(rows),
         fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES}
         if summary

@@ -135,7 +135,7 @@ def _lines(
 
 
 def learning(runs: Sequence[RunData]) -> str:
-    """Return charts of reward and response length."""
+    """Return charts of reward and response length, and of a mixture's load of its experts."""
     single = runs[0] if len(runs) == 1 else None
     dots = (
         [
@@ -162,7 +162,15 @@ def learning(runs: Sequence[RunData]) -> str:
         x_label="step",
         low=0.0,
     )
-    return f'<div class="grid">{reward}{length}</div>' if reward or length else ""
+    experts = line_chart(
+        "Tokens of the busiest expert, relative to an even spread",
+        _lines(runs, "busiest_expert", "mean of the layers")
+        + (_lines(runs, "busiest_expert_worst", "worst layer", 1) if single else []),
+        x_label="step",
+        low=1.0,
+    )
+    charts = reward + length + experts
+    return f'<div class="grid">{charts}</div>' if charts else ""
 
 
 def freshness(runs: Sequence[RunData]) -> str:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.losses import ppo_loss
@@ -31,6 +32,7 @@ from ...weight_sync.shard_load import load_parts, prove_parts, require_same_adap
 from ..cpu_platform import is_cpu
 from ..host_memory_service import HostMemories
 from ..sample_store import count_cores_once
+from .expert_load import ExpertLoad
 from .fsdp_shards import TrainingRanks
 from .loss_registry import ppo_loss_with_scores
 from .megatron.rotary import set_rotary_base
@@ -70,12 +72,29 @@ class SafeLoad:
 
 
 class EngineWorker(TrainingWorker):
-    """verl's worker of one model, whose Megatron engine gets the model's rotary base."""
+    """verl's worker of one model, whose Megatron engine gets the model's rotary base; reports how evenly a
+    mixture of experts is used.
+    """
+
+    _expert_load: ExpertLoad | None = None
 
     def __init__(self, config: Any) -> None:
         if config.engine_config is not None and config.engine_config.strategy == "megatron":
             set_rotary_base(config.engine_config, config.model_config.hf_config)
         super().__init__(config)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_batch(self, data: TensorDict) -> TensorDict:
+        """Train as verl does, and add the load of the experts to the metrics."""
+        if self._expert_load is None:
+            module = self.engine.module
+            self._expert_load = ExpertLoad(module if isinstance(module, list) else [module])
+        self._expert_load.clear()  # the passes that only computed log-probs
+        output = super().train_batch(data)
+        metrics = self._expert_load.take()
+        if output is not None:
+            tu.get(output, "metrics").update(metrics)
+        return output
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, *more: Any, **others: Any) -> None:
