@@ -4,7 +4,7 @@
     fault ──► control file: a mood ──► one in four of them misbehaves, and leaves a mark
       └── waits until a mark was left, removes the control file ◄──┘
 
-Each of them reads the control file itself, because no process can be told from outside to raise.
+Each of them reads the control file itself, because a signal cannot make a process raise.
 """
 
 from __future__ import annotations
