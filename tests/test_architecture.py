@@ -96,7 +96,6 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench/weight_sync_job.py": "e2e/test_bench.py",
     "verl_bridge/bench/sglang_backend.py": "e2e/test_bench.py",
     "verl_bridge/bench/sglang_replicas.py": "e2e/test_bench.py",
-    "verl_bridge/bench/sglang_steps.py": "e2e/test_bench.py",
     "verl_bridge/bench/weight_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench/probe.py": "e2e/test_bench.py",
     "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.cli import soak
+from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.soak import faults, nemesis
 from tests.fakes.soak_run import record
 
@@ -51,6 +52,15 @@ def outcome() -> nemesis.Outcome:
         steps=30,
         seconds=100.0,
     )
+
+
+def test_a_run_that_hangs_before_it_has_a_ledger_is_a_violation(tmp_path: Path) -> None:
+    hung = nemesis.Outcome(hangs=["the run did not recover: 600 s without the first version served"])
+    found = nemesis.report(hung, tmp_path, ["burst"])
+    assert found["violations"] == hung.hangs
+    assert (found["steps"], found["not_injected"]) == (0, ["burst"])
+    with pytest.raises(ConfigError, match="ledger.jsonl does not exist"):
+        nemesis.report(nemesis.Outcome(), tmp_path, ["burst"])
 
 
 def test_the_report_counts_faults_recoveries_steps_and_fates(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..core.event_audit import audit_events
 from ..core.ledger_audit import Audit
-from ..observe.ledger_file import audit_file
+from ..observe.ledger_file import NAME, audit_file
 from ..observe.summary import one_line
 from .faults import FAULTS, strike
 from .job import POLL_S, START_S, SoakFailed, SoakJob
@@ -157,7 +157,9 @@ def _sleep(job: SoakJob, seconds: float) -> None:
 
 def report(outcome: Outcome, run_dir: Path, kinds: Sequence[str]) -> dict[str, Any]:
     """Return the report that `soak --json` prints."""
-    ledger = audit_file(run_dir)
+    # A run that hung while it started has no ledger.
+    begun = not outcome.hangs or (run_dir / NAME).is_file()
+    ledger = audit_file(run_dir) if begun else Audit()
     recovered = [one.recovery_s for one in outcome.struck if one.recovery_s is not None]
     injected = Counter(one.kind for one in outcome.struck)
 
