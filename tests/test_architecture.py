@@ -215,6 +215,7 @@ LAYERS: Mapping[str, set[str]] = {
     "checkpoint": {"config", "observe"},
     "sim": {"config", "core", "observe", "strategies"},
     "bench": {"core", "gateway", "observe", "toy", "weight_sync"},
+    "gpu_kit": {"observe", "weight_sync"},
     "soak": {"agents", "bench", "core", "observe", "toy", "weight_sync"},
     "verl_bridge": {
         *("agents", "bench", "checkpoint", "config", "core", "gateway", "observe", "patching", "stages"),

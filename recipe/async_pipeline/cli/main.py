@@ -77,6 +77,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "recipe.async_pipeline.cli.translate",
         "translate a configuration of ROLL, rLLM or uni-agent, and say what becomes of every key",
     ),
+    "verify-gpu": Subcommand(
+        "recipe.async_pipeline.cli.verify_gpu",
+        "show within minutes what works on a machine with GPUs, and write a report",
+    ),
     "watch": Subcommand(
         "recipe.async_pipeline.cli.watch",
         "run a training command: show its steps, log the rest, clean up afterwards",

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps in the order in which a run depends on them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .steps import Figures, Options, Step
+
+OWN = (sys.executable, "-m", "recipe.async_pipeline")
+JOB_STEPS = 20
+OF_SUMMARY = (
+    *("status", "steps", "groups_trained", "lag_max", "reward_first", "reward_last"),
+    *("rollout_corr_kl_max", "wall_s"),
+)
+SIZES = {"cuda": "1", "cpu": "0.06"}
+"""GiB of weights for the copies."""
+
+
+def missing_device(options: Options) -> str | None:
+    """Return why no step can use the device, or None."""
+    if find_spec("torch") is None:
+        return "torch is not installed"
+    if options.device == "cuda" and options.devices < 1:
+        return "torch finds no CUDA device"
+    return None
+
+
+def missing_for_job(options: Options) -> str | None:
+    """Return why no training run can start, or None."""
+    if (why := missing_device(options)) is not None:
+        return why
+    for name in ("verl", "ray", "vllm"):
+        if find_spec(name) is None:
+            return f"{name} is not installed"
+    if options.device == "cuda" and options.devices < 2:
+        return f"training and generation need a device each, but there is {options.devices}"
+    if not (options.configs / "train.yaml").exists():
+        return f"the configs are not in {options.configs}; run it from a clone of the repository"
+    return None
+
+
+def missing_for_megatron(options: Options) -> str | None:
+    """Return why Megatron cannot train here, or None."""
+    if find_spec("megatron") is None:
+        return "megatron-core is not installed"
+    return missing_for_job(options)
+
+
+def missing_for_weight_updates(options: Options) -> str | None:
+    """Return why weight updates of real engines cannot be measured, or None."""
+    if options.device != "cpu":
+        return "`bench weight-sync` measures engines of the CPU platform only"
+    return missing_for_job(options)
+
+
+def environment(options: Options, written: Path) -> Sequence[str]:
+    return ("bash", "-c", 'set -o pipefail; "${@:2}" | tee "$1"', "-", str(written), *OWN, "doctor", "--json")
+
+
+def copies(options: Options, written: Path) -> Sequence[str]:
+    sizes = ("--sizes", SIZES[options.device], "--versions", "5", "--device", options.device)
+    return (*OWN, "bench", "arena", *sizes, "--json", str(written))
+
+
+def delivery(options: Options, written: Path) -> Sequence[str]:
+    ranks = str(max(1, options.devices))
+    module = (sys.executable, "-m", "recipe.async_pipeline.gpu_kit.delivery")
+    return (*module, "--device", options.device, "--ranks", ranks, "--json", str(written))
+
+
+def job(options: Options, written: Path) -> Sequence[str]:
+    return training(options, written, "vllm")
+
+
+def megatron_job(options: Options, written: Path) -> Sequence[str]:
+    engine = "training_engine=megatron" if options.device == "cpu" else "model_engine=megatron"
+    return training(options, written, "vllm", engine)
+
+
+def weight_updates(options: Options, written: Path) -> Sequence[str]:
+    sizes = ("--params", "2M", "--replicas", "1", "--versions", "3")
+    return (*OWN, "bench", "weight-sync", *sizes, "--json", str(written))
+
+
+def training(options: Options, written: Path, engine: str, *more: str) -> Sequence[str]:
+    """Return the command of a short run, whose summary becomes the figures."""
+    run_dir = options.folder / f"{written.stem}-run"
+    overrides = (
+        f"actor_rollout_ref.rollout.name={engine}",
+        f"trainer.total_training_steps={JOB_STEPS}",
+        f"trainer.v1.async_pipeline.run_dir={run_dir}",
+        *more,
+    )
+    name = "smoke_cpu" if options.device == "cpu" else "train"
+    if options.device == "cuda":
+        overrides = (*on_gpus(options), *overrides)
+    elif options.model:
+        overrides = (f"actor_rollout_ref.model.path={options.model}", *overrides)
+    config = ("--config-path", str(options.configs), "--config-name", name, "+async_pipeline=True")
+    command = (*OWN, "watch", "--", sys.executable, "-m", "verl.trainer.main_ppo", *config, *overrides)
+    # On success only: a run that fails has a summary too.
+    copied = '"${@:3}" && cp "$1" "$2"'
+    task = f"ASYNC_PIPELINE_TASK={options.task()}"
+    return ("env", task, "bash", "-c", copied, "-", str(run_dir / "summary.json"), str(written), *command)
+
+
+def on_gpus(options: Options) -> tuple[str, ...]:
+    """Return the settings of the toy task on GPUs: half of the devices train, at most eight of each half."""
+    task = options.task()
+    training_devices = min(8, options.devices // 2)
+    generation = min(8, options.devices - training_devices)
+    parallel = 2 if generation % 2 == 0 else 1
+    return (
+        f"actor_rollout_ref.model.path={options.model or task / 'model'}",
+        f"data.train_files={task / 'train.parquet'}",
+        f"data.val_files={task / 'val.parquet'}",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        f"actor_rollout_ref.rollout.n_gpus_per_node={generation}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+        f"trainer.n_gpus_per_node={training_devices}",
+        "reward.custom_reward_function.path=pkg://recipe.async_pipeline.toy.reward",
+    )
+
+
+def of_environment(found: Any) -> Figures:
+    return {finding["subject"]: f"{finding['verdict']}: {finding['detail']}" for finding in found}
+
+
+def of_copies(found: Any) -> Figures:
+    (row,) = found["sizes"].values()
+    limit = found["limits"]
+    gather, stage = row["gather_gb_s"]["median"], row["stage_gb_s"]["median"]
+    return {
+        "device": found["device"],
+        "device to host, GB/s": round(limit["to_host_gb_s"], 1),
+        "host to device, GB/s": round(limit["to_device_gb_s"], 1),
+        "gather, share of the link": round(gather / limit["to_host_gb_s"], 2),
+        "stage, share of the link": round(stage / limit["to_device_gb_s"], 2),
+        "commit, ms": round(row["commit_s"]["median"] * 1e3, 1),
+    }
+
+
+def of_job(found: Any) -> Figures:
+    return {name: found[name] for name in OF_SUMMARY if name in found}
+
+
+def of_weight_updates(found: Any) -> Figures:
+    (ways,) = found["replicas"].values()
+    return {
+        f"{way}, {part} ms": round(row[f"{part}_s"]["median"] * 1e3, 1)
+        for way, row in ways.items()
+        if isinstance(row, Mapping)
+        for part in ("trainer_stall", "generator_stall", "publication")
+        if f"{part}_s" in row
+    }
+
+
+STEPS: tuple[Step, ...] = (
+    Step(
+        name="environment",
+        shows="pins, patches, devices and shared memory are as a run requires",
+        limit_s=120.0,
+        command=environment,
+        figures=of_environment,
+    ),
+    Step(
+        name="copies",
+        shows="weights move at the speed of the link, and a commit on the device serves them",
+        limit_s=300.0,
+        command=copies,
+        missing=missing_device,
+        figures=of_copies,
+    ),
+    Step(
+        name="delivery",
+        shows="FSDP2 ranks publish their shards bit by bit, each version is proved, a bad load is refused",
+        limit_s=300.0,
+        command=delivery,
+        missing=missing_device,
+    ),
+    Step(
+        name="job",
+        shows=f"{JOB_STEPS} steps of asynchronous RL with FSDP2 and vLLM, every version proved",
+        limit_s=1200.0,
+        command=job,
+        missing=missing_for_job,
+        figures=of_job,
+    ),
+    Step(
+        name="megatron",
+        shows=f"{JOB_STEPS} steps of asynchronous RL with Megatron and vLLM",
+        limit_s=1200.0,
+        command=megatron_job,
+        missing=missing_for_megatron,
+        figures=of_job,
+    ),
+    Step(
+        name="weight-updates",
+        shows="stalls of a weight update, and of verl's manager in the same run",
+        limit_s=1200.0,
+        command=weight_updates,
+        missing=missing_for_weight_updates,
+        figures=of_weight_updates,
+    ),
+)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of `async-pipeline verify-gpu`: what each runs, what it needs, and what it shows.
+
+A step is a command in a separate process group, so that a fault of a driver or an engine ends no other
+step. A step whose part is missing on this machine is not run, and the report says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ..processes import descendants, end_all
+
+Status = Literal["passed", "failed", "not run"]
+PASSED: Final = "passed"
+FAILED: Final = "failed"
+NOT_RUN: Final = "not run"
+TAIL_LINES = 20
+"""Lines of a failed step's output that the report shows."""
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user has chosen."""
+
+    device: str
+    """`cuda` or `cpu`."""
+    devices: int
+    model: str | None
+    """A checkpoint for the job, instead of the toy task's model."""
+    configs: Path
+    """The repository's folder of configs, which the wheel does not have."""
+    task: Callable[[], Path]
+    """Makes the toy task, or finds it."""
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One part of the check."""
+
+    name: str
+    shows: str
+    """What it shows if it passes."""
+    limit_s: float
+    command: Callable[[Options, Path], Sequence[str]]
+    """The command, which writes its figures to the given file."""
+    missing: Callable[[Options], str | None] = lambda options: None
+    """Why it cannot run here, or None."""
+    figures: Callable[[Any], Figures] = dict
+    """Of what the command wrote, what the report shows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a step."""
+
+    name: str
+    shows: str
+    status: Status
+    seconds: float = 0.0
+    detail: str = ""
+    """Why it was not run, or the end of the output of a failure."""
+    figures: Figures | None = None
+
+
+def run_steps(steps: Iterable[Step], options: Options, *, report: Callable[[str], None]) -> list[Result]:
+    """Run all steps in turn; `report` gets a line before and after each."""
+    results = []
+    for step in steps:
+        why = step.missing(options)
+        if why is not None:
+            report(f"{step.name}: not run, {why}")
+            results.append(Result(name=step.name, shows=step.shows, status=NOT_RUN, detail=why))
+            continue
+        report(f"{step.name}: {step.shows} ...")
+        result = run_step(step, options)
+        end = f": {result.detail.splitlines()[-1]}" if result.detail else ""
+        report(f"{step.name}: {result.status} after {result.seconds:.0f} s{end}")
+        results.append(result)
+    return results
+
+
+def run_step(step: Step, options: Options) -> Result:
+    """Run one step whose parts are there."""
+    log, written = options.folder / f"{step.name}.log", options.folder / f"{step.name}.json"
+    written.unlink(missing_ok=True)
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            list(step.command(options, written)),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "ASYNC_PIPELINE_RUN": f"verify-{step.name}"},
+        )
+        try:
+            code: int | None = process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_all([process.pid, *descendants(process.pid)])
+            process.wait()
+    seconds = time.monotonic() - started
+    found = json.loads(written.read_text(encoding="utf-8")) if written.exists() else None
+    if code == 0 and found is not None:
+        return Result(
+            name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=step.figures(found)
+        )
+    ended = f"it did not end within {step.limit_s:g} s" if code is None else f"exit status {code}"
+    tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return Result(
+        name=step.name,
+        shows=step.shows,
+        status=FAILED,
+        seconds=seconds,
+        detail="\n".join([*tail, f"{ended}; the whole output is in {log}"]),
+    )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps a machine can run, and what they run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.gpu_kit import catalogue
+from recipe.async_pipeline.gpu_kit.steps import Options
+from tests import REPOSITORY
+
+CONFIGS = REPOSITORY / "configs"
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(
+        device="cuda", devices=4, model=None, configs=CONFIGS, task=lambda: Path("/task"), folder=tmp_path
+    )
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Only the named packages are installed."""
+
+    def only(*names: str) -> None:
+        monkeypatch.setattr(catalogue, "find_spec", lambda name: object() if name in names else None)
+
+    return only
+
+
+def why_not(options: Options) -> dict[str, str | None]:
+    return {step.name: step.missing(options) for step in catalogue.STEPS}
+
+
+def test_torch_alone_runs_the_steps_without_a_run(options: Options, installed: Callable[..., None]) -> None:
+    installed("torch")
+    found = why_not(options)
+    assert [name for name, why in found.items() if why is None] == ["environment", "copies", "delivery"]
+    assert found["job"] == "verl is not installed"
+    assert found["megatron"] == "megatron-core is not installed"
+
+
+def test_without_torch_only_the_environment_is_looked_at(
+    options: Options, installed: Callable[..., None]
+) -> None:
+    installed()
+    assert [name for name, why in why_not(options).items() if why is None] == ["environment"]
+
+
+def test_a_job_on_gpus_requires_two(options: Options, installed: Callable[..., None]) -> None:
+    installed("torch", "verl", "ray", "vllm", "megatron")
+    assert why_not(options)["job"] is None and why_not(options)["megatron"] is None
+    assert "but there is 1" in str(why_not(replace(options, devices=1))["job"])
+    assert why_not(replace(options, devices=0))["copies"] == "torch finds no CUDA device"
+
+
+def test_the_wheel_has_no_configs(options: Options, installed: Callable[..., None], tmp_path: Path) -> None:
+    installed("torch", "verl", "ray", "vllm")
+    assert "run it from a clone" in str(why_not(replace(options, configs=tmp_path))["job"])
+
+
+@pytest.mark.parametrize(
+    ("devices", "training", "generation", "parallel"),
+    [(2, 1, 1, 1), (4, 2, 2, 2), (7, 3, 4, 2), (40, 8, 8, 2)],
+)
+def test_half_of_the_devices_train(
+    options: Options, devices: int, training: int, generation: int, parallel: int
+) -> None:
+    settings = catalogue.on_gpus(replace(options, devices=devices))
+    assert f"trainer.n_gpus_per_node={training}" in settings
+    assert f"actor_rollout_ref.rollout.n_gpus_per_node={generation}" in settings
+    assert f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}" in settings
+
+
+def test_a_checkpoint_of_the_user_takes_the_place_of_the_toy_model(options: Options, tmp_path: Path) -> None:
+    for device in ("cuda", "cpu"):
+        chosen = replace(options, device=device, model="/models/mine")
+        assert "actor_rollout_ref.model.path=/models/mine" in catalogue.job(chosen, tmp_path / "job.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [(), ("model_engine=megatron",)])
+def test_the_settings_of_the_jobs_on_gpus_are_accepted(options: Options, engine: tuple[str, ...]) -> None:
+    pytest.importorskip("verl")
+    model = REPOSITORY / "tests"  # a folder that exists; no model is read before the run
+    command = catalogue.training(
+        replace(options, model=str(model)), options.folder / "job.json", "vllm", *engine
+    )
+    settings = [one for one in command[command.index("--config-path") :] if one != "+async_pipeline=True"]
+    environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+    done = subprocess.run(
+        [*catalogue.OWN, "explain", *settings],
+        env={**environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "generate: 1 replica of 2 devices" in done.stdout
+
+
+def test_figures_of_the_copies_are_shares_of_the_link() -> None:
+    row = {
+        "gather_gb_s": {"median": 20.0},
+        "stage_gb_s": {"median": 40.0},
+        "commit_s": {"median": 0.002},
+    }
+    limits = {"to_host_gb_s": 40.0, "to_device_gb_s": 50.0}
+    found = catalogue.of_copies({"device": "a GPU", "limits": limits, "sizes": {"1": row}})
+    assert found["gather, share of the link"] == 0.5 and found["stage, share of the link"] == 0.8
+    assert found["commit, ms"] == 2.0
