@@ -47,6 +47,22 @@ def test_the_worst_come_first() -> None:
     assert [line.split()[0] for line in in_words(EPISODES, 1) if line and line[0] != " "] == ["step", "c"]
 
 
+def test_conversations_are_shown_with_their_episode() -> None:
+    found = EpisodesRead(
+        step=3,
+        episodes=(
+            episode("u_0_0", 1.0),
+            episode("u_1_0", 0.0, is_last=False),
+            episode("u_1_1", 0.0, end="tokens"),
+        ),
+    )
+    assert [line for line in in_words(found, 1) if line] == [
+        "step 3: 2 episodes in 3 conversations, mean reward 0.500; ends: 1 done, 1 tokens",
+        "u_1_0  continued in the next one  9 tokens  versions 1 to 2",
+        "u_1_1  reward 0.0  tokens  9 tokens  versions 1 to 2",
+    ]
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "ledger.jsonl", [*whole()])
     assert main.main(["episodes", str(tmp_path), "--worst", "1", "--step", "2"]) == 0

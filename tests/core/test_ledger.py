@@ -183,4 +183,15 @@ def test_an_episode_records_its_end_and_attempts_unless_they_are_usual() -> None
     assert audited.episodes_redundant == 2
 
 
+def test_an_episode_with_several_conversations_is_counted_once() -> None:
+    fates, ledger = drawn("a")
+    records = kept(ledger)
+    (one, *_) = group("a").trajectories
+    rows = tuple(replace(one, key=f"a_{key}", attempts=2, end="tokens") for key in ("0_0", "0_1", "1_0"))
+    ledger.finish(Group(uid="a", step=1, trajectories=rows))
+    opened = {"n": 1, "kind": "opened", "step": 0, "max_lag": 1, "last_step": 1}
+    audited = audit([opened, DISPATCHED, {**records[0], "n": 3}])
+    assert (audited.episodes_repeated, audited.ends, audited.violations) == (2, {"tokens": 2}, [])
+
+
 DISPATCHED = {"n": 2, "kind": "dispatched", "uid": "a", "step": 1, "version": 0}

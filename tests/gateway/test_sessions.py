@@ -101,6 +101,18 @@ def test_turns_are_limited_and_the_limit_is_remembered_until_an_answer() -> None
     played(test)
 
 
+def test_the_limits_of_the_run_cut_an_answer_off_and_those_of_the_agent_do_not() -> None:
+    async def test() -> None:
+        session = Session(FakePolicy("abcdef", "abcdef", "a"), dataclasses.replace(LIMITS, response_tokens=4))
+        cut = []
+        for request in (ask("q"), ask("q", max_tokens=2), ask("q")):
+            await session.turn(request)
+            cut.append(session.cut_off)
+        assert cut == [True, False, False]
+
+    played(test)
+
+
 def test_a_template_that_cannot_append_gets_the_whole_request_again() -> None:
     async def test() -> None:
         policy = FakePolicy("one", "two")

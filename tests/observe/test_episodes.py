@@ -55,6 +55,22 @@ def test_ends_and_texts_belong_to_their_episodes(tmp_path: Path) -> None:
     assert (second.prompt, second.end, second.attempts, second.reward) == ("in 1", "turns", 2, -1.0)
 
 
+def test_a_conversation_that_another_one_follows_is_not_the_last(tmp_path: Path) -> None:
+    records = whole()
+    keys = keys_of(2)
+    renamed = dict(zip(keys, ["u_0_1", "u_0_0", "u_1_0", "v_0_0"], strict=True))
+    for record in records:
+        for one in record["trajectories"] if record["kind"] == "finished" else ():
+            one["key"] = renamed.get(one["key"], one["key"])
+    found = read_episodes(run_of(tmp_path, records), 2).episodes
+    assert [(one.key, one.is_last) for one in found] == [
+        ("u_0_0", False),
+        ("u_0_1", True),
+        ("u_1_0", True),
+        ("v_0_0", True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("rows", "why"), [({}, "2.jsonl cannot be read"), ({2: [{}]}, "has 1 responses, the ledger 4")]
 )

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 from ..core.items import Group, Trajectory
+from ..core.session_keys import last_keys
 
 Action = Literal["train", "score", "again", "drop"]
 Blame = Literal["policy", "environment", "agent", "unknown", "none"]
@@ -35,7 +36,8 @@ class EndPolicies:
     """What happens to an episode that did not reach its own end: train (it is trained with the reward that it
     got), score (it is trained with `failure_reward`), again (this episode is repeated, up to `attempts` in
     all, while the other episodes of its group are kept; then as drop), or drop (its group is not trained, as
-    faults.bad_data.failed_episode says). The agent loop `environment` knows all ends, others the last two.
+    faults.bad_data.failed_episode says). The agent loop `environment` knows all ends; `agent_session` all but
+    `invalid`, and env_failed only of `verify`; others know the last two.
     """
 
     turns: Literal["train", "score"] = "train"
@@ -43,7 +45,8 @@ class EndPolicies:
     tokens: Literal["train", "score"] = "train"
     """The response had no room for another observation and turn (data.max_response_length)."""
     cut_off: Literal["train", "score"] = "train"
-    """A turn was cut off before its end token. The environment does not get it."""
+    """A turn was cut off before its end token. The environment does not get it. An agent does: there, only a
+    last turn that the limits of the run cut off is this end."""
     invalid: Literal["train", "score"] = "train"
     """The environment ended the episode because a turn was no action."""
     env_failed: Literal["again", "score", "drop"] = "again"
@@ -104,14 +107,8 @@ class EpisodeRules(NamedTuple):
 def last_responses(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """Return the last response of each episode: an agent that changes its history leaves several."""
     found = list(trajectories)
-    keys = {one.key for one in found}
-    return [one for one in found if _following(one.key) not in keys]
-
-
-def _following(key: str) -> str:
-    """Return the key of the next response of the same episode. Keys are `uid_session_index`."""
-    episode, _, index = key.rpartition("_")
-    return f"{episode}_{int(index) + 1}" if index.isdecimal() else ""
+    last = last_keys(one.key for one in found)
+    return [one for one in found if one.key in last]
 
 
 def metrics_of(groups: Iterable[Group]) -> dict[str, float]:

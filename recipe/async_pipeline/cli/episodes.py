@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..console import echo
@@ -31,24 +31,42 @@ def run(args: argparse.Namespace) -> int:
 
 def in_words(found: EpisodesRead, worst: int | None) -> Iterator[str]:
     """Yield lines of text: a summary of the step, then its episodes."""
-    ranked = sorted(found.episodes, key=lambda one: -math.inf if one.reward is None else one.reward)
-    rewards = [one.reward for one in ranked if one.reward is not None]
+    episodes = _with_conversations(found.episodes)
+    # The score belongs to the last conversation.
+    last = [conversations[-1] for conversations in episodes]
+    rewards = [one.reward for one in last if one.reward is not None]
     mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
-    ends = Counter(one.end for one in ranked)
-    counts = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
-    yield f"step {found.step}: {len(ranked)} episodes{mean}; ends: {counts}"
+    counts = ", ".join(f"{count} {end}" for end, count in sorted(Counter(one.end for one in last).items()))
+    several = f" in {len(found.episodes)} conversations" if len(found.episodes) > len(last) else ""
+    yield f"step {found.step}: {len(last)} episodes{several}{mean}; ends: {counts}"
     if found.without_text:
         yield found.without_text
-    for one in ranked[:worst]:
-        yield from _episode(one)
+    for conversations in sorted(episodes, key=lambda some: _rank(some[-1]))[:worst]:
+        for one in conversations:
+            yield from _conversation(one)
 
 
-def _episode(one: EpisodeRecord) -> Iterator[str]:
+def _with_conversations(found: Sequence[EpisodeRecord]) -> list[list[EpisodeRecord]]:
+    """Return the conversations of each episode. `found`: in the order of their keys."""
+    episodes: list[list[EpisodeRecord]] = [[]]
+    for one in found:
+        episodes[-1].append(one)
+        if one.is_last:
+            episodes.append([])
+    return [one for one in episodes if one]
+
+
+def _rank(one: EpisodeRecord) -> float:
+    return -math.inf if one.reward is None else one.reward
+
+
+def _conversation(one: EpisodeRecord) -> Iterator[str]:
     first, last = one.versions
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
     repeated = f", attempt {one.attempts}" if one.attempts > 1 else ""
     yield ""
-    yield f"{one.key}  reward {one.reward}  {one.end}{repeated}  {one.tokens} tokens  {versions}"
+    ended = f"reward {one.reward}  {one.end}{repeated}" if one.is_last else "continued in the next one"
+    yield f"{one.key}  {ended}  {one.tokens} tokens  {versions}"
     for mark, text in ((">", one.prompt), ("<", one.response)):
         for line in (text or "").splitlines():
             yield f"  {mark} {line}"

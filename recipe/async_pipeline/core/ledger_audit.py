@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from .fates import Fate
 from .items import Trajectory
+from .session_keys import last_keys
 from .token_ages import oldest_in, oldest_trained
 
 SHOWN = 20
@@ -205,9 +206,11 @@ class _Books:
         if self._live[uid] is not None:
             self._violation(f"prompt {uid} was finished twice")
         self._live[uid] = [_trajectory_of(one) for one in record["trajectories"]]
-        self.audit.episodes_repeated += sum(int(one.get("attempts", 1)) - 1 for one in record["trajectories"])
+        last = last_keys(str(one["key"]) for one in record["trajectories"])
+        episodes = [one for one in record["trajectories"] if one["key"] in last]
+        self.audit.episodes_repeated += sum(int(one.get("attempts", 1)) - 1 for one in episodes)
         self.audit.episodes_redundant += int(record.get("redundant", 0))
-        self.audit.ends.update(str(one["end"]) for one in record["trajectories"] if "end" in one)
+        self.audit.ends.update(str(one["end"]) for one in episodes if "end" in one)
         self._finished_elsewhere.discard(uid)
 
     def _given_up(self, record: Record) -> None:

@@ -139,6 +139,8 @@ class Session:
         """Why the session has ended."""
         self.limit_hit = ""
         """The limit that the last request exceeded; empty after one that was answered."""
+        self.cut_off = False
+        """Whether the limits of the run cut the last answer off."""
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = loop.create_future()
         """Done when the session has ended, with the error that ended it, if one did."""
@@ -314,10 +316,12 @@ class Session:
             )
         limit = room if max_tokens is None else min(room, max_tokens)
         try:
-            return await self._policy.generate(request.chain.request_id, token_ids, limit, stop)
+            answer = await self._policy.generate(request.chain.request_id, token_ids, limit, stop)
         except Exception as error:  # noqa: BLE001 - handed to the owner of the session
             # Here, so that a deadline inside the rollout is not taken for the one of the turn.
             raise self._failed(error) from error
+        self.cut_off = not answer.whole and len(answer.token_ids) >= room
+        return answer
 
 
 def ended(reason: str) -> RequestRefused:

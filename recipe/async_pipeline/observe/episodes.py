@@ -8,19 +8,20 @@ key; the ledger has the keys.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core.ledger_audit import valid
+from ..core.session_keys import last_keys
 from ..errors import RunFilesError
 from .ledger_file import NAME
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRecord:
-    """One trained episode."""
+    """One trained episode, or one of its conversations if an agent has led several."""
 
     key: str
     step: int
@@ -30,6 +31,8 @@ class EpisodeRecord:
     tokens: int
     versions: tuple[int, int]
     """The versions that wrote its first and last tokens."""
+    is_last: bool = True
+    """False: another conversation of the same episode follows."""
     prompt: str | None = None
     """None: its text is not known."""
     response: str | None = None
@@ -56,7 +59,8 @@ def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
     chosen = max(trained) if step is None else step
     if chosen not in trained:
         raise RunFilesError(f"step {step} is not in {run / NAME}; its steps are 1 to {max(trained)}")
-    found = sorted((_record(one, chosen) for one in trained[chosen]), key=lambda one: _order(one.key))
+    last = last_keys(str(one["key"]) for one in trained[chosen])
+    found = sorted((_record(one, chosen, last) for one in trained[chosen]), key=lambda one: _order(one.key))
 
     texts, why = _texts(run, chosen, len(found))
     if texts is not None:
@@ -91,7 +95,7 @@ def _records(ledger: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _record(one: Mapping[str, Any], step: int) -> EpisodeRecord:
+def _record(one: Mapping[str, Any], step: int, last: Collection[str]) -> EpisodeRecord:
     return EpisodeRecord(
         key=str(one["key"]),
         step=step,
@@ -100,6 +104,7 @@ def _record(one: Mapping[str, Any], step: int) -> EpisodeRecord:
         attempts=int(one.get("attempts", 1)),
         tokens=int(one["tokens"]),
         versions=(int(one["first"]), int(one["last"])),
+        is_last=str(one["key"]) in last,
     )
 
 

@@ -263,6 +263,11 @@ def test_an_agent_at_a_limit(
     assert bool(output.extra_fields[WHY]) == (agent == "endless")
 
 
+def test_a_last_turn_that_is_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent", response_length=3).play(Engine())
+    assert (output.extra_fields[END], len(output.response_ids)) == ("cut_off", 3)
+
+
 def test_what_is_the_agents_fault(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for agent, why in (("raises", "ValueError: a bug"), ("quiet", "ended without an answer of the policy")):
         with pytest.raises(AgentFailed, match=why):

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 NAME = "agent_session"
 GRACE_S = 5.0
 """Seconds that an agent gets to end after its session has been ended, and again after it was stopped."""
-LIMITS = ("turns", "tokens")
+CUT_OFF, LIMITS = "cut_off", ("turns", "tokens")
 """Limits of a session that are ends of an episode."""
 
 
@@ -133,7 +133,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         try:
             reached = Policy(f"{await setup.url()}/v1", session.keys.model)
             reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached))
-            end = session.limit_hit if session.limit_hit in LIMITS else DONE
+            end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
         except AgentFailed as error:
             # An agent that does not expect its limits fails at them, which is the policy's fault.
             if session.limit_hit not in LIMITS or not session.chains.all:
