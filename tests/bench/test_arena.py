@@ -53,8 +53,11 @@ def test_every_size_is_measured(
     ("options", "message"),
     [
         (("--sizes", "1,x"), "--sizes must be numbers of GiB"),
-        (("--sizes", "0"), "--sizes must be > 0 and --versions >= 1"),
-        (("--versions", "0"), "--sizes must be > 0 and --versions >= 1"),
+        (("--sizes", "0"), "--sizes must be 0.001 to 1024 GiB and --versions >= 1"),
+        (("--sizes", "1,nan"), "--sizes must be 0.001 to 1024 GiB and --versions >= 1"),
+        (("--sizes", "inf"), "--sizes must be 0.001 to 1024 GiB and --versions >= 1"),
+        (("--sizes", "1e-9"), "--sizes must be 0.001 to 1024 GiB and --versions >= 1"),
+        (("--versions", "0"), "--sizes must be 0.001 to 1024 GiB and --versions >= 1"),
         ((), "--device cuda needs a CUDA device"),
     ],
 )

@@ -38,6 +38,7 @@ MISTAKES: list[tuple[str, Any]] = [
     (f"{ROLLOUT}.mtp.enable", True),
     (f"{ROLLOUT}.enable_rollout_routing_replay", True),
     (f"{ROLLOUT}.moe_load_balance_metrics_interval", 10),
+    (f"{ROLLOUT}.dtype", "float8_e4m3fn"),
     (f"{ROLLOUT}.disaggregation.enabled", True),
     ("actor_rollout_ref.actor.strategy", "veomni"),
     ("trainer.val_only", True),

@@ -105,6 +105,20 @@ def test_experts_are_divided_by_tensor_parallelism(rules: ModuleType, smoke: Smo
     rules.check_model(smoke({f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.device": "cuda"}))
 
 
+@pytest.mark.parametrize("size", [3, 8])
+def test_the_devices_of_a_replica_share_the_heads_evenly(
+    rules: ModuleType, smoke: Smoke, tmp_path: Path, size: int
+) -> None:
+    write_model(
+        tmp_path / "task" / "model", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    )
+    changes = {f"{ROLLOUT}.tensor_model_parallel_size": size, "trainer.device": "cuda"}
+    with pytest.raises(ConfigError, match=f"must divide the model's 4 attention heads .*, got {size}"):
+        rules.check_model(smoke(changes))
+    for fits in (1, 2, 4):
+        rules.check_model(smoke(changes | {f"{ROLLOUT}.tensor_model_parallel_size": fits}))
+
+
 def test_fp8_and_expert_parallelism_need_an_accelerator(rules: ModuleType, smoke: Smoke) -> None:
     elsewhere = {"trainer.device": "cuda"}
     rules.check_model(smoke(elsewhere | {f"{ROLLOUT}.quantization": "fp8"}))
@@ -143,6 +157,8 @@ def test_a_model_that_is_not_here_yet_is_accepted(rules: ModuleType, smoke: Smok
         ),
         ({f"{ARGUMENTS}.worker-extension-cls": "a.B"}, "worker-extension-cls must not be set, got .a.B."),
         ({f"{ARGUMENTS}.load_format": "auto"}, f"load_format must not be set, .*set {ROLLOUT}.load_format"),
+        ({f"{ARGUMENTS}.model": "/other"}, f"model must not be set, got '/other'; set {MODEL}.path instead"),
+        ({f"{ARGUMENTS}.dtype": "float16"}, f"dtype must not be set, got 'float16'; set {ROLLOUT}.dtype"),
         ({f"{ARGUMENTS}.enable_eplb": True}, "enable_eplb must not be set, got True; leave it out"),
         (
             {f"{ARGUMENTS}.speculative_config": {"method": "eagle", "model": "x"}},

@@ -55,6 +55,17 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
             {"rollout__engine_kwargs__sglang__speculative_algorithm": "EAGLE"},
             f"{ARGUMENTS}.speculative_algorithm must not be set, got 'EAGLE'; leave it out",
         ),
+        *(
+            (
+                {f"rollout__engine_kwargs__sglang__{name}": True},
+                f"{ARGUMENTS}.{name} must not be set, got True; ",
+            )
+            for name in ("enable_lora", "enable_dp_attention", "dp_size")
+        ),
+        (
+            {"rollout__engine_kwargs__sglang__model_path": "/other"},
+            f"{ARGUMENTS}.model_path must not be set, got '/other'; set ",
+        ),
         (
             {"rollout__engine_kwargs__sglang__custom_weight_loader": ["a.b"]},
             f"{ARGUMENTS}.custom_weight_loader must not be set",

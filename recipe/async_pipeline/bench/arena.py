@@ -35,6 +35,7 @@ TENSOR_BYTES = 128 << 20
 BUCKET_BYTES = 512 << 20
 LIMIT_BYTES = 1 << 30
 TIMEOUT_S = 600.0
+SMALLEST_GIB, LARGEST_GIB = 0.001, 1024.0
 WARMUP = 2
 """Versions to skip: they allocate, touch and pin the two arenas."""
 
@@ -66,11 +67,15 @@ def run(args: argparse.Namespace) -> int:
         sizes = [float(size) for size in args.sizes.split(",")]
     except ValueError:
         raise ConfigError(f"--sizes must be numbers of GiB such as 1,4,16, got {args.sizes!r}") from None
-    if min(sizes) <= 0 or args.versions < 1:
-        raise ConfigError(f"--sizes must be > 0 and --versions >= 1, got {args.sizes} and {args.versions}")
+    # NaN is neither.
+    if not all(SMALLEST_GIB <= size <= LARGEST_GIB for size in sizes) or args.versions < 1:
+        raise ConfigError(
+            f"--sizes must be {SMALLEST_GIB:g} to {LARGEST_GIB:g} GiB and --versions >= 1, "
+            f"got {args.sizes} and {args.versions}"
+        )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "--device cuda needs a CUDA device, but torch finds none; try --device cpu for a dry run"
+            "--device cuda needs a CUDA device, but torch finds none; try `--device cpu --sizes 0.1`"
         )
     check_outputs(args.json, None, None)
 

@@ -25,6 +25,7 @@ from .ray_cluster import address_to_join
 MANAGER = "recipe.async_pipeline.verl_bridge.agent_loop.manager.PushAgentLoopManager"
 _ENGINE = f"{ROLLOUT}.checkpoint_engine"
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
+DTYPES = ("bfloat16", "float16", "float32")
 """The training engines whose weights can be published."""
 _ABSENT = object()
 
@@ -337,6 +338,12 @@ RULES = (
         lambda v: not v,
         "must be 0",
         "the routing of responses is not recorded yet",
+    ),
+    (
+        f"{ROLLOUT}.dtype",
+        lambda v: v in DTYPES,
+        f"must be one of {', '.join(DTYPES)}",
+        "weights are published and served in it",
     ),
     (f"{ROLLOUT}.disaggregation.enabled", lambda v: not v, "must be False", "it is not supported yet"),
     (

@@ -26,6 +26,9 @@ ENGINE_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
 _UNQUANTIZED = "since weights are published unquantized"
 
 REPLACED_ARGUMENTS = {
+    "model": f"set {MODEL}.path instead",
+    "dtype": f"set {ROLLOUT}.dtype instead",
+    "cpu_offload_gb": "leave it out, since the pipeline serves weights on the device",
     "quantization": f"set {ROLLOUT}.quantization instead",
     "worker_extension_cls": "leave it out, since the pipeline's own extension loads and verifies weights",
     "load_format": f"set {ROLLOUT}.load_format instead",
@@ -53,6 +56,7 @@ def check_model(config: DictConfig) -> None:
     """Raises ConfigError if the rollout engine cannot serve published weights of this model."""
     described = described_model(config)
     _check_precision(config, described)
+    _check_heads(config, described)
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang(config)
         return
@@ -137,6 +141,17 @@ def _check_precision(config: DictConfig, described: Mapping[str, Any]) -> None:
                 f"{MODEL}.path must name an unquantized model, got {config.actor_rollout_ref.model.path!r} "
                 f"with quant_method {method!r}; convert it to bfloat16, {_UNQUANTIZED}"
             )
+
+
+def _check_heads(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the devices of a replica cannot share the heads of the attention."""
+    size, text = config.actor_rollout_ref.rollout.tensor_model_parallel_size, _text_model(described)
+    heads = text.get("num_attention_heads")
+    if isinstance(size, int) and isinstance(heads, int) and size > 1 and heads % size:
+        raise ConfigError(
+            f"{ROLLOUT}.tensor_model_parallel_size must divide the model's {heads} attention heads "
+            f"(num_attention_heads of its config.json), got {size}; correct it"
+        )
 
 
 def _check_fp8(config: DictConfig) -> None:

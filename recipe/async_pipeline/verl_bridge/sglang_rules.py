@@ -12,7 +12,11 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
 
 REPLACED = {
+    "model_path": f"set {MODEL}.path instead",
+    "dtype": f"set {ROLLOUT}.dtype instead",
     "quantization": "leave it out, since weights are published unquantized",
+    "torchao_config": "leave it out, since weights are published unquantized",
+    "lora_paths": "merge the adapter instead",
     "load_format": f"set {ROLLOUT}.load_format instead",
     "enable_lora": "merge the adapter instead",
     "custom_weight_loader": "leave it out, since the pipeline loads and verifies weights",
@@ -32,7 +36,7 @@ def check_sglang(config: DictConfig) -> None:
     """Raises ConfigError if SGLang could not be given published weights, or would not start."""
     for key, value in (OmegaConf.select(config, ARGUMENTS) or {}).items():
         name = str(key).replace("-", "_")
-        if name in REPLACED and value not in (None, False, 0, 1):
+        if name in REPLACED and not _is_default(value):
             raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
 
     rollout = config.actor_rollout_ref.rollout
@@ -57,3 +61,8 @@ def check_sglang(config: DictConfig) -> None:
             f"{ROLLOUT}.tensor_model_parallel_size must be at most {ROLLOUT}.n_gpus_per_node={per_node} with "
             f"{ROLLOUT}.name=sglang, got {devices!r}; SGLang on several nodes is not supported yet"
         )
+
+
+def _is_default(value: object) -> bool:
+    """Return whether a value says what SGLang does anyway: a switch is off, or a size is at most 1."""
+    return value is None or value is False or (type(value) is int and value in (0, 1))

@@ -4,7 +4,7 @@
 A map is a list of pieces. A piece says that a strided view of a published tensor is, element by element,
 a strided view of a served one: every shard, transpose, part of a fused tensor and slot of an expert is
 such a pair. Maps are learned from an engine's load (`copy_plan.Recorder`) and derived a second time,
-independently, from what the engine declares (`expected.py`); `proof.py` compares the two.
+independently, from what the engine declares (`engine_adapter.Expected`); `proof.py` compares the two.
 """
 
 from __future__ import annotations

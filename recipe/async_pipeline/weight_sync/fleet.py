@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The consumers of a run: bring each version to all of them; consumers join, leave, fail and return.
 
-A consumer computes with published weights: a rollout replica, later a pool for log-probs. Each has a keeper
+A consumer computes with published weights: a rollout replica. Each has a keeper
 (`keeper.py`), which loads new versions and restarts it after a failure; `registry.py` has the states. All
 consumers prepare a version at once, and take turns to commit it. The trainer is not involved: the newest
 version stays in host memory until every consumer of the rotation serves the next one. If none is left there,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of SGLang's scheduler are recorded once, whatever the number of ranks."""
+"""Steps of SGLang's scheduler are recorded once, for any number of ranks."""
 
 from __future__ import annotations
 

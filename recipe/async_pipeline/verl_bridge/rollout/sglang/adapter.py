@@ -30,7 +30,7 @@ class SGLangAdapter(RecordingAdapter):
         self._model.load_weights(iter(piece))  # type: ignore[operator]
 
     def finish(self) -> None:
-        """SGLang repacks nothing that this package allows; see `model_rules.py`."""
+        """SGLang repacks nothing that this package allows; see `sglang_rules.py`."""
 
     def expected(self, entry: TensorEntry) -> Expected | None:
         return self._table.expected(entry)

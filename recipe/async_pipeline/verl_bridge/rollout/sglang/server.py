@@ -47,8 +47,8 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         """Start the engine, and its HTTP server on the loopback address only: it does not authenticate
         requests.
 
-        This package's requests come through Ray. On several nodes the replica keeps its node's address as
-        its name.
+        This package's requests come over a Unix socket, from other nodes through Ray. On several nodes the
+        replica keeps its node's address as its name.
         """
         # Other users of this machine are excluded too: the engine's sockets are in a directory open to
         # all.

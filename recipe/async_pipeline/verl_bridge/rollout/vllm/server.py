@@ -36,8 +36,8 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
     async def run_server(self, args: Any) -> None:
         """Run the server on the loopback address only: its HTTP server does not authenticate requests.
 
-        This package's requests come through Ray. On several nodes the replica keeps its node's address as
-        its name.
+        This package's requests come over a Unix socket, from other nodes through Ray. On several nodes the
+        replica keeps its node's address as its name.
         """
         # Other users of this machine are excluded too: the engine's sockets are in a directory open to
         # all.
