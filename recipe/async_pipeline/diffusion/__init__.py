@@ -2,14 +2,20 @@
 """RL of flow matching models: an SDE step of the sampler is what a token is for a language model.
 
     schedule ──► sde ─────────┐
-                              ├──► the log-prob of each SDE step, for the sampler and for the trainer
-    seeds ─────► windows ─────┘
+                              ├──► policy: the log-prob of each SDE step, for the trainer
+    seeds ─────► windows ─────┤
+                              └──► step_engine: samples, and the log-prob of each SDE step
+    families ──► velocity ────┘
 
     schedule     noise levels of a sampler, from 1 to 0
     sde          the Gaussian of one step, its log-prob, and the divergence of two policies
     windows      which steps of a prompt group are stochastic, and so trained
     guard        the ratio of GRPO-Guard, sample by sample
     seeds        a random stream for each sample
+    families     Stable Diffusion 3 and FLUX: how their transformers are called
+    policy       a velocity field as a policy: log-probs of recorded steps
+    step_engine  draws samples; requests join and weights change between two denoising steps
+    transformer_adapter  loads versions of a transformer's weights, or of its LoRA adapter, to be proved
 
-Pure torch: nothing here imports verl, Ray or an engine.
+Nothing here imports verl, Ray or an engine, and what needs diffusers imports it when it is called.
 """
