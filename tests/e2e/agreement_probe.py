@@ -2,6 +2,9 @@
 """One engine writes responses with the versions of a run, and scores the responses of another engine under
 the same versions; transformers in float64 says how far off each of them is. Run as a script: MODEL_DIR ENGINE
 OTHER CHECKPOINTS, where OTHER is the file that the other has written, or -; prints one JSON object.
+
+The prompts are the task's, and responses end where the model ends them. It was trained on nothing that
+follows, and there float32 itself is off by more than engines may differ.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
@@ -22,7 +26,26 @@ from recipe.async_pipeline.weight_sync.manifest import encode
 from tests.e2e.probed_engines import ENGINES
 from tests.e2e.weights import saved_weights
 
-VERSIONS, RESPONSES, TOKENS, MAX_LEN = 5, 16, 24, 64
+VERSIONS, RESPONSES, TOKENS, MAX_LEN = 5, 32, 8, 64
+
+
+def prompts_of(task: Path, version: int) -> list[list[int]]:
+    """Return token ids of some of the task's prompts, others for each version."""
+    rows = pq.read_table(task / "train.parquet", columns=["prompt"]).to_pylist()  # type: ignore[no-untyped-call]
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    chosen = rows[version * RESPONSES : (version + 1) * RESPONSES]
+    assert len(chosen) == RESPONSES
+    return [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        for row in chosen
+    ]
+
+
+def until_end(said: tuple[list[int], list[float]], end: int) -> tuple[list[int], list[float]]:
+    """Return tokens and log-probs up to the first end of a response."""
+    tokens, log_probs = said
+    length = tokens.index(end) + 1 if end in tokens else len(tokens)
+    return tokens[:length], log_probs[:length]
 
 
 def log_probs_of(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
@@ -51,9 +74,11 @@ async def run(model_dir: str, engine: str, theirs: Any, checkpoints: Path) -> di
         ticket = writer.gather(version, weights.items())
         manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
         await served.versioned.load(version, lambda manifest=manifest: served.load(manifest), "keep")  # type: ignore[misc]
-        prompts = [[11 + number % 9, 20, 11 + version, 21] for number in range(RESPONSES)]
-        sampled = await asyncio.gather(*(served.answer(prompt, TOKENS, 1.0) for prompt in prompts))
-        greedy = await asyncio.gather(*(served.answer(prompt, TOKENS) for prompt in prompts))
+        prompts, end = prompts_of(Path(model_dir).parent, version), plain.config.eos_token_id
+        answers = await asyncio.gather(*(served.answer(prompt, TOKENS, 1.0) for prompt in prompts))
+        sampled = [until_end(said, end) for said in answers]
+        answers = await asyncio.gather(*(served.answer(prompt, TOKENS) for prompt in prompts))
+        greedy = [until_end(said, end) for said in answers]
         written.append({"prompts": prompts, "sampled": sampled, "greedy": [tokens for tokens, _ in greedy]})
         for prompt, (tokens, log_probs) in zip(prompts, sampled, strict=True):
             reference = log_probs_of(exact, prompt, tokens)

@@ -40,7 +40,8 @@ SPARE = 2
 """SGLang keeps two positions of the context free."""
 PROMPT = [20, 21, 11, 22, 23, 29]
 SWAPS = 8
-"""Loads of random weights for each way to load."""
+"""Loads of random weights for each way to load, after `MANY` publications."""
+MANY = 200
 LONG = MAX_LEN - len(PROMPT) - SPARE
 
 
@@ -157,9 +158,21 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
         stop.set()
         await asyncio.gather(*askers)
         report[f"{in_flight}/{stage}"] = {**counts, "wrong": wrong[:3], "load_s": median(probe.load_s)}
+        if publications < MANY:
+            continue
         await probe.publish(probe.model.state_dict(), in_flight, stage)
         swaps = [await probe.swap(in_flight, stage, chance.uniform(0, 0.05)) for _ in range(SWAPS)]
         report[f"{in_flight}/{stage}"]["swaps"] = swaps
+    with torch.no_grad():
+        for name, parameter in probe.model.named_parameters():
+            parameter.copy_(probe.weights[name] + torch.randn_like(parameter) * 0.05)
+    await probe.publish(probe.model.state_dict(), "keep")
+    report["engine"] = (await probe.answer(12))[0]
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        for _ in range(12):
+            ids = torch.cat([ids, probe.model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    report["transformers"] = ids[0, len(PROMPT) :].tolist()
     report["versions"] = probe.version
     probe.writer.close()
     probe.engine.shutdown()
