@@ -101,7 +101,7 @@ def test_turns_are_limited_and_the_limit_is_remembered_until_an_answer() -> None
     played(test)
 
 
-def test_the_limits_of_the_run_cut_an_answer_off_and_those_of_the_agent_do_not() -> None:
+def test_limits_of_the_run_cut_an_answer_off_but_limits_of_the_agent_do_not() -> None:
     async def test() -> None:
         session = Session(FakePolicy("abcdef", "abcdef", "a"), dataclasses.replace(LIMITS, response_tokens=4))
         cut = []
