@@ -45,12 +45,19 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_namespace_packages(include=["recipe.async_pipeline*"]),
     package_data={
-        "recipe.async_pipeline": ["py.typed"],
+        "recipe.async_pipeline": ["py.typed", "REQUIRED_VERL.txt"],
         "recipe.async_pipeline.observe": ["report.css", "report.js"],
     },
-    # Install the patches into sysconfig's `data` folder, where an installation without a checkout finds them.
+    # Install patches and profiles into sysconfig's `data` folder, where an installation without a checkout
+    # finds them.
     data_files=[
-        ("share/async_pipeline/patches", sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("patches/*")))
+        (f"share/async_pipeline/{folder.relative_to(ROOT)}", sorted(str(p.relative_to(ROOT)) for p in files))
+        for folder in (
+            ROOT / "configs" / "profiles",
+            ROOT / "patches",
+            *(pin.parent for pin in sorted(ROOT.glob("patches/*/PIN"))),
+        )
+        if (files := [p for p in folder.iterdir() if p.is_file()])
     ],
     install_requires=INSTALL_REQUIRES,
     extras_require={"agentic": AGENTIC_REQUIRES, "bench": BENCH_REQUIRES, "dev": DEV_REQUIRES},

@@ -35,7 +35,7 @@ CONFIGS = sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
 
 STACK = {"verl", "ray", "transfer_queue", "vllm", "sglang"}
 MAY_IMPORT_STACK = ("verl_bridge/",)
-READS_FILES_ONLY = "patching/"
+READS_FILES_ONLY = ("contract/", "patching/")
 """Must work on a verl that cannot be imported."""
 DECIDES = ("core/", "stages/", "strategies/")
 HEAVY = {"torch", "verl", "ray", "vllm", "sglang", "transformers"}
@@ -203,6 +203,7 @@ GROUND = {"errors", "console", "redaction", "processes"}
 LAYERS: Mapping[str, set[str]] = {
     "core": set(),
     "patching": set(),
+    "contract": {"patching"},
     "diffusion": {"weight_sync"},
     "toy": {"agents"},
     "stages": {"core"},

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from recipe.async_pipeline import __version__
+from recipe.async_pipeline.patching.verl_source import read_pin
 from tests import REPOSITORY
 
 PACKAGE = REPOSITORY / "recipe" / "async_pipeline"
@@ -101,3 +102,11 @@ def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error:
     done = subprocess.run(["bash", str(script), *words], capture_output=True, text=True, timeout=30, env={})
     assert done.returncode == 2
     assert error in done.stderr
+
+
+def test_the_required_verl_is_the_pinned_one() -> None:
+    lines = (PACKAGE / "REQUIRED_VERL.txt").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split("=", 1) for line in lines if not line.startswith("#"))
+    pin = read_pin(REPOSITORY / "patches")
+    assert fields["TAG"] == pin.tag and fields["GIT_SETUP"].endswith(f"git checkout {pin.tag}")
+    assert fields["PIP_INSTALL"] == f"pip install verl=={pin.version}"

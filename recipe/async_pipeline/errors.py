@@ -23,6 +23,10 @@ class PatchedVerlRequired(PatchError):
     """The installed verl lacks our patches or our plugin."""
 
 
+class ContractError(AsyncPipelineError, ValueError):
+    """A verl tree, or the record of what this package uses of verl, cannot be read."""
+
+
 class StageProtocolError(AsyncPipelineError, RuntimeError):
     """An event is illegal in the present state of a stage's state machine."""
 

@@ -14,6 +14,7 @@ import pytest
 
 from recipe.async_pipeline.cli import doctor, main
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
+from recipe.async_pipeline.contract import compare
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching import series, verl_source
 
@@ -148,3 +149,36 @@ def test_examine_runs_every_check() -> None:
         "shared memory",
         "port",
     }
+
+
+def test_a_tree_is_compared_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = compare.Problem(subject="overrides", severity="breaks", what="a:B.c", detail="is missing; d.py")
+    changed = compare.Problem(subject="names", severity="changed", what="a:f", detail="was 1, is 2")
+    checked = {"names": 3, "overrides": 2}
+
+    def with_problems(*problems: compare.Problem) -> None:
+        found = compare.Comparison(root="r", verl="2", pin="1", checked=checked, problems=problems)
+        monkeypatch.setattr(compare, "compare", lambda root, folder: found)
+
+    with_problems(changed)
+    assert main.main(["doctor", "--verl-dir", "r"]) == EXIT_OK
+    assert "warn  names            a:f was 1, is 2" in capsys.readouterr().out.splitlines()
+    with_problems(changed, problem)
+    assert main.main(["doctor", "--verl-dir", "r", "--json"]) == EXIT_USERS
+    found = json.loads(capsys.readouterr().out)
+    assert [(f["subject"], f["verdict"]) for f in found] == [
+        ("verl", "warn"),
+        ("names", "ok"),
+        ("overrides", "ok"),
+        ("names", "warn"),
+        ("overrides", "fail"),
+    ]
+    assert found[0]["remedy"] and found[2]["detail"] == "2 compared, 1 differ"
+    assert found[4]["detail"] == "a:B.c is missing; d.py"
+
+
+def test_a_folder_that_is_no_verl_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main.main(["doctor", "--verl-dir", str(tmp_path)]) == EXIT_USERS
+    assert "not a verl checkout" in capsys.readouterr().err

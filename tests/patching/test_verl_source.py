@@ -160,3 +160,18 @@ def test_pin_with_a_missing_field_is_refused(folder: Path) -> None:
     (folder / "PIN").write_text("name: verl\n")
     with pytest.raises(PatchError, match="must hold exactly name, version, tag, sha256"):
         verl_source.read_pin(folder)
+
+
+def test_a_series_for_another_version_has_its_own_folder(folder: Path, tmp_path: Path) -> None:
+    def tree_of(version: str) -> Path:
+        file = tmp_path / version / "verl" / "version" / "version"
+        file.parent.mkdir(parents=True)
+        file.write_text(version + "\n")
+        return tmp_path / version
+
+    (folder / "next").mkdir()
+    (folder / "next" / "PIN").write_text("name: verl\nversion: 1.3\ntag: v1.3\nsha256: 0\n")
+    assert verl_source.series_folder(tree_of("1.3"), folder) == folder / "next"
+    assert verl_source.series_folder(tree_of("1.2"), folder) == folder
+    assert verl_source.series_folder(tree_of("1.4"), folder) == folder, "no series is made for it"
+    assert verl_source.series_folder(tmp_path / "none", folder) == folder

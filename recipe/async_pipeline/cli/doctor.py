@@ -47,11 +47,21 @@ class Finding:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline doctor`."""
     parser.add_argument("--json", action="store_true", help="print one JSON array")
+    parser.add_argument(
+        "--verl-dir",
+        type=Path,
+        metavar="DIR",
+        help="read the verl in this folder instead, without running it, and report what of it this package "
+        "uses is missing or has changed",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print every finding. Returns 2 if one of them is a failure, else 0."""
-    findings = examine()
+    """Print every finding. Returns 2 if one of them is a failure, else 0.
+
+    Raises PatchError if `--verl-dir` is not a verl tree, and ContractError if a file of it cannot be parsed.
+    """
+    findings = examine() if args.verl_dir is None else examine_tree(args.verl_dir)
     if args.json:
         echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -68,7 +78,7 @@ def as_line(finding: Finding) -> str:
 
 def examine() -> tuple[Finding, ...]:
     """Run all checks, in the order in which a run depends on them."""
-    folder = series.patches_dir()
+    folder = _folder()
 
     return (
         check_python(sys.version_info[:2]),
@@ -85,6 +95,41 @@ def examine() -> tuple[Finding, ...]:
         check_shared_memory(Path("/dev/shm")),
         *(check_port(port, user) for port, user in RAY_PORTS.items()),
     )
+
+
+def _folder() -> Path:
+    """Return the folder of the series for the importable verl, or of the pinned one."""
+    try:
+        return verl_source.series_folder(verl_source.find_verl_root())
+    except PatchError:
+        return series.patches_dir()
+
+
+def examine_tree(root: Path) -> tuple[Finding, ...]:
+    """Compare the verl at `root` with what this package uses of the pinned one."""
+    from recipe.async_pipeline.contract.compare import compare
+
+    found = compare(root, verl_source.series_folder(root))
+    same = found.verl == found.pin
+    version = Finding(
+        subject="verl",
+        verdict="ok" if same else "warn",
+        detail=f"{found.verl} at {root}; this package is tested with {found.pin}",
+        remedy="" if same else f"`git checkout v{found.pin}` there, or adapt what follows",
+    )
+    counts = [
+        Finding(subject=subject, verdict="ok", detail=f"{number} compared, {len(found.of(subject))} differ")
+        for subject, number in found.checked.items()
+    ]
+    problems = [
+        Finding(
+            subject=problem.subject,
+            verdict="fail" if problem.severity == "breaks" else "warn",
+            detail=f"{problem.what} {problem.detail}",
+        )
+        for problem in found.problems
+    ]
+    return (version, *counts, *problems)
 
 
 def check_python(version: tuple[int, int]) -> Finding:

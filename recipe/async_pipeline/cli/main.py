@@ -17,9 +17,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchError, RunFilesError
+from recipe.async_pipeline.errors import (
+    AsyncPipelineError,
+    ConfigError,
+    ContractError,
+    PatchError,
+    RunFilesError,
+)
 
 from ..console import EXIT_CTRL_C, EXIT_OURS, EXIT_USERS, echo
+
+USERS = (ConfigError, ContractError, PatchError, RunFilesError)
+"""Errors of the user, who can correct them."""
 
 
 class Subcommand(NamedTuple):
@@ -146,4 +155,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CTRL_C
     except AsyncPipelineError as error:
         echo(f"async-pipeline {args.subcommand}: {error}", file=sys.stderr)
-        return EXIT_USERS if isinstance(error, ConfigError | PatchError | RunFilesError) else EXIT_OURS
+        return EXIT_USERS if isinstance(error, USERS) else EXIT_OURS

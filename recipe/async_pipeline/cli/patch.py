@@ -63,6 +63,7 @@ def _fetch(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def _on_tree(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     root: Path = args.verl_dir or verl_source.default_verl_root(folder)
+    folder = verl_source.series_folder(root, folder)
     verl_source.check_version(root, verl_source.read_pin(folder))
     changed: tuple[str, ...] = ()
     if args.action == "apply":

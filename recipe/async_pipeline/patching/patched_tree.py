@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from recipe.async_pipeline.errors import PatchedVerlRequired, PatchError
-from recipe.async_pipeline.patching.series import Series, load_series, patches_dir, series_names
+from recipe.async_pipeline.patching.series import Series, load_series, series_names
 from recipe.async_pipeline.patching.unified_diff import NULL_ID, blob_id
+from recipe.async_pipeline.patching.verl_source import series_folder
 
 State = Literal["pristine", "applied", "diverged"]
 
@@ -63,7 +64,7 @@ def patch_state(verl_root: Path, *, folder: Path | None = None) -> PatchState:
 
     Raises PatchError if the series itself is unreadable.
     """
-    return _state_against(load_series(folder or patches_dir()), verl_root)
+    return _state_against(load_series(folder or series_folder(verl_root)), verl_root)
 
 
 def _state_against(series: Series, verl_root: Path) -> PatchState:
@@ -86,7 +87,7 @@ def apply(verl_root: Path, *, folder: Path | None = None) -> tuple[str, ...]:
     A tree that an older series patched is first reverted with the copy of that series in the tree. Raises
     PatchError naming every diverged file; nothing was changed then.
     """
-    folder = folder or patches_dir()
+    folder = folder or series_folder(verl_root)
     series = load_series(folder)
 
     current = {path: read_or_none(verl_root / path) for path in series.chains}
@@ -112,7 +113,7 @@ def revert(verl_root: Path, *, folder: Path | None = None) -> tuple[str, ...]:
 
     Raises PatchError naming every diverged file; nothing was changed then.
     """
-    series = load_series(folder or patches_dir())
+    series = load_series(folder or series_folder(verl_root))
     undone = _undo_recorded(verl_root, series)
     contents = {**{path: read_or_none(verl_root / path) for path in series.chains}, **undone}
 

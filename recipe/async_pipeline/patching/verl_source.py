@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.patching.series import patches_dir
 
 DOWNLOAD_TIMEOUT_S = 600.0
 """Deadline for pip, which retries by itself; the sdist is 2 MB."""
@@ -73,14 +74,32 @@ def default_verl_root(folder: Path) -> Path:
     return fetched if fetched.is_dir() else find_verl_root()
 
 
-def check_version(root: Path, pin: Pin) -> None:
-    """Raise PatchError if `root` does not hold the pinned version of verl."""
+def version_of(root: Path) -> str:
+    """Return the version of the verl at `root`. Raises PatchError if it has no version file."""
     file = root / "verl" / "version" / "version"
     if not file.is_file():
         raise PatchError(
             f"{root} is not a verl checkout: {file} is missing; give the folder that contains verl/"
         )
-    version = file.read_text(encoding="utf-8").strip()
+    return file.read_text(encoding="utf-8").strip()
+
+
+def series_folder(root: Path, folder: Path | None = None) -> Path:
+    """Return the folder of the series for the verl at `root`: `folder` itself, or a folder in it.
+
+    `folder` is `patches/` by default. Each folder in it with a PIN has the series for another version.
+    Returns `folder` itself if none is made for the version of `root`.
+    """
+    folder = folder or patches_dir()
+    file = root / "verl" / "version" / "version"
+    version = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+    pins = sorted(pin.parent for pin in folder.glob("*/PIN"))
+    return next((other for other in pins if read_pin(other).version == version), folder)
+
+
+def check_version(root: Path, pin: Pin) -> None:
+    """Raise PatchError if `root` does not hold the pinned version of verl."""
+    version = version_of(root)
     if version != pin.version:
         raise PatchError(
             f"{root} is verl {version}, the patches are for {pin.version}; run `git checkout {pin.tag}` "

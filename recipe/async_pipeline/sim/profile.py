@@ -7,6 +7,7 @@ layout: the formulas below scale it to any number of devices.
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,18 @@ import msgspec
 from ..errors import ConfigError
 from .distribution import Distribution, largest, smallest
 
-PROFILES = Path(__file__).resolve().parents[3] / "configs" / "profiles"
+
+def _shipped() -> Path:
+    """Return the folder of the shipped profiles: the checkout's, or the installation's."""
+    schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
+    checkout = Path(__file__).resolve().parents[3] / "configs" / "profiles"
+    installed = (
+        Path(sysconfig.get_path("data", s)) / "share/async_pipeline/configs/profiles" for s in schemes
+    )
+    return next((folder for folder in (checkout, *installed) if folder.is_dir()), checkout)
+
+
+PROFILES = _shipped()
 STAGES = (
     "draw",
     "assemble",

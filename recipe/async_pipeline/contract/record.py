@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract: the shape in the pinned verl of everything that this package uses.
+
+`python -m recipe.async_pipeline.contract.record` writes `patches/contract.json` from the code and from the
+pinned tree. Nothing in it is kept by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.patching import series, verl_source
+
+from . import config_keys, signatures, trees
+from .sources import Found, Member, Sources, decorators
+from .uses import Use, own_of, subclasses, uses_of
+
+FILE = "contract.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contract:
+    """What one version of verl has of the things that this package uses."""
+
+    verl: str
+    shapes: Mapping[str, str]
+    """By place: `class`, `module`, `value`, `property`, or a signature."""
+    users: Mapping[str, tuple[str, ...]]
+    """By place: the files of this package that use it, and how."""
+    unimplemented: Mapping[str, tuple[str, ...]]
+    """By class of this package: abstract methods of verl that it leaves to others."""
+    keys: Mapping[str, tuple[str, ...]]
+    """By file of verl's composed configurations: the keys in it that this package names."""
+
+
+def derive(
+    sources: Sources, uses: Iterable[Use], keys: Mapping[str, Mapping[str, Any]], version: str
+) -> Contract:
+    """Return the contract of this package with the tree of `sources`, whose configurations are `keys`."""
+    files: dict[str, dict[str, set[str]]] = {}
+    for use in uses:
+        files.setdefault(use.place, {}).setdefault(use.where.partition(":")[0], set()).add(use.how)
+    users = {
+        place: tuple(sorted(f"{file} ({', '.join(sorted(how))})" for file, how in found.items()))
+        for place, found in files.items()
+    }
+    shapes = {place: shape_of(sources, place) for place in sorted(users)}
+    named = {path for path, _ in config_keys.named_keys(sources)}
+    return Contract(
+        verl=version,
+        shapes={place: shape for place, shape in shapes.items() if shape is not None},
+        users={place: users[place] for place, shape in shapes.items() if shape is not None},
+        unimplemented=unimplemented(sources),
+        keys={
+            file: tuple(sorted(path for path in named if config_keys.has(tree, path)))
+            for file, tree in keys.items()
+        },
+    )
+
+
+def shape_of(sources: Sources, place: str) -> str | None:
+    """Return the shape of what is at a place, or None if nothing is."""
+    found = sources.at(place)
+    if found is None and place.endswith(".__init__"):
+        return _constructor(sources, place.removesuffix(".__init__"))
+    if isinstance(found, Member):
+        return _shape(found.node)
+    if found is None or found.kind != "function":
+        return None if found is None else found.kind
+    assert found.node is not None
+    return _shape(found.node)
+
+
+def _shape(node: Any) -> str:
+    if not isinstance(node, signatures.Function):
+        return "value"
+    kinds = decorators(node) & {"property", "staticmethod", "classmethod"}
+    text = signatures.as_text(signatures.of_function(node))
+    return "property" if "property" in kinds else " ".join([*sorted(kinds), text])
+
+
+def _constructor(sources: Sources, place: str) -> str | None:
+    """Return the signature of a class without `__init__`: of its fields, if it has some."""
+    import ast
+
+    found = sources.at(place)
+    if not isinstance(found, Found) or found.kind != "class":
+        return None
+    fields: dict[str, bool] = {}
+    for owner in reversed(sources.ancestors(found)):
+        assert isinstance(owner.node, ast.ClassDef)
+        for node in owner.node.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                fields[node.target.id] = node.value is not None
+    if not fields:
+        return "value"
+    ordered = sorted(fields, key=lambda name: fields[name])
+    return f"def ({', '.join(['self', *(f'{n}=...' if fields[n] else n for n in ordered)])})"
+
+
+def unimplemented(sources: Sources) -> dict[str, tuple[str, ...]]:
+    """Return for each subclass of verl's classes the abstract methods that nothing implements."""
+    result = {}
+    for subclass in subclasses(sources):
+        own = {owner.place for owner in own_of(sources, subclass.found)}
+        members = sources.members(subclass.found)
+        left = sorted(name for name, m in members.items() if m.abstract and m.owner.place not in own)
+        if left:
+            result[subclass.found.place] = tuple(left)
+    return result
+
+
+def of_tree(root: Path, folder: Path) -> Contract:
+    """Return the contract with the tree at `root`, as the series of `folder` patches it."""
+    contents, _ = trees.patched(root, series.load_series(folder))
+    sources = trees.sources_of(root, contents)
+    return derive(sources, uses_of(sources), config_keys.keys_of_tree(root), verl_source.version_of(root))
+
+
+def as_text(contract: Contract) -> str:
+    """Return the contents of the file."""
+    return json.dumps(asdict(contract), indent=1) + "\n"
+
+
+def load(folder: Path) -> Contract:
+    """Read `folder/contract.json`. Raises ContractError if it is missing or not a contract."""
+    file = folder / FILE
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        return Contract(
+            verl=raw["verl"],
+            shapes=raw["shapes"],
+            users={place: tuple(users) for place, users in raw["users"].items()},
+            unimplemented={name: tuple(left) for name, left in raw["unimplemented"].items()},
+            keys={file: tuple(paths) for file, paths in raw["keys"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ContractError(
+            f"{file} is not a contract ({type(error).__name__}: {error}); reinstall async_pipeline, or run "
+            "`python -m recipe.async_pipeline.contract.record` in a checkout"
+        ) from None
+
+
+def main() -> None:
+    """Write the contract with the pinned tree, or with the one of another pin."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--verl-dir", type=Path, metavar="DIR", help="the folder that contains verl/")
+    given: Path | None = parser.parse_args().verl_dir
+    root = given or verl_source.default_verl_root(series.patches_dir())
+    folder = verl_source.series_folder(root)
+    verl_source.check_version(root, verl_source.read_pin(folder))
+    (folder / FILE).write_text(as_text(of_tree(root, folder)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A verl tree as it will be once the patches are on it, and which of them still fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.patching.series import Series
+from recipe.async_pipeline.patching.unified_diff import NULL_ID, FileDiff, blob_id
+
+from .sources import OURS, THEIRS, Sources
+
+State = Literal["fits", "applied", "moved", "upstream", "broken"]
+
+STATES: dict[State, str] = {
+    "fits": "applies",
+    "applied": "is applied",
+    "moved": "applies at other lines: rewrite it with `async-pipeline patch refresh`",
+    "upstream": "is in verl already: drop it",
+    "broken": "does not apply: the lines that it changes are different",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchFit:
+    """How one patch fits one file of a tree."""
+
+    patch: str
+    path: str
+    state: State
+
+
+def patched(root: Path, series: Series) -> tuple[dict[Path, bytes], list[PatchFit]]:
+    """Return the contents of the touched files with the series applied as far as it fits, and how it fits."""
+    contents: dict[Path, bytes] = {}
+    fits: list[PatchFit] = []
+    for path, chain in series.chains.items():
+        file = root / path
+        content = file.read_bytes() if file.is_file() else b""
+        if content and blob_id(content) == chain[-1][1].new_id:
+            fits += [PatchFit(patch=name, path=path, state="applied") for name, _ in chain]
+        else:
+            for name, diff in chain:
+                content, state = _applied(diff, content)
+                fits.append(PatchFit(patch=name, path=path, state=state))
+        if content:
+            contents[file] = content
+    return contents, fits
+
+
+def _applied(diff: FileDiff, content: bytes) -> tuple[bytes, State]:
+    if (NULL_ID if diff.creates and not content else blob_id(content)) == diff.old_id:
+        return diff.apply(content), "fits"
+    if diff.creates:
+        return content, "broken"
+
+    lines = content.splitlines(keepends=True)
+    merged = all(_at(lines, hunk.new) is not None for hunk in diff.hunks)
+    if merged:
+        return content, "upstream"
+    for hunk in diff.hunks:
+        at = _at(lines, hunk.old)
+        if at is None:
+            return content, "broken"
+        lines[at : at + len(hunk.old)] = hunk.new
+    return b"".join(lines), "moved"
+
+
+def _at(lines: list[bytes], wanted: tuple[bytes, ...]) -> int | None:
+    """Return where the lines are, or None unless they are at exactly one place."""
+    size = len(wanted)
+    found = [at for at in range(len(lines) - size + 1) if tuple(lines[at : at + size]) == wanted]
+    return found[0] if len(found) == 1 else None
+
+
+def sources_of(root: Path, contents: dict[Path, bytes]) -> Sources:
+    """Return verl's tree, with `contents` in place of some files, and this package.
+
+    Raises PatchError if `root` has no verl.
+    """
+    if not (root / THEIRS / "__init__.py").is_file():
+        raise PatchError(f"{root} has no verl/__init__.py; give the folder that contains verl/")
+    package = Path(__file__).resolve().parents[1]
+
+    def read(file: Path) -> bytes:
+        return contents[file] if file in contents else file.read_bytes()
+
+    return Sources(
+        roots={THEIRS: root / THEIRS, OURS: package},
+        read=read,
+        exists=lambda file: file in contents or file.is_file(),
+    )

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shipped contract is the one of the code and the pinned verl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.contract import record
+from recipe.async_pipeline.contract.uses import uses_of
+from recipe.async_pipeline.errors import ContractError
+from recipe.async_pipeline.patching import series
+
+from .conftest import MakeSources
+
+
+@pytest.mark.slow
+def test_the_shipped_contract_is_current(pinned: Path) -> None:
+    folder = series.patches_dir()
+    shipped, now = record.load(folder), record.of_tree(pinned, folder)
+    remedy = "run `python -m recipe.async_pipeline.contract.record`"
+    assert shipped.shapes == now.shapes, remedy
+    assert (shipped.unimplemented, shipped.keys) == (now.unimplemented, now.keys), remedy
+
+
+def test_a_contract_has_shapes_users_and_keys(sources_of: MakeSources) -> None:
+    verl = """
+from abc import abstractmethod
+class Base:
+    flag = True
+    @property
+    def size(self): ...
+    @classmethod
+    def make(cls, a): ...
+    @abstractmethod
+    def must(self): ...
+class Plain:
+    a: int
+    b: int = 0
+"""
+    own = """
+from verl.base import Base, Plain
+KEY = "data.seed"
+class Mine(Base):
+    def use(self): return self.flag, self.size, Base.make(1), Plain(1)
+"""
+    sources = sources_of({"verl/base.py": verl, "pkg/mine.py": own})
+    found = record.derive(sources, uses_of(sources), {"ppo.yaml": {"data": {"seed": 1}}}, "1.0")
+    assert found.shapes == {
+        "verl.base:Base": "class",
+        "verl.base:Base.flag": "value",
+        "verl.base:Base.make": "classmethod def (cls, a)",
+        "verl.base:Base.size": "property",
+        "verl.base:Plain": "class",
+        "verl.base:Plain.__init__": "def (self, a, b=...)",
+    }
+    assert found.users["verl.base:Plain.__init__"] == ("mine.py (calls)",)
+    assert found.unimplemented == {"recipe.async_pipeline.mine:Mine": ("must",)}
+    assert found.keys == {"ppo.yaml": ("data.seed",)}
+
+
+def test_a_contract_is_read_back(tmp_path: Path) -> None:
+    contract = record.load(series.patches_dir())
+    (tmp_path / record.FILE).write_text(record.as_text(contract))
+    assert record.load(tmp_path) == contract and contract.shapes and contract.keys
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+def test_a_damaged_contract_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / record.FILE).write_text(text)
+    with pytest.raises(ContractError, match="is not a contract"):
+        record.load(tmp_path)
