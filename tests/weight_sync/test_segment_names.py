@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync import segment_names
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR, new_name, open_own, sweep_orphans
 
 
@@ -38,6 +40,31 @@ def test_only_segments_of_dead_processes_are_swept() -> None:
         assert alive.exists()
     finally:
         alive.unlink()
+
+
+@pytest.fixture
+def orphan() -> Iterator[Path]:
+    """A segment of a process that does not exist."""
+    path = SHM_DIR / new_name().replace(f"-{os.getpid()}-", "-0-")
+    path.touch(mode=0o600)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_a_segment_that_another_process_sweeps_first_is_no_error(
+    orphan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = orphan.with_name(f"{orphan.name}x")
+    listed = SimpleNamespace(glob=lambda pattern: [gone, orphan])
+    monkeypatch.setattr(segment_names, "SHM_DIR", listed)
+    assert sweep_orphans() == [orphan.name]
+    assert not orphan.exists()
+
+
+def test_orphans_of_another_user_are_not_swept(orphan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: orphan.stat().st_uid + 1)
+    assert orphan.name not in sweep_orphans()
+    assert orphan.exists()
 
 
 # Whose memory it is.

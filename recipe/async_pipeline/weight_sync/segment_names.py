@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -55,9 +56,13 @@ def sweep_orphans() -> list[str]:
     swept = []
     for path in SHM_DIR.glob(f"{PREFIX}{_pid_namespace()}-*"):
         pid = path.name.removeprefix(PREFIX).split("-")[1]
-        if not Path(f"/proc/{pid}").exists() and path.stat().st_uid == os.getuid():
-            path.unlink(missing_ok=True)
-            swept.append(path.name)
+        if Path(f"/proc/{pid}").exists():
+            continue
+        # After a killed run, several processes sweep at the same time.
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.getuid():
+                path.unlink()
+                swept.append(path.name)
     return swept
 
 
