@@ -106,6 +106,37 @@ def test_any_error_of_a_load_is_an_outcome() -> None:
     assert isinstance(outcome.failure.raised(), WeightSyncError)
 
 
+def test_a_rank_that_cannot_stage_reaches_the_others() -> None:
+    """Otherwise the other ranks would wait for this one."""
+    gathered: list[Any] = []
+
+    def fail(*arguments: Any) -> bool:
+        raise MemoryError("no standby copy")
+
+    def gather(mine: Any) -> list[Any]:
+        gathered.append(mine)
+        return [mine, "board"]
+
+    adapter: Any = SimpleNamespace(prepare=fail)
+    staging = EngineRank(scheduler(), adapter, torch.device("cpu"), gather)
+    manifest = Manifest(version=1, tensors=(), buckets=(), samples=())
+    try:
+        with pytest.raises(WeightSyncError, match="no standby copy"):
+            staging.stage(encode(manifest))
+    finally:
+        if staging._board is not None:
+            staging._board.close()
+    assert len(gathered) == 1
+
+
+def test_a_rank_that_another_one_keeps_from_staging_raises_too() -> None:
+    failed = Failure.of(ProofError("v1: other values"))
+    staging = rank(scheduler(), others=[failed])
+    staging._stage = lambda manifest: "board"  # type: ignore[method-assign]
+    with pytest.raises(ProofError, match="^v1: other values$"):
+        staging.stage(b"")
+
+
 def test_a_frozen_scheduler_takes_no_step() -> None:
     engine = scheduler(_engine_paused=False)
     rank(engine).freeze(True)

@@ -55,13 +55,25 @@ class EngineRank:
     def stage(self, manifest: bytes) -> list[str | None]:
         """Begin to copy a version to the device; return the name of each rank's board, or None if it cannot
         be staged.
+
+        Raises WeightSyncError or ProofError, on all ranks if one of them fails.
         """
-        described = decode(manifest)
-        self._board = board = self._board or StagingBoard()
-        board.clear()
-        with _no_inference_mode():
-            staging = self._adapter.prepare(described, partial(board.post, described.version))
-        return self._gather(board.name if staging else None)
+        found: list[str | Failure | None] = self._gather(self._stage(manifest))
+        for one in found:
+            if isinstance(one, Failure):
+                raise one.raised()
+        return [one for one in found if not isinstance(one, Failure)]
+
+    def _stage(self, manifest: bytes) -> str | Failure | None:
+        try:
+            described = decode(manifest)
+            self._board = board = self._board or StagingBoard()
+            board.clear()
+            with _no_inference_mode():
+                staging = self._adapter.prepare(described, partial(board.post, described.version))
+        except Exception as error:  # noqa: BLE001 - other ranks wait for this one, and the server raises it
+            return Failure.of(error)
+        return board.name if staging else None
 
     def load(
         self, manifest: bytes, piece_bytes: int, share_prefixes: bool
