@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ from .proof import sample_positions, to_bytes
 
 SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Settings of an adapter that change what its tensors mean; their names say where they belong."""
+
+
+class Loaded(NamedTuple):
+    """What one rank did. A version is proved if its ranks together compared at least one tensor."""
+
+    version: int
+    compared: int
+    """Number of sampled tensors of which this rank holds a sampled element."""
 
 
 def require_same_adapter(manifest: Manifest, held: str | None) -> None:
@@ -78,7 +87,7 @@ def load_parts(version: int, published: Mapping[str, torch.Tensor], parts: Seque
 def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
     """Compare this rank's share of the samples of a version; return the number of tensors compared.
 
-    Raises ProofError if they differ.
+    A tensor without elements counts if this rank has it. Raises ProofError if they differ.
     """
     entries = {entry.name: entry for entry in manifest.tensors}
     held: dict[str, list[Part]] = {}
@@ -92,6 +101,7 @@ def prove_parts(manifest: Manifest, parts: Sequence[Part]) -> int:
         dtype = getattr(torch, entry.dtype)
         numel = int(np.prod(entry.shape, dtype=np.int64))
         if numel == 0:
+            compared += any(part.name == entry.name and part.values is not None for part in parts)
             continue
         positions = np.stack(
             np.unravel_index(sample_positions(manifest.version, entry.name, numel), entry.shape or (1,))

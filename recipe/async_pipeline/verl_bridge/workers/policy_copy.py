@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import WeightSyncError
+from ...errors import ProofError, WeightSyncError
 from ...weight_sync.manifest import Ticket
 from ..host_memory_service import HostMemories
 
@@ -29,9 +29,13 @@ class PolicyCopy:
         Raises WeightSyncError or ProofError; it is then unknown which weights the ranks hold.
         """
         self.version = None
-        found = set(self.group.load_version(ticket, memories, timeout_s))
+        loaded = self.group.load_version(ticket, memories, timeout_s)
+        found = {one.version for one in loaded}
         if found != {ticket.version}:
             raise WeightSyncError(
                 f"{self.role} should have loaded version {ticket.version}, but its ranks hold {sorted(found)}"
             )
+        # One rank need not hold a sampled element, but each element is held by some rank.
+        if not sum(one.compared for one in loaded):
+            raise ProofError(f"v{ticket.version}: nothing could be compared on any rank of {self.role}")
         self.version = ticket.version

@@ -28,7 +28,7 @@ from ...weight_sync.arena import ArenaReader
 from ...weight_sync.host_memory import this_process
 from ...weight_sync.host_slots import Reader
 from ...weight_sync.manifest import Manifest, Ticket
-from ...weight_sync.shard_load import load_parts, prove_parts, require_same_adapter
+from ...weight_sync.shard_load import Loaded, load_parts, prove_parts, require_same_adapter
 from ..cpu_platform import is_cpu
 from ..host_memory_service import HostMemories
 from ..sample_store import count_cores_once
@@ -139,8 +139,8 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
         return None if ticket is None else msgspec.structs.replace(ticket, host=host)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_version(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> int:
-        """Load a published version into the forward-only model; return the version. A collective.
+    def load_version(self, ticket: Ticket, memories: HostMemories, timeout_s: float) -> Loaded:
+        """Load a published version into the forward-only model; return what this rank did. A collective.
 
         Raises WeightSyncError if it is corrupt or of another model, ProofError if the loaded values
         differ.
@@ -154,10 +154,10 @@ class PipelineWorker(SafeLoad, ActorRolloutRefWorker):
             held = self._forward_only()
             require_same_adapter(manifest, held.adapter)
             load_parts(ticket.version, self._reader.tensors(manifest), held.parts)
-            prove_parts(manifest, held.parts)
+            compared = prove_parts(manifest, held.parts)
             offload_again(self.ref.engine)
             thread.submit(asyncio.run, memories.release(reader, ticket.version)).result()
-        return ticket.version
+        return Loaded(ticket.version, compared)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_reference(self, folder: str) -> None:
