@@ -168,12 +168,16 @@ CHANGES: list[dict[str, Any]] = [
     {"nbytes": 10**15},
     {"chunk_bytes": 0},
     {"chunk_bytes": 1},
+    {"item_bytes": 0},
+    {"item_bytes": -2},
     {"item_bytes": 3},
     {"chunks": ()},
     {"chunks": tuple(Plain(b"x") for _ in range(7))},
     {"chunks": tuple(Dense(b"x") for _ in range(7))},
     {"chunks": tuple(Sparse(10**9, 8, b"", b"") for _ in range(7))},
     {"chunks": tuple(Sparse(0, 8, b"", b"") for _ in range(7))},
+    {"chunks": tuple(Sparse(1, 3, b"", b"") for _ in range(7))},
+    {"chunks": tuple(Sparse(1, 0, b"", b"") for _ in range(7))},
 ]
 
 

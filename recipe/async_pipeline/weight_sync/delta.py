@@ -114,6 +114,8 @@ def apply(delta: bytes, base: Any, out: Any) -> None:
             raise CorruptionError(
                 f"a delta of {described.nbytes} bytes does not fit a bucket of {len(old)} bytes"
             )
+        if described.item_bytes not in _WORDS:
+            raise CorruptionError(f"a delta has elements of {described.item_bytes} bytes")
         places = list(_chunks(described.nbytes, described.chunk_bytes))
         if len(places) != len(described.chunks):
             raise CorruptionError(f"a delta has {len(described.chunks)} chunks instead of {len(places)}")
@@ -174,6 +176,8 @@ def _write(item_bytes: int, chunk: Sparse | Dense | Plain | Equal, old: Words, n
         elements = new.view(word)
         if not 0 < chunk.changed <= len(elements):
             raise CorruptionError(f"{chunk.changed} of {len(elements)} elements cannot have changed")
+        if chunk.gap_bytes not in _WORDS:
+            raise CorruptionError(f"a chunk has gaps of {chunk.gap_bytes} bytes")
         gaps = _unpacked(chunk.gaps, chunk.changed, _WORDS[chunk.gap_bytes])
         # As signed numbers, so that a sum that overflows is out of range instead of wrapping around.
         places = np.cumsum(gaps.astype(np.int64) + 1) - 1
