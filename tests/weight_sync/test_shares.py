@@ -295,6 +295,28 @@ def test_shares_that_do_not_form_a_version_are_refused(shares: list[Share]) -> N
             landing_of([first, changed(second, blocks=(wrong_block, *second.blocks[1:]))])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dtype": "float99"}, "b cannot have 16 bytes as float99"),
+        ({"dtype": "__name__"}, "b cannot have 16 bytes as __name__"),
+        ({"nbytes": 1 << 50}, f"b cannot have {1 << 50} bytes as float32"),
+        ({"nbytes": -16}, "b cannot have -16 bytes as float32"),
+        ({"offset": 1 << 50}, "b is not behind its predecessor"),
+        ({"offset": -64}, "b is not behind its predecessor"),
+        ({"bucket": 10**7}, "b is not behind its predecessor"),
+        ({"bucket": -1, "offset": 0}, "b is not behind its predecessor"),
+    ],
+)
+def test_tensors_that_cannot_be_in_a_joined_copy_are_refused(
+    shares: list[Share], wrong: dict[str, Any], message: str
+) -> None:
+    a, b, *others = shares[0].tensors
+    tensors = (a, msgspec.structs.replace(b, **wrong), *others)
+    with pytest.raises(WeightSyncError, match=message):
+        landing_of([changed(share, tensors=tensors) for share in shares])
+
+
 def test_a_block_that_is_joined_in_a_wrong_place_is_noticed() -> None:
     """Two blocks of equal size are exchanged: the checksums are right, the tensor is not."""
     weights, cluster = {"a": torch.randn(64, 64)}, Cluster((1, 1))

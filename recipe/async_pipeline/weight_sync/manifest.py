@@ -253,12 +253,8 @@ def _checked(manifest: Manifest) -> Manifest:
                 f"manifest of v{manifest.version}: the sample of {sample.name} does not fit its tensor"
             )
 
+    check_sizes(manifest.version, manifest.tensors)
     for entry in manifest.tensors:
-        if ITEM_BYTES.get(entry.dtype, -1) * math.prod(entry.shape) != entry.nbytes:
-            raise WeightSyncError(
-                f"manifest of v{manifest.version}: {entry.name} cannot have {entry.nbytes} bytes as "
-                f"{entry.dtype} {list(entry.shape)}"
-            )
         in_range = 0 <= entry.bucket < len(manifest.buckets)
         if (
             not in_range
@@ -267,6 +263,29 @@ def _checked(manifest: Manifest) -> Manifest:
         ):
             raise WeightSyncError(f"manifest of v{manifest.version}: {entry.name} is outside its bucket")
     return manifest
+
+
+def check_sizes(version: int, tensors: Sequence[TensorEntry]) -> None:
+    """Raise WeightSyncError unless the size of each tensor follows from its shape and a known dtype."""
+    for entry in tensors:
+        if ITEM_BYTES.get(entry.dtype, -1) * math.prod(entry.shape) != entry.nbytes:
+            raise WeightSyncError(
+                f"manifest of v{version}: {entry.name} cannot have {entry.nbytes} bytes as "
+                f"{entry.dtype} {list(entry.shape)}"
+            )
+
+
+def check_places(version: int, tensors: Sequence[TensorEntry]) -> None:
+    """Raise WeightSyncError unless each tensor is where a `Layout` of some bucket size places it."""
+    bucket, used = -1, 0
+    for entry in tensors:
+        behind = bucket, -(-used // ALIGN) * ALIGN
+        if (entry.bucket, entry.offset) not in (behind, (bucket + 1, 0)) or entry.bucket < 0:
+            raise WeightSyncError(
+                f"manifest of v{version}: {entry.name} is not behind its predecessor, but at byte "
+                f"{entry.offset} of bucket {entry.bucket}"
+            )
+        bucket, used = entry.bucket, entry.offset + entry.nbytes
 
 
 def _check_adapter(manifest: Manifest) -> None:

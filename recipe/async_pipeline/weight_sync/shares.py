@@ -28,6 +28,8 @@ from .manifest import (
     Sample,
     Share,
     TensorEntry,
+    check_places,
+    check_sizes,
 )
 from .memory_work import checksum
 from .proof import draw_sample, sample_positions, to_bytes
@@ -196,6 +198,8 @@ class _Joined:
     def __init__(self, shares: Sequence[Share]) -> None:
         self.version, self._shares = shares[0].version, shares
         self._tensors = shares[0].tensors
+        check_sizes(self.version, self._tensors)
+        check_places(self.version, self._tensors)
         self._used = used_by(self._tensors)
         _check_blocks(shares)
         self._samples = _joined_samples(shares)
