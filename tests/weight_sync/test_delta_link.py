@@ -15,6 +15,7 @@ import torch
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.delta import difference
+from recipe.async_pipeline.weight_sync.delta_link import KEPT, Differences
 from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
 from recipe.async_pipeline.weight_sync.host_slots import Reader
 from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
@@ -201,5 +202,40 @@ def test_each_difference_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         link = await hosts.receive(ticket)
         await asyncio.gather(*(link.bucket(Bucket(0, index), 0, 0) for index in range(BUCKETS)))
         assert made == [2] * BUCKETS, "of the size of bfloat16"
+
+    run(main)
+
+
+def test_a_difference_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(hosts: Hosts) -> None:
+        await hosts.receive(hosts.publish(0))
+        ticket = hosts.publish(1)
+        link = Link(hosts.trainer, lambda asked: Request(asked, [link], LIMIT_S), ticket)
+
+        def fail(*arguments: Any) -> bytes | None:
+            raise MemoryError("no memory for a difference")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(MAKE, fail)
+            with pytest.raises(MemoryError):
+                await link.bucket(Bucket(0, 0), 0, 0)
+        await link.bucket(Bucket(0, 0), 0, 0)
+        assert [base for base, _ in link.sent] == [0]
+
+    run(main)
+
+
+def test_announced_versions_are_remembered_as_long_as_their_memory_lasts() -> None:
+    differences = Differences()
+    for version in range(5):
+        differences.announced(0, Manifest(version=version, tensors=(), buckets=(), samples=()))
+    assert list(differences._announced) == [5 - KEPT, 4]
+
+
+def test_the_differences_of_older_versions_are_dropped() -> None:
+    async def main(hosts: Hosts) -> None:
+        for version in range(3):
+            await hosts.receive(hosts.publish(version))
+        assert {version for version, _, _ in hosts.trainer._differences._coded} == {2}
 
     run(main)

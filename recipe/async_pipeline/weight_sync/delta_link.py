@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ class Differences:
         self._announced: dict[int, dict[int, Announcement]] = {}
         """What the trainer wrote on this host, by version and share."""
         self._coded: dict[tuple[int, int, Bucket], asyncio.Task[bytes | None]] = {}
+        """The differences of the newest version; they take at most `delta.PAYS_BELOW` of its bytes."""
 
     def announced(self, share: int, announcement: Announcement) -> None:
         """Remember where the trainer's memory holds a share of a version."""
@@ -68,12 +70,18 @@ class Differences:
         if key not in self._coded:
             self._coded = {known: task for known, task in self._coded.items() if known[0] == version}
             work = asyncio.to_thread(difference, old, whole[1], self._item_bytes(version, bucket.share))
-            self._coded[key] = asyncio.ensure_future(work)
+            self._coded[key] = task = asyncio.ensure_future(work)
+            task.add_done_callback(partial(self._forget_failed, key))
         # Others wait for the same difference.
         delta = await asyncio.shield(self._coded[key])
         if delta is None:
             return whole
         return msgspec.msgpack.encode(msgspec.structs.replace(header, base=base)), delta
+
+    def _forget_failed(self, key: tuple[int, int, Bucket], task: asyncio.Task[bytes | None]) -> None:
+        """Have the next request make a difference again, e.g. after memory ran out."""
+        if (task.cancelled() or task.exception() is not None) and self._coded.get(key) is task:
+            del self._coded[key]
 
     def _item_bytes(self, version: int, share: int) -> int:
         """Return the size of the elements of the largest tensor; relays assume bfloat16."""
