@@ -132,6 +132,22 @@ def test_received_tensors_alias_the_arena(writer: ArenaWriter) -> None:
 # Reuse.
 
 
+def times_open(segment: str) -> int:
+    """Return how many descriptors of this process are of a segment."""
+    links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()]
+    return links.count(str(SHM_DIR / segment))
+
+
+def test_a_bucket_that_grows_in_its_segment_is_open_once(writer: ArenaWriter) -> None:
+    reader, opened = ArenaReader(), []
+    for version, elements in enumerate((10, 10, 100, 100, 1000, 1000)):
+        values = torch.full((elements,), float(version))
+        manifest = gathered(writer, version, [("a", values)])
+        assert torch.equal(reader.tensors(manifest)["a"], values)
+        opened.append(times_open(manifest.buckets[0].segment))
+    assert len(set(opened)) == 1, opened
+
+
 def test_two_arenas_take_turns_and_do_not_grow(writer: ArenaWriter) -> None:
     names = []
     for version in range(6):

@@ -383,6 +383,9 @@ class ArenaReader:
             known = self._segments.get(bucket.segment)
             if known is None or known.size < bucket.nbytes:
                 self._segments[bucket.segment] = Segment(bucket.segment, bucket.nbytes, create=False)
+                if known is not None:
+                    # The trainer uses more of the segment. Tensors of the old mapping keep it.
+                    known.close()
         # Keep the mappings of two versions; drop segments that larger ones replaced.
         for name in list(self._segments):
             if name not in names and not (SHM_DIR / name).exists():
