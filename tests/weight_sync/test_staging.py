@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.weight_sync.segment_names import SHM_DIR
 from recipe.async_pipeline.weight_sync.staging import POLL_S, StagingBoard, await_staged
 
 
@@ -67,3 +70,33 @@ def test_foreign_bytes_are_refused(boards: list[StagingBoard]) -> None:
     boards[0]._board.post(b"\xc1")
     with pytest.raises(WeightSyncError, match="not an announcement of a staged version"):
         run_virtual(await_staged(names(boards), 4))
+
+
+ENGINE = """
+import multiprocessing
+from recipe.async_pipeline.weight_sync.staging import StagingBoard
+
+def engine():
+    global board
+    board = StagingBoard()
+    board.post(1, None)
+    print(board.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["engine()", "p = multiprocessing.get_context('fork').Process(target=engine); p.start(); p.join()"],
+    ids=["process", "child"],
+)
+def test_an_engine_that_ends_leaves_no_board(end: str) -> None:
+    done = subprocess.run([sys.executable, "-c", ENGINE + end], check=True, capture_output=True, text=True)
+    assert done.stderr == "", "the tracker of resources reports what it has to unlink"
+    assert not (SHM_DIR / done.stdout.strip()).exists()
+
+
+def test_a_copy_that_ends_after_the_engine_announces_nothing() -> None:
+    board = StagingBoard()
+    board.close()
+    board.post(1, None)
+    assert not (SHM_DIR / board.name).exists()

@@ -8,7 +8,9 @@ reads the board; to ask the engine instead would wait for its step each time.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 
 import msgspec
 
@@ -29,10 +31,15 @@ class Staged(msgspec.Struct, frozen=True):
 
 
 class StagingBoard:
-    """The board of one engine process."""
+    """The board of one engine process, which takes it away when it ends."""
 
     def __init__(self) -> None:
         self._board = Board()
+        self._posting = threading.Lock()
+        self._closed = False
+        # An engine has no call for its end that an extension could use. Runs in child processes too, which
+        # skip the functions of `atexit`.
+        self._at_exit = Finalize(None, self._take_away, exitpriority=0)
 
     @property
     def name(self) -> str:
@@ -45,11 +52,18 @@ class StagingBoard:
     def post(self, version: int, error: BaseException | None) -> None:
         """Announce that the copy of a version has ended. Called from the thread that copied."""
         why = "" if error is None else f"{type(error).__name__}: {error}"
-        self._board.post(msgspec.msgpack.encode(Staged(version, why)))
+        with self._posting:
+            if not self._closed:
+                self._board.post(msgspec.msgpack.encode(Staged(version, why)))
 
     def close(self) -> None:
-        """Take the board away."""
-        self._board.close()
+        """Take the board away; a copy that ends later announces nothing."""
+        self._at_exit()
+
+    def _take_away(self) -> None:
+        with self._posting:
+            self._closed = True
+            self._board.close()
 
 
 async def await_staged(boards: Sequence[str], version: int) -> None:
