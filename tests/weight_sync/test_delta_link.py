@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from recipe.async_pipeline.weight_sync.delta_link import KEPT, Differences
 from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request
 from recipe.async_pipeline.weight_sync.host_slots import Reader
 from recipe.async_pipeline.weight_sync.manifest import Manifest, Ticket
-from recipe.async_pipeline.weight_sync.receiver import Verdict
+from recipe.async_pipeline.weight_sync.receiver import Incoming, Verdict
 from recipe.async_pipeline.weight_sync.segment_names import PREFIX, SHM_DIR
 from recipe.async_pipeline.weight_sync.shares import Bucket
 from recipe.async_pipeline.weight_sync.transport import Header
@@ -239,3 +240,24 @@ def test_the_differences_of_older_versions_are_dropped() -> None:
         assert {version for version, _, _ in hosts.trainer._differences._coded} == {2}
 
     run(main)
+
+
+def test_buckets_are_put_together_outside_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With joined shares they are copied block by block, which would hold up all other requests."""
+    loops: list[bool] = []
+    payload = Incoming.payload
+
+    def watched(incoming: Incoming, bucket: Bucket) -> Any:
+        loops.append(threading.current_thread() is threading.main_thread())
+        return payload(incoming, bucket)
+
+    monkeypatch.setattr(Incoming, "payload", watched)
+
+    async def main(hosts: Hosts) -> None:
+        for version in (0, 1):
+            ticket = hosts.publish(version)
+            await hosts.relay(ticket, await hosts.receive(ticket))
+
+    run(main)
+    # Version 0 is lent; of version 1, two hosts restore it, and one lends it as a difference.
+    assert loops == [False] * (BUCKETS + 2 * BUCKETS + 2 * BUCKETS)

@@ -11,7 +11,7 @@ older version is overwritten meanwhile sends a difference that fails this compar
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,13 +101,14 @@ def fetch_from(transports: Sequence[Transport], newest: Incoming | None) -> Fetc
         header, payload = await transports[bucket.share].bucket(bucket, attempt, base)
         if base is None or newest is None or _base_of(header) != base:
             return header, payload
-        return header, await asyncio.to_thread(_restored, payload, newest.payload(bucket))
+        return header, await asyncio.to_thread(_restored, payload, partial(newest.payload, bucket))
 
     return fetch
 
 
-def _restored(delta: Any, old: Any) -> Any:
+def _restored(delta: Any, base: Callable[[], Any]) -> Any:
     """Return the bucket, or no bytes if the delta is damaged, so that the bucket is requested again."""
+    old = base()
     new = np.empty(len(old), np.uint8)
     try:
         apply(bytes(delta), old, new)

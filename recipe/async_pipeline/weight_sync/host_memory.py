@@ -154,7 +154,8 @@ class HostMemory:
         try:
             incoming = await self._begun(request)
             await incoming.arrived(bucket)
-            whole = incoming.header(bucket), incoming.payload(bucket)
+            # Joined shares have to be taken apart again.
+            whole = incoming.header(bucket), await to_the_end(partial(incoming.payload, bucket))
             yield await self._coded(version, base, bucket, whole)
         finally:
             self.release(reader, version)
@@ -253,7 +254,7 @@ class HostMemory:
             return whole
         received = self._incoming.get(base)
         if received is not None and received.has(bucket):
-            old = received.payload(bucket)
+            old = await to_the_end(partial(received.payload, bucket))
         else:
             old = self._differences.mapped(self._reader, base, version, bucket)
         return whole if old is None else await self._differences.coded(version, base, bucket, old, whole)
