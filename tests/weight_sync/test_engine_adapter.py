@@ -16,6 +16,7 @@ from recipe.async_pipeline.weight_sync.engine_adapter import Delivered
 from recipe.async_pipeline.weight_sync.manifest import Manifest
 from recipe.async_pipeline.weight_sync.map_check import Checked, check_map
 from recipe.async_pipeline.weight_sync.proof import Prover
+from recipe.async_pipeline.weight_sync.recording_adapter import holds
 from tests.fakes.adapter_contract import check_loads, check_stages, deliver
 from tests.fakes.engine import (
     ATTENTION,
@@ -81,6 +82,35 @@ def test_a_staged_version_is_served_at_its_commit(
 ) -> None:
     first, second = trained(options, 1), trained(options, 2)
     check_stages(replica(size, **options), publish(first), publish(second))
+
+
+def test_a_version_of_another_layout_is_staged_by_its_own_record(publish: Publish) -> None:
+    """The standby copy of the first layout would read the bytes of other tensors."""
+    ranks = replica(1)
+    check_stages(ranks, publish(weights(1)), publish(weights(2)))
+    before, staged = (dict(reversed(weights(version).items())) for version in (3, 4))
+    check_stages(ranks, publish(before), publish(staged))
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, _FP8, torch.float8_e5m2)
+NARROW = [dtype for dtype in FLOATS if dtype.itemsize <= 2]
+
+
+@pytest.mark.parametrize("narrow", NARROW, ids=str)
+@pytest.mark.parametrize("wide", FLOATS, ids=str)
+def test_a_wider_dtype_has_every_value_of_the_narrow_one(wide: torch.dtype, narrow: torch.dtype) -> None:
+    """All bit patterns of the narrow one are tried."""
+    word = torch.uint8 if narrow.itemsize == 1 else torch.int16
+    patterns = torch.arange(1 << 8 * narrow.itemsize).to(word).view(narrow)
+    numbers = patterns.double()
+    same = patterns.to(wide).double() == numbers
+    assert holds(wide, narrow) == bool(same[~numbers.isnan()].all())
+
+
+@pytest.mark.parametrize("narrower", NARROW, ids=str)
+def test_a_narrower_dtype_holds_no_wider_one(narrower: torch.dtype) -> None:
+    assert not holds(narrower, torch.float32)
+    assert not holds(narrower, torch.int8) and not holds(torch.int64, narrower)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
