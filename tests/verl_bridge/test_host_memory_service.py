@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +15,20 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.verl_bridge.host_memory_service import HostMemories, MemoryServices
+from recipe.async_pipeline.verl_bridge.host_memory_service import (
+    CLOSE_S,
+    HostMemories,
+    MemoryServices,
+    close_and_kill,
+)
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.host_memory import Status, this_process
 from recipe.async_pipeline.weight_sync.manifest import Ticket
 from recipe.async_pipeline.weight_sync.receiver import Verdict
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.real_engine
 BUCKET_BYTES = 1 << 20
@@ -155,6 +163,11 @@ class Counting:
 
         return MemoryServices(start, self.ended.append)
 
+    def has_ended(self, *services: Any) -> None:
+        """Wait until these services, and no others, have ended."""
+        until(lambda: len(self.ended) >= len(services), "ended")
+        assert self.ended == list(services)
+
 
 @pytest.fixture
 def counting() -> Counting:
@@ -173,11 +186,72 @@ def test_the_service_of_a_host_that_is_no_longer_used_is_ended(counting: Countin
     services = counting.services()
     first = services.on(["b", "c"], ["a"])
     services.on(["b"], ["a"])
-    assert counting.ended == [first.route.services["c"]]
+    counting.has_ended(first.route.services["c"])
     again = services.on(["b", "c"], ["a"])
     assert again.route.services["c"] != first.route.services["c"], (
         "a replica that returns there gets a new one"
     )
+
+
+class Closable:
+    """Stands for a service that closes at once."""
+
+    def __init__(self) -> None:
+        self.close = self
+
+    def remote(self) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+class Closing:
+    """Stands for a service and for the end of one: notes what is done to it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.log = error, []  # type: ignore[var-annotated]
+        self.close = self
+
+    def remote(self) -> str:
+        self.log.append("close")
+        return "closing"
+
+    def get(self, reference: str, *, timeout: float) -> None:
+        assert reference == "closing"
+        self.log.append(timeout)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [None, GetTimeoutError(), ActorDiedError()])
+def test_a_service_unlinks_its_memory_before_it_is_killed(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Closing(error)
+    monkeypatch.setattr(ray, "get", service.get)
+    monkeypatch.setattr(ray, "kill", lambda killed: service.log.append(killed))
+    close_and_kill(service)
+    assert service.log == ["close", CLOSE_S, service]
+
+
+def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) -> None:
+    released = threading.Event()
+
+    def end(service: Any) -> None:
+        released.wait()
+        counting.ended.append(service)
+
+    services = MemoryServices(lambda node: Closable(), end)
+    services.on(["b"], ["a"])
+    services.on(["a"], ["a"])
+    assert counting.ended == [], "the caller is not held up"
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_soon(released.set)
+        await services.close()
+
+    asyncio.run(main())
+    assert len(counting.ended) == 1
 
 
 def test_a_process_that_has_moved_to_another_host_says_so(

@@ -130,7 +130,11 @@ class DualBufferCheckpointEngine(CheckpointEngine):
         raise WeightSyncError(f"the trainer published no weights within {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """Unlink the arenas at a clean exit; after a kill, the worker's resource tracker does it."""
+        """Unlink the arenas at a clean exit.
+
+        After a kill, the worker's resource tracker does it, or if Ray has killed that too, the next
+        `sweep_orphans` on this host.
+        """
         if self._writer is not None:
             self._writer.close()
         if self._is_master and self._board is not None:

@@ -9,6 +9,7 @@ imports neither verl nor vllm.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,16 +26,17 @@ from ..weight_sync.manifest import Manifest, Ticket, decode, encode
 from ..weight_sync.segment_names import sweep_orphans
 from ..weight_sync.shares import Bucket
 from .object_store_transport import Route
+from .ray_calls import got
 
 CLOSE_S = 10.0
-"""Deadline for a service to unlink its memory at the end of a run."""
+"""Deadline for a service to unlink its memory before it ends."""
 
 
 class HostMemoryService:
     """The actor. Ray restarts it if its process dies; it then receives requested versions again."""
 
     def __init__(self) -> None:
-        # A process of this class that was killed may have left its slots behind.
+        # A process of this class that was killed before it unlinked its slots has left them behind.
         sweep_orphans()
         self._host: str = ray.get_runtime_context().get_node_id()
         self._memory = HostMemory(self._host)
@@ -116,35 +118,56 @@ class MemoryServices:
     def __init__(
         self,
         start: Callable[[str], Any] | None = None,
-        end: Callable[[Any], None] = ray.kill,
+        end: Callable[[Any], None] | None = None,
         *,
         delta: bool = False,
     ) -> None:
-        """`start` maps a Ray node to the handle of a new service there. `delta`: see `Route`."""
+        """`start` maps a Ray node to the handle of a new service there, `end` ends one and may block.
+
+        `delta`: see `Route`.
+        """
         self._delta = delta
-        self._start, self._end = start or start_on, end
+        self._start, self._end = start or start_on, end or close_and_kill
+        self._ending: list[threading.Thread] = []
         self._services: dict[str, Any] = {}
 
     def on(self, nodes: Sequence[str], origins: Sequence[str]) -> HostMemories:
         """Return the services for consumers on `nodes` and training hosts `origins`.
 
-        All calls name the nodes of all consumers: a service on another node has no use and is ended.
+        All calls name the nodes of all consumers: a service on another node has no use and is ended, in a
+        thread.
         """
         for node in (*origins, *nodes):
             if node not in self._services:
                 self._services[node] = self._start(node)
         for node in self._services.keys() - {*origins, *nodes}:
-            self._end(self._services.pop(node))
+            service = self._services.pop(node)
+            ending = threading.Thread(target=self._end, args=(service,), name="end service", daemon=True)
+            self._ending = [thread for thread in self._ending if thread.is_alive()] + [ending]
+            ending.start()
         return HostMemories(Route(dict(self._services), tuple(dict.fromkeys(nodes)), self._delta))
 
     async def close(self) -> None:
         """Have all services unlink their memory; services of lost nodes cannot."""
+        for thread in self._ending:
+            await asyncio.to_thread(thread.join, CLOSE_S)
         services, self._services = list(self._services.values()), {}
         for closing in [service.close.remote() for service in services]:
             with suppress(RayError, WaitTimeout):
                 await within(
                     closing, CLOSE_S, owner="the pipeline", what="a memory service to unlink its memory"
                 )
+
+
+def close_and_kill(service: Any) -> None:
+    """Have a service unlink its memory, then end it. Blocks.
+
+    If it does not answer in time, the next service on its host sweeps its memory.
+    """
+    with suppress(RayError, WaitTimeout):
+        what = "a memory service to unlink its memory"
+        got(service.close.remote(), CLOSE_S, owner="the pipeline", what=what)
+    ray.kill(service)
 
 
 def start_on(node: str) -> Any:

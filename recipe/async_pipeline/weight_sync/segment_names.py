@@ -50,8 +50,9 @@ def open_own(name: str, flags: int = os.O_RDWR) -> int:
 def sweep_orphans() -> list[str]:
     """Unlink segments of processes that are gone; return their names.
 
-    Ray kills a worker together with the tracker that would have cleaned up after it. Only segments of
-    this user and this process namespace are touched.
+    Python's resource tracker unlinks the segments of a process that dies alone. Ray kills a worker together
+    with its tracker; their segments stay until the next process on this host that owns versions starts, or
+    `async-pipeline watch` ends there. Only segments of this user and this process namespace are touched.
     """
     swept = []
     for path in SHM_DIR.glob(f"{PREFIX}{_pid_namespace()}-*"):
