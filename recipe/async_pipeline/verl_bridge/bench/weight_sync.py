@@ -26,6 +26,7 @@ from ...bench.stalls import LIMITS, PUBLICATION
 from ...bench.weight_sync import limits
 from ...bench.weight_sync_jobs import REQUESTS_EACH, VERSIONS, WAYS, WAYS_OF_JOB
 from ..trainer.async_trainer import AsyncPipelineTrainer
+from ..trainer.terminal import say
 
 FIRST = 1
 STEP = 1e-6
@@ -56,6 +57,10 @@ def publishing(trainer: Any) -> Any:
             replicas = manager.get_replicas() if manager else self.rollout_pool.replicas
             servers = [replica.servers[0] for replica in replicas]
             asyncio.run(_run(self.actor_rollout_wg.workers, ways, servers))
+
+        def _note(self, stage: str, event: str, **fields: Any) -> None:
+            """Print what becomes of a replica: without a flow there is no event log."""
+            say(f"{stage}: {event} {fields}")
 
     return Publishing
 
