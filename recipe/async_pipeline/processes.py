@@ -9,7 +9,8 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
@@ -62,10 +63,10 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
+def end_all(pids: Iterable[int], patience_s: float = TERM_S, *, spared: Collection[int] = ()) -> None:
     """Send SIGTERM to the processes, SIGKILL to the survivors after `patience_s`, and reap them.
 
-    Also kills every other descendant of this process.
+    Also kills every other descendant of this process, except for `spared`.
     """
     alive = set(pids)
     for pid in alive:
@@ -77,12 +78,12 @@ def end_all(pids: Iterable[int], patience_s: float = TERM_S) -> None:
         time.sleep(0.05)
 
     # Processes that were started in the meantime are killed as well.
-    for pid in set(descendants(os.getpid())) | alive:
+    for pid in {*_others(spared), *alive}:
         send_signal(pid, signal.SIGKILL)
 
     # A killed process takes a moment to disappear.
     deadline = time.monotonic() + KILL_S
-    while (left := _reap_and_list()) and time.monotonic() < deadline:
+    while (left := _reap_and_list(spared)) and time.monotonic() < deadline:
         for pid in left:
             send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -96,18 +97,16 @@ def send_signal(pid: int, number: int) -> None:
         pass
 
 
-def _reap_and_list() -> list[int]:
+def _others(spared: Collection[int]) -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if pid not in spared]
+
+
+def _reap_and_list(spared: Collection[int]) -> list[int]:
     """Reap ended children; return the PIDs of the remaining descendants."""
-    _reap()
-    return descendants(os.getpid())
-
-
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+    for pid in _others(spared):
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return _others(spared)
 
 
 def _is_alive(pid: int) -> bool:

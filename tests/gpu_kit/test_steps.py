@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,14 @@ def test_a_step_without_end_is_ended_with_its_processes(options: Options) -> Non
     left = Path(f"/proc/{child}/stat")
     # The process that adopted it may not have reaped it yet.
     assert not left.exists() or left.read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_step_ends_no_process_that_was_there_before(options: Options) -> None:
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        run_step(step(WRITES), options)
+        ended = other.poll()
+        other.kill()
+    assert ended is None
 
 
 def test_each_step_is_reported_and_one_failure_ends_no_other(options: Options) -> None:

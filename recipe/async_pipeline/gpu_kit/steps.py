@@ -94,6 +94,7 @@ def run_step(step: Step, options: Options) -> Result:
     log, written = options.folder / f"{step.name}.log", options.folder / f"{step.name}.json"
     written.unlink(missing_ok=True)
     started = time.monotonic()
+    before = frozenset(descendants(os.getpid()))
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             list(step.command(options, written)),
@@ -107,7 +108,7 @@ def run_step(step: Step, options: Options) -> Result:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            end_all([process.pid, *descendants(process.pid)])
+            end_all(set(descendants(os.getpid())) - before, spared=before)
             process.wait()
     seconds = time.monotonic() - started
     found = json.loads(written.read_text(encoding="utf-8")) if written.exists() else None
