@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own models and loaders, rank by rank, keep the contract of engine adapters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import REPOSITORY
+
+
+@pytest.mark.real_engine
+def test_the_contract_of_adapters_holds(tmp_path: Path) -> None:
+    """Four ranks are more than the two heads of keys and values."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fakes.sglang_models", str(tmp_path)],
+        env={**os.environ, "VERL_PLATFORM": "cpu"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
+    assert done.stdout.splitlines() == [f"{name} on {size}" for name in names for size in (1, 2, 4)]
