@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -96,6 +98,16 @@ def test_a_lost_host_has_no_processes(hosts: TwoHosts) -> None:
     hosts.second.lose()
     assert sleeper.wait(10) == -9
     assert hosts.second.is_lost and not hosts.first.is_lost
+
+
+@root_only
+def test_processes_end_with_a_host_whose_holder_was_killed(hosts: TwoHosts) -> None:
+    sleeper = subprocess.Popen([*hosts.second.prefix, "sleep", "100"])
+    until(lambda: Path(f"/proc/{sleeper.pid}/comm").read_text() == "sleep\n", "the process to run there")
+    os.kill(hosts.second.pid, signal.SIGKILL)
+    until(lambda: hosts.second.is_lost, "the host to be lost")
+    hosts.close()
+    assert sleeper.wait(10) == -9
 
 
 def test_without_the_right_to_namespaces_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

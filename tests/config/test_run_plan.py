@@ -115,6 +115,7 @@ def test_in_words(model: Path) -> None:
         "at most 4 of a step's 16 groups have lag 2",
         "holds up a step is given up",
         "updated every 2 steps; requests in flight during an update: keep",
+        "staged in host memory; an engine copies them between two of its steps\n",
         "old log-probs   step s uses version s-1",
         "devices         device    0        9",
         "ref_logp  ##",
@@ -127,6 +128,13 @@ def test_in_words(model: Path) -> None:
     ):
         assert part in text
     assert "device memory" not in text
+
+
+def test_weights_on_devices_and_as_differences(model: Path) -> None:
+    set_to = knobs({"weight_sync.load_staging": "device", "weight_sync.delta": True})
+    text = "\n".join(in_words(planned(config(model), set_to)))
+    assert "staged on the devices during generation" in text
+    assert "; other hosts get differences where they are smaller\n" in text
 
 
 def test_defaults_are_not_printed(model: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,12 +19,14 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, GetTimeoutError
 
 from recipe.async_pipeline.errors import WeightSyncError
+from recipe.async_pipeline.verl_bridge import host_memory_service
 from recipe.async_pipeline.verl_bridge.host_memory_service import (
     CLOSE_S,
     HostMemories,
     MemoryServices,
     close_and_kill,
 )
+from recipe.async_pipeline.verl_bridge.object_store_transport import Route
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, ArenaWriter
 from recipe.async_pipeline.weight_sync.host_memory import Status, this_process
 from recipe.async_pipeline.weight_sync.manifest import Ticket
@@ -252,6 +255,22 @@ def test_a_run_ends_after_the_services_that_it_ends(counting: Counting) -> None:
 
     asyncio.run(main())
     assert len(counting.ended) == 1
+
+
+def test_a_service_that_does_not_respond_holds_up_no_consumer(
+    nodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory_service, "RELEASE_S", 0.01)
+    cancelled = []
+
+    async def main() -> None:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        hung = SimpleNamespace(release=SimpleNamespace(remote=lambda *lease: never))
+        await HostMemories(Route({nodes[0]: hung}, ())).release(this_process("a consumer"), 3)
+        cancelled.append(never.cancelled())
+
+    asyncio.run(main())
+    assert cancelled == [True]
 
 
 def test_a_process_that_has_moved_to_another_host_says_so(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -33,11 +34,7 @@ def kinds(coded: bytes | None) -> list[type]:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_chunks", lambda nbytes, size=64: CHUNKS(nbytes, min(size, 64)))
     monkeypatch.setattr(module, "CHUNK_BYTES", 64)
-
-
-CHUNKS = module._chunks
 
 
 @given(data=st.data(), length=st.integers(1, 300), item=ITEMS)
@@ -103,7 +100,7 @@ def test_each_chunk_gets_the_form_that_suits_it() -> None:
 
 @pytest.mark.parametrize(("far", "size"), [(200, 1), (2000, 2), (80_000, 4)])
 def test_gaps_are_as_wide_as_the_widest(monkeypatch: pytest.MonkeyPatch, far: int, size: int) -> None:
-    monkeypatch.setattr(module, "_chunks", lambda nbytes, chunk=0: CHUNKS(nbytes, 1 << 20))
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1 << 20)
     base, target = np.zeros(100_000, np.uint16), np.zeros(100_000, np.uint16)
     target[[5, 5 + far]] = 7
     coded = difference(base, target, 2)
@@ -186,6 +183,21 @@ def test_what_cannot_be_a_delta_of_the_bucket_is_refused(changes: dict[str, Any]
     described = msgspec.structs.replace(msgspec.msgpack.decode(coded_example(), type=Delta), **changes)
     with pytest.raises(CorruptionError):
         apply(msgspec.msgpack.encode(described), bytes(400), bytearray(400))
+
+
+def test_the_memory_of_a_refused_delta_does_not_depend_on_its_claims() -> None:
+    described = msgspec.structs.replace(
+        msgspec.msgpack.decode(coded_example(), type=Delta), nbytes=10**7, chunk_bytes=1
+    )
+    data, bucket = msgspec.msgpack.encode(described), bytes(10**7)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptionError, match="7 chunks instead of 10000000"):
+            apply(data, bucket, bytearray(bucket))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(bucket)  # the bucket's copy
 
 
 @pytest.mark.parametrize("gap", [40, 2**62, 2**63, 2**64 - 1])

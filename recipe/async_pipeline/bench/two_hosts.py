@@ -62,6 +62,7 @@ class Host:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a signal to this process's group must not reach it
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != "ready\n":
@@ -70,6 +71,9 @@ class Host:
                 f"two hosts need namespaces, which this user must not create: {why}; run as root"
             )
         self.pid = self._holder.pid
+        self._network = os.readlink(f"/proc/{self.pid}/ns/net")
+        self._ended = False
+        """Whether all of its processes have ended: its namespaces are gone, and their ids can be reused."""
 
     @property
     def prefix(self) -> list[str]:
@@ -107,19 +111,23 @@ class Host:
 
     def lose(self) -> None:
         """Cut its network first, so that no process can say goodbye, then kill all of its processes."""
-        with suppress(JobFailed):
-            self.run("ip", "link", "set", "pipeline0", "down")
+        if self._ended:
+            return
+        self._ended = True
+        if not self.is_lost:
+            with suppress(JobFailed):
+                self.run("ip", "link", "set", "pipeline0", "down")
         self.end_processes()
+        self.end_processes()  # which can have begun during the first search
         self._holder.kill()
         self._holder.communicate()
 
     def end_processes(self) -> None:
         """Kill all of its processes, except for the one that keeps its namespaces."""
-        namespace = os.readlink(f"/proc/{self.pid}/ns/net")
         for process in Path("/proc").iterdir():
             if process.name.isdigit() and int(process.name) != self.pid:
                 with suppress(OSError):
-                    if os.readlink(process / "ns" / "net") == namespace:
+                    if os.readlink(process / "ns" / "net") == self._network:
                         os.kill(int(process.name), signal.SIGKILL)
 
     @property
@@ -200,5 +208,4 @@ class TwoHosts:
     def close(self) -> None:
         """End both hosts and all of their processes."""
         for host in (self.second, self.first):
-            if not host.is_lost:
-                host.lose()
+            host.lose()

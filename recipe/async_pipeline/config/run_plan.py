@@ -53,6 +53,9 @@ class Plan:
     straggler: str
     sync_every: int
     in_flight: str
+    load_staging: str
+    delta: bool
+    """Other hosts get differences between versions where that is less."""
     custom_stages: tuple[str, ...]
     """Custom stages, as `module:Class@after->before`."""
     validation: str
@@ -119,6 +122,8 @@ def plan_of(
         straggler=knobs.staleness.straggler,
         sync_every=knobs.weight_sync.every,
         in_flight=knobs.weight_sync.in_flight_policy,
+        load_staging=knobs.weight_sync.load_staging,
+        delta=knobs.weight_sync.delta,
         custom_stages=tuple(knobs.custom_stages),
         validation=_validation(config, knobs),
         placement=placement,
@@ -238,6 +243,7 @@ def in_words(plan: Plan) -> list[str]:
         lines.append(f"custom stages   {', '.join(plan.custom_stages)}")
     lines += [
         f"weights         updated {every}; requests in flight during an update: {plan.in_flight}",
+        f"                staged {_STAGED[plan.load_staging]}{_DELTA if plan.delta else ''}",
         f"validation      {plan.validation}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}",
         f"loss            {plan.loss}",
@@ -256,6 +262,12 @@ def in_words(plan: Plan) -> list[str]:
         lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a standby copy")
     return lines
 
+
+_STAGED = {
+    "host": "in host memory; an engine copies them between two of its steps",
+    "device": "on the devices during generation; an engine exchanges them between two of its steps",
+}
+_DELTA = "; other hosts get differences where they are smaller"
 
 _OLD_LOGP = {
     "trainer": "step s uses version s-1, the trainer's policy before the step",

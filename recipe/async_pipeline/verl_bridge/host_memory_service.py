@@ -28,6 +28,8 @@ from ..weight_sync.shares import Bucket
 from .object_store_transport import Route
 from .ray_calls import got
 
+RELEASE_S = 2.0
+"""Deadline for the end of a lease, which holds up the next load."""
 CLOSE_S = 10.0
 """Deadline for a service to unlink its memory before it ends."""
 
@@ -102,9 +104,17 @@ class HostMemories:
             raise WeightSyncError(f"the memory service of this host is gone: {why}") from error
 
     async def release(self, reader: Reader, version: int) -> None:
-        """End a lease; if the service is gone, so is the lease."""
-        with suppress(RayError):
-            await self._service(ray.get_runtime_context().get_node_id()).release.remote(reader, version)
+        """End a lease. If the service is gone, so is the lease; if it does not respond, the lease ends at its
+        deadline.
+        """
+        service = self._service(ray.get_runtime_context().get_node_id())
+        with suppress(RayError, WaitTimeout):
+            await within(
+                service.release.remote(reader, version),
+                RELEASE_S,
+                owner=reader.name,
+                what=f"the memory service of its host to end the lease of version {version}",
+            )
 
     def _service(self, host: str) -> Any:
         if host not in self.route.services:

@@ -94,7 +94,8 @@ def difference(base: Any, target: Any, item_bytes: int) -> bytes | None:
     if len(old) != len(new) or not len(new):
         return None
     with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
-        coded = list(threads.map(lambda at: _coded(old[at], new[at], item_bytes), _chunks(len(new))))
+        places = _chunks(len(new), CHUNK_BYTES)
+        coded = list(threads.map(lambda at: _coded(old[at], new[at], item_bytes), places))
     size = sum(_size(chunk) for chunk in coded)
     if size > PAYS_BELOW * len(new):
         return None
@@ -116,9 +117,11 @@ def apply(delta: bytes, base: Any, out: Any) -> None:
             )
         if described.item_bytes not in _WORDS:
             raise CorruptionError(f"a delta has elements of {described.item_bytes} bytes")
-        places = list(_chunks(described.nbytes, described.chunk_bytes))
-        if len(places) != len(described.chunks):
-            raise CorruptionError(f"a delta has {len(described.chunks)} chunks instead of {len(places)}")
+        if described.chunk_bytes < 1:
+            raise CorruptionError(f"a delta has chunks of {described.chunk_bytes} bytes")
+        if (chunks := -(-described.nbytes // described.chunk_bytes)) != len(described.chunks):
+            raise CorruptionError(f"a delta has {len(described.chunks)} chunks instead of {chunks}")
+        places = _chunks(described.nbytes, described.chunk_bytes)
         write = partial(_write, described.item_bytes)
         with ThreadPoolExecutor(THREADS, thread_name_prefix="delta") as threads:
             done = threads.map(lambda at, chunk: write(chunk, old[at], new[at]), places, described.chunks)
@@ -132,7 +135,7 @@ def _as_bytes(buffer: Any) -> Words:
     return np.frombuffer(buffer, dtype=np.uint8)
 
 
-def _chunks(nbytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[slice]:
+def _chunks(nbytes: int, chunk_bytes: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk_bytes, nbytes)) for start in range(0, nbytes, chunk_bytes))
 
 
