@@ -61,6 +61,11 @@ def write_model(folder: Path, described: Any) -> None:
             "must not use sparse attention on the CPU platform, got .* with index_topk=2048; use another",
         ),
         (
+            {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": DENSE},
+            f"{MODEL}.path must name a model of text where torchvision is not installed, got .* with a "
+            "vision_config; install the torchvision that matches",
+        ),
+        (
             EXPERTS | {"moe_intermediate_size": 48},
             "must have experts whose width, .*size=1, is a multiple of 32 on the CPU .*, got .* with 48; use",
         ),
@@ -94,6 +99,14 @@ def test_a_model_that_the_engine_can_serve_is_accepted(
     launch: ModuleType, smoke: Smoke, tmp_path: Path, described: Any
 ) -> None:
     write_model(tmp_path / "task" / "model", described)
+    launch.checked(smoke())
+
+
+def test_a_model_with_pictures_is_accepted_where_they_can_be_read(
+    rules: ModuleType, launch: ModuleType, smoke: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: name == "torchvision" or None)
+    write_model(tmp_path / "task" / "model", {"vision_config": {"depth": 2}, "text_config": DENSE})
     launch.checked(smoke())
 
 

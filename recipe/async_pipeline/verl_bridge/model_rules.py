@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def check_model(config: DictConfig) -> None:
     described = described_model(config)
     _check_precision(config, described)
     _check_heads(config, described)
+    _check_pictures(config, described)
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang(config)
         return
@@ -151,6 +153,16 @@ def _check_heads(config: DictConfig, described: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size must divide the model's {heads} attention heads "
             f"(num_attention_heads of its config.json), got {size}; correct it"
+        )
+
+
+def _check_pictures(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if nothing here could read pictures for a model that takes them."""
+    if "vision_config" in described and find_spec("torchvision") is None:
+        raise ConfigError(
+            f"{MODEL}.path must name a model of text where torchvision is not installed, got "
+            f"{config.actor_rollout_ref.model.path!r} with a vision_config; install the torchvision that "
+            "matches your torch, or use another model"
         )
 
 
