@@ -62,6 +62,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/reward/worker_manager.py": "verl_bridge/test_restartable_actors.py",
     # What every dialect does, and each of them, through the contract that all have.
     "gateway/wire.py": "gateway/test_dialects.py",
+    "gateway/task_routes.py": "gateway/test_claims.py",
     **dict.fromkeys(
         (f"gateway/dialects/{n}.py" for n in ("openai_chat", "openai_responses", "anthropic_messages")),
         "gateway/test_dialects.py",
@@ -260,7 +261,10 @@ def test_only_images_need_diffusers(module: str) -> None:
         assert module.startswith(("diffusion/", "toy/image_", "verl_bridge/workers/diffusion_"))
 
 
-SERVES = {"gateway/app.py": {"starlette"}, "gateway/server.py": {"uvicorn"}}
+SERVES = {
+    **dict.fromkeys(("gateway/app.py", "gateway/task_routes.py"), {"starlette"}),
+    "gateway/server.py": {"uvicorn"},
+}
 """The modules that import the optional packages of the gateway, and only in the process that serves."""
 
 

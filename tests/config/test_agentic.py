@@ -11,6 +11,7 @@ from recipe.async_pipeline.config.agentic import (
     OF_BOTH,
     OF_ENVIRONMENTS,
     AgenticConfig,
+    GatewayConfig,
     agent_loop_for,
 )
 from recipe.async_pipeline.config.schema import AsyncPipelineConfig
@@ -26,6 +27,16 @@ def test_all_attempts_must_fit(attempts: int, timeout_s: float, fits: bool) -> N
     else:
         with pytest.raises(ConfigError, match="episode_timeout_s must be below 50, .* got 50; lower it"):
             AsyncPipelineConfig.of(values)
+
+
+def test_external_runners_require_a_folder_and_the_other_way_round() -> None:
+    folder = GatewayConfig(runners_dir="/tmp/runners")
+    assert AgenticConfig(agent="external", gateway=folder).gateway.lease_s == 60
+    for agent, gateway in (("external", GatewayConfig()), ("python a.py", folder)):
+        with pytest.raises(
+            ConfigError, match="agent=external and .*runners_dir require each other, got agent="
+        ):
+            AgenticConfig(agent=agent, gateway=gateway)
 
 
 def test_without_a_limit_any_number_of_attempts_fits() -> None:

@@ -3,12 +3,14 @@
 
     agent                                 gets                                      may give a reward by
     module:function, a coroutine or not   function(task, policy)                    returning a number
+    external                              claimed tasks, outside of the run         reporting it
     anything else: a command              OPENAI_BASE_URL, OPENAI_API_KEY,          printing {"reward": 1.0}
                                           ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,    as its last line
                                           ASYNC_PIPELINE_TASK, a JSON file
 
 A `verify` command runs after the agent, in the agent's folder, and prints the reward; then the agent's own is
-not used. Another kind of runner is a class with `run` and a line in `runner_of`.
+not used. Another kind of runner is a class with `run` and a line in `runner_of`. The one for `external` is in
+`verl_bridge`, because such programs claim their tasks from the gateway.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class AgentSpec:
     """Which agent to run, and what judges it."""
 
     agent: str
-    """`module:function`, or a command."""
+    """`module:function`, external, or a command."""
     verify: str | None = None
     """A command."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class FunctionRunner:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
             raise AgentFailed(f"{type(error).__name__}: {error}") from error
-        reward = _reward(found.get("reward") if isinstance(found, Mapping) else found, AgentFailed)
+        reward = reward_of(found.get("reward") if isinstance(found, Mapping) else found, AgentFailed)
         if self._spec.verify is None:
             return reward
         with Folder() as folder:
@@ -138,7 +140,7 @@ class CommandRunner:
                 raise AgentFailed(finished.in_words())
             if self._spec.verify is not None:
                 return await verified(self._spec, folder, task)
-            return _reward((finished.last_object() or {}).get("reward"), AgentFailed)
+            return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
 class Folder:
@@ -180,7 +182,7 @@ async def verified(spec: AgentSpec, folder: Folder, task: Task) -> float:
     finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.in_words()}")
-    reward = _reward((finished.last_object() or {}).get("reward"), EnvironmentFailed)
+    reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)
     if reward is None:
         raise EnvironmentFailed(
             f'verify must print {{"reward": number}} as its last line, got {finished.stdout[-200:]!r}'
@@ -188,7 +190,8 @@ async def verified(spec: AgentSpec, folder: Folder, task: Task) -> float:
     return reward
 
 
-def _reward(found: Any, error: type[Exception]) -> float | None:
+def reward_of(found: Any, error: type[Exception]) -> float | None:
+    """Return a reward as a number, or None without one. Raises `error` if it is no finite number."""
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):

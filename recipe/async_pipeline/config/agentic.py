@@ -17,6 +17,8 @@ from .paths import OWN, select
 AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 VERLS_AGENT_LOOP, ENVIRONMENT_LOOP, AGENT_LOOP_OF_AGENTS = "single_turn_agent", "environment", "agent_session"
 """verl's default, and the agent loops of `AgenticConfig.environment` and `AgenticConfig.agent`."""
+EXTERNAL = "external"
+"""The agent of which programs outside of the run claim the tasks."""
 OF_BOTH = ("max_turns", "concurrency", "failure_reward")
 """Knobs that have an effect only with `environment` or `agent`."""
 OF_ENVIRONMENTS = ("environment_kwargs", "max_turn_tokens", "isolation", "reset_ahead", "env_timeout_s")
@@ -37,6 +39,12 @@ class GatewayConfig:
     one, and each is a row of training. Further ones are refused."""
     max_body_mb: Limit = 32
     """Largest request, in MiB."""
+    lease_s: Seconds = 60.0
+    """With agent=external: seconds after which a runner that has not renewed its lease counts as dead. Its
+    episode ends as agent_failed."""
+    runners_dir: str | None = None
+    """With agent=external, which requires it: a folder in which each agent loop worker writes a file with its
+    address and the key by which runners claim tasks."""
     keep_alive_s: Seconds = 5.0
     """Seconds between the events that keep a streamed answer open while it is generated."""
 
@@ -57,9 +65,10 @@ class AgenticConfig:
     environment_kwargs: Mapping[str, Any] | None = None
     """Arguments of the environment, plain values. Default: no arguments."""
     agent: str | None = None
-    """Have a program play each response, with the agent loop `agent_session`: `module:function`, or a
-    command. It reaches the policy over HTTP, with the APIs of OpenAI and Anthropic (docs/agents.md).
-    Default: the agent loops that verl's keys and the data set name."""
+    """Have a program play each response, with the agent loop `agent_session`: `module:function`, a command,
+    or external: programs outside of the run claim the tasks. It reaches the policy over HTTP, with the APIs
+    of OpenAI and Anthropic (docs/agents.md). Default: the agent loops that verl's keys and the data set
+    name."""
     agent_env: Mapping[str, Any] | None = None
     """Further environment variables of the command and of `verify`, which otherwise get few of the run's.
     Default: no variables."""
@@ -112,6 +121,11 @@ class AgenticConfig:
             raise ConfigError(
                 f"{self.PATH}.failure_reward must be a finite number, got {self.failure_reward!r}; 0.0 is "
                 "the default"
+            )
+        if (self.agent == EXTERNAL) != (self.gateway.runners_dir is not None):
+            raise ConfigError(
+                f"{self.PATH}.agent={EXTERNAL} and {self.gateway.PATH}.runners_dir require each other, got "
+                f"agent={self.agent!r} and runners_dir={self.gateway.runners_dir!r}; set both"
             )
         if self.redundancy and self.ends.env_failed == "score":
             raise ConfigError(

@@ -10,6 +10,8 @@
     chains            the conversations of a session as rows of tokens
     sessions          one episode's keys, requests, reward and end
     registry          which key opens which session
+    claims            tasks that programs outside of the run claim, with leases
+    task_routes       HTTP for them
     wire              what a dialect reads and writes
     dialects          one module for each
     app, server       HTTP in the event loop of an agent loop worker

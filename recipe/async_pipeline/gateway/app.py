@@ -7,6 +7,10 @@
     POST /v1/session/reward  {"reward": number}               control key   the last one counts
     POST /v1/session/end     {"reason": text}                 control key   idempotent
     GET  /v1/session                                          control key   what happened so far
+    POST /v1/tasks/claim         {"wait_s": number}           run key       a task with its lease, or 204
+    POST /v1/tasks/renew                                      lease         before it expires
+    POST /v1/tasks/finish        {"reward": number or null}   lease         the end
+    POST /v1/tasks/fail          {"why": text}                lease         it cannot be played
 
 Errors have `x-should-retry: false`, because the same request would fail again. An update of the weights, or a
 replica that dies, is no error: the request takes longer.
@@ -27,9 +31,11 @@ from starlette.routing import Route
 
 from ..core.deadline import within
 from ..errors import RequestRefused, WaitTimeout
+from .claims import Claims
 from .dialects import DIALECTS
 from .registry import Sessions
 from .sessions import Reply, Session, TokenReply, digest_of
+from .task_routes import Handler, TaskRoutes, key_of
 from .wire import Dialect, Read, decoded, texts
 
 MODEL = "policy"
@@ -59,11 +65,22 @@ class Gateway:
     """Serves the sessions of a process."""
 
     def __init__(
-        self, sessions: Sessions, *, max_body_bytes: int = 32 << 20, keep_alive_s: float = 5.0
+        self,
+        sessions: Sessions,
+        *,
+        max_body_bytes: int = 32 << 20,
+        keep_alive_s: float = 5.0,
+        claims: Claims | None = None,
     ) -> None:
-        """`keep_alive_s`: seconds between the events that keep a stream open while an answer is written."""
+        """`keep_alive_s`: seconds between the events that keep a stream open while an answer is written;
+        `claims`: the tasks of external runners, if there may be any.
+        """
         self._sessions = sessions
         self._max_body_bytes, self._keep_alive_s = max_body_bytes, keep_alive_s
+        tasks: list[tuple[str, Handler]] = []
+        if claims is not None:
+            of_tasks = TaskRoutes(claims, self._body)
+            tasks = [(name, getattr(of_tasks, name)) for name in ("claim", "renew", "finish", "fail")]
         self.app = Starlette(
             routes=[
                 *(Route(one.path, self._speaking(one), methods=["POST"]) for one in DIALECTS),
@@ -73,6 +90,7 @@ class Gateway:
                 Route("/v1/session", self._handled(self._session), methods=["GET"]),
                 Route("/v1/session/reward", self._handled(self._reward), methods=["POST"]),
                 Route("/v1/session/end", self._handled(self._end), methods=["POST"]),
+                *(Route(f"/v1/tasks/{name}", self._handled(one), methods=["POST"]) for name, one in tasks),
             ]
         )
 
@@ -86,12 +104,13 @@ class Gateway:
 
         return handle
 
-    def _handled(
-        self, handle: Callable[[Request], Awaitable[Any]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _handled(self, handle: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle_or_refuse(request: Request) -> Response:
             try:
-                return Response(msgspec.json.encode(await handle(request)), 200, media_type=JSON)
+                found = await handle(request)
+                if found is None:
+                    return Response(status_code=204)
+                return Response(msgspec.json.encode(found), 200, media_type=JSON)
             except RequestRefused as error:
                 body = {"error": {"message": str(error), "type": "invalid_request_error"}}
                 return Response(msgspec.json.encode(body), error.status, NO_RETRY, JSON)
@@ -190,10 +209,7 @@ class Gateway:
         return {}
 
     def _session_of(self, request: Request, *, controls: bool) -> Session:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("x-api-key", "")
-        return self._sessions.of(key.strip(), controls=controls)
+        return self._sessions.of(key_of(request), controls=controls)
 
     async def _body(self, request: Request) -> bytes:
         parts, size = [], 0

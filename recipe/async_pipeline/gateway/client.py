@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the gateway for agents that work with tokens, with the standard library only: copy the file.
+"""A client of the gateway for agents that work with tokens, and for external runners: copy the file.
+
+It needs the standard library only.
 
 client = Client()                                  # OPENAI_BASE_URL and OPENAI_API_KEY are set
 turn = client.generate([1, 2, 3], max_tokens=16)
 turn.token_ids, turn.log_probs, turn.versions      # of each token
+
+while True:                                        # agentic.agent=external
+    with claimed(runners_dir) as task:             # None: there was no task
+        if task is not None:
+            task.reward = play(task.shown, task.base_url, task.api_key)
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
+import threading
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 
@@ -83,13 +96,105 @@ class Client:
             request = urllib.request.Request(self._base + path, data, headers)
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                    return json.load(answer)
+                    text = answer.read()
+                    return json.loads(text) if text else None
             except urllib.error.HTTPError as error:
                 raise GatewayError(error.code, _message(error.read())) from None
             except OSError:
                 if attempt == self._retries:
                     raise
         raise AssertionError("unreachable")
+
+
+class ClaimedTask:
+    """A task with its lease."""
+
+    def __init__(self, url: str, found: dict[str, Any]) -> None:
+        self.shown: dict[str, Any] = found["task"]
+        """`messages`, `seed` and `task`, as a command finds them in its file."""
+        self.base_url, self.api_key = self.shown.pop("base_url"), self.shown.pop("api_key")
+        self.reward: float | None = None
+        self.lease_s: float = found["lease_s"]
+        self._lease = Client(url, found["lease"])
+
+    def renew(self) -> None:
+        """Renew the lease. Raises GatewayError with the status 410 if it has ended."""
+        self._lease._call("/v1/tasks/renew", {})
+
+    def finish(self) -> None:
+        """Report the reward. Raises as `renew`."""
+        self._lease._call("/v1/tasks/finish", {"reward": self.reward})
+
+    def fail(self, why: str) -> None:
+        """Report that the task cannot be played. Raises as `renew`."""
+        self._lease._call("/v1/tasks/fail", {"why": why})
+
+
+def claim(runners_dir: str | os.PathLike[str], wait_s: float = 10.0) -> ClaimedTask | None:
+    """Return a task of any gateway of the run, or None if none has one. Raises GatewayError.
+
+    `wait_s`: seconds that all gateways together are waited for.
+    """
+    files = sorted(Path(runners_dir).glob("gateway-*.json"))
+    random.shuffle(files)
+    if not files:
+        time.sleep(wait_s)
+    for file in files:
+        try:
+            at = json.loads(file.read_text())
+            found = Client(at["url"], at["key"], retries=0)._call(
+                "/v1/tasks/claim", {"wait_s": wait_s / len(files)}
+            )
+        except (OSError, ValueError):  # that gateway is gone
+            time.sleep(wait_s / len(files))
+            continue
+        if found is not None:
+            return ClaimedTask(at["url"], found)
+    return None
+
+
+@contextmanager
+def claimed(runners_dir: str | os.PathLike[str], wait_s: float = 10.0) -> Iterator[ClaimedTask | None]:
+    """Claim a task, renew its lease while the body plays it, and report its end. Raises as `claim`.
+
+    An error of the body is reported and raised. The end of a task whose lease has ended is not reported.
+    """
+    task = claim(runners_dir, wait_s)
+    if task is None:
+        yield None
+        return
+    over = threading.Event()
+    renewing = threading.Thread(target=_renew, args=(task, over), daemon=True)
+    renewing.start()
+    try:
+        yield task
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}"
+        _report(lambda: task.fail(why))
+        raise
+    else:
+        _report(task.finish)
+    finally:
+        over.set()
+        renewing.join()
+
+
+def _renew(task: ClaimedTask, over: threading.Event) -> None:
+    while not over.wait(task.lease_s / 3):
+        try:
+            task.renew()
+        except GatewayError:
+            return
+        except OSError:
+            continue
+
+
+def _report(end: Callable[[], None]) -> None:
+    try:
+        end()
+    except GatewayError as error:
+        if error.status != 410:
+            raise
 
 
 def _message(body: bytes) -> str:

@@ -7,7 +7,9 @@ import asyncio
 import hashlib
 import json
 import sys
+import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,8 +18,9 @@ from omegaconf import OmegaConf
 
 from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
 from recipe.async_pipeline.agents.runners import Policy
-from recipe.async_pipeline.config.agentic import AgenticConfig
+from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
+from recipe.async_pipeline.gateway.client import claimed
 from recipe.async_pipeline.toy.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
@@ -266,6 +269,28 @@ def test_an_agent_at_a_limit(
 def test_a_last_turn_that_is_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent", response_length=3).play(Engine())
     assert (output.extra_fields[END], len(output.response_ids)) == ("cut_off", 3)
+
+
+def test_a_program_outside_of_the_run_claims_the_episode(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gateway = GatewayConfig(runners_dir=str(tmp_path))
+    table = Table(module, monkeypatch, agent="external", gateway=gateway)
+
+    def plays() -> None:
+        played = False
+        while not played:
+            with claimed(tmp_path, 0.05) as task:
+                if task is not None:
+                    asyncio.run(says(Policy(task.base_url, task.api_key), "first"))
+                    task.reward, played = 0.5, True
+
+    runner = threading.Thread(target=plays, daemon=True)
+    runner.start()
+    (output,) = table.play(Engine())
+    runner.join()
+    assert (output.extra_fields[END], output.reward_score, output.num_turns) == ("done", 0.5, 2)
+    assert list(tmp_path.iterdir()) == [], "its address is gone"
 
 
 def test_what_is_the_agents_fault(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,13 +24,16 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 from ...agents.episodes import DONE
 from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of
+from ...config.agentic import EXTERNAL
 from ...errors import AgentFailed, ConfigError
 from ...gateway.chains import Row
+from ...gateway.claims import Claims
 from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
 from ..run_config import knobs_of
 from .environment_loop import plain, seed_of
 from .episode_attempts import END, WHY, current_attempt
+from .external_runner import Address, ExternalRunner
 from .session_policy import SessionPolicy
 from .version_spans import ROW_SPANS
 
@@ -55,9 +58,11 @@ class Setup:
         if knobs.agent is None:
             raise ConfigError(f"the agent loop {NAME} requires {knobs.PATH}.agent; set it")
         rollout, gateway = config.actor_rollout_ref.rollout, knobs.gateway
-        self.runner: Runner = runner_of(
-            AgentSpec(agent=knobs.agent, verify=knobs.verify, env=dict(knobs.agent_env or {}))
-        )
+        spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=dict(knobs.agent_env or {}))
+        claims = Claims(gateway.lease_s) if knobs.agent == EXTERNAL else None
+        self._claims = claims
+        self._address = None if gateway.runners_dir is None else Address(gateway.runners_dir)
+        self.runner: Runner = runner_of(spec) if claims is None else ExternalRunner(spec, claims)
         self.verifies = knobs.verify is not None
         self.limits = SessionLimits(
             prompt_tokens=int(rollout.prompt_length),
@@ -75,6 +80,7 @@ class Setup:
                 self.sessions,
                 max_body_bytes=gateway.max_body_mb << 20,
                 keep_alive_s=gateway.keep_alive_s,
+                claims=claims,
             ).app
         )
         self._starting = asyncio.Lock()
@@ -84,10 +90,14 @@ class Setup:
         async with self._starting:
             if not self._server.port:
                 await self._server.start()
+                if self._address is not None and self._claims is not None:
+                    await self._address.write(self._server.url, self._claims.key)
         return self._server.url
 
     async def stop(self) -> None:
         """Stop the gateway."""
+        if self._address is not None:
+            self._address.remove()
         await self._server.stop()
 
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's routes for external runners: claim a task, renew its lease, report its end."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from ..errors import RequestRefused
+from .claims import Claims
+from .wire import decoded
+
+Handler = Callable[[Request], Awaitable[Any]]
+MAX_WAIT_S = 60.0
+"""Longest wait for a task in one request, so that no proxy or client gives it up."""
+
+
+class _Claim(msgspec.Struct):
+    wait_s: float = 0.0
+
+
+class _Finish(msgspec.Struct):
+    reward: float | None = None
+
+
+class _Fail(msgspec.Struct):
+    why: str = ""
+
+
+class TaskRoutes:
+    """Each method handles a request. Raises RequestRefused."""
+
+    def __init__(self, claims: Claims, body: Callable[[Request], Awaitable[bytes]]) -> None:
+        self._claims, self._body = claims, body
+
+    async def claim(self, request: Request) -> Any:
+        """Return a task with its lease, or None if there is no task."""
+        if not secrets.compare_digest(key_of(request).encode(), self._claims.key.encode()):
+            raise RequestRefused("this needs the run key", status=401)
+        wait_s = (await self._read(request, _Claim)).wait_s
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise RequestRefused(f"wait_s must be between 0 and {MAX_WAIT_S:g}, got {wait_s}", status=422)
+        found = await self._claims.claim(wait_s)
+        return None if found is None else found._asdict()
+
+    async def renew(self, request: Request) -> Any:
+        """Start the time of a lease again."""
+        self._claims.renew(key_of(request))
+        return {}
+
+    async def finish(self, request: Request) -> Any:
+        """End a task with its reward."""
+        reward = (await self._read(request, _Finish)).reward
+        if reward is not None and not math.isfinite(reward):
+            raise RequestRefused(f"reward must be a finite number, got {reward}", status=422)
+        self._claims.finish(key_of(request), reward)
+        return {}
+
+    async def fail(self, request: Request) -> Any:
+        """End a task that cannot be played."""
+        self._claims.fail(key_of(request), (await self._read(request, _Fail)).why)
+        return {}
+
+    async def _read(self, request: Request, kind: Any) -> Any:
+        return decoded(await self._body(request) or b"{}", kind)
+
+
+def key_of(request: Request) -> str:
+    """Return the key that a request presents."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        key = request.headers.get("x-api-key", "")
+    return key.strip()

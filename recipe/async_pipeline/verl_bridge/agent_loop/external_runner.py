@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runners outside of the run: they find each gateway by a file, claim tasks, and report rewards.
+
+runners_dir/gateway-PID.json   {"url": ..., "key": ...}, readable for the user of the run only
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+from ...agents.runners import AgentSpec, Folder, Policy, Task, reward_of, verified
+from ...errors import AgentFailed
+from ...gateway.claims import ClaimLost, Claims
+from .episode_attempts import current_attempt
+
+
+class ExternalRunner:
+    """Offers each episode to the runners; see `agents.runners.Runner`."""
+
+    def __init__(self, spec: AgentSpec, claims: Claims) -> None:
+        self._spec, self._claims = spec, claims
+
+    async def run(self, task: Task, policy: Policy) -> float | None:
+        """Return the reward that a runner reports. Raises AgentFailed if the runner fails or is gone."""
+        offer = await self._claims.offer({**task.shown, **policy._asdict()})
+        attempt = current_attempt()
+        try:
+            # The wait for a runner is not the episode's.
+            with nullcontext() if attempt is None else attempt.excused():
+                await offer.claimed
+            reward = reward_of(await offer.ended, AgentFailed)
+        except ClaimLost as error:
+            raise AgentFailed(str(error)) from error
+        finally:
+            self._claims.withdraw(offer)
+        if self._spec.verify is None:
+            return reward
+        with Folder() as folder:
+            await folder.make(task)
+            return await verified(self._spec, folder, task)
+
+
+class Address:
+    """The file by which runners find the gateway of this process."""
+
+    def __init__(self, folder: str) -> None:
+        self._file = Path(folder).expanduser() / f"gateway-{os.getpid()}.json"
+
+    async def write(self, url: str, key: str) -> None:
+        """Write it. Raises OSError."""
+        await asyncio.get_running_loop().run_in_executor(None, self._write, {"url": url, "key": key})
+
+    def remove(self) -> None:
+        """Remove it. Idempotent."""
+        self._file.unlink(missing_ok=True)
+
+    def _write(self, content: dict[str, str]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        # The key is in it.
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(content, file)
+        new.replace(self._file)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""External runners: one owner for each task, and a lease that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.core.clock import run_virtual
+from recipe.async_pipeline.errors import RequestRefused
+from recipe.async_pipeline.gateway import client
+from recipe.async_pipeline.gateway.claims import ClaimLost, Claims
+from recipe.async_pipeline.gateway.client import Client, GatewayError, claimed
+
+Serve = Callable[..., Any]
+Play = Callable[[Any], None]
+TASK = {"messages": [], "seed": 3, "base_url": "http://x/v1", "api_key": "k"}
+
+
+def played(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(test())
+
+
+def test_a_task_has_one_owner_and_a_reward() -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        offer = await claims.offer(TASK)
+        first, second = await asyncio.gather(claims.claim(1), claims.claim(1))
+        assert second is None and first is not None and first.task == TASK
+        assert offer.claimed.done() and not offer.ended.done()
+        claims.finish(first.lease, 0.5)
+        assert await offer.ended == 0.5
+        for late in (
+            claims.renew,
+            lambda lease: claims.finish(lease, 1.0),
+            lambda lease: claims.fail(lease, ""),
+        ):
+            with pytest.raises(RequestRefused, match="the lease has ended") as refused:
+                late(first.lease)
+            assert refused.value.status == 410
+
+    played(test)
+
+
+def test_a_runner_waits_for_a_task() -> None:
+    async def test() -> None:
+        claims, loop = Claims(60), asyncio.get_running_loop()
+        waiting = asyncio.create_task(claims.claim(30))
+        await asyncio.sleep(20)
+        await claims.offer(TASK)
+        assert (await waiting) is not None and loop.time() < 30
+
+    played(test)
+
+
+def test_a_lease_that_is_renewed_does_not_expire_and_another_one_does() -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        offer = await claims.offer(TASK)
+        found = await claims.claim(1)
+        assert found is not None and found.lease_s == 60
+        for _ in range(10):
+            await asyncio.sleep(50)
+            claims.renew(found.lease)
+        await asyncio.sleep(59)
+        assert not offer.ended.done()
+        with pytest.raises(ClaimLost, match="not renewed its lease for 60 s"):
+            await offer.ended
+        with pytest.raises(RequestRefused, match="the lease has ended"):
+            claims.renew(found.lease)
+
+    played(test)
+
+
+def test_a_task_that_is_not_needed_any_more_is_neither_claimed_nor_finished() -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        offered, leased = await claims.offer(TASK), await claims.offer(TASK)
+        claims.withdraw(offered)
+        found = await claims.claim(0)
+        assert found is not None and leased.claimed.done()
+        for _ in range(2):
+            claims.withdraw(leased)
+        with pytest.raises(RequestRefused, match="the lease has ended"):
+            claims.finish(found.lease, 1.0)
+        assert await claims.claim(0) is None
+
+    played(test)
+
+
+def test_a_runner_that_cannot_play_says_why() -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        offer = await claims.offer(TASK)
+        found = await claims.claim(0)
+        assert found is not None
+        claims.fail(found.lease, "no sandbox")
+        with pytest.raises(ClaimLost, match="its runner reports: no sandbox"):
+            await offer.ended
+
+    played(test)
+
+
+async def in_thread(call: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, call, *args)
+
+
+def test_the_client_claims_renews_and_finishes(
+    serve: Serve, play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewed: list[str] = []
+    enough = threading.Event()
+
+    async def test() -> None:
+        # The client renews often, and the lease does not expire however slow the machine is.
+        claims = Claims(0.03)
+        monkeypatch.setattr(claims, "_schedule", lambda lease, offer: None)
+        renew = claims.renew
+
+        def noted(lease: str) -> None:
+            renew(lease)
+            renewed.append(lease)
+            if len(renewed) == 3:
+                enough.set()
+
+        monkeypatch.setattr(claims, "renew", noted)
+        async with serve(claims=claims) as at:
+            (tmp_path / "gateway-1.json").write_text(json.dumps({"url": at.url, "key": claims.key}))
+            (tmp_path / "gateway-2.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "key": "k"}))
+            offer = await claims.offer(TASK)
+
+            def plays() -> None:
+                while True:
+                    with claimed(tmp_path, 0.02) as task:
+                        if task is None:
+                            continue
+                        assert (task.shown, task.base_url) == ({"messages": [], "seed": 3}, "http://x/v1")
+                        assert enough.wait(50)
+                        task.reward = 0.25
+                    return
+
+            await in_thread(plays)
+            assert await offer.ended == 0.25
+
+            broken = await claims.offer(TASK)
+
+            def breaks() -> None:
+                found = None
+                while found is None:
+                    found = client.claim(tmp_path, 0.02)
+                found.fail("ValueError: a bug")
+
+            await in_thread(breaks)
+            with pytest.raises(ClaimLost, match="ValueError: a bug"):
+                await broken.ended
+
+    play(test)
+
+
+def test_only_the_run_key_claims_and_only_finite_rewards_are_taken(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        async with serve(claims=claims) as at:
+            await claims.offer(TASK)
+
+            def refused(key: str, path: str, body: Any) -> int:
+                with pytest.raises(GatewayError) as error:
+                    Client(at.url, key)._call(path, body)
+                return error.value.status
+
+            def tries() -> list[int]:
+                keys = at.session.keys
+                found = [refused(key, "/v1/tasks/claim", {}) for key in (keys.model, keys.control, "none")]
+                lease = Client(at.url, claims.key)._call("/v1/tasks/claim", {})["lease"]
+                return [
+                    *found,
+                    refused(claims.key, "/v1/tasks/claim", {"wait_s": 1e9}),
+                    refused(lease, "/v1/chat/completions", {}),
+                    refused(lease, "/v1/tasks/finish", {"reward": "much"}),
+                    refused(claims.key, "/v1/tasks/finish", {"reward": 1.0}),
+                ]
+
+            assert await in_thread(tries) == [401, 401, 401, 422, 401, 400, 410]
+
+    play(test)
+
+
+def test_without_external_runners_there_are_no_tasks(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve() as at:
+            with pytest.raises(GatewayError) as refused:
+                await in_thread(Client(at.url, "k")._call, "/v1/tasks/claim", {})
+            assert refused.value.status == 404
+
+    play(test)

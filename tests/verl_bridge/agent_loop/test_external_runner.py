@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An episode is offered to runners outside of the run, and its reward is what they report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task
+from recipe.async_pipeline.errors import AgentFailed, RequestRefused
+from recipe.async_pipeline.gateway.claims import Claims
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+TASK, POLICY = Task({"messages": [], "seed": 3, "task": {}}, {}), Policy("http://x/v1", "k")
+
+
+@pytest.fixture(scope="module")
+def module(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.agent_loop.external_runner")
+
+
+def with_runner(
+    module: ModuleType, runs: Callable[[Any, Claims, str], Coroutine[Any, Any, None]], **spec: Any
+) -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        runner = module.ExternalRunner(AgentSpec(agent="external", **spec), claims)
+        running = asyncio.create_task(runner.run(TASK, POLICY))
+        found = await claims.claim(30)
+        assert found is not None
+        assert found.task == {**TASK.shown, "base_url": "http://x/v1", "api_key": "k"}
+        await runs(running, claims, found.lease)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_the_reward_is_what_the_runner_reports(module: ModuleType) -> None:
+    async def runs(running: Any, claims: Claims, lease: str) -> None:
+        claims.finish(lease, 0.5)
+        assert await running == 0.5
+
+    with_runner(module, runs)
+
+
+def test_a_command_verifies_what_the_runner_did(module: ModuleType) -> None:
+    async def runs(running: Any, claims: Claims, lease: str) -> None:
+        claims.finish(lease, 0.5)
+        assert await running == -1.0
+
+    with_runner(module, runs, verify="echo '{\"reward\": -1}'")
+
+
+def test_a_runner_that_fails_is_an_agent_that_failed(module: ModuleType) -> None:
+    async def runs(running: Any, claims: Claims, lease: str) -> None:
+        claims.fail(lease, "no sandbox")
+        with pytest.raises(AgentFailed, match="its runner reports: no sandbox"):
+            await running
+
+    with_runner(module, runs)
+
+
+def test_an_episode_that_is_given_up_ends_the_lease(module: ModuleType) -> None:
+    async def runs(running: Any, claims: Claims, lease: str) -> None:
+        running.cancel()
+        await asyncio.wait({running})
+        with pytest.raises(RequestRefused, match="the lease has ended"):
+            claims.renew(lease)
+
+    with_runner(module, runs)
+
+
+def test_the_address_is_readable_for_its_owner_only(module: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "runners"
+    address = module.Address(str(folder))
+    for url in ("http://a", "http://b"):
+        asyncio.run(address.write(url, "secret"))
+        (file,) = folder.iterdir()
+        assert json.loads(file.read_text()) == {"url": url, "key": "secret"}
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for _ in range(2):
+        address.remove()
+    assert list(folder.iterdir()) == []
