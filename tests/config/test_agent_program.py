@@ -11,7 +11,7 @@ import pytest
 
 from recipe.async_pipeline.config import agent_program
 from recipe.async_pipeline.config.agent_program import program_values, runnable
-from recipe.async_pipeline.config.agentic import AgenticConfig
+from recipe.async_pipeline.config.agentic import EXTERNAL, AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import ConfigError
 
 AGENT, VERIFY = f"{AgenticConfig.PATH}.agent", f"{AgenticConfig.PATH}.verify"
@@ -35,6 +35,14 @@ def test_files_of_commands_become_absolute(tmp_path: Path, monkeypatch: pytest.M
 def test_functions_stay_as_they_are() -> None:
     assert program_values(AgenticConfig()) == {}
     assert program_values(AgenticConfig(agent="json:loads")) == {}
+
+
+def test_external_runners_are_no_program_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = program_values(
+        AgenticConfig(agent=EXTERNAL, verify=sys.executable, gateway=GatewayConfig(runners_dir="runners"))
+    )
+    assert found == {f"{GatewayConfig.PATH}.runners_dir": str(tmp_path / "runners"), VERIFY: sys.executable}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the program of `agentic.agent` and `agentic.verify` before a run starts."""
+"""Check the programs of `agentic.agent` and `agentic.verify` before a run starts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from ..agents.runners import is_function
 from ..errors import ConfigError
-from .agentic import AgenticConfig
+from .agentic import EXTERNAL, AgenticConfig, GatewayConfig
 from .user_classes import find_module
 
 PACKAGES = ("starlette", "uvicorn")
 
 
 def program_values(agentic: AgenticConfig) -> dict[str, str]:
-    """Return the values of the keys that name commands, by path, with files as absolute paths.
+    """Return the values of the keys that name commands or folders, by path, with files as absolute paths.
 
     Commands run in the folders of their episodes, so a relative path would lead nowhere. Raises ConfigError
     if there is no such function or program, or a package is missing.
@@ -28,7 +28,10 @@ def program_values(agentic: AgenticConfig) -> dict[str, str]:
     if any(find_spec(name) is None for name in PACKAGES):
         raise ConfigError(f"{path} requires {', '.join(PACKAGES)}; pip install async_pipeline[agentic]")
     values = {}
-    if is_function(agentic.agent):
+    if agentic.agent == EXTERNAL:
+        folder = Path(agentic.gateway.runners_dir or "").expanduser().absolute()
+        values[f"{GatewayConfig.PATH}.runners_dir"] = str(folder)
+    elif is_function(agentic.agent):
         find_module(agentic.agent, path)
     else:
         values[path] = runnable(agentic.agent, path)
