@@ -66,16 +66,19 @@ def one(turns: int | None = 2, end: str = DONE, attempts: int = 1) -> Trajectory
 
 
 def groups(*trajectories: Trajectory, redundant: int = 0) -> list[Group]:
-    return [Group(uid="a", step=1, trajectories=trajectories, redundant=redundant)]
+    episodes = tuple(replace(found, key=f"a_{i}_0") for i, found in enumerate(trajectories))
+    return [Group(uid="a", step=1, trajectories=episodes, redundant=redundant)]
 
 
 def test_an_episode_with_several_conversations_counts_once() -> None:
     keys = ["u_0_0", "u_0_1", "u_0_2", "u_1_0", "u_10_0"]
-    rows = [replace(one(4), key=key) for key in keys]
+    rows = tuple(replace(one(4), key=key) for key in keys)
     assert [found.key for found in last_responses(rows)] == ["u_0_2", "u_1_0", "u_10_0"]
-    found = metrics_of(groups(*rows))
+    found = metrics_of([Group(uid="u", step=1, trajectories=rows)])
     assert (found["agentic/episodes"], found["agentic/conversations"]) == (3.0, 5.0)
     assert found["agentic/end/done"] == 3.0
+    assert found["agentic/turns/mean"] == pytest.approx(20 / 3)
+    assert found["agentic/turns/max"] == 12.0
 
 
 @pytest.mark.parametrize("turns", [None, 2])

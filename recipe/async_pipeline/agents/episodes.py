@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 from ..core.items import Group, Trajectory
-from ..core.session_keys import last_keys
+from ..core.session_keys import episode_of, last_keys
 
 Action = Literal["train", "score", "again", "drop"]
 Blame = Literal["policy", "environment", "agent", "unknown", "none"]
@@ -117,7 +117,7 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     rows = [one for group in step for one in group.trajectories]
     found = [one for group in step for one in last_responses(group.trajectories)]
     redundant = sum(group.redundant for group in step)
-    turns = [one.turns for one in rows if one.turns is not None]
+    turns = _turns_of_episodes(rows)
     repeated = sum(one.attempts - 1 for one in found)
     incidents = repeated or redundant or any(one.end != DONE for one in found)
     if not incidents and max(turns, default=0) <= 2:
@@ -134,3 +134,13 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     if turns:
         metrics |= {"agentic/turns/mean": sum(turns) / len(turns), "agentic/turns/max": float(max(turns))}
     return metrics
+
+
+def _turns_of_episodes(rows: Iterable[Trajectory]) -> list[int]:
+    """Return the turns of each episode whose turns are known. Each answer is in one of its conversations."""
+    turns: dict[str, int] = {}
+    for one in rows:
+        if one.turns is not None:
+            episode = episode_of(one.key)
+            turns[episode] = turns.get(episode, 0) + one.turns
+    return [*turns.values()]

@@ -12,6 +12,12 @@ def last_keys(keys: Iterable[str]) -> set[str]:
     return {key for key in found if _following(key) not in found}
 
 
+def episode_of(key: str) -> str:
+    """Return what the keys of an episode have in common; a key of another form is an episode by itself."""
+    episode, _, index = key.rpartition("_")
+    return episode if index.isdecimal() else key
+
+
 def _following(key: str) -> str:
     """Return the key of the next response of the same episode, or an empty text for other keys."""
     episode, _, index = key.rpartition("_")
