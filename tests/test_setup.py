@@ -55,13 +55,17 @@ def imported() -> Iterator[tuple[str, str]]:
 
 
 def test_requirements_and_imports_match() -> None:
-    required = {name for kind in ("INSTALL", "BENCH", "AGENTIC") for name in lists()[f"{kind}_REQUIRES"]}
+    required = {
+        name for kind in ("INSTALL", "BENCH", "AGENTIC", "DIFFUSION") for name in lists()[f"{kind}_REQUIRES"]
+    }
     needed = {DISTRIBUTIONS.get(name, name): where for name, where in imported() if name not in STACK}
     assert set(needed) - required == set(), f"imported, not required: {needed}"
     assert required - set(needed) == set(), "required, never imported"
 
 
-@pytest.mark.parametrize("name", ["INSTALL_REQUIRES", "BENCH_REQUIRES", "AGENTIC_REQUIRES", "DEV_REQUIRES"])
+@pytest.mark.parametrize(
+    "name", [f"{kind}_REQUIRES" for kind in ("INSTALL", "BENCH", "AGENTIC", "DIFFUSION", "DEV")]
+)
 def test_the_lock_file_has_the_same_requirements(name: str) -> None:
     text = (REPOSITORY / "run_scripts" / "cpu.in.txt").read_text(encoding="utf-8")
     listed = {re.split(r"[\s=<>\[]", line)[0].lower() for line in text.splitlines()}

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's FSDP2 engine trains a transformer of diffusers: the sampler's log-probs, the step by hand, two ranks
+as one, and weights that a rollout proves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.errors import ConfigError
+from tests import REPOSITORY
+from tests.conftest import Load
+
+pytestmark = pytest.mark.real_engine
+pytest.importorskip("diffusers")
+LIMIT_S = 1800.0
+"""Ranks import verl first."""
+ENVIRONMENT = {
+    **os.environ,
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+}
+Cell = list[dict[str, Any]]
+"""What each rank saved."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `diffusion_ranks.py` has filled."""
+    path = tmp_path_factory.mktemp("meet")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verl_bridge.diffusion_ranks", str(path)],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    failed = {
+        name: text
+        for name, of_ranks in json.loads(done.stdout.splitlines()[-1]).items()
+        for text in of_ranks.values()
+        if "Traceback" in text
+    }
+    assert not failed, failed
+    return path
+
+
+def cell(folder: Path, name: str) -> Cell:
+    kind, _, count = name.partition("@")
+    return [torch.load(folder / f"{kind}@{count}-{rank}.pt") for rank in range(int(count))]
+
+
+def joined(of_ranks: Cell, name: str) -> torch.Tensor:
+    return torch.cat([one[name] for one in of_ranks])
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_trainer_finds_the_log_probs_of_the_sampler(folder: Path, count: int) -> None:
+    """Bit for bit, so that every ratio of the first step is exactly 1."""
+    found = cell(folder, f"full@{count}")
+    assert torch.equal(joined(found, "before"), joined(found, "sampled"))
+    assert joined(found, "before").shape == (16, 3)
+
+
+def test_a_step_is_the_step_of_flow_grpo(folder: Path) -> None:
+    (trained,), by_hand = cell(folder, "full@1"), torch.load(folder / "by_hand.pt")
+    assert trained["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-5)
+    assert furthest(trained["weights"], by_hand["weights"]) < 1e-6
+    assert float((joined([trained], "after") - joined([trained], "before")).abs().max()) > 1e-6, "it trained"
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_two_ranks_are_one(folder: Path, kind: str) -> None:
+    one, two = cell(folder, f"{kind}@1"), cell(folder, f"{kind}@2")
+    torch.testing.assert_close(joined(two, "before"), joined(one, "before"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(joined(two, "after"), joined(one, "after"), rtol=0, atol=1e-6)
+    assert two[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
+    assert furthest(two[0]["weights"], one[0]["weights"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["full@1", "full@2", "lora@1", "lora@2"])
+def test_a_rollout_loads_and_proves_what_was_trained(folder: Path, name: str) -> None:
+    """Its log-probs are the trainer's after the step, not those before."""
+    for of_rank in cell(folder, name):
+        assert of_rank["proved"] == [of_rank["published"]]
+        torch.testing.assert_close(of_rank["of_rollout"], of_rank["after"], rtol=0, atol=1e-6)
+        assert float((of_rank["of_rollout"] - of_rank["before"]).abs().max()) > 1e-6
+
+
+def test_an_adapter_trains_nothing_else(folder: Path) -> None:
+    (lora,), before = cell(folder, "lora@1"), torch.load(folder / "by_hand.pt")["weights"]
+    adapter = {name for name in lora["weights"] if ".lora_" in name}
+    assert lora["published"] == len(adapter) > 0
+    frozen = next(name for name in before if name.endswith("attn.to_q.bias"))
+    kept = lora["weights"][f"base_model.model.{frozen.replace('.bias', '.base_layer.bias')}"]
+    from tests.fakes.tiny_flow import tiny_sd3
+
+    assert torch.equal(kept, tiny_sd3(0).state_dict()[frozen])
+    assert not torch.equal(kept, before[frozen]), "training all weights changes it"
+
+
+# The columns.
+
+
+@pytest.fixture(scope="module")
+def engine(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.workers.diffusion_engine")
+
+
+def test_values_are_where_a_language_model_has_them(engine: ModuleType) -> None:
+    """One place early, as the log-prob of a token comes from the output of the token before it."""
+    nested = engine.as_verl_has_them(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [3, 1])
+    assert [row.tolist() for row in nested.unbind()] == [[0, 0, 1, 2, 0], [3, 4, 0]]
+
+
+def test_windows_of_one_size_are_required(engine: ModuleType) -> None:
+    latents = torch.zeros(2, 4, 1, 1, 1)
+    nested = torch.nested.as_nested_tensor(
+        [torch.tensor([0, 1, 2]), torch.tensor([4, 5, 6])], layout=torch.jagged
+    )
+    assert engine.steps_of(nested, latents).tolist() == [[0, 1, 2], [4, 5, 6]]
+    assert engine.steps_of(torch.arange(6).view(2, 3), latents).tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ConfigError, match="2 samples with 4 latents each must have 3 SDE steps each, got 4"):
+        engine.steps_of(torch.arange(4).view(2, 2), latents)
+
+
+def test_conditions_have_the_names_of_the_family(engine: ModuleType) -> None:
+    batch = {"latents": torch.zeros(1), "condition_pooled_projections": torch.ones(1)}
+    assert engine.conditions_of(batch) == {"pooled_projections": torch.ones(1)}
