@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,35 +18,23 @@ from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 from recipe.async_pipeline.strategies import OneStepOff as OneStepOffSchedule
 from recipe.async_pipeline.verl_bridge.agent_loop.agent_session_loop import AgentSessionLoop
 from recipe.async_pipeline.verl_bridge.agent_loop.environment_loop import EnvironmentLoop
+from recipe.async_pipeline.verl_bridge.agent_loop.seeded_loop import seed_of
 from recipe.async_pipeline.verl_bridge.trainer.async_trainer import AsyncPipelineTrainer
 from tests.e2e.job import STRAGGLES_S, UPDATE_S
-
-
-def _seed_of(row: Mapping[str, Any]) -> int:
-    return (int(row["global_steps"]) * 10_007 + int(row["index"])) * 101 + int(row["session_id"])
-
-
-class SeededLoop(SingleTurnAgentLoop):  # type: ignore[misc]
-    """One turn, whose sampling depends on the prompt, the batch it was drawn in and the answer's number
-    alone.
-    """
-
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)
 
 
 class SeededEpisodes(EnvironmentLoop):  # type: ignore[misc]
     """An episode in an environment, whose sampling depends on the same."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)
+        return await super().run({**sampling_params, "seed": seed_of(kwargs)}, **kwargs)
 
 
 class SeededSessions(AgentSessionLoop):  # type: ignore[misc]
     """A program that plays over HTTP, whose answers are sampled so that they depend on the same."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        return await super().run({**sampling_params, "seed": _seed_of(kwargs)}, **kwargs)
+        return await super().run({**sampling_params, "seed": seed_of(kwargs)}, **kwargs)
 
 
 class StragglerLoop(SingleTurnAgentLoop):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from recipe.async_pipeline.gpu_kit.ladder import LOOP
 from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.e2e.job import Job, processes_of, smoke_command
 from tests.e2e.weights import saved_weights
@@ -41,7 +42,7 @@ def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
 
 def command(folder: Path, strategy: str, *overrides: str, steps: int = STEPS) -> list[str]:
     agents = folder / "agents.json"
-    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": LOOP}]))
     return smoke_command(
         f"async_strategy={strategy}",
         f"trainer.total_training_steps={steps}",

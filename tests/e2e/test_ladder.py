@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from recipe.async_pipeline.gpu_kit.ladder import COMPARED, LOOP
 from tests.e2e.job import ROOT, check_clean_end, check_events, run_job, smoke_command
 from tests.e2e.weights import assert_same_weights, saved_weights
 
@@ -24,13 +25,6 @@ pytestmark = pytest.mark.e2e
 STEPS = 5
 FOLDER, LOSS = "ASYNC_PIPELINE_LOG_PROBS", "probed"
 """As in `probed_loss`, which imports verl."""
-COMPARED = (
-    "actor/pg_loss",
-    "actor/grad_norm",
-    "critic/score/mean",
-    "critic/advantages/max",
-    "response_length/mean",
-)
 TOLERANCE = 1e-5
 TWO_ENGINES = 1e-4
 MEGATRON = "training_engine=megatron"
@@ -67,7 +61,7 @@ def run(tied_task: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def _train(strategy: str, overrides: tuple[str, ...], task: Path, folder: Path) -> Outcome:
     agents = folder / "agents.json"
-    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": LOOP}]))
     stock = strategy == "verl"
     common = [
         f"trainer.total_training_steps={STEPS}",

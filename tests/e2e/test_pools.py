@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from recipe.async_pipeline.gpu_kit.ladder import LOOP
 from tests import FAKES
 from tests.e2e.conftest import StartNodes
 from tests.e2e.job import Job, check_clean_end, check_events, run_job, smoke_command
@@ -152,7 +153,7 @@ def test_the_layout_changes_no_result(tied_task: Path, tmp_path: Path, trained: 
         compared = ("shared", "apart")
         more = (*ADAPTERS, f"actor_rollout_ref.model.lora_adapter_path={path}")
     agents = tmp_path / "agents.json"
-    agents.write_text(json.dumps([{"name": "seeded", "_target_": "tests.e2e.parts.SeededLoop"}]))
+    agents.write_text(json.dumps([{"name": "seeded", "_target_": LOOP}]))
     seeded = (
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",

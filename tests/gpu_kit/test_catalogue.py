@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -86,24 +86,31 @@ def test_a_checkpoint_of_the_user_takes_the_place_of_the_toy_model(options: Opti
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [(), ("model_engine=megatron",)])
-def test_the_settings_of_the_jobs_on_gpus_are_accepted(options: Options, engine: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("step", "replicas"),
+    [
+        (catalogue.job, "1 replica of 2 devices"),
+        (catalogue.megatron_job, "1 replica of 2 devices"),
+        (catalogue.ladder, "2 replicas of 1 device"),
+    ],
+)
+def test_the_settings_of_the_jobs_on_gpus_are_accepted(
+    options: Options, step: Callable[..., Sequence[str]], replicas: str
+) -> None:
     pytest.importorskip("verl")
     model = REPOSITORY / "tests"  # a folder that exists; no model is read before the run
-    command = catalogue.training(
-        replace(options, model=str(model)), options.folder / "job.json", "vllm", *engine
-    )
+    command = step(replace(options, model=str(model)), options.folder / "job.json")
     settings = [one for one in command[command.index("--config-path") :] if one != "+async_pipeline=True"]
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     done = subprocess.run(
-        [*catalogue.OWN, "explain", *settings],
+        [*catalogue.OWN, "explain", *settings, "actor_rollout_ref.rollout.name=vllm"],
         env={**environment, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "generate: 1 replica of 2 devices" in done.stdout
+    assert f"generate: {replicas}" in done.stdout
 
 
 def test_figures_of_the_copies_are_shares_of_the_link() -> None:

@@ -19,6 +19,22 @@ OF_SUMMARY = (
 )
 SIZES = {"cuda": "1", "cpu": "0.06"}
 """GiB of weights for the copies."""
+TOLERANCES = {"cuda": "1e-3", "cpu": "1e-5"}
+"""Of the ladder: kernels of GPUs add up in an order that depends on the batch."""
+EXACT = {
+    "cuda": (
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        # The sync trainer generates on the devices that train, which may be fewer.
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    ),
+    "cpu": (
+        # verl's loader cannot repair what vLLM's layers repack on a CPU; this package's can.
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls="
+        "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension",
+    ),
+}
+"""Settings with which two trainers can be compared, by device."""
 
 
 def missing_device(options: Options) -> str | None:
@@ -87,26 +103,45 @@ def weight_updates(options: Options, written: Path) -> Sequence[str]:
     return (*OWN, "bench", "weight-sync", *sizes, "--json", str(written))
 
 
+def ladder(options: Options, written: Path) -> Sequence[str]:
+    folder = options.folder / f"{written.stem}-runs"
+    compare = (sys.executable, "-m", "recipe.async_pipeline.gpu_kit.ladder", "--folder", str(folder))
+    limits = ("--tolerance", TOLERANCES[options.device], "--json", str(written))
+    settings = (*task_settings(options), *EXACT[options.device])
+    task = f"ASYNC_PIPELINE_TASK={options.task()}"
+    return ("env", task, *compare, *limits, "--", *hydra_options(options), *settings)
+
+
 def training(options: Options, written: Path, engine: str, *more: str) -> Sequence[str]:
     """Return the command of a short run, whose summary becomes the figures."""
     run_dir = options.folder / f"{written.stem}-run"
-    overrides = (
+    settings = (
+        *task_settings(options),
         f"actor_rollout_ref.rollout.name={engine}",
         f"trainer.total_training_steps={JOB_STEPS}",
         f"trainer.v1.async_pipeline.run_dir={run_dir}",
         *more,
     )
-    name = "smoke_cpu" if options.device == "cpu" else "train"
-    if options.device == "cuda":
-        overrides = (*on_gpus(options), *overrides)
-    elif options.model:
-        overrides = (f"actor_rollout_ref.model.path={options.model}", *overrides)
-    config = ("--config-path", str(options.configs), "--config-name", name, "+async_pipeline=True")
-    command = (*OWN, "watch", "--", sys.executable, "-m", "verl.trainer.main_ppo", *config, *overrides)
+    switched_on = (*hydra_options(options), "+async_pipeline=True")
+    run = (sys.executable, "-m", "verl.trainer.main_ppo", *switched_on, *settings)
     # On success only: a run that fails has a summary too.
     copied = '"${@:3}" && cp "$1" "$2"'
     task = f"ASYNC_PIPELINE_TASK={options.task()}"
-    return ("env", task, "bash", "-c", copied, "-", str(run_dir / "summary.json"), str(written), *command)
+    files = (str(run_dir / "summary.json"), str(written))
+    return ("env", task, "bash", "-c", copied, "-", *files, *OWN, "watch", "--", *run)
+
+
+def hydra_options(options: Options) -> tuple[str, ...]:
+    """Return the options of hydra that choose the configuration."""
+    name = "smoke_cpu" if options.device == "cpu" else "train"
+    return ("--config-path", str(options.configs), "--config-name", name)
+
+
+def task_settings(options: Options) -> tuple[str, ...]:
+    """Return what the small task changes in the configuration."""
+    if options.device == "cuda":
+        return on_gpus(options)
+    return (f"actor_rollout_ref.model.path={options.model}",) if options.model else ()
 
 
 def on_gpus(options: Options) -> tuple[str, ...]:
@@ -152,6 +187,10 @@ def of_job(found: Any) -> Figures:
     return {name: found[name] for name in OF_SUMMARY if name in found}
 
 
+def of_ladder(found: Any) -> Figures:
+    return {"tolerance": found["tolerance"], **{k: f"{v:.1e}" for k, v in found["differences"].items()}}
+
+
 def of_weight_updates(found: Any) -> Figures:
     (ways,) = found["replicas"].values()
     return {
@@ -185,6 +224,14 @@ STEPS: tuple[Step, ...] = (
         limit_s=300.0,
         command=delivery,
         missing=missing_device,
+    ),
+    Step(
+        name="ladder",
+        shows="on_policy trains what verl's sync trainer trains, up to rounding",
+        limit_s=1200.0,
+        command=ladder,
+        missing=missing_for_job,
+        figures=of_ladder,
     ),
     Step(
         name="job",
