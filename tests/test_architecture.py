@@ -100,6 +100,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/bench/weight_sync_worker.py": "e2e/test_bench.py",
     "verl_bridge/bench/probe.py": "e2e/test_bench.py",
     "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",
+    "weight_sync/standby_version.py": "weight_sync/test_standby_copy.py",
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
     "verl_bridge/rollout/sglang/replica.py": "e2e/test_sglang.py",
     "verl_bridge/rollout/sglang/server.py": "e2e/test_sglang.py",

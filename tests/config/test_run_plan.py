@@ -73,6 +73,9 @@ def test_a_standby_copy_costs_its_share_of_the_weights_on_each_device(model: Pat
         planned(config(model, dtype="float32"), knobs({"weight_sync.load_staging": "device"})).spare_bytes
         == 2 * 10**6
     )
+    fp8 = config(model, quantization="fp8")
+    on_devices = knobs({"weight_sync.load_staging": "device"})
+    assert planned(fp8, on_devices).spare_bytes == 10**6, "a byte per parameter, on each rank"
 
 
 @pytest.mark.parametrize(

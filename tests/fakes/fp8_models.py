@@ -20,6 +20,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected
 from recipe.async_pipeline.weight_sync.manifest import TensorEntry
 from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
+from recipe.async_pipeline.weight_sync.standby_conversion import Convert
 from tests.fakes.vllm_models import as_rank, config_of
 
 QUANTIZED = {
@@ -81,6 +82,9 @@ class Fp8Rank(RecordingAdapter):
 
     def computed(self) -> Sequence[Computed]:
         return self._fp8.computed(self._layout, self.tensors())
+
+    def conversion(self) -> Convert | None:
+        return self._fp8.conversion(torch.device("cpu"))
 
     def seal(self) -> None:
         with self._here():

@@ -151,10 +151,18 @@ def plan_of(
         ).per_replica,
         parameters=parameters,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
-        spare_bytes=None
-        if nbytes is None
-        else (nbytes // tp if knobs.weight_sync.load_staging == "device" else 0),
+        spare_bytes=_spare_bytes(config, knobs, parameters, nbytes),
     )
+
+
+def _spare_bytes(
+    config: Mapping[str, Any], knobs: AsyncPipelineConfig, parameters: int | None, nbytes: int | None
+) -> int | None:
+    if knobs.weight_sync.load_staging != "device":
+        return None if nbytes is None else 0
+    if select(config, f"{_ROLLOUT}.quantization") == "fp8":
+        return parameters  # a byte each, of whole tensors
+    return None if nbytes is None else nbytes // int(select(config, f"{_ROLLOUT}.tensor_model_parallel_size"))
 
 
 def _reward_model_devices(config: Mapping[str, Any]) -> int:

@@ -22,7 +22,7 @@ from ..weight_sync.element_map import Piece, View
 from ..weight_sync.engine_adapter import Delivered, Expected
 from ..weight_sync.manifest import Manifest, TensorEntry
 from ..weight_sync.recording_adapter import RecordingAdapter
-from ..weight_sync.standby_copy import Ended, ignore
+from ..weight_sync.standby_version import Ended, ignore
 
 NAME = "default"
 """Of the adapter, in the trainer's model and here."""

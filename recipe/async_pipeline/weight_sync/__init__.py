@@ -9,7 +9,9 @@
     dual_buffer.py       which of two slots may be filled (pure)
     receiver.py          buckets from another host
     copy_plan.py         the copies of an engine's loader, repeated without it
-    standby_copy.py      a second copy on the device, filled during generation
+    standby_version.py   a version that is staged on the device during generation
+    standby_copy.py      ... as a second copy of what is served
+    standby_conversion.py ... converted, for an engine that computes its weights
     shard_load.py        a version into a sharded model of the trainer's kind
     engine_adapter.py    what an engine has to offer: prepare, commit, and which element is which
     recording_adapter.py the same for engines whose loader can be recorded

@@ -3,7 +3,8 @@
 
 The first load of a layout runs the engine's loader and records it. If it consisted of copies, later
 versions repeat the copies, into the served tensors or into a standby copy on the device. Either way the
-record tells which published element each served element is.
+record tells which published element each served element is. An engine that computes its weights from the
+published ones can do that ahead instead (`conversion`); its loader then gets the results.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from .copy_plan import RecordedLoad, Recorder, view_of
 from .element_map import ElementMap, View
 from .engine_adapter import Computed, Conversion, Delivered, Expected
 from .manifest import Manifest, TensorEntry
-from .standby_copy import Ended, StandbyCopy, ignore
+from .standby_conversion import Convert, Converted, StandbyConversion, replaced
+from .standby_copy import StandbyCopy
+from .standby_version import Ended, ignore
 
 Place = tuple[int, View, torch.dtype]
 
@@ -31,7 +34,7 @@ class RecordingAdapter(ABC):
         self._device = device
         self._reader = ArenaReader()
         self._recorded: RecordedLoad | None = None
-        self._standby: StandbyCopy | None = None
+        self._standby: StandbyCopy | StandbyConversion | None = None
         self._elements: ElementMap | None = None
         self._layout: tuple[TensorEntry, ...] = ()
         self._converted: Mapping[str, Conversion] = {}
@@ -59,24 +62,42 @@ class RecordingAdapter(ABC):
         """Return the served tensors that are not copies of published ones."""
         return ()
 
+    def conversion(self) -> Convert | None:
+        """Return how tensors of the current layout are converted, or None if the engine only copies them.
+
+        `load` must take the results in the places of the published tensors.
+        """
+        return None
+
     @abstractmethod
     def seal(self) -> None:
         """Do what the engine does with weights once they are proved."""
 
     def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
-        """Start to copy a version to the device; the thread that copies calls `ended` last.
+        """Start to stage a version on the device; the thread that does so calls `ended` last.
 
         Returns False if it cannot be staged because no load of its layout could be recorded.
         """
-        served = list(self.tensors().values())
-        if self._recorded is None or not self._recorded.fits(manifest, served):
+        standby = self._standby_for(manifest)
+        if standby is None:
             return False
-        if self._standby is None:
-            # The graphs of an accelerator hold addresses, so memory can be exchanged on CPU only.
-            on_cpu = self._device.type == "cpu"
-            self._standby = StandbyCopy(self._recorded, served, may_exchange=on_cpu)
-        self._standby.begin(manifest, self.published(manifest), ended)
+        self._standby = standby
+        standby.begin(manifest, self.published(manifest), ended)
         return True
+
+    def _standby_for(self, manifest: Manifest) -> StandbyCopy | StandbyConversion | None:
+        """Return what stages a version, the same object for each version of a layout if possible."""
+        served = list(self.tensors().values())
+        if self._recorded is not None and self._recorded.fits(manifest, served):
+            if isinstance(self._standby, StandbyCopy):
+                return self._standby
+            # The graphs of an accelerator hold addresses, so memory can be exchanged on CPU only.
+            return StandbyCopy(self._recorded, served, may_exchange=self._device.type == "cpu")
+        if self._layout != manifest.tensors or (convert := self.conversion()) is None:
+            return None
+        if isinstance(self._standby, StandbyConversion):
+            return self._standby
+        return StandbyConversion(convert, self._device)
 
     def staged_version(self) -> int | None:
         """Return the version that is complete on the device, or None. Raises the error of the copy."""
@@ -85,15 +106,17 @@ class RecordingAdapter(ABC):
     def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:
         """Load a version by the shortest way; see `EngineAdapter.commit`."""
         tensors = self.tensors()
-        if self.staged_version() == manifest.version and self._standby is not None:
-            self._standby.commit()
+        standby = self._standby if self.staged_version() == manifest.version else None
+        if isinstance(standby, StandbyCopy):
+            standby.commit()
             self.finish()
         elif self._recorded is not None and self._recorded.fits(manifest, tensors.values()):
             self._recorded.copy(manifest, self.published(manifest), self._recorded.targets)
             self.finish()
         else:
+            converted = standby.take() if standby is not None else {}
             self.begin()
-            tensors = self._load_and_record(manifest, piece_bytes, self.tensors())
+            tensors = self._load_and_record(manifest, piece_bytes, self.tensors(), converted)
         assert self._elements is not None, "a load that was not recorded has no repetition"
         return Delivered(tensors, self._elements, self.expected, self._converted, self.computed())
 
@@ -104,14 +127,19 @@ class RecordingAdapter(ABC):
         return self._reader.tensors(manifest)
 
     def _load_and_record(
-        self, manifest: Manifest, piece_bytes: int, tensors: Mapping[str, torch.Tensor]
+        self,
+        manifest: Manifest,
+        piece_bytes: int,
+        tensors: Mapping[str, torch.Tensor],
+        converted: Converted,
     ) -> Mapping[str, torch.Tensor]:
         """Run the loader, learn the map, and return the served tensors."""
-        self._standby = None
+        if isinstance(self._standby, StandbyCopy):
+            self._standby = None  # it belongs to an older record
         published, before = self.published(manifest), _places(tensors)
         with Recorder(published) as recorder:
             for piece in self._reader.read(manifest, piece_bytes):
-                self.load(piece)
+                self.load(replaced(piece, converted))
 
         learned = recorder.elements(tensors)
         if learned != self._elements or manifest.tensors != self._layout:

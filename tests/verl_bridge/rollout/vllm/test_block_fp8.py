@@ -99,6 +99,33 @@ def test_the_contract_of_adapters_holds(made: Setup, size: int) -> None:
     check_stages(made.ranks(size), made.publish()[1], made.publish()[1])
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_are_quantized_before_the_commit(
+    made: Setup, load: Load, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A version that was prepared is served as one that was not, and its load quantizes nothing."""
+    ranks, others = made.ranks(size), made.ranks(size)
+    first, second = made.publish()[1], made.publish()[1]
+    assert not any(rank.prepare(first) for rank in ranks), "the layout is not known yet"
+    prove_first(ranks, first)
+    prove_first(others, second)
+    assert all(rank.prepare(second) for rank in ranks)
+    for rank in ranks:
+        rank._standby.join()
+
+    def quantize(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the load has quantized a weight")
+
+    with monkeypatch.context() as during:
+        during.setattr(load("verl.utils.vllm.vllm_quant_utils"), "scaled_fp8_blockwise", quantize)
+        prove_first(ranks, second)
+    for rank, other in zip(ranks, others, strict=True):
+        served = rank.tensors()
+        for name, tensor in other.tensors().items():
+            assert torch.equal(served[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert all(rank.staged_version() is None for rank in ranks)
+
+
 def test_served_weights_are_close_to_the_published_ones(made: Setup) -> None:
     """Independent of verl's conversion: an element is off by half a step of fp8 at most."""
     (rank,) = made.ranks(1)

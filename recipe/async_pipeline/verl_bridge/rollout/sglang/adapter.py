@@ -11,7 +11,7 @@ from ....errors import WeightSyncError
 from ....weight_sync.engine_adapter import Delivered, Expected
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
-from ....weight_sync.standby_copy import Ended, ignore
+from ....weight_sync.standby_version import Ended, ignore
 from ..served_layout import served_tensors
 from .layout import served_layout
 

@@ -30,7 +30,8 @@ from ....weight_sync.element_map import ElementMap, Piece, View
 from ....weight_sync.engine_adapter import Computed, Conversion, Delivered, Expected
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
-from ....weight_sync.standby_copy import Ended, ignore
+from ....weight_sync.standby_conversion import Convert
+from ....weight_sync.standby_version import Ended, ignore
 from ..served_layout import served_tensors
 from .block_fp8 import BlockFp8
 from .layout import served_layout
@@ -97,6 +98,9 @@ class VllmAdapter(RecordingAdapter):
 
     def computed(self) -> Sequence[Computed]:
         return () if self._fp8 is None else self._fp8.computed(self._layout, self.tensors())
+
+    def conversion(self) -> Convert | None:
+        return None if self._fp8 is None else self._fp8.conversion(self._device)
 
     def seal(self) -> None:
         if self._fp8 is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled fp8 weights of vLLM: converted from the published ones by verl's code while they are loaded.
+"""Block-scaled fp8 weights of vLLM: converted from the published ones by verl's code, during generation or
+while they are loaded.
 
 Each block of a weight has one scale. For the proof, weights and scales are computed a second time, from the
 whole published tensors and by the engine's tables of shards, and compared bit for bit. Kernels may keep
@@ -9,23 +10,26 @@ them afterwards. The proof is in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from verl.utils.kernel.fp8_kernel import scaled_fp8_blockwise
+from verl.utils.vllm import vllm_quant_utils
 from verl.utils.vllm.vllm_quant_utils import (
     is_quantized_model,
     load_quanted_weights,
     prepare_quanted_weights_for_loading,
     process_quanted_weights_after_loading,
+    quant_weights,
 )
 
 from ....errors import ProofError
 from ....weight_sync.element_map import Piece, View
 from ....weight_sync.engine_adapter import Computed
 from ....weight_sync.manifest import TensorEntry
+from ....weight_sync.standby_conversion import Convert, Converted
 from ..served_layout import ServedLayout
 
 FP8 = torch.float8_e4m3fn
@@ -42,6 +46,8 @@ class BlockFp8:
         self._block: tuple[int, int] = tuple(runner.vllm_config.quant_config.weight_block_size)
         self._dtype: torch.dtype = runner.vllm_config.model_config.dtype
         self._reload: Any = None
+        self._names: tuple[str, ...] = ()
+        """The published tensors of the last layout that this rank serves quantized."""
 
     @classmethod
     def of(cls, runner: Any, table: ServedLayout) -> BlockFp8 | None:
@@ -53,8 +59,27 @@ class BlockFp8:
         self._reload = prepare_quanted_weights_for_loading(self._runner.model)
 
     def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Convert and load published tensors; load tensors that are served unquantized as they are."""
-        load_quanted_weights(piece, self._runner)
+        """Quantize and load published tensors, except for tensors that are served unquantized.
+
+        Takes the results of `conversion` in the place of published tensors.
+        """
+        # verl's function finds the conversion by this name and takes no other.
+        vllm_quant_utils.quant_weights = _unless_converted
+        try:
+            load_quanted_weights(piece, self._runner)
+        finally:
+            vllm_quant_utils.quant_weights = quant_weights
+
+    def conversion(self, device: torch.device) -> Convert | None:
+        """Return what quantizes the weights of the last layout as `load` would; None before a load."""
+        return partial(self._quantized, device) if self._names else None
+
+    def _quantized(self, device: torch.device, published: Mapping[str, torch.Tensor]) -> Converted:
+        found = {}
+        for name in self._names:
+            values, scales = scaled_fp8_blockwise(published[name].to(device).to(self._dtype), self._block)
+            found[name] = [(name, values), (name + SCALE, scales.squeeze(-1))]
+        return found
 
     def end(self) -> None:
         """Give weights and scales the layout of the kernels, after the proof of a load."""
@@ -71,6 +96,7 @@ class BlockFp8:
                 if served[piece.served].dtype is FP8:
                     of_weight = found.setdefault(piece.served, {})
                     of_weight[entry.name] = (*of_weight.get(entry.name, ()), piece)
+        self._names = tuple(sorted({name for of_weight in found.values() for name in of_weight}))
         return [self._of_weight(weight, pieces, served) for weight, pieces in found.items()]
 
     def _of_weight(
@@ -103,6 +129,19 @@ class BlockFp8:
                 source = blocks_of(name, piece.source, whole.shape, self._block)
                 target.of(scales).copy_(source.of(of_blocks.contiguous()))
         return {weight: values, weight + SCALE: scales}
+
+
+def _unless_converted(
+    weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """verl's `quant_weights`, which leaves weights and scales alone that are quantized already."""
+    published = []
+    for name, tensor in weights:
+        if tensor.dtype is FP8 or name.endswith(SCALE):
+            yield name, tensor
+        else:
+            published.append((name, tensor))
+    yield from quant_weights(published, *args, **kwargs)
 
 
 def blocks_of(name: str, view: View, shape: Sequence[int], block: tuple[int, int]) -> View:
