@@ -20,6 +20,7 @@ from recipe.async_pipeline.bench.weight_sync_jobs import (
     run_ways,
     shape_of,
 )
+from recipe.async_pipeline.verl_bridge.sglang_rules import CPU_WIDTH_ALIGNMENT
 
 
 @pytest.mark.parametrize("wanted", [5 * 10**6, 10**8, 10**9])
@@ -31,7 +32,12 @@ def test_a_model_has_about_the_requested_parameters(wanted: int) -> None:
 
 def test_heads_are_divisible_by_the_devices_of_a_replica() -> None:
     shape = shape_of(10**8, 2)
-    assert (shape.hidden_size // shape.head_dim) % 2 == shape.intermediate_size % 2 == 0
+    assert (shape.hidden_size // shape.head_dim) % 2 == 0
+
+
+@pytest.mark.parametrize(("parameters", "ranks"), [(2 * 10**6, 1), (10**7, 2), (10**8, 4)])
+def test_a_model_is_not_padded_by_an_engine(parameters: int, ranks: int) -> None:
+    assert shape_of(parameters, ranks).intermediate_size % (CPU_WIDTH_ALIGNMENT * ranks) == 0
 
 
 def test_all_ways_have_the_same_engines(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.verl_bridge.sglang_rules import ARGUMENTS, MODEL, ROLLOUT, check_sglang
+from recipe.async_pipeline.verl_bridge.sglang_rules import (
+    ARGUMENTS,
+    MODEL,
+    ROLLOUT,
+    check_sglang,
+    check_sglang_on_cpu,
+)
 
 
 def config(**changes: Any) -> Any:
@@ -83,3 +89,25 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
 def test_what_does_not_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_sglang(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            {"intermediate_size": 341},
+            "an? intermediate_size that is a multiple of 64 .*_size=2 on the CPU .* 341",
+        ),
+        ({"moe_intermediate_size": 96}, "a moe_intermediate_size that is a multiple of 64 .* with 96; use"),
+        ({"num_key_value_heads": 1}, "a num_key_value_heads that is a multiple of 2 .* with 1; use another"),
+    ],
+)
+def test_a_model_that_sglang_would_pad_on_a_cpu_is_refused(text: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_sglang_on_cpu(config(model__path="/model"), text)
+
+
+def test_a_model_that_sglang_does_not_pad_is_accepted() -> None:
+    sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+    check_sglang_on_cpu(config(), sizes)
+    check_sglang_on_cpu(config(), {"num_key_value_heads": None})

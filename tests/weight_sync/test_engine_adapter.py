@@ -12,8 +12,9 @@ import torch
 from recipe.async_pipeline.errors import ProofError
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.engine_adapter import Delivered
-from recipe.async_pipeline.weight_sync.manifest import Manifest
+from recipe.async_pipeline.weight_sync.element_map import View
+from recipe.async_pipeline.weight_sync.engine_adapter import Delivered, Expected
+from recipe.async_pipeline.weight_sync.manifest import Manifest, TensorEntry
 from recipe.async_pipeline.weight_sync.map_check import Checked, check_map
 from recipe.async_pipeline.weight_sync.proof import Prover
 from recipe.async_pipeline.weight_sync.recording_adapter import holds
@@ -214,6 +215,27 @@ def test_the_shard_of_another_rank(publish: Publish, names: bool) -> None:
     wrong = "in the wrong place" if names else "not in the order of the ranks"
     with pytest.raises(ProofError, match=f"{name} is {wrong}"):
         load(ranks, publish(weights(1)))
+
+
+def test_fewer_elements_than_the_tables_say(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map and the tables agree on the corners of the tensor, not on what is between them."""
+    name = f"{ATTENTION}.o_proj.weight"
+    (engine,) = replica(1)
+    places = engine.expected
+
+    def sparse(entry: TensorEntry) -> Expected | None:
+        expected = places(entry)
+        if entry.name != name or expected is None:
+            return expected
+        rows, columns = entry.shape
+        ends = View(0, (2, columns), ((rows - 1) * columns, 1))
+        return Expected(tuple(piece._replace(source=ends, target=ends) for piece in expected.pieces))
+
+    monkeypatch.setattr(engine, "expected", sparse)
+    with pytest.raises(
+        ProofError, match=rf"{name} is in the wrong place: the engine loaded \d+ of its elements"
+    ):
+        load([engine], publish(weights(1)))
 
 
 def test_an_expert_that_no_rank_serves(publish: Publish) -> None:

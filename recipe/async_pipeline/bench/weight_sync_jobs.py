@@ -223,14 +223,16 @@ def make_task(parameters: int, directory: Path, tensor_parallel: int = 1) -> Pat
 def shape_of(parameters: int, tensor_parallel: int = 1) -> Any:
     """Return the shape of a model with about this many parameters: twelve blocks of the required width.
 
-    Its heads are divisible by `tensor_parallel`.
+    Its heads are divisible by `tensor_parallel`, and the MLP's share of a rank by 32: SGLang would pad it on a
+    CPU.
     """
     from ..toy.model import ModelSpec
 
     layers, head = 12, 64
     # A block has 4 d^2 parameters for attention and 3 d (8/3 d) for the MLP.
     heads = max(1, round((parameters / layers / 12) ** 0.5 / head / tensor_parallel)) * tensor_parallel
-    inner = heads * head * 8 // 3 // tensor_parallel * tensor_parallel
+    unit = 32 * tensor_parallel
+    inner = heads * head * 8 // 3 // unit * unit
     return ModelSpec(
         num_layers=layers,
         hidden_size=heads * head,

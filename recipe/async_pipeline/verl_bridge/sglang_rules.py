@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError
@@ -30,6 +33,10 @@ REPLACED = {
     "tokenizer_worker_num": "leave it out, since one process must know all requests",
 }
 """SGLang's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
+
+CPU_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+CPU_WIDTH_ALIGNMENT = 32
+"""SGLang pads these sizes to a multiple of this for each rank on a CPU, and its tables do not say so."""
 
 
 def check_sglang(config: DictConfig) -> None:
@@ -61,6 +68,23 @@ def check_sglang(config: DictConfig) -> None:
             f"{ROLLOUT}.tensor_model_parallel_size must be at most {ROLLOUT}.n_gpus_per_node={per_node} with "
             f"{ROLLOUT}.name=sglang, got {devices!r}; SGLang on several nodes is not supported yet"
         )
+
+
+def check_sglang_on_cpu(config: DictConfig, text: Mapping[str, Any]) -> None:
+    """Raises ConfigError if SGLang would pad the model, which it does on a CPU only.
+
+    `text` is the language model's part of the model's config.json.
+    """
+    size = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    unit_of = dict.fromkeys(CPU_WIDTHS, CPU_WIDTH_ALIGNMENT * size) | {"num_key_value_heads": size}
+    for name, unit in unit_of.items():
+        width = text.get(name)
+        if isinstance(width, int) and width % unit:
+            raise ConfigError(
+                f"{MODEL}.path must have a {name} that is a multiple of {unit} with {ROLLOUT}.name=sglang "
+                f"and {ROLLOUT}.tensor_model_parallel_size={size} on the CPU platform, got "
+                f"{config.actor_rollout_ref.model.path!r} with {width}; use another model, or vllm"
+            )
 
 
 def _is_default(value: object) -> bool:

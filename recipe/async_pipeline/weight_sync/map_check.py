@@ -136,7 +136,12 @@ class _Check:
         positions = np.unique(np.concatenate(corners)) if corners else np.empty(0, dtype=np.int64)
         found, wanted = (_places(pieces, positions) for pieces in (learned, expected.pieces))
         if found != wanted or sizes[0] != sizes[1]:
-            position = min((p for p, _, _ in found ^ wanted), default=0)
+            if found == wanted:
+                raise self._error(
+                    f"{name} is in the wrong place: the engine loaded {sizes[0]} of its elements here, "
+                    f"and its tables say {sizes[1]}"
+                )
+            position = min((p for p, _, _ in found ^ wanted))
             raise self._error(
                 f"{name} is in the wrong place: its element {position} is served as {_at(found, position)}, "
                 f"the engine's tables say {_at(wanted, position)}"
