@@ -223,8 +223,7 @@ def make_task(parameters: int, directory: Path, tensor_parallel: int = 1) -> Pat
 def shape_of(parameters: int, tensor_parallel: int = 1) -> Any:
     """Return the shape of a model with about this many parameters: twelve blocks of the required width.
 
-    Its heads are divisible by `tensor_parallel`, and the MLP's share of a rank by 32: SGLang would pad it on a
-    CPU.
+    `tensor_parallel` divides its heads, and 32 the MLP's share of a rank, which SGLang would pad on a CPU.
     """
     from ..toy.model import ModelSpec
 
