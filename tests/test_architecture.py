@@ -206,7 +206,7 @@ LAYERS: Mapping[str, set[str]] = {
     "patching": set(),
     "contract": {"patching"},
     "diffusion": {"weight_sync"},
-    "toy": {"agents"},
+    "toy": {"agents", "diffusion"},
     "stages": {"core"},
     "strategies": {"core"},
     "observe": {"core"},

@@ -94,3 +94,18 @@ def test_the_lake(requested: list[tuple[object, Path]], tmp_path: Path) -> None:
 
     assert run("make", "--task", "lake", "--dir", str(tmp_path), "--untied", "--seed", "2") == 0
     assert requested == [(LakeSpec(seed=2, model=ModelSpec(tied=False)), tmp_path.resolve())]
+
+
+def test_images(
+    requested: list[tuple[object, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipe.async_pipeline.toy.image_build import ImageSpec
+
+    monkeypatch.setattr(task, "find_spec", lambda name: name)
+    assert run("make", "--task", "image", "--dir", str(tmp_path), "--seed", "2") == 0
+    assert requested == [(ImageSpec(seed=2), tmp_path.resolve())]
+    monkeypatch.setattr(task, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"--task image requires diffusers; pip install async_pipeline\[diff"
+    ):
+        run("make", "--task", "image")

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from recipe.async_pipeline.console import echo
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     make.add_argument(
         "--task",
-        choices=("addition", "lake", "calculator"),
+        choices=("addition", "lake", "calculator", "image"),
         default="addition",
         help="which task (default: %(default)s)",
     )
@@ -79,4 +80,10 @@ def _spec_of(args: argparse.Namespace) -> Spec:
         from recipe.async_pipeline.toy.calculator_build import CalculatorSpec
 
         return CalculatorSpec(seed=args.seed, model=ModelSpec(tied=args.tied))
+    if args.task == "image":
+        if find_spec("diffusers") is None:
+            raise ConfigError("--task image requires diffusers; pip install async_pipeline[diffusion]")
+        from recipe.async_pipeline.toy.image_build import ImageSpec
+
+        return ImageSpec(seed=args.seed)
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")

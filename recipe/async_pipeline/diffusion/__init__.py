@@ -15,6 +15,7 @@
     families     Stable Diffusion 3 and FLUX: how their transformers are called
     policy       a velocity field as a policy: log-probs of recorded steps
     step_engine  draws samples; requests join and weights change between two denoising steps
+    frozen_parts text encoders and VAE: from prompts to conditions, and from latents to pictures
     transformer_adapter  loads versions of a transformer's weights, or of its LoRA adapter, to be proved
 
 Nothing here imports verl, Ray or an engine, and what needs diffusers imports it when it is called.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real tasks that two CPU cores learn, made from a seed: addition, FrozenLake, and sums with a tool.
+"""Real tasks that two CPU cores learn, made from a seed: addition, FrozenLake, sums with a tool, and images.
 
     task ──► data ──► train.parquet, val.parquet ─┐
       │                                           ├─► build: one cached directory
@@ -16,6 +16,7 @@
 
     lake         the boards of FrozenLake, and their teacher; lake_warmup and lake_build as above
     calculator   sums of two lengths and a tool that costs; calculator_* as above
+    image        squares of a colour in a quarter; image_model makes a pipeline of diffusers, image_* as above
 
 `async-pipeline task make` is the command. Only `model`, `tokenizer`, `warmup` and `data` need the heavy
 libraries, and they import them when called.

@@ -34,7 +34,7 @@ REWARD_FILE = Path(__file__).with_name("reward.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(ABC):
-    """All parameters of a task: a subclass adds its own, and knows its data and its warm-up."""
+    """All parameters of a task: a subclass adds its own, and fills the directory."""
 
     kind: ClassVar[str]
     """First word of the name of the directory."""
@@ -44,6 +44,34 @@ class Spec(ABC):
     """To be increased when the code produces a different result from the same parameters."""
 
     seed: int = 0
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """Name of the model's kind, in the name of the directory."""
+
+    @abstractmethod
+    def fill(self, work: Path, report: Callable[[str], None]) -> float:
+        """Fill an existing, empty directory with `model`, `train.parquet` and `val.parquet`.
+
+        Returns the success of the policy after warm-up. Raises WarmupFailed.
+        """
+
+    def parameters(self) -> dict[str, Any]:
+        """Return all parameters and the format, as plain values."""
+        return {"format": self.format, **dataclasses.asdict(self)}
+
+    @property
+    def dir_name(self) -> str:
+        """Name of the directory: the parameters of most interest, then the hash of all."""
+        text = json.dumps(self.parameters(), sort_keys=True)
+        return f"{self.kind}-{self.label}-seed{self.seed}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec(Spec):
+    """All parameters of a task for a language model: a subclass knows its data and its warm-up."""
+
     model: ModelSpec = field(default_factory=ModelSpec)
 
     @abstractmethod
@@ -56,21 +84,19 @@ class Spec(ABC):
     ) -> float:
         """Train `model` in place; return the share of held-out prompts for which it succeeds."""
 
-    def parameters(self) -> dict[str, Any]:
-        """Return all parameters and the format, as plain values."""
-        return {"format": self.format, **dataclasses.asdict(self)}
+    def fill(self, work: Path, report: Callable[[str], None]) -> float:
+        """Make data, tokenizer and warmed-up model; see `fill_toy`."""
+        return fill_toy(self, work, report)
 
     @property
-    def dir_name(self) -> str:
-        """Name of the directory: the parameters of most interest, then the hash of all."""
+    def label(self) -> str:
+        """Return whether the model has tied embeddings, and experts."""
         model = "tied" if self.model.tied else "untied"
-        model = f"moe-{model}" if isinstance(self.model, MoeModelSpec) else model
-        text = json.dumps(self.parameters(), sort_keys=True)
-        return f"{self.kind}-{model}-seed{self.seed}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        return f"moe-{model}" if isinstance(self.model, MoeModelSpec) else model
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToySpec(Spec):
+class ToySpec(TextSpec):
     """All parameters of the addition task."""
 
     kind: ClassVar[str] = "addition"
@@ -133,7 +159,7 @@ class Toy:
 Fill = Callable[[Any, Path, Callable[[str], None]], float]
 
 
-def fill_toy(spec: Spec, work: Path, report: Callable[[str], None]) -> float:
+def fill_toy(spec: TextSpec, work: Path, report: Callable[[str], None]) -> float:
     """Make data, tokenizer and warmed-up model in `work`; the weights are saved in bf16, as they are served.
 
     Returns the success of the policy before it is rounded to bf16. Takes about half a minute on two cores.
@@ -169,7 +195,7 @@ def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path
     tokenizer.save_pretrained(path)
 
 
-def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: Fill = fill_toy) -> Toy:
+def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: Fill | None = None) -> Toy:
     """Return the toy of `spec` under `root`; make it first if it is absent or incomplete.
 
     Two processes may do this at the same time: the first to finish wins and the other uses its result.
@@ -184,7 +210,7 @@ def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: F
     work = root / f".{spec.dir_name}.{uuid.uuid4().hex}.tmp"
     work.mkdir(parents=True)
     try:
-        accuracy = fill(spec, work, report)
+        accuracy = spec.fill(work, report) if fill is None else fill(spec, work, report)
         measured = Measured(accuracy_after_warmup=accuracy, seconds=round(time.monotonic() - started, 2))
         marker = {"parameters": spec.parameters(), "measured": dataclasses.asdict(measured)}
         (work / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from recipe.async_pipeline.toy.build import Spec
+from recipe.async_pipeline.toy.build import TextSpec
 from recipe.async_pipeline.toy.calculator import CalculatorTask
 from recipe.async_pipeline.toy.calculator_warmup import CALCULATOR_WARMUP, warm_up_with_calculator
 from recipe.async_pipeline.toy.data import write_parquet
@@ -25,7 +25,7 @@ TOOLS = Path(__file__).parents[1] / "verl_bridge" / "calculator_tool.py"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalculatorSpec(Spec):
+class CalculatorSpec(TextSpec):
     """All parameters of the task."""
 
     kind: ClassVar[str] = "calculator"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from recipe.async_pipeline.toy.build import Spec
+from recipe.async_pipeline.toy.build import TextSpec
 from recipe.async_pipeline.toy.data import write_rows
 from recipe.async_pipeline.toy.lake import LakeTask
 from recipe.async_pipeline.toy.lake_warmup import WARMUP, warm_up_on_lake
@@ -21,7 +21,7 @@ DATA_SOURCE = "async_pipeline/frozen_lake"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LakeSpec(Spec):
+class LakeSpec(TextSpec):
     """All parameters of the task."""
 
     kind: ClassVar[str] = "lake"
