@@ -55,6 +55,15 @@ def log_probs_of(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> to
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].double()
 
 
+def margins_of(exact: Any, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Return how far the likeliest token is ahead of the second at the place of each of these tokens."""
+    with torch.no_grad():
+        logits = exact(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    best: torch.Tensor = logits.topk(2).values
+    margins: list[float] = (best[:, 0] - best[:, 1]).tolist()
+    return margins
+
+
 def farthest(found: Sequence[float] | torch.Tensor, reference: torch.Tensor) -> float:
     return float((torch.as_tensor(found, dtype=torch.float64) - reference).abs().max())
 
@@ -78,8 +87,9 @@ async def run(model_dir: str, engine: str, theirs: Any, checkpoints: Path) -> di
         answers = await asyncio.gather(*(served.answer(prompt, TOKENS, 1.0) for prompt in prompts))
         sampled = [until_end(said, end) for said in answers]
         answers = await asyncio.gather(*(served.answer(prompt, TOKENS) for prompt in prompts))
-        greedy = [until_end(said, end) for said in answers]
-        written.append({"prompts": prompts, "sampled": sampled, "greedy": [tokens for tokens, _ in greedy]})
+        greedy = [until_end(said, end)[0] for said in answers]
+        margins = [margins_of(exact, prompt, tokens) for prompt, tokens in zip(prompts, greedy, strict=True)]
+        written.append({"prompts": prompts, "sampled": sampled, "greedy": greedy, "margins": margins})
         for prompt, (tokens, log_probs) in zip(prompts, sampled, strict=True):
             reference = log_probs_of(exact, prompt, tokens)
             errors["writing"].append(farthest(log_probs, reference))
