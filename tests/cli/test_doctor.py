@@ -17,6 +17,8 @@ from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.contract import compare
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching import series, verl_source
+from recipe.async_pipeline.patching.unified_diff import format_diff
+from tests.fakes.patch_folder import FIRST, PRISTINE, write
 
 FOLDER = series.patches_dir()
 
@@ -76,10 +78,43 @@ def test_a_missing_or_wrong_verl_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
         raise PatchError("verl is not importable here")
 
     monkeypatch.setattr(verl_source, "find_verl_root", missing)
-    assert doctor.check_pin(FOLDER).verdict == doctor.check_patches(FOLDER).verdict == "fail"
+    assert doctor.check_pin(FOLDER).verdict == patches(FOLDER).verdict == "fail"
     monkeypatch.setattr(verl_source, "find_verl_root", lambda: tmp_path)
     assert "not a verl checkout" in doctor.check_pin(FOLDER).detail
-    assert "patch apply" in doctor.check_patches(FOLDER).detail
+    assert "patch apply" in patches(FOLDER).detail
+
+
+def patches(folder: Path) -> doctor.Finding:
+    (finding,) = doctor.check_patches(folder)
+    return finding
+
+
+def test_an_unpatched_verl_is_usable_within_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first line says how to start, and each line after it what a run lacks without a patch."""
+    folder, tree = tmp_path / "patches", tmp_path / "tree"
+    header = b"Subject: s\nWithout: the first limit; the\n second\n\n"
+    write(tree, PRISTINE)
+    write(
+        folder,
+        {
+            "series": b"0001-a.patch\n",
+            "0001-a.patch": header + format_diff("verl/a.py", PRISTINE["verl/a.py"], FIRST["verl/a.py"]),
+        },
+    )
+    monkeypatch.setattr(verl_source, "find_verl_root", lambda: tree)
+    first, *limits = doctor.check_patches(folder)
+    assert (first.verdict, first.detail) == (
+        "warn",
+        "none applied: start with trainer.v1.trainer_mode=async_pipeline",
+    )
+    assert [doctor.as_line(limit).split(maxsplit=1) for limit in limits] == [
+        ["warn", "without 0001     the first limit"],
+        ["warn", "without 0001     the second"],
+    ]
+    write(tree, FIRST)
+    assert (patches(folder).verdict, patches(folder).detail) == ("ok", "1 applied")
+    write(tree, {"verl/a.py": b"mine\n"})
+    assert (patches(folder).verdict, "is diverged" in patches(folder).detail) == ("fail", True)
 
 
 def test_verl_from_another_place_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

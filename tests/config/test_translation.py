@@ -15,7 +15,7 @@ from recipe.async_pipeline.agents.episodes import EndPolicies
 from recipe.async_pipeline.config.aliases import FOREIGN
 from recipe.async_pipeline.config.loss_modes import LOSS_OF_VARIANT
 from recipe.async_pipeline.config.misplaced import SWITCHES
-from recipe.async_pipeline.config.paths import OWN, select
+from recipe.async_pipeline.config.paths import MODE, OWN, PATCH_FREE, select
 from recipe.async_pipeline.config.schema import (
     SHORT_COMMIT_S,
     AsyncPipelineConfig,
@@ -55,6 +55,21 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("trainer.sperated_node_tasks", "train", "must be a list of stages"),
     ("trainer.sperated_node_ratios", [1], "without it; add it"),
 ]
+
+
+# The switch.
+
+
+@pytest.mark.parametrize("values", [{}, {"async_pipeline": True}])
+def test_the_mode_of_an_unpatched_verl_is_a_switch(values: dict[str, Any]) -> None:
+    assert is_enabled(nested((MODE, PATCH_FREE), *values.items()))
+    assert not is_enabled(nested((MODE, "sync")))
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_the_mode_and_a_switch_must_agree(switch: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{switch}=False and {MODE}=async_pipeline disagree; keep one"):
+        is_enabled(nested((MODE, PATCH_FREE), (switch, False)))
 
 
 # Translation.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.contract import record
+from recipe.async_pipeline.contract import record, trees
 from recipe.async_pipeline.contract.uses import uses_of
 from recipe.async_pipeline.errors import ContractError
-from recipe.async_pipeline.patching import series
+from recipe.async_pipeline.patching import series, verl_source
 
 from .conftest import MakeSources
 
@@ -22,6 +22,23 @@ def test_the_shipped_contract_is_current(pinned: Path) -> None:
     remedy = "run `python -m recipe.async_pipeline.contract.record`"
     assert shipped.shapes == now.shapes, remedy
     assert (shipped.unimplemented, shipped.keys) == (now.unimplemented, now.keys), remedy
+
+
+@pytest.mark.slow
+def test_nothing_that_the_package_uses_comes_from_a_patch(pinned: Path) -> None:
+    """A verl without patches has it too, as `trainer.v1.trainer_mode=async_pipeline` requires."""
+    folder = series.patches_dir()
+    paths = series.load_series(folder).chains
+    published = {pinned / path: verl_source.published_file(folder, path) or b"" for path in paths}
+    sources = trees.sources_of(pinned, published)
+    touched = {path.removesuffix(".py").replace("/", ".") for path in paths}
+    shapes = {
+        place: shape
+        for place, shape in record.load(folder).shapes.items()
+        if place.partition(":")[0] in touched
+    }
+    assert shapes, "the patches touch modules that this package uses"
+    assert {place: record.shape_of(sources, place) for place in shapes} == shapes
 
 
 def test_a_contract_has_shapes_users_and_keys(sources_of: MakeSources) -> None:

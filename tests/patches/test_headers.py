@@ -34,6 +34,11 @@ def test_header_is_complete(patch: series.Patch) -> None:
 
 
 @pytest.mark.parametrize("patch", SERIES.patches, ids=lambda patch: patch.name)
+def test_header_names_what_a_run_lacks_without_it(patch: series.Patch) -> None:
+    assert patch.without and all(len(limit) < 110 and not limit.endswith(".") for limit in patch.without)
+
+
+@pytest.mark.parametrize("patch", SERIES.patches, ids=lambda patch: patch.name)
 def test_named_test_exists(patch: series.Patch) -> None:
     file, _, name = patch.header["Test"].partition("::")
     tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))

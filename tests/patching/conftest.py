@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.patching import series, verl_source
 from recipe.async_pipeline.patching.unified_diff import format_diff
 from tests.fakes.patch_folder import FIRST, HEADER, PRISTINE, SECOND, write
+from tests.fakes.published_verl import unpacked
 
 
 @pytest.fixture
@@ -36,7 +36,4 @@ def tree(tmp_path: Path) -> Path:
 @pytest.fixture
 def published_verl(tmp_path: Path) -> Path:
     """verl as it was published, unpacked."""
-    folder = series.patches_dir()
-    stem = verl_source.read_pin(folder).stem
-    verl_source.unpack(verl_source.fetch_sdist(folder), tmp_path, top=stem)
-    return tmp_path / stem
+    return unpacked(tmp_path)

@@ -97,6 +97,15 @@ def test_require_patched_names_file_state_and_remedy(tree: Path, folder: Path) -
     patched_tree.require_patched(tree, folder=folder)
 
 
+def test_require_known_refuses_a_diverged_tree_only(tree: Path, folder: Path) -> None:
+    patched_tree.require_known(tree, folder=folder)
+    patched_tree.apply(tree, folder=folder)
+    patched_tree.require_known(tree, folder=folder)
+    (tree / "verl/a.py").write_text("mine\n")
+    with pytest.raises(PatchedVerlRequired, match=r"verl/a\.py is diverged; restore the published file"):
+        patched_tree.require_known(tree, folder=folder)
+
+
 def test_the_real_series_on_the_published_verl(published_verl: Path) -> None:
     folder, root = series.patches_dir(), published_verl
     published = contents(root)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import recipe.async_pipeline.verl_bridge as bridge
 from recipe.async_pipeline.config.paths import OWN
-from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.errors import AsyncPipelineError, ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.verl_bridge import hooks, trainer
 from tests import REPOSITORY
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(package, name, module, raising=False)
 
-    replace(bridge, "launch", "prepare", "check_cluster", "start_sample_store")
+    replace(bridge, "launch", "prepare", "adopt", "check_cluster", "start_sample_store")
     replace(bridge, "interrupts", "wait_for")
     replace(trainer, "registration", "begin")
     return made
@@ -127,6 +127,29 @@ def test_the_cause_is_one_line_if_the_trainer_cannot_begin(
     with pytest.raises(ConfigError):
         hooks.begin(config(trainer__v1__trainer_mode="one_step_off"))
     assert capsys.readouterr().out == f"{MARK} cause: run_dir must be shared\n"
+
+
+def test_a_run_of_an_unpatched_verl_is_adopted(calls: list[tuple[Any, ...]]) -> None:
+    ours = config(trainer__v1__trainer_mode="async_pipeline")
+    hooks.adopt(ours)
+    assert calls == [("launch.adopt", ours), ("registration.begin", ours)]
+
+
+@pytest.mark.parametrize("error", [ConfigError("a wrong key"), PatchedVerlRequired("verl/a.py is diverged")])
+def test_the_cause_is_one_line_if_a_run_cannot_be_adopted(
+    calls: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: AsyncPipelineError,
+) -> None:
+    def adopt(config: DictConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules[f"{bridge.__name__}.launch"], "adopt", adopt)
+    with pytest.raises(type(error)):
+        hooks.adopt(config(trainer__v1__trainer_mode="async_pipeline"))
+    assert capsys.readouterr().out == f"{MARK} cause: {error}\n"
+    assert calls == []
 
 
 def test_a_trainer_of_verls_is_left_alone(calls: list[tuple[Any, ...]]) -> None:

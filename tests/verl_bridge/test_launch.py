@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import copy
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.async_pipeline import verl_bridge
-from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.config.paths import MODE, OWN, PATCH_FREE, walk
 from recipe.async_pipeline.errors import ConfigError, PatchedVerlRequired
 from recipe.async_pipeline.observe.table import MARK
 from recipe.async_pipeline.strategies import STRATEGIES
@@ -59,6 +60,95 @@ def test_without_the_switch_our_keys_are_an_error(
     config = OmegaConf.create({})
     OmegaConf.update(config, path, value, force_add=True)
     assert "add +async_pipeline=True" in refused(launch, config, capsys)
+
+
+# In a verl without our patches.
+
+
+def strategy_runs(plain: Any) -> Any:
+    """Return what a run reads of a prepared config: without the time, the run's name and Ray's start."""
+    for name in ("started_unix", "run"):
+        del plain["trainer"]["v1"]["async_pipeline_runtime"][name]
+    del plain["ray_kwargs"]
+    return plain
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "async_strategy": "n_step_ahead",
+            f"{OWN}.staleness.max_lag": 3,
+            f"{OWN}.training.old_logp": "rollout",
+            f"{CORRECTION}.rollout_is": None,
+        },
+        {
+            "algorithm.adv_estimator": "gae",
+            "trainer.n_gpus_per_node": 2,
+            "ray_kwargs.ray_init.num_gpus": 3,
+            f"{OWN}.pools": {role: {"roles": [role], "devices": 1} for role in ("train", "logp", "generate")},
+        },
+    ],
+    ids=["defaults", "lag", "pools"],
+)
+def test_a_run_of_an_unpatched_verl_is_prepared_as_any_other(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """Although verl has resolved the config by then, and has started Ray."""
+    needed: list[tuple[str, int]] = []
+    monkeypatch.setattr(launch, "require_devices", lambda *asked: needed.append(asked))
+    usual = smoke(changes)
+    launch.prepare(usual)
+    late = smoke({**changes, MODE: PATCH_FREE}, switched_on=False)
+    OmegaConf.resolve(late)
+    launch.adopt(late)
+    found, expected = (OmegaConf.to_container(one, resolve=True) for one in (late, usual))
+    assert strategy_runs(found) == strategy_runs(expected)
+    assert [resource for resource, _ in needed] == ["GPU"]
+
+
+def test_a_value_that_others_were_computed_from_is_not_changed_late(launch: ModuleType, smoke: Smoke) -> None:
+    changes = {MODE: PATCH_FREE, "data.train_batch_size": 32, f"{OWN}.training.single_mini_batch": True}
+    late = smoke(changes, switched_on=False)
+    OmegaConf.resolve(late)
+    with pytest.raises(
+        ConfigError, match=r"actor\.ppo_mini_batch_size must be 32 with .*, got 16; set it too"
+    ):
+        launch.adopt(late)
+    late = smoke({**changes, launch.REFERRED[0]: 32}, switched_on=False)
+    OmegaConf.resolve(late)
+    launch._refuse_late_changes(late, launch.checked(late))
+
+
+def test_verls_config_refers_to_no_other_value_that_changes_late(launch: ModuleType, smoke: Smoke) -> None:
+    sizes = {f"{part}.{name}" for part in ("trainer", ROLLOUT) for name in ("nnodes", "n_gpus_per_node")}
+    changed = sizes | {"data.train_batch_size", *launch.REFERRED}
+    raw: Any = OmegaConf.to_container(smoke(), resolve=False)
+    referring = {
+        path: target
+        for path, value in walk(raw)
+        if isinstance(value, str)
+        for target in changed & set(re.findall(r"[\w.]+", value))
+        if "${" in value and path not in changed
+    }
+    assert referring == {"critic.ppo_mini_batch_size": launch.REFERRED[0]}
+
+
+@pytest.mark.parametrize("way", ["mode", "switch"])
+def test_the_patches_are_required_by_the_switch_only(
+    launch: ModuleType, smoke: Smoke, load: Load, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def pristine(root: Any) -> None:
+        raise PatchedVerlRequired("verl/trainer/main_ppo.py is pristine")
+
+    checks = load("recipe.async_pipeline.verl_bridge.config_checks")
+    monkeypatch.setattr(checks, "require_patched", pristine)
+    if way == "mode":
+        assert launch.checked(smoke({MODE: PATCH_FREE}, switched_on=False)) is not None
+    else:
+        with pytest.raises(PatchedVerlRequired):
+            launch.checked(smoke())
 
 
 # With the switch.

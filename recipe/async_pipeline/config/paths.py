@@ -11,6 +11,10 @@ OWN = "trainer.v1.async_pipeline"
 """Section of the user's knobs."""
 RUNTIME = "trainer.v1.async_pipeline_runtime"
 """Section of the run's state, written when the run is launched."""
+MODE = "trainer.v1.trainer_mode"
+"""verl's key for the name of the trainer."""
+PATCH_FREE = "async_pipeline"
+"""Its value that switches the pipeline on in a verl without our patches."""
 
 
 def select(raw: Mapping[str, Any], path: str) -> Any:

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from .aliases import EVERY, FOREIGN, LAG, SHARE, Draft, groups_of_roles, quota, verls_own
 from .misplaced import SWITCHES, reject_misplaced, reject_near_misses
 from .names import flattened
-from .paths import OWN, RUNTIME, select
+from .paths import MODE, OWN, PATCH_FREE, RUNTIME, select
 from .placement import wishes_of
 from .schema import (
     DEFAULT_AHEAD,
@@ -42,7 +42,7 @@ class Translation:
 def is_enabled(raw: Mapping[str, Any]) -> bool:
     """Return whether this config switches the pipeline on.
 
-    Raises ConfigError if the switch is not a boolean, or if its two spellings disagree.
+    Raises ConfigError if the switch is not a boolean, or if its spellings disagree.
     """
     found = {path: value for path in SWITCHES if (value := select(raw, path)) is not None}
     for path, value in found.items():
@@ -50,7 +50,10 @@ def is_enabled(raw: Mapping[str, Any]) -> bool:
             raise ConfigError(f"{path} must be True or False, got {value!r}; the knobs live under {OWN}")
     if len(set(found.values())) > 1:
         raise ConfigError(f"{' and '.join(found)} disagree; keep one of them")
-    return any(found.values())
+    patch_free = select(raw, MODE) == PATCH_FREE
+    if patch_free and False in found.values():
+        raise ConfigError(f"{next(iter(found))}=False and {MODE}={PATCH_FREE} disagree; keep one of them")
+    return patch_free or any(found.values())
 
 
 def require_no_stray_keys(raw: Mapping[str, Any]) -> None:

@@ -76,9 +76,20 @@ def require_patched(verl_root: Path, *, folder: Path | None = None) -> None:
     state = patch_state(verl_root, folder=folder)
     if state.overall == "applied":
         return
-    path = next(file.path for file in state.files if file.state != "applied")
-    what = next(file.state for file in state.files if file.state != "applied")
-    raise PatchedVerlRequired(f"{verl_root / path} is {what}; run `async-pipeline patch apply`, then retry")
+    found = next(file for file in state.files if file.state != "applied")
+    raise PatchedVerlRequired(
+        f"{verl_root / found.path} is {found.state}; run `async-pipeline patch apply`, then retry"
+    )
+
+
+def require_known(verl_root: Path, *, folder: Path | None = None) -> None:
+    """Raise PatchedVerlRequired if a file that the series touches is neither as published nor as patched."""
+    diverged = patch_state(verl_root, folder=folder).diverged
+    if diverged:
+        raise PatchedVerlRequired(
+            f"{verl_root / diverged[0].path} is diverged; restore the published file, or run `async-pipeline "
+            "patch fetch --fresh`, then retry"
+        )
 
 
 def apply(verl_root: Path, *, folder: Path | None = None) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching.unified_diff import FileDiff, parse_diffs
 
-HEADER_FIELDS = ("Subject", "Why", "Origin", "Forwarded", "Remove-When", "Last-Update", "Test")
+HEADER_FIELDS = ("Subject", "Why", "Without", "Origin", "Forwarded", "Remove-When", "Last-Update", "Test")
 """The fields that the header of every patch must have, in this order."""
 
 
@@ -25,6 +25,11 @@ class Patch:
     head: bytes
     """Everything before the first diff, byte for byte."""
     files: tuple[FileDiff, ...]
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """What a run lacks without this patch: the parts of the header field, between semicolons."""
+        return tuple(part.strip() for part in self.header.get("Without", "").split(";") if part.strip())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from ..config.agent_program import program_values
 from ..config.aliases import BYPASS
 from ..config.batch_sizes import check_batch_sizes
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
-from ..config.paths import OWN, hint, select
+from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
 from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss
 from ..config.schema import AsyncPipelineConfig
@@ -39,7 +39,7 @@ from ..config.translation import Translation, is_enabled, require_no_stray_keys,
 from ..config.user_classes import find_class, schedule_at
 from ..core.flow import GRAPH, OPTIONAL, graph_of
 from ..errors import ConfigError, PatchedVerlRequired
-from ..patching.patched_tree import require_patched
+from ..patching.patched_tree import require_known, require_patched
 from ..patching.verl_source import find_verl_root
 from ..stages.custom import insert_custom_stages
 from . import plugin
@@ -105,8 +105,11 @@ def _require_plugin(review: Review) -> None:
 
 
 def _require_patches(review: Review) -> None:
-    """Raises PatchedVerlRequired if verl lacks our patches."""
-    require_patched(find_verl_root())
+    """Raises PatchedVerlRequired if verl lacks our patches and the run does not start without them."""
+    if select(review.raw, MODE) == PATCH_FREE:
+        require_known(find_verl_root())
+    else:
+        require_patched(find_verl_root())
 
 
 def _translate(review: Review) -> None:

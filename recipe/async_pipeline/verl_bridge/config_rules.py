@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 from ..config.divisibility import check_replicas
-from ..config.paths import OWN
+from ..config.paths import MODE, OWN, PATCH_FREE
 from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
@@ -226,8 +226,8 @@ def _whole_or_none(value: Any) -> bool:
 
 RULES = (
     (
-        "trainer.v1.trainer_mode",
-        lambda v: v == "sync",
+        MODE,
+        lambda v: v in ("sync", PATCH_FREE),
         "must not be changed",
         "set async_strategy instead",
     ),

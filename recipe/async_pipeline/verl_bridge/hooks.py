@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks for the patches on verl: the only module of this package that they import.
+"""Where verl calls this package. The patches on verl import no other module.
 
 verl's patched entry point calls these functions in this order:
 
     main         driver         `prepare`      before verl validates the config
     run_ppo      driver         `wait_for`     after the trainer's process was started
     TaskRunner   trainer's      `begin`        before verl looks its trainer up
+
+Without the patches, `trainer.v1.trainer_mode=async_pipeline` leads to one call in their place:
+
+    TaskRunner   trainer's      `adopt`        when verl makes the trainer; see trainer/entry.py
 
 A run without the switch only has its keys checked. Importing this module loads neither
 torch, verl nor Ray, so a fault in the rest of the package cannot stop such a run.
@@ -14,6 +18,8 @@ torch, verl nor Ray, so a fault in the rest of the package cannot stop such a ru
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..config.schema import is_strategy
 from ..config.translation import is_enabled, require_no_stray_keys
 from ..console import EXIT_USERS, echo
-from ..errors import AsyncPipelineError, ConfigError
+from ..errors import AsyncPipelineError, ConfigError, PatchError
 from ..observe.table import MARK
 
 
@@ -73,11 +79,34 @@ def begin(config: DictConfig) -> None:
     """
     if not _has_our_trainer(config):
         return
+    with _causes():
+        _begin(config)
+
+
+def adopt(config: DictConfig) -> None:
+    """Prepare the config of a run that verl has started, and the trainer's process, which calls this.
+
+    Raises ConfigError or PatchedVerlRequired, after one line about the cause, if the run cannot start.
+    """
+    from . import launch
+
+    with _causes():
+        launch.adopt(config)
+        _begin(config)
+
+
+def _begin(config: DictConfig) -> None:
     from .trainer import registration
 
+    registration.begin(config)
+
+
+@contextmanager
+def _causes() -> Iterator[None]:
+    """Print the error of the user on one line, since Ray hands it over in a long one, and raise it."""
     try:
-        registration.begin(config)
-    except ConfigError as error:
+        yield
+    except (ConfigError, PatchError) as error:
         echo(f"{MARK} cause: {error}")
         raise
 

@@ -25,7 +25,7 @@ from ..config.agent_program import program_values
 from ..config.aliases import FOREIGN
 from ..config.loss_modes import LOSS_CONFIG
 from ..config.misplaced import SWITCHES
-from ..config.paths import OWN, RUNTIME
+from ..config.paths import MODE, OWN, PATCH_FREE, RUNTIME
 from ..config.rollout_correction import correction_in_words
 from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
@@ -37,6 +37,8 @@ from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_d
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
 ENGINE_MODULE = "recipe.async_pipeline.verl_bridge.checkpoint_engine"
+REFERRED = ("actor_rollout_ref.actor.ppo_mini_batch_size",)
+"""Keys of verl that a knob may set, and that verl's config refers to elsewhere: the critic's mini-batch."""
 
 
 def prepare(config: DictConfig) -> None:
@@ -53,10 +55,41 @@ def check_cluster(config: DictConfig) -> None:
 
     Exits with status 2 and one line on standard error otherwise.
     """
+    with _refusals():
+        _require_devices(config)
+
+
+def adopt(config: DictConfig) -> None:
+    """Prepare the config of a run whose trainer verl already makes, in the trainer's process.
+
+    verl has started Ray and resolved the config by then. Raises ConfigError or PatchedVerlRequired if the
+    pipeline could not run.
+    """
+    found = checked(config)
+    assert found is not None, "verl makes this trainer only if the mode asks for it"
+    _refuse_late_changes(config, found)
+    set_verls_keys(config, found)
+    _rewrite(config, found, joins=False)
+    _require_devices(config)
+    _tell(config, found)
+
+
+def _refuse_late_changes(config: DictConfig, found: Checked) -> None:
+    """Raises ConfigError if a value would change that verl has computed others of its config from."""
+    for path in REFERRED:
+        now = OmegaConf.select(config, path)
+        value = found.translation.verl.get(path, now)
+        if value != now:
+            raise ConfigError(
+                f"{path} must be {value} with {MODE}={PATCH_FREE}, because a knob asks so, got {now}; set "
+                "it too, since verl has computed other values from it"
+            )
+
+
+def _require_devices(config: DictConfig) -> None:
     plain = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     needed = RuntimeConfig.of(plain).placement.devices + reward_model_devices(config)
-    with _refusals():
-        require_devices(get_resource_name(), needed)
+    require_devices(get_resource_name(), needed)
 
 
 @contextmanager
@@ -97,6 +130,11 @@ def _prepare(config: DictConfig) -> None:
     with open_dict(config):
         _update(config, cluster)
     _say(line)
+    _tell(config, found)
+
+
+def _tell(config: DictConfig, found: Checked) -> None:
+    """Print what the keys of the user led to."""
     for note in found.translation.notes:
         _say(note)
     knobs = found.translation.config

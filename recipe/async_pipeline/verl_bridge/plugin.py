@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `verl.plugins` entry point. verl loads it in every process that imports verl, so it must be light.
 
-Registers the CPU platform (used only with VERL_PLATFORM=cpu) and records that it ran: verl swallows the
-error of a plugin that fails to load, so the trainer checks `is_loaded` at startup.
+VERL_USE_EXTERNAL_MODULES may name it too, if VERL_USE_EXTERNAL_PLUGINS disables entry points. It registers
+
+- the trainer `async_pipeline`, for `trainer.v1.trainer_mode=async_pipeline` without our patches;
+- the CPU platform, and what verl lacks there (used only with VERL_PLATFORM=cpu).
+
+It records that it ran: verl swallows the error of a plugin that fails to load, so the trainer checks
+`is_loaded` at startup.
 """
 
 from __future__ import annotations
 
 import os
+from types import ModuleType
 
 _loaded = False
 
@@ -18,18 +24,29 @@ def is_loaded() -> bool:
 
 
 def load() -> None:
-    """Register the CPU platform before verl selects one. Idempotent."""
+    """Register the CPU platform before verl selects one, and the trainer when verl can. Idempotent."""
     global _loaded
+    from .after_import import after_import
     from .cpu_platform import register
 
     register()
+    after_import("verl.trainer.ppo.v1.trainer_base", register_trainer)
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         # verl registers its FSDP engines for cuda and npu only; they run on CPU as they are.
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
+        from .cpu_overrides import install
         from .megatron_on_demand import postpone
 
+        install()
         postpone()
     _loaded = True
+
+
+def register_trainer(trainer_base: ModuleType) -> None:
+    """Register the trainer that `trainer.v1.trainer_mode=async_pipeline` names."""
+    from .trainer import entry
+
+    entry.register()
 
 
 load()

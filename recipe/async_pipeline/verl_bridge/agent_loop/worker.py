@@ -35,6 +35,7 @@ from . import (
     agent_session_loop,  # noqa: F401  registers its agent loop with verl
     environment_loop,  # noqa: F401  registers its agent loop with verl
     prompt_tokens,
+    stored_sessions,
     tool_calls,
 )
 from .answers import Answered, Sample, details_of, divided, slowest_turns, trajectory_of
@@ -73,6 +74,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         # verl resolves the class of the agent loop, and merges its config, for each response.
         agent_loop.hydra = hydra_with_factories(agent_loop.hydra, copied=SingleTurnAgentLoop)
         prompt_tokens.install(agent_loop)
+        stored_sessions.install()
         super().__init__(*args, **kwargs)
         count_cores_once()
         if self.reward_loop_worker_handles is not None:
@@ -355,7 +357,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             _TIMES.set(times_of(turns, _BEGUN.get()))
         token = _VALIDATING.set(validate)
         try:
-            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            with stored_sessions.stored_by(self._store_trajectories):
+                await super()._agent_loop_postprocess(output, validate, **kwargs)
         finally:
             _VALIDATING.reset(token)
         if cost is not None:
@@ -371,7 +374,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         if group is None and attempt is not None:
             raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
         if group is None:
-            await super()._store_trajectories(keys, fields, tags, partition_id)
+            await stored_sessions.put(keys, fields, tags, partition_id)
         else:
             assert attempt is not None, "training repeats episodes"
             group += [
@@ -394,4 +397,4 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                     keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
                 )
             else:
-                await super()._store_trajectories(keys, fields, tags, some[0].partition_id)
+                await stored_sessions.put(keys, fields, tags, some[0].partition_id)

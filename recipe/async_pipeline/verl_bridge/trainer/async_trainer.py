@@ -45,7 +45,7 @@ from ...observe.observers import Observers
 from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder, write_atomically
 from ...observe.trace import leave_trace
-from ...patching.patched_tree import require_patched
+from ...patching.patched_tree import require_known
 from ...patching.verl_source import find_verl_root
 from ...redaction import redacted
 from ...weight_sync.manifest import Ticket as WeightTicket
@@ -96,10 +96,10 @@ class AsyncPipelineTrainer(PPOTrainer):
     _flow: AsyncTrainingFlow
 
     def __init__(self, config: DictConfig) -> None:
-        """Raises PatchedVerlRequired if verl in this process lacks the plugin or the patches."""
+        """Raises PatchedVerlRequired if verl in this process lacks the plugin or is not the pinned one."""
         if not plugin.is_loaded():
             raise PatchedVerlRequired("verl did not load our plugin; run `pip install -e .` here, then retry")
-        require_patched(find_verl_root())
+        require_known(find_verl_root())
         worker_manager.install()
         count_cores_once()
         ColocatedLoadBalancer.use()
