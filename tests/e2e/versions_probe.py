@@ -163,6 +163,8 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
         await probe.publish(probe.model.state_dict(), in_flight, stage)
         swaps = [await probe.swap(in_flight, stage, chance.uniform(0, 0.05)) for _ in range(SWAPS)]
         report[f"{in_flight}/{stage}"]["swaps"] = swaps
+        # The next requests begin before the next publication, and random weights would answer them.
+        await probe.publish_next(in_flight, stage)
     with torch.no_grad():
         for name, parameter in probe.model.named_parameters():
             parameter.copy_(probe.weights[name] + torch.randn_like(parameter) * 0.05)
