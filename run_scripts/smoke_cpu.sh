@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # A tiny model learns a task by asynchronous RL on the real stack, on two CPU cores: addition, FrozenLake
-# (lake), an environment that it plays for several turns, the same played by a program over HTTP (lake_agent), or
-# sums with a tool that costs (calculator).
+# (lake), an environment that it plays for several turns, the same played over HTTP by a coroutine (lake_agent) or
+# by a program in another virtual environment (openai_agent), or sums with a tool that costs (calculator).
 #
-#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|calculator] [--model dense|moe] [hydra overrides]
+#   bash run_scripts/smoke_cpu.sh [--task addition|lake|lake_agent|openai_agent|calculator] [--model dense|moe] \
+#       [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
 #   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts nothing
@@ -21,10 +22,10 @@ TASK=addition
 MODEL=dense
 while [ "${1:-}" = --task ] || [ "${1:-}" = --model ]; do
   case "$1 ${2:-}" in
-    "--task addition" | "--task lake" | "--task lake_agent" | "--task calculator") TASK="$2" ;;
+    "--task addition" | "--task lake" | "--task lake_agent" | "--task openai_agent" | "--task calculator") TASK="$2" ;;
     "--model dense" | "--model moe") MODEL="$2" ;;
     --task*)
-      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent or calculator, got '${2:-}'" >&2
+      echo "smoke_cpu.sh: --task must be addition, lake, lake_agent, openai_agent or calculator, got '${2:-}'" >&2
       exit 2
       ;;
     *)
@@ -42,8 +43,16 @@ bash run_scripts/setup.sh
 source run_scripts/cpu_env.sh
 PYTHON="$ROOT/.venv/bin/python"
 
+case "$TASK" in
+  *_agent) DATA=lake ;;
+  *) DATA="$TASK" ;;
+esac
 if [ -z "${ASYNC_PIPELINE_TASK:-}" ]; then
-  ASYNC_PIPELINE_TASK="$("$PYTHON" -m recipe.async_pipeline task make --task "${TASK%_agent}" --model "$MODEL")"
+  ASYNC_PIPELINE_TASK="$("$PYTHON" -m recipe.async_pipeline task make --task "$DATA" --model "$MODEL")"
+fi
+if [ "$TASK" = openai_agent ] && [ -z "${ASYNC_PIPELINE_AGENT_PYTHON:-}" ]; then
+  ASYNC_PIPELINE_AGENT_PYTHON="$(bash run_scripts/agent_venv.sh examples/openai_agent.txt)"
+  export ASYNC_PIPELINE_AGENT_PYTHON
 fi
 ASYNC_PIPELINE_RUN="${ASYNC_PIPELINE_RUN:-$(date +%Y%m%d-%H%M%S)}"
 export ASYNC_PIPELINE_TASK ASYNC_PIPELINE_RUN

@@ -23,6 +23,7 @@ from tests.fakes.agent_policy import FakePolicy
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
 LAKE = REPOSITORY / "examples" / "lake_agent.py"
+OPENAI = REPOSITORY / "examples" / "openai_agent.py"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -32,6 +33,13 @@ def test_an_example_imports_nothing_of_this_package(path: Path) -> None:
             assert not node.level and not (node.module or "").startswith("recipe")
         elif isinstance(node, ast.Import):
             assert not any(one.name.startswith("recipe") for one in node.names)
+
+
+def test_the_openai_agent_has_the_versions_of_the_lock() -> None:
+    """The tests run it with these."""
+    wanted = [line for line in OPENAI.with_suffix(".txt").read_text().splitlines() if line and line[0] != "#"]
+    locked = (REPOSITORY / "run_scripts" / "cpu.lock.txt").read_text().splitlines()
+    assert wanted and set(wanted) <= set(locked)
 
 
 @pytest.fixture
@@ -47,8 +55,12 @@ def lake_agent(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_command", [False, True])
-def test_the_lake_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, as_command: bool) -> None:
+@pytest.mark.parametrize(
+    "agent",
+    ["lake_agent:play", *(shlex.join([sys.executable, str(one)]) for one in (LAKE, OPENAI))],
+    ids=["function", "command", "openai"],
+)
+def test_an_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, agent: str) -> None:
     """It sees what the agent loop `environment` would show, and gets the same reward."""
     from recipe.async_pipeline.gateway.app import Gateway
     from recipe.async_pipeline.gateway.server import GatewayServer
@@ -62,7 +74,6 @@ def test_the_lake_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType
         reward += step.reward
         if step.over:
             break
-    agent = shlex.join([sys.executable, str(LAKE)]) if as_command else "lake_agent:play"
 
     async def play() -> tuple[float | None, list[str]]:
         sessions, policy = Sessions(), FakePolicy(*moves)

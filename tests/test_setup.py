@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -95,8 +98,11 @@ def test_the_smoke_script_explains_itself_without_installing_anything() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--task"], "--task must be addition, lake, lake_agent or calculator, got"),
-        (["--task", "chess"], "--task must be addition, lake, lake_agent or calculator, got 'chess'"),
+        (["--task"], "--task must be addition, lake, lake_agent, openai_agent or calculator, got"),
+        (
+            ["--task", "chess"],
+            "--task must be addition, lake, lake_agent, openai_agent or calculator, got 'chess'",
+        ),
         (["--model"], "--model must be dense or moe, got"),
         (["--task", "addition", "--model", "sparse"], "--model must be dense or moe, got 'sparse'"),
     ],
@@ -106,6 +112,33 @@ def test_the_smoke_script_refuses_what_it_does_not_have(words: list[str], error:
     done = subprocess.run(["bash", str(script), *words], capture_output=True, text=True, timeout=30, env={})
     assert done.returncode == 2
     assert error in done.stderr
+
+
+def test_the_virtual_environment_of_an_agent_is_made_once_for_its_requirements(tmp_path: Path) -> None:
+    script, wanted = tmp_path / "run_scripts" / "agent_venv.sh", tmp_path / "some_agent.txt"
+    script.parent.mkdir()
+    shutil.copy(REPOSITORY / "run_scripts" / script.name, script)
+    wanted.write_text("openai")
+    # Stands in for python -m venv, and then for the interpreter that it makes.
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\n'
+        'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; fi\n'
+    )
+    python.chmod(0o700)
+
+    def made(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
+        command = ["bash", str(script), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+    first, second = (made(str(wanted)).stdout.strip() for _ in range(2))
+    assert first == second and Path(first).is_relative_to(tmp_path / ".cache" / "agents" / "")
+    assert [line.split()[1] for line in calls.read_text().splitlines()] == ["venv", "pip"]
+    wanted.write_text("openai==1")
+    assert made(str(wanted)).stdout.strip() not in ("", first)
+    refused = made(str(tmp_path / "no_such.txt"))
+    assert refused.returncode == 2 and "must be a file of requirements, got" in refused.stderr
 
 
 def test_the_required_verl_is_the_pinned_one() -> None:
