@@ -82,9 +82,11 @@ def run_job(
     *,
     events: Sequence[Event] = (),
     prefix: Sequence[str] = (),
+    python: Path = Path(sys.executable),
+    cwd: Path = ROOT,
 ) -> Job:
     """Run to the end; the events happen one after the other, each at the first line of output that it waits
-    for. `prefix` is a command that runs others.
+    for. `prefix` is a command that runs others, `python` the interpreter of `watch`.
 
     Raises TimeoutError: the job did not end, with what it printed.
     """
@@ -96,13 +98,13 @@ def run_job(
         # Where a stock run puts its metrics; async_pipeline writes to the run directory.
         "VERL_FILE_LOGGER_ROOT": str(run_dir.parent),
     }
-    watch = [*prefix, sys.executable, "-m", "recipe.async_pipeline", "watch", "--", *command]
+    watch = [*prefix, str(python), "-m", "recipe.async_pipeline", "watch", "--", *command]
     lines: list[str] = []
     waiting = list(events)
     fired: float | None = None
     started = time.monotonic()
     with subprocess.Popen(
-        watch, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        watch, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         timer = threading.Timer(LIMIT_S, process.send_signal, (signal.SIGTERM,))
         timer.start()
