@@ -102,6 +102,10 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "weight_sync/keeper_state.py": "weight_sync/test_keeper.py",
     "weight_sync/standby_version.py": "weight_sync/test_standby_copy.py",
     "verl_bridge/rollout/vllm/replica.py": WHOLE_JOB,
+    "verl_bridge/rollout/diffusers/fields.py": "verl_bridge/agent_loop/test_diffusion_loop.py",
+    "verl_bridge/rollout/diffusers/rank.py": "e2e/test_images.py",
+    "verl_bridge/rollout/diffusers/replica.py": "e2e/test_images.py",
+    "verl_bridge/rollout/diffusers/server.py": "e2e/test_images.py",
     "verl_bridge/rollout/sglang/replica.py": "e2e/test_sglang.py",
     "verl_bridge/rollout/sglang/server.py": "e2e/test_sglang.py",
     "verl_bridge/rollout/sglang/scheduler.py": "e2e/test_engine.py",
@@ -259,7 +263,9 @@ def test_diffusion_imports_libraries_of_models_when_it_uses_them(module: str) ->
 @pytest.mark.parametrize("module", MODULES)
 def test_only_images_need_diffusers(module: str) -> None:
     if "diffusers" in top_levels(module):
-        assert module.startswith(("diffusion/", "toy/image_", "verl_bridge/workers/diffusion_"))
+        assert module.startswith(
+            ("diffusion/", "toy/image_", "verl_bridge/rollout/diffusers/", "verl_bridge/workers/diffusion_")
+        )
 
 
 SERVES = {

@@ -9,6 +9,8 @@ import importlib.util
 import os
 import shlex
 import sys
+import threading
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -96,3 +98,43 @@ def test_an_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, agen
     found, seen = asyncio.run(asyncio.wait_for(play(), 120))
     assert found == reward
     assert [text.removesuffix(move) for text, move in zip(seen, moves, strict=False)] == texts[: len(seen)]
+
+
+@pytest.fixture
+def image_rewards() -> ModuleType:
+    for name in ("numpy", "PIL"):
+        pytest.importorskip(name)
+    path = REPOSITORY / "examples" / "image_rewards.py"
+    spec = importlib.util.spec_from_file_location("image_rewards", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_plain_picture_compresses_better_than_noise(image_rewards: ModuleType) -> None:
+    import numpy as np
+
+    plain = np.full((3, 16, 16), 200, np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16)).astype(np.uint8)
+    scores = [image_rewards.jpeg_size("", one, "", None) for one in (plain, noise)]
+    assert scores[1] < scores[0] < 0
+
+
+def test_a_server_scores_the_picture_that_it_is_sent(
+    image_rewards: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy as np
+
+    picture = np.zeros((3, 16, 16), np.uint8)
+    picture[2, 8:, 8:] = 90
+    with ThreadingHTTPServer(("127.0.0.1", 0), image_rewards.Judge) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        try:
+            monkeypatch.setenv(image_rewards.URL, f"http://127.0.0.1:{server.server_address[1]}")
+            found = [image_rewards.ask_server("", picture, colour)["score"] for colour in ("blue x", "red x")]
+        finally:
+            server.shutdown()
+            serving.join()
+    assert found == [1.0, 0.0]

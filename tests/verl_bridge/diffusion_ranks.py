@@ -29,8 +29,12 @@ from recipe.async_pipeline.diffusion.seeds import seed_of
 from recipe.async_pipeline.diffusion.step_engine import Request, Sample, Sampling, StepEngine
 from recipe.async_pipeline.diffusion.transformer_adapter import TransformerAdapter
 from recipe.async_pipeline.diffusion.windows import RandomWindow
-from recipe.async_pipeline.verl_bridge.workers import diffusion_engine
-from recipe.async_pipeline.verl_bridge.workers.diffusion_model import Denoising, DiffusionModelConfig
+from recipe.async_pipeline.verl_bridge.workers import diffusion_engine  # noqa: F401  registers it
+from recipe.async_pipeline.verl_bridge.workers.diffusion_model import (
+    CONDITION,
+    Denoising,
+    DiffusionModelConfig,
+)
 from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import TrainingRanks
 from recipe.async_pipeline.verl_bridge.workers.shards import held_by
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
@@ -100,8 +104,9 @@ def batch_of(data: dict[str, Any], rows: slice) -> Any:
             "loss_mask": nested(ones),
             "old_log_probs": nested(data["log_probs"][rows]),
             "advantages": nested(a.expand(WINDOW).clone() for a in data["advantages"][rows]),
-            "latents": data["latents"][rows],
-            **{f"{diffusion_engine.CONDITION}{k}": v[rows] for k, v in data["conditions"].items()},
+            # Nested although the rows have one shape, as the sample store returns all columns.
+            "latents": nested(data["latents"][rows]),
+            **{f"{CONDITION}{k}": nested(v[rows]) for k, v in data["conditions"].items()},
         },
         batch_size=count,
     )
@@ -206,6 +211,13 @@ def run_rank(rank: int, *, cell: str, folder: Path) -> None:
         ).log_probs
 
     weights = whole(engine)
+    checkpoint = folder / f"{cell}-checkpoint"
+    engine.save_checkpoint(str(checkpoint), global_step=1)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.zero_()
+    engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
+    restored = whole(engine)
     torch.save(
         {
             "sampled": data["log_probs"][rows],
@@ -216,6 +228,9 @@ def run_rank(rank: int, *, cell: str, folder: Path) -> None:
             "proved": proved,
             "grad_norm": float(trained["metrics"]["grad_norm"]),
             "weights": weights,
+            "restored": restored.keys() == weights.keys()
+            and all(torch.equal(restored[name], weights[name]) for name in weights),
+            "described": (checkpoint / "huggingface" / "config.json").is_file(),
         },
         folder / f"{cell}-{rank}.pt",
     )

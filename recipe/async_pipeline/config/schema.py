@@ -20,6 +20,7 @@ from ..core.untrained_groups import Straggler
 from ..errors import ConfigError
 from ..strategies import STRATEGIES
 from .agentic import AgenticConfig
+from .diffusion import DiffusionConfig
 from .fields import Bounds, Limit, Positive, Seconds, build, check_fields, knobs_of
 from .names import flattened
 from .paths import OWN, hint
@@ -187,8 +188,7 @@ class FleetConfig:
 
     max_replicas: Annotated[int, Bounds(least=0, remedy="0 keeps the replicas of the placement")] = 0
     """Replicas up to which the run grows by itself: it starts one wherever a node of the Ray cluster has
-    enough free devices, such as a node that joined during the run. 0: only `async-pipeline replicas --add`
-    adds any."""
+    enough free devices, such as a node that joined. 0: only `async-pipeline replicas --add` adds any."""
     drain_timeout_s: Seconds = 600.0
     """Seconds that a replica that is removed may take to finish its open requests; then other replicas
     generate them again."""
@@ -307,8 +307,7 @@ class AsyncPipelineConfig:
     """Custom stages to insert, each as `module:Class@after->before`, e.g. "my_module:Audit@reward->train"."""
     validation: Literal["parallel", "pause"] = "parallel"
     """While a version is validated (trainer.test_freq), training continues and the replicas keep that
-    version. Prompts for training are generated meanwhile (parallel), or wait until validation is over
-    (pause)."""
+    version. Prompts for training are generated meanwhile (parallel), or wait until it is over (pause)."""
     staleness: StalenessConfig = StalenessConfig()
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -316,6 +315,7 @@ class AsyncPipelineConfig:
     fleet: FleetConfig = FleetConfig()
     reward: RewardConfig = RewardConfig()
     agentic: AgenticConfig = AgenticConfig()
+    diffusion: DiffusionConfig = DiffusionConfig()
     faults: FaultsConfig = FaultsConfig()
 
     @classmethod

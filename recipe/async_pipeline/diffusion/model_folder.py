@@ -30,6 +30,10 @@ class ModelFolder:
     def transformer(self) -> Path:
         return self.path / "transformer"
 
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
     @cached_property
     def scale(self) -> int:
         """Return the pixels of an image along one side of a latent's element."""

@@ -44,6 +44,7 @@ from ..patching.verl_source import find_verl_root
 from ..stages.custom import insert_custom_stages
 from . import plugin
 from .config_rules import check_devices, check_sections, check_verl_config, has_critic
+from .diffusers_rules import check_images
 from .model_rules import ROLLOUT
 from .reward.executor import FILE, PACKAGE, Function
 from .workers.loss_registry import OffPolicyLossConfig
@@ -346,6 +347,7 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     lambda review: _require_agent(review.knobs),
     _apply_translation,
     lambda review: check_verl_config(review.config),
+    lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config)),
     lambda review: _require_stages_that_fit(review.config, review.knobs),
     lambda review: _require_corrections_that_work(review.config, bypass=review.bypass),
     _check_resume,

@@ -279,8 +279,8 @@ RULES = (
     ("trainer.use_v1", lambda v: v is True, "must be True", "the pipeline builds on verl's V1 trainer"),
     (
         f"{ROLLOUT}.name",
-        lambda v: v in ("vllm", "sglang"),
-        "must be vllm or sglang",
+        lambda v: v in ("vllm", "sglang", "diffusers"),
+        "must be vllm, sglang, or diffusers for images",
         "other engines are not supported yet",
     ),
     (f"{ROLLOUT}.mode", lambda v: v == "async", "must be async", "remove the override"),

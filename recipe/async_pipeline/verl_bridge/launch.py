@@ -33,6 +33,7 @@ from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
 from .config_checks import STOCK_LOSS_CONFIG, Checked, _update, checked, set_pool_sizes
 from .config_rules import MANAGER, reward_model_devices
+from .diffusers_rules import draws_images, set_image_keys
 from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
@@ -147,6 +148,8 @@ def set_verls_keys(config: DictConfig, found: Checked) -> None:
     """Set verl's own keys to the values that follow from the knobs and from keys of other systems."""
     _update(config, found.translation.verl)
     set_pool_sizes(config, found.placement)
+    if draws_images(config):
+        set_image_keys(config, found.translation.config)
 
 
 def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:

@@ -64,6 +64,8 @@ def check_model(config: DictConfig) -> None:
         if config.trainer.device == "cpu":
             check_sglang_on_cpu(config, _text_model(described))
         return
+    if config.actor_rollout_ref.rollout.name == "diffusers":
+        return  # `diffusers_rules` knows the knobs too
     _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {})
     _check_fp8(config)
     if config.trainer.device == "cpu":

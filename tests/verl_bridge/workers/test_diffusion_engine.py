@@ -105,6 +105,11 @@ def test_a_rollout_loads_and_proves_what_was_trained(folder: Path, name: str) ->
         assert float((of_rank["of_rollout"] - of_rank["before"]).abs().max()) > 1e-6
 
 
+@pytest.mark.parametrize("name", ["full@1", "full@2", "lora@1", "lora@2"])
+def test_a_checkpoint_restores_every_weight(folder: Path, name: str) -> None:
+    assert all(of_rank["restored"] and of_rank["described"] for of_rank in cell(folder, name))
+
+
 def test_an_adapter_trains_nothing_else(folder: Path) -> None:
     (lora,), before = cell(folder, "lora@1"), torch.load(folder / "by_hand.pt")["weights"]
     adapter = {name for name in lora["weights"] if ".lora_" in name}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 
@@ -55,3 +56,33 @@ def test_settings_of_language_models_are_off(module: ModuleType, path: Path) -> 
 def test_steps_without_noise_are_not_trained(module: ModuleType, how: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="training needs steps with noise"):
         module.Denoising(**how)
+
+
+def test_verl_s_section_is_taken_as_it_is(module: ModuleType, path: Path) -> None:
+    """All keys of verl's section of a language model, as hydra passes them."""
+    from omegaconf import OmegaConf
+    from verl.utils.config import omega_conf_to_dataclass
+
+    section = OmegaConf.load(str(files("verl.trainer.config") / "_generated_ppo_trainer.yaml"))
+    config = section.actor_rollout_ref.model
+    config.update(
+        _target_=f"{module.__name__}.DiffusionModelConfig",
+        path=str(path),
+        load_tokenizer=False,
+        denoising={"num_inference_steps": 4, "sde_window_size": 2, "sde_window_range": [0, 3]},
+    )
+    found = omega_conf_to_dataclass(config)
+    assert found.denoising.num_trained == 2 and found.denoising.sde_window_range == (0, 3)
+    assert found.schedule.num_steps == 4 and found.use_remove_padding is False
+    assert "to_q" in found.adapted_modules, "all-linear is the family's choice"
+
+
+def test_validation_has_its_own_schedule(module: ModuleType, path: Path) -> None:
+    config = module.DiffusionModelConfig(path=str(path), denoising={"validation_steps": 28})
+    assert (config.schedule.num_steps, config.validation_schedule.num_steps) == (10, 28)
+    assert module.DiffusionModelConfig(path=str(path)).validation_schedule.num_steps == 10
+
+
+def test_windows_that_do_not_fit_are_refused(module: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="an SDE window of 4 steps does not fit"):
+        module.Denoising(num_inference_steps=4, sde_window_size=4)

@@ -182,6 +182,11 @@ class RecordingClient:
     def __init__(self, client: Any, transcript: Transcript) -> None:
         self._client, self._transcript = client, transcript
 
+    @property
+    def inner(self) -> Any:
+        """Return the client that keeps no transcript."""
+        return self._client
+
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
         """Return the output of the request; see `PipelineLLMClient.generate`."""
         output: TokenOutput = await self._client.generate(request_id, transcript=self._transcript, **kwargs)

@@ -33,6 +33,7 @@ from ..sample_grouping import joinable
 from ..sample_store import count_cores_once
 from . import (
     agent_session_loop,  # noqa: F401  registers its agent loop with verl
+    diffusion_loop,
     environment_loop,  # noqa: F401  registers its agent loop with verl
     prompt_tokens,
     stored_sessions,
@@ -94,10 +95,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         self._redundancy = agentic.redundancy
         self._scores = Scores(knobs.reward.failure, float(knobs.reward.default))
         # Read for each response, for which a config is too slow.
-        self._scores_at_once, self._saves = (
-            knobs.reward.while_generating,
-            self.config.trainer.save_freq > 0,
-        )
+        self._scores_at_once = knobs.reward.while_generating
+        self._saves = self.config.trainer.save_freq > 0
         self._sampling = sampling_of(self.config.actor_rollout_ref.rollout)
         self._stores_rows = self.config.transfer_queue.backend.storage_backend == "SimpleStorage"
         self._groups: dict[str, asyncio.Future[Answered]] = {}
@@ -356,6 +355,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             cost.update(costs_of(turns, ended - _BEGUN.get()))
             _TIMES.set(times_of(turns, _BEGUN.get()))
         token = _VALIDATING.set(validate)
+        diffusion_loop.take_columns(outputs)
         try:
             with stored_sessions.stored_by(self._store_trajectories):
                 await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -370,6 +370,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         """Collect the responses of a session: one put for the group costs a fraction of a put for
         each session.
         """
+        diffusion_loop.add_columns(fields)
         group, attempt = self._finished.get(fields[0]["uid"]), current_attempt()
         if group is None and attempt is not None:
             raise RolloutError(f"group {fields[0]['uid']} was given up before {keys[0]} was finished")
@@ -387,11 +388,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
     async def _store_group(self, group: list[Sample]) -> None:
         for indices in joinable([one.fields for one in group]):
             some = [group[i] for i in indices]
-            keys, fields, tags = (
-                [one.trajectory.key for one in some],
-                [one.fields for one in some],
-                [one.trajectory.payload for one in some],
-            )
+            keys, fields = [one.trajectory.key for one in some], [one.fields for one in some]
+            tags = [one.trajectory.payload for one in some]
             if self._stores_rows:
                 await tq.async_kv_batch_put(
                     keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id

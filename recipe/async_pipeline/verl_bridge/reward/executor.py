@@ -43,6 +43,7 @@ BATCH_WAIT_S = 0.02
 LISTS = {
     "data_source": "data_sources",
     "solution_str": "solution_strs",
+    "solution_image": "solution_images",
     "ground_truth": "ground_truths",
     "extra_info": "extra_infos",
 }

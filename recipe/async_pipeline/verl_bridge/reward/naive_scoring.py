@@ -30,7 +30,7 @@ def scorer_of(manager: Any) -> Scorer | None:
 
 async def _score(manager: Any, response: Response) -> dict[str, Any]:
     """Return what `manager.run_single(response.data())` returns, for a response with one output."""
-    (ids,), arguments = response.responses, _arguments_of(response)
+    (ids,), arguments = response.responses, arguments_of(response)
     if manager.reward_router_address is not None:
         arguments["reward_router_address"] = manager.reward_router_address
         arguments["reward_model_tokenizer"] = manager.reward_model_tokenizer
@@ -46,12 +46,17 @@ async def _score(manager: Any, response: Response) -> dict[str, Any]:
     else:
         result = await loop.run_in_executor(None, decode_and_score)
 
+    return result_of(result)
+
+
+def result_of(result: Any) -> dict[str, Any]:
+    """Return what a reward function returned as verl's reward managers do."""
     if isinstance(result, dict):
         return {"reward_score": result["score"], "reward_extra_info": dict(result)}
     return {"reward_score": result, "reward_extra_info": {"acc": result}}
 
 
-def _arguments_of(response: Response) -> dict[str, Any]:
+def arguments_of(response: Response) -> dict[str, Any]:
     """Return the arguments of a reward function besides the text."""
     row = response.row
     extra_info = _item(row["extra_info"]) if "extra_info" in row else {}

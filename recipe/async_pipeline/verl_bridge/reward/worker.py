@@ -20,6 +20,7 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from ..direct_calls import Address, ConnectionLost, DirectCaller, DirectCalls
 from .executor import only_errors
 from .naive_scoring import Scorer, scorer_of
+from .visual import VisualRewardManager
 
 
 class Plain(NamedTuple):
@@ -106,7 +107,11 @@ class PlainRewardLoopWorker(RewardLoopWorker):  # type: ignore[misc]
             self.reward_manager.compute_score = only_errors(self.reward_manager.compute_score)
         reward = self.config.reward
         by_model = reward.custom_reward_function.path is None and reward.reward_model.enable
-        self._scorer = None if by_model else scorer_of(self.reward_manager)
+        manager = self.reward_manager
+        if isinstance(manager, VisualRewardManager):
+            self._scorer = manager.score
+        else:
+            self._scorer = None if by_model else scorer_of(manager)
 
     async def compute_plain(self, answer: Plain | Response) -> dict[str, Any]:
         """Score one response, as verl's `compute_score` does."""

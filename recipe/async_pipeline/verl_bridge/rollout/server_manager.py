@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import trainer_base
 from verl.utils.device import get_resource_name
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from ...config.placement import Placement
@@ -103,9 +104,17 @@ def replica_class_of(engine: str) -> Callable[..., StandaloneReplica]:
         from .sglang.replica import PipelineSGLangReplica
 
         return PipelineSGLangReplica
+    if engine == "diffusers":
+        from .diffusers.replica import PipelineDiffusersReplica
+
+        return PipelineDiffusersReplica
     from .vllm.replica import PipelineVLLMReplica
 
     return PipelineVLLMReplica
+
+
+# verl's manager looks the class of the configured engine up, also where it starts no replica.
+RolloutReplicaRegistry.register("diffusers", partial(replica_class_of, "diffusers"))
 
 
 class ColocatedLoadBalancer(LLMServerManager):

@@ -13,8 +13,10 @@ columns of a batch:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +29,7 @@ from verl.workers.engine.utils import detach_tree
 
 from ...diffusion.policy import evaluate
 from ...errors import ConfigError
-
-CONDITION = "condition_"
-"""Prefix of the columns that hold conditions."""
+from .diffusion_model import CONDITION
 
 
 @EngineRegistry.register(model_type="diffusion_model", backend=["fsdp", "fsdp2"], device=["cuda", "npu"])
@@ -48,6 +48,7 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
         )
         if config.enable_gradient_checkpointing:
             module.enable_gradient_checkpointing()
+        answer_as_language_model(module)
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -73,7 +74,7 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the log-probs of all steps of a micro-batch in one forward, and the loss."""
         micro_batch = micro_batch.to(get_device_id())
-        how, latents = self.model_config.denoising, micro_batch["latents"]
+        how, latents = self.model_config.denoising, dense(micro_batch["latents"])
         with self._precision():
             values = evaluate(
                 self._velocity,
@@ -114,6 +115,26 @@ class DiffusionFSDPEngine(FSDPEngine):  # type: ignore[misc]
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
 
+def answer_as_language_model(module: Any) -> None:
+    """Give a transformer of diffusers what verl asks of a language model when it saves a checkpoint."""
+    from diffusers.configuration_utils import FrozenDict
+
+    class SavedConfig(FrozenDict):  # type: ignore[misc]
+        """The transformer's config, which can be written next to the weights."""
+
+        def save_pretrained(self, folder: str) -> None:
+            text = json.dumps(dict(self), indent=2, default=str)
+            Path(folder, "config.json").write_text(text, encoding="utf-8")
+
+    module._internal_dict = SavedConfig(module.config)
+    module.can_generate = bool  # which returns False
+
+
+def dense(column: torch.Tensor) -> torch.Tensor:
+    """Return a column whose rows have one shape as a plain tensor; the sample store returns nested ones."""
+    return torch.stack(column.unbind()) if column.is_nested else column
+
+
 def steps_of(responses: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """Return the indices of the SDE steps, (samples, steps). Raises ConfigError if they do not fit."""
     flat = responses.values() if responses.is_nested else responses.reshape(-1)
@@ -129,7 +150,9 @@ def steps_of(responses: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
 def conditions_of(batch: Any) -> dict[str, torch.Tensor]:
     """Return the conditions of a batch, by the names of the family."""
     return {
-        key.removeprefix(CONDITION): batch[key] for key in map(str, batch.keys()) if key.startswith(CONDITION)
+        key.removeprefix(CONDITION): dense(batch[key])
+        for key in map(str, batch.keys())
+        if key.startswith(CONDITION)
     }
 
 

@@ -81,6 +81,9 @@ class EngineWorker(TrainingWorker):
     def __init__(self, config: Any) -> None:
         if config.engine_config is not None and config.engine_config.strategy == "megatron":
             set_rotary_base(config.engine_config, config.model_config.hf_config)
+        if config.model_type == "diffusion_model":
+            # Registers the engine with verl.
+            from . import diffusion_engine  # noqa: F401
         super().__init__(config)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)

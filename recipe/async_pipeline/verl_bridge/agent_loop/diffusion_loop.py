@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent loop `diffusion`: a prompt becomes an image, whose SDE steps are the tokens of the response.
+
+The noise of a sample follows from the run's seed and from the place of its prompt in the data, so that it
+does not depend on batches, replicas or other samples. All samples of a prompt have one window of SDE steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+from uuid import uuid4
+
+import torch
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.workers.rollout.replica import TokenOutput
+
+from ...config.paths import OWN
+from ...diffusion.seeds import seed_of
+from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
+from ..workers.diffusion_model import CONDITION, Denoising
+from .episode_attempts import current_attempt
+from .partial_rollouts import RecordingClient
+
+NAME = "diffusion"
+COLUMNS = "diffusion_columns"
+"""Field of an output with the columns of its row: tensors by name."""
+SCORED_LATER = "scored_later"
+"""Field of an output whose picture is scored with the whole batch, from the sample store."""
+_columns: ContextVar[Sequence[Mapping[str, torch.Tensor]]] = ContextVar(
+    "columns of the rows of this task", default=()
+)
+
+
+@register(NAME)
+class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
+    """Draws one image."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._windows = Denoising.of(self.config.actor_rollout_ref.model.denoising).windows()
+        self._seed = int(OmegaConf.select(self.config, "data.seed") or 0)
+        self._scored_later = OmegaConf.select(self.config, f"{OWN}.reward.while_generating") is False
+
+    async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
+        """Return the image, with the columns that a training step needs of it."""
+        prompt = prompt_of(row["raw_prompt"])
+        prompt_ids = self._cap_text_prompt_length(self.tokenizer(prompt)["input_ids"])
+        started = time.perf_counter()
+        output: TokenOutput = await self._client.generate(
+            request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=self._sampling(prompt, row)
+        )
+        seconds = time.perf_counter() - started
+
+        fields = output.extra_fields
+        latents, conditions = fields.pop(LATENTS), fields.pop(CONDITIONS)
+        # Copies, because arrays that Ray unpacks are read-only.
+        columns = {"latents": torch.tensor(latents)}
+        columns |= {f"{CONDITION}{name}": torch.tensor(one) for name, one in conditions.items()}
+        # verl needs a token; a sample of validation has no SDE step, and is not trained.
+        steps, log_probs = output.token_ids or [0], output.log_probs or [0.0]
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=steps,
+            response_mask=[1] * len(steps),
+            response_logprobs=log_probs,
+            num_turns=2,
+            metrics={"generate_sequences": seconds, "tool_calls": 0.0, "num_preempted": -1},
+            extra_fields={
+                **fields,
+                **({COLUMNS: columns} if output.token_ids else {}),
+                **({SCORED_LATER: True} if self._scored_later and output.token_ids else {}),
+                "turn_scores": [],
+                "tool_rewards": [],
+            },
+        )
+
+    @property
+    def _client(self) -> Any:
+        """Return the client without a transcript: of an image, its tokens alone continue nothing."""
+        client = self.server_manager
+        return client.inner if isinstance(client, RecordingClient) else client
+
+    def _sampling(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        place = (self._seed, int(row["global_steps"]), int(row["index"]))
+        trained = current_attempt() is not None
+        window = self._windows.of(seed_of("window", *place), place[1]) if trained else None
+        kind = "train" if trained else "val"
+        return {
+            "prompt": prompt,
+            "seed": seed_of(kind, *place, int(row["session_id"])),
+            "window": None if window is None else [window.start, window.size],
+        }
+
+
+def take_columns(outputs: Sequence[Any]) -> None:
+    """Take the columns out of verl's outputs, which have only one column for everything else."""
+    _columns.set([one.extra_fields.pop(COLUMNS, {}) for one in outputs])
+
+
+def add_columns(fields: Sequence[dict[str, Any]]) -> None:
+    """Add to each row of the sample store what `take_columns` took. A picture that was scored is left out."""
+    for values, more in zip(fields, _columns.get(), strict=False):
+        values.update(more)
+        extra = values.get("extra_fields") or {}
+        if not extra.pop(SCORED_LATER, False):
+            extra.pop(PICTURE, None)
+
+
+def prompt_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text that the encoders read: of all messages, in one line each."""
+    return "\n".join(str(message["content"]) for message in messages)

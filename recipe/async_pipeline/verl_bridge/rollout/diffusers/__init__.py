@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images as a rollout engine: this package's step engine on transformers of diffusers."""

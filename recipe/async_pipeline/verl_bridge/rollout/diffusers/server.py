@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout server of images: one transformer, the frozen parts around it, and the engine that steps it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.replica import TokenOutput
+
+from ....diffusion.frozen_parts import FrozenParts
+from ....diffusion.step_engine import Request, Sampling, StepEngine
+from ....diffusion.windows import Window
+from ....weight_sync.manifest import decode
+from ....weight_sync.versioned_engine import Loaded, VersionedEngine
+from ...cpu_platform import is_cpu
+from ...workers.diffusion_model import DiffusionModelConfig
+from ..versioned_server import VersionedServer
+from .engine import DiffusersEngine, Drawn
+from .fields import CONDITIONS, LATENTS, PICTURE
+from .rank import TransformerRank
+
+PROMPTS = 4096
+"""Prompts whose conditions are kept."""
+Conditions = Mapping[str, torch.Tensor]
+
+
+class ImageServer:
+    """Draws images, as verl's server classes generate text for other engines."""
+
+    _engine: DiffusersEngine
+    _versioned: VersionedEngine[Request, Drawn]
+    _rank: TransformerRank
+
+    def __init__(self, config: Any, model_config: Any, replica_rank: int, node_rank: int) -> None:
+        """`config`: verl's of the rollout; `model_config`: of a `DiffusionModelConfig`."""
+        self.config, self._model_config = config, model_config
+        self.replica_rank, self.node_rank = replica_rank, node_rank
+        self.global_steps: int | None = None
+        self._conditions: LRUCache[str, Conditions] = LRUCache(PROMPTS)
+        self._encoding = asyncio.Lock()
+
+    async def _start(self) -> None:
+        """Load the pipeline. Its transformer serves nothing until a version was loaded."""
+        self._model: DiffusionModelConfig = await asyncio.to_thread(
+            omega_conf_to_dataclass, self._model_config
+        )
+        device = torch.device("cpu" if is_cpu() else "cuda")
+        transformer, self._frozen = await asyncio.to_thread(self._load, device)
+        self._rank = TransformerRank(transformer, device)
+        steps = StepEngine(
+            partial(self._model.folder.family.velocity, transformer),
+            max_rows=int(self.config.max_num_seqs),
+            device=str(device),
+        )
+        self._engine = DiffusersEngine(steps, self._frozen.decode)
+        self._versioned = VersionedEngine(self._engine)
+
+    def _load(self, device: torch.device) -> tuple[torch.nn.Module, FrozenParts]:
+        import diffusers
+
+        how, folder = self._model, self._model.folder
+        dtype = PrecisionType.to_dtype(self.config.dtype)
+        of_family = getattr(diffusers, folder.family.transformer)
+        transformer = of_family.from_pretrained(folder.transformer, torch_dtype=dtype, local_files_only=True)
+        frozen = FrozenParts.load(
+            folder,
+            max_sequence_length=how.denoising.max_sequence_length,
+            dtype=dtype,
+            device=str(device),
+        )
+        return transformer.to(device).eval().requires_grad_(False), frozen
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], request_id: str, **_: Any
+    ) -> TokenOutput:
+        """Draw one image. `sampling_params` has its prompt, its seed, and its window: first SDE step and
+        their number, or None for a sample without noise.
+        """
+        conditions = await self._encoded(str(sampling_params["prompt"]))
+        request = Request(
+            name=request_id,
+            conditions=conditions,
+            seed=int(sampling_params["seed"]),
+            sampling=self._sampling(sampling_params["window"]),
+        )
+        drawn: Drawn | None = None
+        async with aclosing(self._versioned.generate(request)) as outputs:
+            async for output in outputs:
+                drawn = output
+        assert drawn is not None and drawn.sample is not None and drawn.picture is not None
+        sample = drawn.sample
+        return TokenOutput(
+            token_ids=list(sample.steps),
+            log_probs=sample.log_probs.tolist(),
+            stop_reason="completed",
+            extra_fields={
+                LATENTS: sample.latents.numpy(),
+                PICTURE: drawn.picture.numpy(),
+                CONDITIONS: {name: one.float().numpy() for name, one in conditions.items()},
+            },
+        )
+
+    async def _encoded(self, prompt: str) -> Conditions:
+        """Return the conditions of a prompt; requests of the same prompt wait for each other."""
+        async with self._encoding:
+            found = self._conditions.get(prompt)
+            if found is None:
+                (found,) = await asyncio.to_thread(self._frozen.encode, [prompt])
+                self._conditions[prompt] = found
+        return found
+
+    def _sampling(self, window: Sequence[int] | None) -> Sampling:
+        how = self._model.denoising
+        shape = self._model.folder.latent_shape(how.height, how.width)
+        if window is None:
+            return Sampling(schedule=self._model.validation_schedule, shape=shape)
+        first, size = window
+        return Sampling(
+            schedule=self._model.schedule,
+            shape=shape,
+            kind=how.sde_type,
+            noise_level=how.noise_level,
+            window=Window(int(first), int(size)),
+        )
+
+
+class PipelineDiffusersServer(VersionedServer, ImageServer):
+    """Records which version made which step; see `VersionedEngine`."""
+
+    async def launch_server(self) -> str:
+        """Load the pipeline and return the server's name."""
+        await self._start()
+        self.serve_control_calls()
+        return f"images of replica {self.replica_rank}, server {self.node_rank}"
+
+    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
+        version = decode(manifest).version
+        report, progress = await self._engine.load(version, lambda: self._rank.load(manifest, piece_bytes))
+        return Loaded([report], progress)
+
+    async def _stage_boards(self, manifest: bytes, timeout_s: float) -> list[str | None]:
+        return [await self._engine.between_steps(lambda: self._rank.stage(manifest))]
+
+    async def _answers(self) -> None:
+        await self._engine.between_steps(lambda: None)
+
+    def _death(self) -> BaseException | None:
+        return self._engine.death

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole jobs of an image policy: Flow-GRPO on the real stack, with lag, proof and ledger as in any run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import image_reference
+from tests.e2e.conftest import make_task
+from tests.e2e.job import Job, check_events, run_job, smoke_command
+from tests.e2e.weights import assert_equal_bits, saved_weights
+
+pytestmark = pytest.mark.e2e
+pytest.importorskip("diffusers")
+STRATEGIES = {"on_policy": 0, "one_step_off": 1, "fully_async": 3}
+GROUPS, SAMPLES, TENSORS = 12, 8, 67
+"""Prompts of a step, images of each, and tensors of the transformer."""
+GAIN = 0.25
+
+
+@pytest.fixture(scope="session")
+def image_task() -> Path:
+    return make_task("--task", "image")
+
+
+def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) -> Job:
+    command = smoke_command(
+        "+task=image",
+        f"async_strategy={strategy}",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.v1.async_pipeline.run_dir={folder}",
+        *overrides,
+    )
+    return run_job(command, folder, task)
+
+
+def check_images(job: Job, strategy: str, steps: int) -> dict[str, Any]:
+    assert job.status == 0, job.output[-3000:]
+    summary = job.summary
+    assert (summary["status"], summary["strategy"], summary["steps"]) == ("completed", strategy, steps)
+    assert summary["lag_max"] <= summary["max_lag"] == STRATEGIES[strategy]
+    assert summary["served_version"] == summary["trainer_version"] == steps
+    assert summary["groups_trained"] == steps * GROUPS
+    assert summary["samples_trained"] == steps * GROUPS * SAMPLES
+    assert (summary["groups_failed"], summary["groups_in_flight"]) == (0, 0)
+    assert summary["tensors_proved"] > 0
+    check_events(job)
+    return summary
+
+
+def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Path, tmp_path: Path) -> None:
+    """So every ratio is exactly 1, although their bound is 1e-3."""
+    job = train(image_task, tmp_path / "run", "on_policy", 5, "trainer.test_freq=5")
+    summary = check_images(job, "on_policy", 5)
+    assert summary["rollout_corr_kl_max"] == 0.0
+    rows = [row["data"] for row in job.metrics() if "actor/ppo_kl" in row["data"]]
+    assert len(rows) == 5
+    for row in rows:
+        assert row["actor/ppo_kl"] == row["actor/pg_clipfrac"] == 0.0
+        assert row["training/rollout_probs_diff_max"] == 0.0
+        assert row["actor/grad_norm"] > 0
+    validated = [row["data"] for row in job.metrics() if any(k.startswith("val-core") for k in row["data"])]
+    assert validated, "samples without noise are scored"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_reward_grows_with_every_strategy(image_task: Path, tmp_path: Path, strategy: str) -> None:
+    job = train(image_task, tmp_path / "run", strategy, 40)
+    summary = check_images(job, strategy, 40)
+    assert summary["reward_last"] - summary["reward_first"] >= GAIN
+
+
+def test_on_policy_is_the_synchronous_loop_bit_for_bit(image_task: Path, tmp_path: Path) -> None:
+    """Eight steps through Ray, the sample store and the arenas, against one process without any of them."""
+    steps, checkpoints = 8, tmp_path / "checkpoints"
+    in_order = (
+        "data.shuffle=false",
+        f"trainer.save_freq={steps}",
+        f"trainer.default_local_dir={checkpoints}",
+    )
+    job = train(image_task, tmp_path / "run", "on_policy", steps, *in_order)
+    check_images(job, "on_policy", steps)
+
+    reference = image_reference.train(
+        image_task / "model", image_reference.batches(image_task, GROUPS, steps)
+    )
+    rows = [row["data"] for row in job.metrics() if "actor/grad_norm" in row["data"]]
+    assert [row["critic/score/mean"] for row in rows] == pytest.approx(reference.rewards, abs=1e-6)
+    assert_equal_bits(saved_weights(checkpoints, steps), reference.model.state_dict())

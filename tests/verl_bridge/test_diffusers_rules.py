@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A config of an image policy is refused in one line, or gets verl's keys that make it run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from recipe.async_pipeline.config.paths import OWN
+from recipe.async_pipeline.errors import ConfigError
+from tests.conftest import Load
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+ROLLOUT = "actor_rollout_ref.rollout"
+FILES = {
+    "model_index.json": {"_class_name": "StableDiffusion3Pipeline"},
+    "transformer/config.json": {"in_channels": 4, "patch_size": 2},
+    "scheduler/scheduler_config.json": {"shift": 3.0},
+    "vae/config.json": {"block_out_channels": [8, 16]},
+}
+
+
+@pytest.fixture(scope="module")
+def rules(load: Load) -> ModuleType:
+    return load("recipe.async_pipeline.verl_bridge.diffusers_rules")
+
+
+@pytest.fixture
+def images(smoke: Smoke, tmp_path: Path, rules: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Smoke:
+    """Configs of image policies, whether or not diffusers is installed."""
+    monkeypatch.setattr(rules, "find_spec", lambda name: name)
+    for name, content in FILES.items():
+        (tmp_path / "pipeline" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "pipeline" / name).write_text(json.dumps(content))
+
+    def make(changes: dict[str, Any] | None = None, **more: Any) -> Any:
+        chosen = {
+            f"{ROLLOUT}.name": "diffusers",
+            "actor_rollout_ref.model.path": str(tmp_path / "pipeline"),
+            f"{OWN}.diffusion": {"height": 16, "width": 16, "sde_window_size": 3, "sde_window_end": 5},
+        }
+        return smoke({**chosen, **(changes or {})}, **more)
+
+    return make
+
+
+def test_the_knobs_imply_keys_of_verl(launch: ModuleType, images: Smoke, tmp_path: Path) -> None:
+    config = images()
+    launch.prepare(config)
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    assert model._target_.endswith("DiffusionModelConfig") and model.model_type == "diffusion_model"
+    assert model.tokenizer_path == str(tmp_path / "pipeline" / "tokenizer")
+    assert model.denoising.sde_window_range == [0, 5] and model.denoising.height == 16
+    assert rollout.response_length == config.data.max_response_length == 3
+    assert rollout.agent.default_agent_loop == "diffusion"
+    assert config.reward.reward_manager.name == "VisualRewardManager"
+
+
+def test_a_guarded_reward_function_gets_the_picture_too(launch: ModuleType, images: Smoke) -> None:
+    config = images({f"{OWN}.reward.timeout_s": 5})
+    launch.prepare(config)
+    assert config.reward.reward_manager.name == "GuardedRewardManager"
+    inner = OmegaConf.select(config, "trainer.v1.async_pipeline_runtime.reward_manager")
+    assert inner.name == "VisualRewardManager"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, "tensor_model_parallel_size must be 1 with .*, got 2"),
+        ({"actor_rollout_ref.actor.strategy": "fsdp"}, "actor.strategy must be fsdp2 with .*, got 'fsdp'"),
+        ({"actor_rollout_ref.actor.use_kl_loss": True}, "use_kl_loss .* must be False with .*, got True"),
+        ({"algorithm.adv_estimator": "gae"}, "adv_estimator must be one without a critic with .*, got gae"),
+        ({"reward.custom_reward_function.path": None}, "must name a function of images with .*, got None"),
+        ({f"{OWN}.agentic.environment": "frozen_lake"}, "agentic.environment must be left out with"),
+        ({f"{OWN}.diffusion.sde_type": "cps"}, "rollout_is must be null with .*sde_type=cps.*, got 'token'"),
+        (
+            {"actor_rollout_ref.actor.ppo_mini_batch_size": 6},
+            "must be a multiple of .*batch_size=6 .*, got 16",
+        ),
+        ({f"{OWN}.diffusion.height": 18}, "diffusion: height and width must be multiples of 4, got 18 x 16"),
+        ({f"{OWN}.diffusion.sde_window_end": 10}, r"diffusion: an SDE window of 3 steps .* \[0, 10\)"),
+        ({"actor_rollout_ref.model.path": "nowhere"}, "is no pipeline of diffusers: model_index.json"),
+    ],
+)
+def test_what_images_do_not_support_is_refused(
+    launch: ModuleType, images: Smoke, changes: dict[str, Any], error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error) as refused:
+        launch.checked(images(changes))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_library_must_be_installed(
+    launch: ModuleType, images: Smoke, rules: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"requires diffusers; pip install async_pipeline\[diffusion\]"):
+        launch.checked(images())
+
+
+def test_knobs_of_images_need_an_image_policy(launch: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(
+        ConfigError, match="diffusion requires .*name=diffusers, got 'vllm'; set it, or leave"
+    ):
+        launch.checked(smoke({f"{OWN}.diffusion.height": 64}))
