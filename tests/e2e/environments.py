@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment of whole jobs that fails: each kind of failure once for each board that is meant to fail."""
+"""Environments of whole jobs: one that fails, each kind of failure once for each board that is meant to fail,
+and one that a slow program plays.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,14 @@ from typing import Any
 
 from recipe.async_pipeline.agents.environment import Step
 from recipe.async_pipeline.agents.frozen_lake import FrozenLake
+from recipe.async_pipeline.agents.runners import Policy
+from recipe.async_pipeline.soak import lake_agent
 
 KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "exits")
 ONE_IN = 8
 """Boards whose seed modulo this is the index of a kind fail, the others do not."""
+SLOW_S = 2.0
+"""Seconds before each turn of the slow program but the first."""
 
 
 class FailingLake(FrozenLake):
@@ -51,3 +57,15 @@ class FailingLake(FrozenLake):
         except FileExistsError:
             return False
         return True
+
+
+class _SlowPolicy(lake_agent.Policy):
+    def ask(self, messages: lake_agent.Messages, attempt: int = 0) -> str:
+        if len(messages) > 1:
+            time.sleep(SLOW_S)
+        return super().ask(messages, attempt)
+
+
+def play_slowly(task: dict[str, Any], policy: Policy) -> float:
+    """Play an episode over HTTP, with a wait before each turn but the first."""
+    return lake_agent.play(task, _SlowPolicy(*policy), Path("no control file"), is_bad=False)

@@ -40,17 +40,23 @@ def kill_all(process: subprocess.Popen[str], run_dir: Path) -> None:
     process.send_signal(signal.SIGKILL)
 
 
-def command(folder: Path, strategy: str, *overrides: str, steps: int = STEPS) -> list[str]:
+def command(
+    folder: Path, strategy: str, *overrides: str, steps: int = STEPS, seeded: bool = True
+) -> list[str]:
+    """Return the command of a run. `seeded`: with a seeded turn, not the task's loop."""
     agents = folder / "agents.json"
     agents.write_text(json.dumps([{"name": "seeded", "_target_": LOOP}]))
+    loop = [
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+    ]
     return smoke_command(
         f"async_strategy={strategy}",
         f"trainer.total_training_steps={steps}",
         "trainer.resume_mode=auto",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         f"trainer.v1.async_pipeline.run_dir={folder / 'run'}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=seeded",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
+        *(loop if seeded else []),
         "actor_rollout_ref.actor.optim.lr=6.0e-4",
         *overrides,
     )

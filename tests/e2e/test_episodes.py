@@ -1,21 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes in environments that fail cost an attempt each, and nothing else."""
+"""Episodes that fail cost an attempt each and nothing else, and their ends are counted."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.gateway.client import GatewayError, claim, claimed
 from recipe.async_pipeline.observe.ledger_file import audit_file
+from recipe.async_pipeline.soak import lake_agent
 from tests.e2e.environments import KINDS
 from tests.e2e.job import check_clean_end, check_events, processes_of, run_job, smoke_command
 
 pytestmark = pytest.mark.e2e
 AGENTIC = "trainer.v1.async_pipeline.agentic"
+
+
+def of_size(boards: int, episodes: int) -> list[str]:
+    """Return the overrides of a step of so many boards with so many episodes each."""
+    batch = boards * episodes
+    return [
+        f"data.train_batch_size={boards}",
+        f"actor_rollout_ref.rollout.n={episodes}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={boards}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={batch}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={batch}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={batch}",
+    ]
 
 
 def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path: Path) -> None:
@@ -53,6 +70,58 @@ def test_environments_that_fail_cost_one_attempt_each(lake_task: Path, tmp_path:
     assert drift and max(drift) < 1e-4, "the trainer sees the tokens that the engine wrote, in every turn"
     ended = sum(row["data"].get("async_pipeline/agentic/again", 0) for row in job.metrics())
     assert 0 < ended <= failed.total()
+
+
+def test_runners_outside_of_the_run_play_its_episodes(lake_task: Path, tmp_path: Path) -> None:
+    """A runner claims an episode and vanishes; the episode gets a second attempt."""
+    folder, run_dir, steps, boards, episodes = tmp_path / "runners", tmp_path / "run", 2, 4, 2
+    ended = threading.Event()
+    runners = [threading.Thread(target=play_episodes, args=(folder, ended, i == 0)) for i in range(3)]
+    for runner in runners:
+        runner.start()
+    try:
+        job = run_job(
+            smoke_command(
+                "+task=lake_agent",
+                "async_strategy=one_step_off",
+                f"trainer.total_training_steps={steps}",
+                "trainer.val_before_train=false",
+                "trainer.test_freq=-1",
+                f"trainer.v1.async_pipeline.run_dir={run_dir}",
+                f"{AGENTIC}.agent=external",
+                f"{AGENTIC}.gateway.runners_dir={folder}",
+                f"{AGENTIC}.gateway.lease_s=20",
+                *of_size(boards, episodes),
+            ),
+            run_dir,
+            lake_task,
+        )
+    finally:
+        ended.set()
+        for runner in runners:
+            runner.join()
+    assert job.status == 0, job.output[-3000:]
+    assert list(folder.glob("gateway-*.json")) and claim(folder, 0.0) is None, "its addresses lead nowhere"
+
+    audited = audit_file(run_dir)
+    assert (audited.status, audited.violations) == ("completed", [])
+    assert audited.episodes_repeated == 1
+    found = [row["data"]["async_pipeline/agentic/success"] for row in job.metrics()]
+    assert len(found) == steps and sum(found) > 0, "their rewards are trained"
+
+
+def play_episodes(folder: Path, ended: threading.Event, forgets: bool) -> None:
+    """Play episodes until the run has ended. `forgets`: but not the first one, whose lease expires."""
+    while not ended.is_set():
+        with suppress(OSError, GatewayError):
+            if forgets:
+                forgets = claim(folder, 1.0) is None
+                continue
+            with claimed(folder, 1.0) as task:
+                if task is None:
+                    continue
+                policy = lake_agent.Policy(task.base_url, task.api_key)
+                task.reward = lake_agent.play(task.shown, policy, Path("no control file"), is_bad=False)
 
 
 def _compared(row: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,6 +192,14 @@ def test_answers_that_were_being_written_continue_from_their_tokens(
     assert first.status != 0
     last = run_job(again, run_dir, tied_task)
     ended_well(last)
+    finished = assert_responses_continued(run_dir)
+    assert all(one["tokens"] == 48 for one in finished), "none is shorter or longer"
+
+
+def assert_responses_continued(run_dir: Path) -> list[dict[str, Any]]:
+    """Check that responses begun before a kill were finished after it from their tokens. Returns responses of
+    the groups that had such tokens.
+    """
     records = [
         json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines() if line.endswith("}")
     ]
@@ -199,15 +208,56 @@ def test_answers_that_were_being_written_continue_from_their_tokens(
     kept = {record["uid"]: record["kept_tokens"] for record in records[resumed:] if record["kind"] == "again"}
     assert sum(kept.values()) > 0
     finished = [
-        record for record in records[resumed:] if record["kind"] == "finished" and kept.get(record["uid"])
+        one
+        for record in records[resumed:]
+        if record["kind"] == "finished" and kept.get(record["uid"])
+        for one in record["trajectories"]
     ]
-    spans = [one["spans"] for record in finished for one in record["trajectories"]]
     # The version of the checkpoint may have been served before it was written, and is what the run continues
     # with.
-    assert any(spans_of[0][0] <= step < spans_of[-1][0] for spans_of in spans), "begun before, finished after"
-    assert all(one["tokens"] == 48 for record in finished for one in record["trajectories"]), (
-        "none is shorter or longer"
+    continued = [one for one in finished if one["spans"][0][0] <= step < one["spans"][-1][0]]
+    assert continued, "begun before, finished after"
+    return finished
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides"),
+    [
+        ("lake_agent", {"agent": "tests.e2e.environments:play_slowly"}),
+    ],
+    ids=["lake_agent"],
+)
+def test_episodes_that_were_being_played_continue_from_their_turns(
+    lake_task: Path, tmp_path: Path, task: str, overrides: dict[str, str]
+) -> None:
+    """Killed while most episodes wait for their environment, with some turns written: the environment plays
+    them again, and the policy does not write them again.
+    """
+    batch = 4
+    again = command(
+        tmp_path,
+        "fully_async",
+        f"+task={task}",
+        "trainer.v1.async_pipeline.staleness.max_lag=3",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=1",
+        f"data.train_batch_size={batch}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
+        *(f"trainer.v1.async_pipeline.agentic.{name}={value}" for name, value in overrides.items()),
+        seeded=False,
     )
+    run_dir = tmp_path / "run"
+    first = run_job(again, run_dir, lake_task, events=[killed_at(2, 4, run_dir)])
+    assert first.status != 0
+    last = run_job(again, run_dir, lake_task)
+    ended_well(last, groups=batch)
+    finished = assert_responses_continued(run_dir)
+    # A turn is a letter and its end token: with more, several turns were played.
+    assert any(one["tokens"] > 2 for one in finished)
 
 
 @pytest.mark.parametrize(
