@@ -40,7 +40,7 @@ def planned(path: str, *more: str) -> list[str]:
 def test_json_keys(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(planned(path, "--json")) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert list(facts) == ["recommendation", "predicted", "alternatives", "verdict", "why"]
+    assert list(facts) == ["recommendation", "predicted", "alternatives", "verdict", "why", "explanation"]
     assert facts["verdict"] == "async"
     assert set(facts["recommendation"]) == {"strategy", "max_lag", "depth", "shape", "pools", "groups"}
     low, high = facts["predicted"]["interval"]

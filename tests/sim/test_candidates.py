@@ -5,13 +5,25 @@ from __future__ import annotations
 
 import msgspec
 
-from recipe.async_pipeline.sim.candidates import candidates_of
-from recipe.async_pipeline.sim.profile import Stage, Stages
+from recipe.async_pipeline.sim.candidates import MEASURED_STEPS, candidates_of, measured_steps
+from recipe.async_pipeline.sim.profile import Answers, Profile, Stage, Stages
+from recipe.async_pipeline.sim.simulation import LEAST_STEPS
 from tests.sim.workloads import LONG_TAIL
 
 
 def test_no_candidate_has_more_lag_than_allowed() -> None:
     assert {c.setting.knobs.staleness.max_lag for c in candidates_of(LONG_TAIL, 16, 1, 1)} == {0, 1}
+
+
+def with_turns(turns: float) -> Profile:
+    return msgspec.structs.replace(LONG_TAIL, answers=Answers(tokens=100.0, turns=turns))
+
+
+def test_the_more_turns_a_step_has_the_fewer_steps_are_simulated() -> None:
+    """A step of 128 prompts has 1,024 responses of this profile."""
+    assert measured_steps(with_turns(1.0), 128, 1) == MEASURED_STEPS
+    assert measured_steps(with_turns(20.0), 128, 1) == 160_000 // 20_480
+    assert measured_steps(with_turns(100.0), 512, 1) == LEAST_STEPS
 
 
 def test_every_shape_of_a_run_with_all_roles_is_tried() -> None:

@@ -65,3 +65,45 @@ def test_a_response_records_the_version_that_wrote_its_first_token() -> None:
     (response,) = responses(1)
     replica.begin(0.0, response, 0.0)
     assert response.first == 4
+
+
+def turns(*tokens: int) -> Answer:
+    async def make() -> Answer:
+        waits = (0.0,) * (len(tokens) - 1)
+        return Group([AnswerCost(0.0, tokens, waits, 0.0, sum(tokens))]).answers[0]
+
+    return asyncio.run(make())
+
+
+def finish_turn(replica: Replica, response: Answer, now: float) -> None:
+    """Finish a turn as the pool of replicas does."""
+    assert replica.finished(now) == [response]
+    response.written += response.cost.turn_tokens[response.turn]
+    response.turn += 1
+
+
+def test_turns_that_one_version_wrote_are_one_span() -> None:
+    replica = Replica(0, ONE_SLOT)
+    response = turns(3, 2, 4)
+    replica.begin(0.0, response, 0.0)
+    finish_turn(replica, response, 3.0)
+    replica.begin(3.0, response, 0.0)
+    assert response.spans == [(-1, 0)]
+    replica.serve(4.0, 7)
+    finish_turn(replica, response, 5.0)
+    replica.begin(5.0, response, 0.0)
+    assert response.spans == [(-1, 0), (7, 4)]
+
+
+def test_what_a_failed_replica_wrote_of_a_turn_is_lost() -> None:
+    failed, other = Replica(0, ONE_SLOT), Replica(1, ONE_SLOT)
+    response = turns(3, 4)
+    failed.begin(0.0, response, 0.0)
+    finish_turn(failed, response, 3.0)
+    failed.begin(3.0, response, 0.0)
+    failed.serve(5.0, 8)
+    assert response.spans == [(-1, 0), (8, 5)]
+    failed.fail(6.0)
+    other.version = 9
+    other.begin(6.0, response, 0.0)
+    assert response.spans == [(-1, 0), (9, 3)]

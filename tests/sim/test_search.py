@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.sim import candidates, search
 from recipe.async_pipeline.sim.candidates import candidates_of
 from recipe.async_pipeline.sim.layout import groups_of, knobs_of, placement_of, pools_of
-from recipe.async_pipeline.sim.profile import Profile
+from recipe.async_pipeline.sim.profile import Profile, load
 from recipe.async_pipeline.sim.search import Plan, judge, overrides, plan, synchronous
-from recipe.async_pipeline.sim.simulation import simulate
+from recipe.async_pipeline.sim.simulation import Outcome, simulate
 from recipe.async_pipeline.sim.trainer import Setting
 from tests.sim.workloads import LONG_TAIL, TRAINING
 
@@ -50,6 +51,59 @@ def test_a_long_tail_pays(long_tail: Plan) -> None:
     assert best.interval[0] <= best.speedup <= best.interval[1]
     assert max(o.lag_max for o in best.outcomes) <= best.candidate.setting.knobs.staleness.max_lag <= 4
     assert "the best synchronous layout" in long_tail.why
+
+
+def test_a_plan_stays_the_one_that_was_recorded(long_tail: Plan) -> None:
+    """Recorded before the search was made faster; a faster one must find the same."""
+    setting, best = long_tail.found[0].candidate.setting, long_tail.found[0]
+    knobs = setting.knobs
+    assert (knobs.strategy, knobs.staleness.max_lag, knobs.staleness.depth) == ("fully_async", 3, 2)
+    assert {pool.name: pool.devices for pool in setting.placement.pools} == {"train": 8, "generate": 8}
+    assert best.step_s == pytest.approx(66.137479, rel=1e-6)
+    assert best.speedup == pytest.approx(2.6578, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_measured_profile_stays_the_one_that_was_recorded() -> None:
+    best = plan(load("agentic_wait_cpu"), 8).found[0]
+    pools = best.candidate.setting.placement.pools
+    assert {pool.name: pool.devices for pool in pools} == {"train": 4, "generate": 4}
+    assert best.candidate.setting.knobs.staleness.max_lag == 4
+    assert best.step_s == pytest.approx(0.85888, rel=1e-5)
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
+    """The settings that a search simulates, with a quarter less steps than usual as if steps were long."""
+    settings: list[Setting] = []
+
+    def recorded(one: Setting) -> Outcome:
+        settings.append(one)
+        return simulate(one)
+
+    monkeypatch.setattr(candidates, "MEASURED_TURNS", 9 * 32 * 8)
+    monkeypatch.setattr(search, "SIMULATED_TURNS", 1)
+    monkeypatch.setattr(search, "simulate", recorded)
+    search._simulated_once.cache_clear()
+    return settings
+
+
+@pytest.mark.slow
+def test_long_simulations_are_fewer_and_shorter_and_find_as_good_a_plan(
+    long_tail: Plan, simulated: list[Setting]
+) -> None:
+    quick = plan(LONG_TAIL, 16, max_lag=4)
+    assert quick.simulated <= search.MIN_SIMULATED < long_tail.simulated
+    assert quick.verdict == long_tail.verdict
+    assert len(set(simulated)) == len(simulated), "a setting was simulated twice"
+    asynchronous = [one for one in simulated if not one.shared]
+    assert {one.steps - 3 * (one.knobs.staleness.max_lag + 1) for one in asynchronous} == {9}
+
+    thorough = long_tail.found[0]
+    steps = thorough.outcomes[0].setting.steps
+    chosen = quick.found[0].candidate
+    again = simulate(replace(chosen.setting, steps=steps)).step_s
+    assert chosen.per_group(again) <= 1.05 * thorough.candidate.per_group(thorough.outcomes[0].step_s)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 from ..console import echo
 from ..errors import ConfigError
 from ..sim.bound import bound_s
+from ..sim.explanation import explained
 from ..sim.profile import load
 from ..sim.search import DEFAULT_MAX_LAG, SEEDS, Found, Plan, overrides, plan
 
@@ -110,6 +111,7 @@ def as_json(found: Plan) -> dict[str, Any]:
         "alternatives": [layout_of(other) | predicted(other) for other in found.found[paid:]],
         "verdict": found.verdict,
         "why": found.why,
+        "explanation": explained(found),
     }
 
 
@@ -174,6 +176,8 @@ def in_words(found: Plan, note: str) -> list[str]:
         "",
         head,
         *(_row(one) for one in found.found),
+        "",
+        *explained(found),
     ]
 
 

@@ -14,6 +14,7 @@ Error messages have one line: path, rule, value, remedy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,6 +111,11 @@ class Knob(NamedTuple):
 
 def knobs_of(root: type) -> tuple[Knob, ...]:
     """Return every knob of a dataclass and of its sections, in the order of their fields."""
+    return _all_knobs(root)
+
+
+@functools.cache  # reading the annotations takes longer than all the checks of a config
+def _all_knobs(root: type) -> tuple[Knob, ...]:
     return tuple(_knobs(root, ""))
 
 
@@ -164,6 +170,11 @@ def _knobs(cls: type, prefix: str) -> Iterator[Knob]:
 
 def _kinds(cls: type) -> Mapping[str, Any]:
     """Return the annotation of each field without `Annotated` and `None`."""
+    return _read_kinds(cls)
+
+
+@functools.cache
+def _read_kinds(cls: type) -> Mapping[str, Any]:
     hints = typing.get_type_hints(cls)
     return {item.name: _without_none(hints[item.name]) for item in dataclasses.fields(cls)}
 

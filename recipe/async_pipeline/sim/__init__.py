@@ -13,6 +13,7 @@ bound          the best step time that any schedule could reach
 layout         placements, batches and settings to simulate
 candidates     the layouts, strategies and lags to consider, with estimates and bounds
 search         which of them to choose
+explanation    the choice in words: lag, memory, pools
 run_log        the log of a real run
 extraction     a profile extracted from it
 against        a real run compared with its prediction

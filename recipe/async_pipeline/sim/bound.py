@@ -15,7 +15,8 @@ responses that a simulation with the same seed draws, so that both have the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ class BatchWork:
     """Tokens that the model writes in the last response."""
     group_s: float
     """Like `tail_s`, for an average group."""
+    turns: float
+    """Turns of all responses."""
 
 
 @lru_cache(maxsize=64)
@@ -58,12 +61,13 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
 
     number = groups * batches
     chunks = [_work_of_chunk(profile, at, seed) for at in range(-(-number // CHUNK))]
-    group_s, last, tokens, prompt_tokens, observed = (
+    group_s, last, tokens, prompt_tokens, turns = (
         np.concatenate(column)[:number] for column in zip(*chunks, strict=True)
     )
 
     of_batch = group_s.reshape(batches, groups)
-    written, read = tokens.sum() / batches, (prompt_tokens.sum() + observed.sum()) / batches
+    observed = (turns - profile.batch.answers).sum() * profile.answers.observation_tokens
+    written, read = tokens.sum() / batches, (prompt_tokens.sum() + observed) / batches
     return BatchWork(
         written_tokens=float(written),
         read_s=float(read * profile.decode.prefill_token_s),
@@ -71,6 +75,7 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
         tail_s=float(of_batch.max(axis=1).mean()),
         tail_tokens=float(last.reshape(batches, groups)[np.arange(batches), of_batch.argmax(axis=1)].mean()),
         group_s=float(group_s.mean()),
+        turns=float(turns.sum() / batches),
     )
 
 
@@ -78,7 +83,7 @@ def work_of(profile: Profile, groups: int, batches: int, seed: int) -> BatchWork
 def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Return columns over a chunk's groups, for a group on otherwise idle engines.
 
-    The columns: seconds; tokens of the last response; tokens of all; prompt tokens; observation tokens.
+    The columns: seconds; tokens of the last response; tokens of all; prompt tokens; turns.
     """
     import numpy as np
 
@@ -89,25 +94,40 @@ def _work_of_chunk(profile: Profile, at: int, seed: int) -> tuple[Floats, Floats
         chunk.tokens[np.arange(CHUNK), alone.argmax(axis=1)],
         chunk.tokens.sum(axis=1),
         chunk.prompt_tokens.sum(axis=1),
-        (chunk.turns - 1).sum(axis=1) * profile.answers.observation_tokens,
+        chunk.turns.sum(axis=1),
     )
 
 
 @lru_cache(maxsize=16)
-def concave_rate(decode: Decode) -> tuple[Floats, Floats]:
+def concave_rate(decode: Decode) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the corners of the smallest concave function above an engine's token rate.
 
     Returns numbers of responses and tokens per second, both [corners].
     """
-    import numpy as np
-
     corners: list[tuple[float, float]] = [(0.0, 0.0)]
-    for c in range(1, decode.slots + 1):
-        point = (float(c), max(c / decode.step_s(c), corners[-1][1]))
+    for c, step_s in enumerate(_step_times(decode), start=1):
+        point = (float(c), max(c / step_s, corners[-1][1]))
         while len(corners) > 1 and _turns_up(corners[-2], corners[-1], point):
             corners.pop()
         corners.append(point)
-    return np.array([c for c, _ in corners]), np.array([rate for _, rate in corners])
+    return tuple(c for c, _ in corners), tuple(rate for _, rate in corners)
+
+
+@lru_cache(maxsize=16)
+def _step_times(decode: Decode) -> tuple[float, ...]:
+    """Return the seconds of an engine's step with 1, 2, ... responses, up to all slots."""
+    return tuple(decode.step_s(c) for c in range(1, decode.slots + 1))
+
+
+def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Return the value at `x`, linear between the points, constant beyond the last one.
+
+    For single values this is several times faster than numpy's.
+    """
+    at = bisect_right(xs, x) - 1
+    if at >= len(xs) - 1:
+        return ys[-1]
+    return (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at]) * (x - xs[at]) + ys[at]
 
 
 def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
@@ -119,8 +139,6 @@ def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stal
 
     Each replica is stopped for `stall_s` of them.
     """
-    import numpy as np
-
     corners, rates = concave_rate(setting.profile.decode)
     replicas, n = setting.replicas, setting.profile.batch.answers
     open_answers = batches_in_flight * setting.groups * n / replicas
@@ -133,12 +151,12 @@ def generate_s(setting: Setting, work: BatchWork, batches_in_flight: float, stal
         """
         decoding = seconds - stopped_s
         return (
-            float(replicas * decoding * np.interp(open_answers * seconds / decoding, corners, rates))
+            replicas * decoding * _interpolated(open_answers * seconds / decoding, corners, rates)
             if decoding > 0
             else 0.0
         )
 
-    low, high = stopped_s, stopped_s + work.written_tokens / replicas / float(rates[1] / corners[1]) + 1e-9
+    low, high = stopped_s, stopped_s + work.written_tokens / replicas / (rates[1] / corners[1]) + 1e-9
     while written(high) < work.written_tokens:
         high *= 2
     for _ in range(_HALVINGS):
@@ -220,8 +238,10 @@ def bound_s(setting: Setting) -> float:
     return max(bound_terms(setting).values())
 
 
-def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
+def estimate_s(setting: Setting, work: BatchWork | None = None, bound: float | None = None) -> float:
     """Estimate the step time, above the bound: the slowest response shares its engine, stages are sequential.
+
+    `bound`: the largest of the bounds, where the caller has it.
 
     By Little's law, as many responses are open as it takes to write a step's tokens in one step; the more
     are open, the slower each is. A longer step thus has faster responses; the estimate is the step time at
@@ -229,7 +249,8 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
     """
     work = work or work_of(setting.profile, setting.groups, setting.steps, setting.seed)
     knobs, stages = setting.knobs, setting.profile.stages
-    bound = max(bound_terms(setting, work).values())
+    if bound is None:
+        bound = max(bound_terms(setting, work).values())
     if setting.shared:
         return bound
     seconds = _stage_seconds(setting, work)
@@ -260,8 +281,17 @@ def estimate_s(setting: Setting, work: BatchWork | None = None) -> float:
 def _step_at(setting: Setting, rate: float) -> float:
     """Return an engine's step time at a rate of tokens per second, with as few responses as that takes."""
     decode = setting.profile.decode
-    low, high = 1, decode.slots
+    return _step_times(decode)[responses_at_once(decode, rate) - 1]
+
+
+def responses_at_once(decode: Decode, rate: float) -> int:
+    """Return the smallest number of responses with which an engine writes `rate` tokens per second.
+
+    Returns its number of slots if it is never that fast.
+    """
+    step_s = _step_times(decode)
+    low, high = 1, len(step_s)
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if middle / decode.step_s(middle) < rate else (low, middle)
-    return decode.step_s(low)
+        low, high = (middle + 1, high) if middle / step_s[middle - 1] < rate else (low, middle)
+    return low

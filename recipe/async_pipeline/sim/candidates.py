@@ -19,7 +19,9 @@ from .trainer import Setting
 SPLITS = 24
 """Sizes of the rollout pool that are tried, evenly spaced."""
 MEASURED_STEPS = 12
-"""Averaged steps of a simulation; a finalist has twice as many."""
+"""Averaged steps of a simulation, at most; a finalist has twice as many."""
+MEASURED_TURNS = 160_000
+"""Turns in the averaged steps of a simulation, about: steps with many turns differ little from each other."""
 WORK_BATCHES = 16
 """Batches whose responses an estimate averages over."""
 
@@ -48,6 +50,12 @@ class Candidate:
         return seconds / self.setting.groups
 
 
+def measured_steps(profile: Profile, groups: int, seed: int) -> int:
+    """Return how many steps of this size a simulation averages over."""
+    turns = work_of(profile, groups, WORK_BATCHES, seed).turns
+    return max(LEAST_STEPS, min(MEASURED_STEPS, int(MEASURED_TURNS // turns)))
+
+
 def by_estimate(candidate: Candidate) -> tuple[float, int, int]:
     """Sort key: the estimate per group, then the lag, then the number of pools."""
     setting = candidate.setting
@@ -60,6 +68,7 @@ def by_estimate(candidate: Candidate) -> tuple[float, int, int]:
 
 def candidates_of(profile: Profile, devices: int, max_lag: int, seed: int) -> Iterator[Candidate]:
     """Yield every candidate for these devices, with a lag of at most `max_lag`."""
+    strategies = tuple(_strategies(max_lag))
     for shape, roles in shapes(profile).items():
         for pools in _splits(profile, devices, roles):
             try:
@@ -68,17 +77,19 @@ def candidates_of(profile: Profile, devices: int, max_lag: int, seed: int) -> It
             except ConfigError:
                 continue
 
-            for knobs in _strategies(max_lag):
-                steps = 3 * (knobs.staleness.max_lag + 1) + max(LEAST_STEPS, MEASURED_STEPS)
+            work = work_of(profile, groups, WORK_BATCHES, seed)
+            measured = measured_steps(profile, groups, seed)
+            for knobs in strategies:
+                steps = 3 * (knobs.staleness.max_lag + 1) + measured
                 setting = Setting(
                     profile=profile, placement=placement, knobs=knobs, groups=groups, steps=steps, seed=seed
                 )
-                work = work_of(profile, groups, WORK_BATCHES, seed)
+                terms = bound_terms(setting, work)
                 yield Candidate(
                     setting=setting,
                     shape=shape,
-                    terms=bound_terms(setting, work),
-                    estimate_s=estimate_s(setting, work),
+                    terms=terms,
+                    estimate_s=estimate_s(setting, work, max(terms.values())),
                 )
 
 

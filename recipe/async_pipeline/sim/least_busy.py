@@ -42,17 +42,36 @@ class LeastBusy:
 
     def one_more(self, replica: Replica) -> None:
         """Count one more open request of a replica."""
-        self.remove(replica)
-        replica.open += 1
-        if replica.open >= len(self._buckets):
-            self._buckets.append([])
-        self._put(replica)
+        buckets, open_before = self._buckets, replica.open
+        # As `remove` and `_put`, written out: every turn of every response comes here.
+        bucket = buckets[open_before]
+        last = bucket.pop()
+        if last is not replica:
+            bucket[replica.place] = last
+            last.place = replica.place
+
+        replica.open = open_before + 1
+        if replica.open >= len(buckets):
+            buckets.append([])
+        bucket = buckets[replica.open]
+        replica.place = len(bucket)
+        bucket.append(replica)
 
     def one_less(self, replica: Replica) -> None:
         """Count one less open request of a replica."""
-        self.remove(replica)
-        replica.open -= 1
-        self._put(replica)
+        buckets, open_before = self._buckets, replica.open
+        bucket = buckets[open_before]
+        last = bucket.pop()
+        if last is not replica:
+            bucket[replica.place] = last
+            last.place = replica.place
+
+        replica.open = open_before - 1
+        bucket = buckets[replica.open]
+        replica.place = len(bucket)
+        bucket.append(replica)
+        if replica.open < self._fewest:
+            self._fewest = replica.open
 
     def _put(self, replica: Replica) -> None:
         bucket = self._buckets[replica.open]

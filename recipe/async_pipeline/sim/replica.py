@@ -38,11 +38,24 @@ class Served(NamedTuple):
 class Answer:
     """One response in progress."""
 
-    __slots__ = ("cost", "dead", "first", "group", "index", "last", "replica", "spans", "started", "turn")
+    __slots__ = (
+        "cost",
+        "dead",
+        "first",
+        "group",
+        "index",
+        "last",
+        "replica",
+        "spans",
+        "started",
+        "turn",
+        "written",
+    )
 
     def __init__(self, group: Group, index: int, cost: AnswerCost) -> None:
         self.group, self.index, self.cost = group, index, cost
-        self.turn = 0
+        self.turn = self.written = 0
+        """Finished turns, and the tokens that the model wrote in them."""
         self.replica: Replica | None = None
         self.dead = self.started = False
         self.first = self.last = -1
@@ -119,7 +132,8 @@ class Replica:
         for end, _, answer in self.heap:
             if not answer.dead:
                 left = math.ceil(end - self.steps - TICK_S)
-                answer.spans.append((version, sum(answer.cost.turn_tokens[: answer.turn + 1]) - left))
+                written = answer.written + answer.cost.turn_tokens[answer.turn] - left
+                answer.spans.append((version, written))
 
     def begin(self, now: float, answer: Answer, read_s: float) -> None:
         """Start a turn, or queue it if all slots are taken."""
@@ -132,15 +146,27 @@ class Replica:
     def finished(self, now: float) -> list[Answer]:
         """Remove and return the responses whose turn is finished; queued ones take their slots."""
         self.pass_to(now)
+        heap, step_s, by = self.heap, self._step_s, now + TICK_S
+        since = self.frozen_until if self.frozen_until > now else now
         done: list[Answer] = []
-        while self.heap and self.next_at(now) <= now + TICK_S:
-            end, _, answer = heappop(self.heap)
+
+        # As `next_at`, written out: this is the innermost loop of a simulation.
+        while heap:
+            end, _, answer = heap[0]
+            if answer.dead:
+                heappop(heap)
+                continue
+            if since + (end - self.steps) * step_s[self.running] > by:
+                break
+
+            heappop(heap)
             if end > self.steps:
                 self.steps = end
             self.running -= 1
             done.append(answer)
             if self.queue:
                 self._admit_queued(now)
+                since = self.frozen_until if self.frozen_until > now else now
         return done
 
     def next_at(self, now: float) -> float:
@@ -181,10 +207,12 @@ class Replica:
     def _admit(self, now: float, answer: Answer, read_s: float) -> None:
         if not answer.started:
             answer.started, answer.first = True, self.version
-        written = sum(answer.cost.turn_tokens[: answer.turn])
         # What a failed replica wrote of this turn is lost.
-        answer.spans = [span for span in answer.spans if span[1] < written]
-        answer.spans.append((self.version, written))
+        spans, written = answer.spans, answer.written
+        while spans and spans[-1][1] >= written:
+            spans.pop()
+        if not spans or spans[-1][0] != self.version:
+            spans.append((self.version, written))
         if read_s:
             self.frozen_until = max(self.frozen_until, now) + read_s
         self.running += 1

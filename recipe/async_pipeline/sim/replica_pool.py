@@ -117,7 +117,7 @@ class ReplicaPool:
             moved, answer.replica = answer.turn > 0, replica
             read_s = answer.cost.prompt_tokens * self._read_s + answer.turn * self._observation_s
             if moved:  # the new replica also has to read the turns so far
-                read_s += sum(answer.cost.turn_tokens[: answer.turn]) * self._read_s
+                read_s += answer.written * self._read_s
         else:
             read_s = self._observation_s
 
@@ -126,6 +126,20 @@ class ReplicaPool:
         self._least_busy.one_more(replica)
         replica.begin(now, answer, read_s)
         self._touched[replica] = None
+
+    def _continue(self, now: float, answer: Answer) -> None:
+        """Send a later turn of a response to its replica."""
+        if answer.dead:
+            return
+        replica = answer.replica
+        if replica is None or not replica.is_up:
+            self._request(now, answer)
+            return
+        if not replica.open:
+            replica.open_since = now
+        self._least_busy.one_more(replica)
+        replica.begin(now, answer, self._observation_s)
+        self._plan_one(now, replica)
 
     def _close(self, now: float, replica: Replica) -> None:
         """Count a finished request."""
@@ -141,13 +155,15 @@ class ReplicaPool:
         replica.wake_at = math.inf
         for answer in replica.finished(now):
             self._close(now, replica)
-            answer.turn += 1
-            if answer.turn < len(answer.cost.turn_tokens):
-                self._later(now + answer.cost.tool_s[answer.turn - 1], self._request, answer)
+            cost, turn = answer.cost, answer.turn
+            answer.written += cost.turn_tokens[turn]
+            answer.turn = turn + 1
+            if turn < len(cost.tool_s):
+                heappush(self._heap, (now + cost.tool_s[turn], next(self._order), self._continue, answer))
             else:
                 answer.last = replica.version
                 self._score(now, answer)
-        self._touched[replica] = None
+        self._plan_one(now, replica)
 
     def _score(self, now: float, answer: Answer) -> None:
         """Score a finished response; finish its group after the last one."""
@@ -193,21 +209,28 @@ class ReplicaPool:
     def _plan(self, now: float) -> None:
         """Plan the next check of each replica that changed."""
         for replica in self._touched:
-            at = replica.next_at(now) if replica.is_up else math.inf
-            # A new response slows the others down: the planned check is then early, which costs one check.
-            if at < replica.wake_at:
-                replica.wake_at = at
-                self._later(at, self._check, replica)
+            if replica.is_up:
+                self._plan_one(now, replica)
         self._touched.clear()
+
+    def _plan_one(self, now: float, replica: Replica) -> None:
+        """Plan the next check of a replica that is up."""
+        at = replica.next_at(now)
+        # A new response slows the others down: the planned check is then early, which costs one check.
+        if at < replica.wake_at:
+            replica.wake_at = at
+            heappush(self._heap, (at, next(self._order), self._check, replica))
 
     def _advance(self, until: float) -> None:
         """Process events in order, up to `until` or the end of a group."""
         self._handed_over = False
-        while self._heap and self._heap[0][0] <= until and not self._handed_over:
-            now, _, what, subject = heappop(self._heap)
+        heap, touched = self._heap, self._touched
+        while heap and heap[0][0] <= until and not self._handed_over:
+            now, _, what, subject = heappop(heap)
             self.events += 1
             what(now, subject)
-            self._plan(now)
+            if touched:
+                self._plan(now)
 
 
 def _settle(done: asyncio.Future[None]) -> None:

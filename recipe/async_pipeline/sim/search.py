@@ -17,18 +17,25 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from ..errors import ConfigError
-from .bound import bound_s
-from .candidates import MEASURED_STEPS, Candidate, by_estimate, candidates_of
+from .bound import bound_s, work_of
+from .candidates import (
+    MEASURED_STEPS,
+    WORK_BATCHES,
+    Candidate,
+    by_estimate,
+    candidates_of,
+    measured_steps,
+)
 from .layout import knobs_of, shared_placement
 from .profile import Profile
-from .simulation import Outcome, simulate
+from .simulation import LEAST_STEPS, Outcome, simulate
 from .trainer import Setting
 
 DEFAULT_MAX_LAG = 4
 SIMULATED, MIN_SIMULATED = 12, 4
 """Candidates that are simulated once: at most, and at least."""
-SIMULATED_ANSWERS = 2_000_000
-"""Responses of all simulated candidates together, as long as at least MIN_SIMULATED are simulated."""
+SIMULATED_TURNS = 2_000_000
+"""Turns of all simulated candidates together, as long as at least MIN_SIMULATED are simulated."""
 FINALISTS = 2
 SEEDS = 3
 WORTH_IT = 1.05
@@ -129,7 +136,7 @@ def plan(
                 f"{len(candidates)} candidates, simulating number {len(best) + 1} of at most "
                 f"{_affordable(candidate.setting)}"
             )
-            best.append((candidate.per_group(simulate(candidate.setting).step_s), candidate))
+            best.append((_first_s(candidate), candidate))
 
     found = []
     for number, candidate in enumerate(finalists := _finalists(best), start=1):
@@ -153,7 +160,8 @@ def plan(
 def synchronous(setting: Setting) -> Setting:
     """Return the setting with the same batches on all devices, which train and generate in turn."""
     placement = shared_placement(setting.profile, setting.placement.devices)
-    return replace(setting, placement=placement, knobs=knobs_of("on_policy"), steps=2 * MEASURED_STEPS)
+    steps = max(2 * _measured(setting), LEAST_STEPS + 3)
+    return replace(setting, placement=placement, knobs=knobs_of("on_policy"), steps=steps)
 
 
 def overrides(found: Found) -> list[str]:
@@ -201,7 +209,7 @@ def judge(best: Found, max_lag: int) -> tuple[Literal["async", "sync"], str]:
     if best.speedup >= WORTH_IT and low > 1:
         return "async", (
             f"{result}: generation takes {generate_share:.0%} of its {sync.step_s:.4g} s per step, and the "
-            f"pipeline overlaps it; the limit is {_LIMITS.get(best.candidate.limit, best.candidate.limit)}"
+            f"pipeline overlaps it; the limit is {LIMITS.get(best.candidate.limit, best.candidate.limit)}"
         )
     if best.speedup >= WORTH_IT:
         reason = "but the seeds differ too much to be certain; use more seeds (--seeds)"
@@ -222,7 +230,7 @@ def judge(best: Found, max_lag: int) -> tuple[Literal["async", "sync"], str]:
     )
 
 
-_LIMITS = {
+LIMITS = {
     "loop": "the slowest response of each batch, which must finish within max_lag",
     "littles": "the number of batches in flight",
     "generate": "the engines' devices",
@@ -240,38 +248,60 @@ def _generating(sync: Outcome) -> float:
 
 
 def _finalists(best: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
-    """Return the best few, and the best with batches in prompt order, which is easier to reason about."""
+    """Return the best few, and the best with batches in prompt order, which is easier to reason about.
+
+    Where a simulation is long, candidates slower than the best with the same responses are left out.
+    """
     ordered = [candidate for _, candidate in sorted(best, key=lambda pair: pair[0])]
-    knobs = ordered[0].setting.knobs
-    in_order = [
-        replace(
-            ordered[0], setting=replace(ordered[0].setting, knobs=replace(knobs, strategy="n_step_ahead"))
-        )
-        for _ in range(knobs.strategy == "fully_async")
-    ]
-    return [*ordered[:FINALISTS], *in_order]
+    first = ordered[0]
+    finalists = ordered[:FINALISTS]
+    if first.setting.knobs.strategy == "fully_async":
+        knobs = replace(first.setting.knobs, strategy="n_step_ahead")
+        finalists.append(replace(first, setting=replace(first.setting, knobs=knobs)))
+
+    if not _is_long(first.setting):
+        return finalists
+    limit = _first_s(first) * (1 + AS_GOOD)
+    return [candidate for candidate in finalists if _first_s(candidate) <= limit]
+
+
+def _first_s(candidate: Candidate) -> float:
+    """Return the seconds per group of a candidate's first simulation."""
+    return candidate.per_group(_simulated_once(candidate.setting).step_s)
 
 
 def _with_seeds(candidate: Candidate, seeds: int) -> Found:
-    setting = replace(candidate.setting, steps=candidate.setting.steps + MEASURED_STEPS)
+    """Simulate a finalist with every seed, for more steps than before unless that takes too long."""
+    setting = candidate.setting
+    if not _is_long(setting):
+        setting = replace(setting, steps=setting.steps + MEASURED_STEPS)
     settings = [replace(setting, seed=setting.seed + i) for i in range(seeds)]
     return Found(
         candidate=candidate,
-        outcomes=tuple(simulate(setting) for setting in settings),
+        outcomes=tuple(_simulated_once(setting) for setting in settings),
         sync=tuple(_simulated_once(synchronous(setting)) for setting in settings),
     )
 
 
+def _measured(setting: Setting) -> int:
+    return measured_steps(setting.profile, setting.groups, setting.seed)
+
+
+def _is_long(setting: Setting) -> bool:
+    """Return whether a simulation has so many turns that it averages over fewer steps than others."""
+    return _measured(setting) < MEASURED_STEPS
+
+
 @lru_cache(maxsize=64)
 def _simulated_once(setting: Setting) -> Outcome:
-    """Simulate and cache: finalists often have the same batches, and thus the same synchronous layout."""
+    """Simulate and cache: finalists often have the same synchronous layout, and may have been simulated."""
     return simulate(setting)
 
 
 def _affordable(setting: Setting) -> int:
     """Return how many candidates of this size may be simulated."""
-    answers = setting.groups * setting.profile.batch.answers * setting.steps
-    return max(MIN_SIMULATED, min(SIMULATED, SIMULATED_ANSWERS // answers))
+    turns = setting.steps * work_of(setting.profile, setting.groups, WORK_BATCHES, setting.seed).turns
+    return max(MIN_SIMULATED, min(SIMULATED, int(SIMULATED_TURNS // turns)))
 
 
 def _prefer_less_lag(found: list[Found]) -> list[Found]:
