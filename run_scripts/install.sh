@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Install a stack for GPUs: verl's own extras at the pinned version, the patches, and this package.
+#
+#   bash run_scripts/install_TRAINER_ENGINE.sh [--dry-run | --resolve]
+#
+# --dry-run prints the commands. --resolve asks the package index whether the versions fit together, and installs
+# nothing; it leaves out the packages that verl takes from other places (gpu.overrides.txt). Settings:
+#   VENV        the virtual environment (default: .venv-gpu in the checkout)
+#   PYTHON      the version of Python (default: 3.12, the one that verl's wheels are built for)
+#   VERL_DIR    a git clone of verl at the pinned tag, instead of the published source
+# Requires uv. With a clone, verl's uv.lock decides about every version; without it, uv resolves verl's extras.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${VENV:-$ROOT/.venv-gpu}"
+VERSION="$(sed -n 's/^version: //p' "$ROOT/patches/PIN")"
+TREE="${VERL_DIR:-$ROOT/.cache/verl/verl-$VERSION}"
+OVERRIDES="$ROOT/run_scripts/gpu.overrides.txt"
+
+die() {
+  printf 'install: %s\n' "$*" >&2
+  exit 2
+}
+
+TRAINER="${1:-}" ENGINE="${2:-}" MODE="${3:-}"
+[ "$#" -le 3 ] || die "one option at most, got ${*:3}"
+case "$TRAINER $ENGINE" in
+  "fsdp vllm" | "fsdp sglang" | "megatron vllm" | "megatron sglang") ;;
+  *) die "run one of run_scripts/install_{fsdp,megatron}_{vllm,sglang}.sh" ;;
+esac
+case "$MODE" in
+  "" | --dry-run | --resolve) ;;
+  *) die "the options are --dry-run and --resolve, got $MODE" ;;
+esac
+
+run() {
+  if [ "$MODE" = --dry-run ]; then
+    printf '%q ' "$@"
+    printf '\n'
+  else
+    "$@"
+  fi
+}
+
+[ "$MODE" = --dry-run ] || command -v uv >/dev/null || die "no uv found; install it, for example with pip"
+cd "$ROOT"
+
+PATCH=("$VENV/bin/python" -m recipe.async_pipeline patch)
+run uv venv --allow-existing --python "${PYTHON:-3.12}" "$VENV"
+# `patch fetch` downloads with pip, which builds the metadata of verl's source with setuptools.
+run uv pip install --python "$VENV/bin/python" pip setuptools
+if [ -n "${VERL_DIR:-}" ]; then
+  run "${PATCH[@]}" fetch --verl-dir "$TREE"
+else
+  run "${PATCH[@]}" fetch
+fi
+if [ "$MODE" = --resolve ]; then
+  exec uv pip compile "$TREE/pyproject.toml" --extra "$TRAINER" --extra "$ENGINE" --no-sources \
+    --override "$OVERRIDES" --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-annotate
+fi
+
+SYNC=(uv sync --project "$TREE" --extra "$TRAINER" --extra "$ENGINE")
+[ ! -f "$TREE/uv.lock" ] || SYNC+=(--frozen)
+run "${PATCH[@]}" apply --verl-dir "$TREE"
+run env UV_PROJECT_ENVIRONMENT="$VENV" "${SYNC[@]}"
+run uv pip install --python "$VENV/bin/python" -e "${ROOT}[agentic]"
+run "$VENV/bin/async-pipeline" doctor
