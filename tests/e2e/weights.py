@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 CLOSE, CLOSE_SHARE = 1e-5, 0.999
 FARTHEST = 5e-5
 """A twelfth of one step."""
+WITHOUT_GRADIENT = "k_proj.bias"
+"""It adds the same to all scores of a query, so the softmax is blind to it: its gradient is rounding noise."""
 
 
 def saved_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
@@ -43,9 +45,7 @@ def assert_same_weights(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, t
     """Nearly all values are as good as equal, and none is far off."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        if name.endswith("k_proj.bias"):
-            # It adds the same to all scores of a query, so the softmax is blind to it: its gradient is
-            # rounding noise alone.
+        if name.endswith(WITHOUT_GRADIENT):
             continue
         apart = (tensor.double() - theirs[name].double()).abs()
         assert float(apart.max()) <= FARTHEST, (name, float(apart.max()))
