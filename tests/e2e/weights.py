@@ -18,7 +18,7 @@ CLOSE, CLOSE_SHARE = 1e-5, 0.999
 FARTHEST = 5e-5
 """A twelfth of one step."""
 WITHOUT_GRADIENT = "k_proj.bias"
-"""It adds the same to all scores of a query, so the softmax is blind to it: its gradient is rounding noise."""
+"""It adds the same to all scores of a query, so the softmax is blind to it: its gradient is noise."""
 
 
 def saved_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
