@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from recipe.async_pipeline.diffusion.policy import ROW_MULTIPLE, evaluate, velocities
+from recipe.async_pipeline.diffusion.policy import ROWS, evaluate, velocities
 from recipe.async_pipeline.diffusion.sde import transition
 from tests.fakes.tiny_flow import SHAPE, Field, schedule
 
@@ -18,14 +20,14 @@ def latents() -> torch.Tensor:
     return torch.randn(3, 3, *SHAPE, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9])
-def test_rows_are_filled_up_and_cut_off_again(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 24])
+def test_every_forward_has_the_same_number_of_rows(rows: int) -> None:
     field, draw = Field(), torch.Generator().manual_seed(0)
     x, sigma = torch.randn(rows, *SHAPE, generator=draw), torch.rand(rows, dtype=torch.float64)
     conditions = {"prompt": torch.randn(rows, 5, generator=draw)}
     found = velocities(field, x, sigma, conditions)
     assert found.shape == x.shape
-    assert field.rows == [8 if rows <= 8 else 16]
+    assert field.rows == [8] * math.ceil(rows / 8)
     torch.testing.assert_close(found, field(x, sigma.float(), conditions))
 
 
@@ -60,7 +62,7 @@ def test_filled_rows_add_nothing_to_the_gradient() -> None:
 
     filled = gradient(Field())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recipe.async_pipeline.diffusion.policy.ROW_MULTIPLE", 1)
+        patch.setattr("recipe.async_pipeline.diffusion.policy.ROWS", 1)
         plain = gradient(Field())
-    assert ROW_MULTIPLE == 8 and filled.abs().max() > 0
+    assert ROWS == 8 and filled.abs().max() > 0
     torch.testing.assert_close(filled, plain, rtol=1e-4, atol=1e-6)

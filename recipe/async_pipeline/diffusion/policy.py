@@ -14,9 +14,10 @@ from .sde import Kind, Transition, transition
 VelocityField = Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 """Latents (rows, ...), noise levels (rows,) and conditions (rows, ...) to velocities, float32."""
 
-ROW_MULTIPLE = 8
-"""Rows of a forward are filled up to a multiple of this. Kernels for fewer rows round differently, and the
-velocity of a row must not depend on the rows next to it.
+ROWS = 8
+"""Rows of every forward: a longer batch takes several, and the last one is filled up. Libraries choose their
+kernels by the shape of a product, and kernels round differently, but the velocity of a row must not depend on
+the rows next to it. Ranks that train together have equally many rows, and so equally many forwards.
 """
 
 
@@ -35,13 +36,19 @@ class StepValues:
 def velocities(
     field: VelocityField, x: torch.Tensor, sigma: torch.Tensor, conditions: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the velocity of each row, the same in any batch; see `ROW_MULTIPLE`."""
-    rows = len(x)
-    missing = -rows % ROW_MULTIPLE
+    """Return the velocity of each row, the same in any batch; see `ROWS`."""
+    rows, missing = len(x), -len(x) % ROWS
     if missing:
         x, sigma = _filled(x, missing), _filled(sigma, missing)
         conditions = {name: _filled(one, missing) for name, one in conditions.items()}
-    return field(x, sigma.to(x.device, torch.float32), conditions)[:rows]
+    sigma = sigma.to(x.device, torch.float32)
+
+    parts = []
+    for start in range(0, len(x), ROWS):
+        part = slice(start, start + ROWS)
+        given = {name: one[part] for name, one in conditions.items()}
+        parts.append(field(x[part], sigma[part], given))
+    return torch.cat(parts)[:rows]
 
 
 def evaluate(
@@ -54,7 +61,7 @@ def evaluate(
     kind: Kind,
     noise_level: float,
 ) -> StepValues:
-    """Evaluate the recorded steps of some samples, all in one forward.
+    """Evaluate the recorded steps of some samples.
 
     `latents` is (samples, steps + 1, ...): before the first step, and after each. `steps` is
     (samples, steps), their indices in the schedule. `conditions` have a row for each sample.
