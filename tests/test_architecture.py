@@ -109,6 +109,7 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/rollout/sglang/replica.py": "e2e/test_sglang.py",
     "verl_bridge/rollout/sglang/server.py": "e2e/test_sglang.py",
     "verl_bridge/rollout/sglang/scheduler.py": "e2e/test_engine.py",
+    "verl_bridge/rollout/sglang/lora.py": "verl_bridge/rollout/sglang/test_adapter.py",
     "verl_bridge/rollout/sglang/layout.py": "verl_bridge/rollout/sglang/test_adapter.py",
     "verl_bridge/rollout/standalone_replica.py": "verl_bridge/test_lost_nodes.py",
     # Tested as the base of vLLM's server, and with vLLM's models.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
@@ -90,6 +90,8 @@ class Vllm:
 
 
 class SGLang:
+    _of_each_request: Mapping[str, Any] = {}
+
     def __init__(self, model_dir: str, max_len: int, **arguments: Any) -> None:
         from recipe.async_pipeline.verl_bridge.rollout.sglang import scheduler
         from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import cpu_arguments
@@ -138,7 +140,12 @@ class SGLang:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         request = GenerateReqInput(
-            rid=uuid.uuid4().hex, input_ids=prompt, sampling_params=params, return_logprob=True, **more
+            rid=uuid.uuid4().hex,
+            input_ids=prompt,
+            sampling_params=params,
+            return_logprob=True,
+            **self._of_each_request,
+            **more,
         )
         asked = self._engine.tokenizer_manager.generate_request(request, None)
         output: dict[str, Any] = [one async for one in asked][-1]
@@ -146,6 +153,24 @@ class SGLang:
 
     def shutdown(self) -> None:
         self._engine.shutdown()
+
+
+class SGLangWithAdapters(SGLang):
+    """Serves LoRA adapters of a rank, with the arguments that verl's server passes."""
+
+    def __init__(self, model_dir: str, max_len: int, rank: int) -> None:
+        from recipe.async_pipeline.verl_bridge.rollout.sglang import lora
+
+        modules = lora.target_modules("all-linear")
+        arguments = {"max_lora_rank": rank, "lora_target_modules": modules, "max_loras_per_batch": lora.SLOTS}
+        super().__init__(model_dir, max_len, enable_lora=True, **arguments)
+        self._of_each_request = {"lora_path": lora.served_reference().lora_name}
+
+    async def register(self) -> None:
+        """Let requests name the adapter."""
+        from recipe.async_pipeline.verl_bridge.rollout.sglang import lora
+
+        await self._engine.tokenizer_manager.lora_registry.register(lora.served_reference())
 
 
 ENGINES: dict[str, Callable[[str, int], ProbedEngine]] = {"vllm": Vllm, "sglang": SGLang}

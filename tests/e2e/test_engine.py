@@ -78,6 +78,17 @@ def test_lora_adapters_are_served_as_published_and_a_wrong_one_is_caught(tied_ta
 
 
 @pytest.mark.nightly
+def test_lora_adapters_are_served_by_sglang_as_published(tied_task: Path) -> None:
+    report = run("adapter_probe.py", tied_task, VERL_PLATFORM="cpu")
+    for in_flight in ("keep", "abort", "drain"):
+        for swap in report[in_flight]:
+            assert max(swap["parts"].values()) <= TIE, (in_flight, swap)
+    assert any(swap["versions"] == 2 for swap in report["keep"]), "no load has met the answer"
+    assert any("after" in swap["parts"] for swap in report["abort"]), "no answer continued with an adapter"
+    assert report["below_likeliest_to_base"] > TIE, "the base would say the same"
+
+
+@pytest.mark.nightly
 def test_experts_are_served_as_published(tmp_path: Path) -> None:
     report = run("engine_probe.py", tmp_path / "moe", "experts", VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert [loaded["ok"]["tensors_proved"] for loaded in report["loads"]] == [report["published"]] * 3, report

@@ -76,6 +76,15 @@ def test_two_ranks_serve_one_replica(tied_task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_lora_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:
+    adapters = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto")
+    job = train(tied_task, tmp_path / "run", "on_policy", 5, *adapters)
+    summary = check_clean_end(job, "on_policy", 0, 5)
+    check_events(job)
+    assert summary["rollout_corr_kl_max"] <= KL_MAX
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_reward_grows_with_every_strategy(tied_task: Path, tmp_path: Path, strategy: str) -> None:
     job = train(tied_task, tmp_path / "run", strategy, 60)

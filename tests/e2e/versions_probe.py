@@ -18,6 +18,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
-from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.manifest import Ticket, encode
 from recipe.async_pipeline.weight_sync.staging import await_staged
 from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
 from tests.e2e.probed_engines import ENGINES
@@ -61,8 +62,8 @@ def saying(weights: dict[str, torch.Tensor], token: int) -> dict[str, torch.Tens
 
 
 class Probe:
-    def __init__(self, model_dir: str, engine: str) -> None:
-        self.engine = ENGINES[engine](model_dir, MAX_LEN)
+    def __init__(self, model_dir: str, make_engine: Callable[[str, int], Any]) -> None:
+        self.engine = make_engine(model_dir, MAX_LEN)
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.vocabulary = self.weights["lm_head.weight"].shape[0]
@@ -70,9 +71,21 @@ class Probe:
         self.version = -1
         self.load_s: list[float] = []
 
+    def gather(self, weights: dict[str, torch.Tensor]) -> Ticket:
+        """Write a version into the arena."""
+        return self.writer.gather(self.version, weights.items())
+
+    def randomize(self) -> dict[str, torch.Tensor]:
+        """Give the model other weights, and return what is published of them."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.weights[name] + torch.randn_like(parameter) * 0.05)
+        found: dict[str, torch.Tensor] = self.model.state_dict()
+        return found
+
     async def publish(self, weights: dict[str, torch.Tensor], in_flight: str, stage: str = "host") -> None:
         self.version += 1
-        ticket = self.writer.gather(self.version, weights.items())
+        ticket = self.gather(weights)
         manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
         if stage == "device":
             boards = await self.engine.stage(manifest)
@@ -115,10 +128,7 @@ class Probe:
         before = copy.deepcopy(self.model)
         asked = asyncio.create_task(self.answer(LONG))
         await asyncio.sleep(delay_s)
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.weights[name] + torch.randn_like(parameter) * 0.05)
-        await self.publish(self.model.state_dict(), in_flight, stage)
+        await self.publish(self.randomize(), in_flight, stage)
         (tokens, spans), (new, new_spans) = await asked, await self.answer(LONG)
         assert [span.version for span in new_spans] == [self.version] and len(tokens) == len(new) == LONG
 
@@ -142,7 +152,7 @@ def below_likeliest(model: Any, tokens: list[int], begin: int, end: int) -> floa
 
 
 async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
-    probe = Probe(model_dir, engine)
+    probe = Probe(model_dir, ENGINES[engine])
     report: dict[str, Any] = {}
     torch.manual_seed(5)
     chance = random.Random(0)
@@ -165,10 +175,7 @@ async def run(model_dir: str, engine: str, publications: int) -> dict[str, Any]:
         report[f"{in_flight}/{stage}"]["swaps"] = swaps
         # The next requests begin before the next publication, and random weights would answer them.
         await probe.publish_next(in_flight, stage)
-    with torch.no_grad():
-        for name, parameter in probe.model.named_parameters():
-            parameter.copy_(probe.weights[name] + torch.randn_like(parameter) * 0.05)
-    await probe.publish(probe.model.state_dict(), "keep")
+    await probe.publish(probe.randomize(), "keep")
     report["engine"] = (await probe.answer(12))[0]
     ids = torch.tensor([PROMPT])
     with torch.no_grad():

@@ -7,6 +7,7 @@ SGLang needs on a CPU stays in that process.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from recipe.async_pipeline.errors import ProofError
+from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang import cpu_stubs
+from recipe.async_pipeline.verl_bridge.workers.fsdp_shards import adapter_of, described, part_of
 from recipe.async_pipeline.weight_sync.arena import ArenaWriter
 from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.map_check import check_map
@@ -31,6 +34,9 @@ CASES = [
     for name in ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
     for size in (1, 2, 4)
 ]
+ADAPTERS = [(name, size) for name in ("qwen2-tied", "llama") for size in (1, 2, 4)]
+RANK, ALPHA = 4, 12
+"""Of the adapters. The pool has room for larger ones."""
 FIRST, SECOND = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1))
 SWAPPED = {FIRST: SECOND, SECOND: FIRST}
 
@@ -55,8 +61,11 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         yield
 
 
-def make_rank(folder: Path, rank: int, size: int, renamed: Mapping[str, str]) -> Any:
-    """Return the adapter of one rank of a model that SGLang built; its loader confuses `renamed` tensors."""
+def make_rank(folder: Path, rank: int, size: int, renamed: Mapping[str, str], *, lora: bool = False) -> Any:
+    """Return the adapter of one rank of a model that SGLang built; its loader confuses `renamed` tensors.
+
+    `lora`: of an engine that serves LoRA adapters.
+    """
     from sglang.srt import server_args
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention
@@ -69,6 +78,10 @@ def make_rank(folder: Path, rank: int, size: int, renamed: Mapping[str, str]) ->
         def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
             with as_rank(rank, size):
                 super().load([(renamed.get(name, name), tensor) for name, tensor in piece])
+
+        def published(self, manifest: Any) -> dict[str, torch.Tensor]:
+            found = super().published(manifest)
+            return {name: found[renamed.get(name, name)] for name in found} if lora else found
 
     arguments = server_args.ServerArgs(
         str(folder), device="cpu", dtype="float32", tp_size=size, attention_backend="torch_native"
@@ -83,7 +96,35 @@ def make_rank(folder: Path, rank: int, size: int, renamed: Mapping[str, str]) ->
     model.requires_grad_(False)
     for parameter in model.parameters():
         parameter.data.normal_()
-    return Rank(model, torch.device("cpu"))
+    if not lora:
+        return Rank(model, torch.device("cpu"))
+
+    with as_rank(rank, size):
+        manager = lora_manager(model, config, arguments, rank, size)
+    return Rank(model, torch.device("cpu"), manager)
+
+
+def lora_manager(model: Any, config: Any, arguments: Any, rank: int, size: int) -> Any:
+    """Return SGLang's manager of LoRA adapters, as an engine makes it."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.lora.lora_manager import LoRAManager
+
+    from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import CPU_ARGUMENTS
+    from recipe.async_pipeline.verl_bridge.rollout.sglang.lora import SLOTS, target_modules
+
+    return LoRAManager(
+        model,
+        config.hf_config,
+        SLOTS,
+        LoadConfig(),
+        torch.float32,
+        arguments,
+        CPU_ARGUMENTS["lora_backend"],
+        size,
+        rank,
+        max_lora_rank=2 * RANK,
+        target_modules=set(target_modules("all-linear")),
+    )
 
 
 def check(name: str, size: int, folder: Path, publish: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -108,17 +149,55 @@ def check(name: str, size: int, folder: Path, publish: Callable[[dict[str, torch
         prove_first(replica(SWAPPED), version())
 
 
+def check_adapters(name: str, size: int, folder: Path, publish: Callable[..., Any]) -> None:
+    """Adapters are proved, and replace each other; one whose matrices were confused is a ProofError."""
+    model = get_peft_model(
+        checkpoints.make(name, folder), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
+    )
+    config, trained = described(model.peft_config["default"]), iter(range(100))
+
+    def version() -> Any:
+        torch.manual_seed(next(trained))
+        tensors = {name: torch.randn_like(tensor) for name, tensor in adapter_of(model).items()}
+        return publish(tensors, config)
+
+    def replica(renamed: Mapping[str, str]) -> list[Any]:
+        return [make_rank(folder, rank, size, renamed, lora=True) for rank in range(size)]
+
+    ranks = replica({})
+    check_loads(ranks, (version() for _ in range(3)))
+    assert not any(rank.prepare(version()) for rank in ranks), "adapters are loaded at the commit"
+    gate, up = (f"base_model.model.model.layers.1.mlp.{part}_proj.lora_B.weight" for part in ("gate", "up"))
+    with pytest.raises(ProofError, match="is served with values other than the published ones"):
+        prove_first(replica({gate: up, up: gate}), version())
+    if size == 1:
+        scaled = json.dumps({**json.loads(config), "use_rslora": True})
+        with pytest.raises(WeightSyncError, match="has use_rslora=True, which SGLang does not apply"):
+            prove_first(ranks, publish(publish_tensors(ranks, version()), scaled))
+
+
+def publish_tensors(ranks: Sequence[Any], version: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in ranks[0].published(version).items()}
+
+
 def main(folder: Path) -> None:
     cpu_stubs.install()
+    cpu_stubs.without_pinning()
     writer, versions = ArenaWriter(1 << 20, 1000, None), iter(range(1, 1000))
 
-    def publish(weights: dict[str, torch.Tensor]) -> Any:
-        return await_manifest(writer.gather(next(versions), weights.items()), 30)
+    def publish(weights: dict[str, torch.Tensor], config: str | None = None) -> Any:
+        parts = [part_of(name, tensor) for name, tensor in weights.items()]
+        ticket = writer.gather_parts(next(versions), parts, config)
+        assert ticket is not None
+        return await_manifest(ticket, 30)
 
     try:
         for name, size in CASES:
             check(name, size, folder / name, publish)
             sys.stdout.write(f"{name} on {size}\n")
+        for name, size in ADAPTERS:
+            check_adapters(name, size, folder / name, publish)
+            sys.stdout.write(f"adapters of {name} on {size}\n")
     finally:
         writer.close()
 

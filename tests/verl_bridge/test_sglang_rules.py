@@ -14,6 +14,7 @@ from recipe.async_pipeline.verl_bridge.sglang_rules import (
     MODEL,
     ROLLOUT,
     check_sglang,
+    check_sglang_adapters,
     check_sglang_on_cpu,
 )
 
@@ -23,7 +24,11 @@ def config(**changes: Any) -> Any:
     made = OmegaConf.create(
         {
             "actor_rollout_ref": {
-                "model": {"lora_rank": 0, "lora": {"rank": 0, "merge": False}},
+                "model": {
+                    "lora_rank": 0,
+                    "lora": {"rank": 0, "merge": False},
+                    "target_modules": "all-linear",
+                },
                 "rollout": {
                     "name": "sglang",
                     "quantization": None,
@@ -46,7 +51,7 @@ def config(**changes: Any) -> Any:
         {},
         {"rollout__engine_kwargs__sglang__attention_backend": "fa3"},
         {"rollout__engine_kwargs__sglang__tp_size": 1},
-        {"model__lora_rank": 8, "model__lora__merge": True},
+        {"model__lora_rank": 8},
         {"rollout__tensor_model_parallel_size": 4},
     ],
 )
@@ -66,7 +71,7 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
                 {f"rollout__engine_kwargs__sglang__{name}": True},
                 f"{ARGUMENTS}.{name} must not be set, got True; ",
             )
-            for name in ("enable_lora", "enable_dp_attention", "dp_size")
+            for name in ("enable_lora", "lora_target_modules", "enable_dp_attention", "dp_size")
         ),
         (
             {"rollout__engine_kwargs__sglang__model_path": "/other"},
@@ -77,7 +82,6 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
             f"{ARGUMENTS}.custom_weight_loader must not be set",
         ),
         ({"rollout__engine_kwargs__sglang__tp_size": 2}, f"{ROLLOUT}.tensor_model_parallel_size instead"),
-        ({"model__lora_rank": 8}, f"{MODEL}.lora.merge must be True with {ROLLOUT}.name=sglang, got False;"),
         ({"rollout__quantization": "fp8"}, f"{ROLLOUT}.quantization must be null .*, got 'fp8'; leave"),
         ({"rollout__expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size must be 1 .*, got 2; use"),
         (
@@ -111,3 +115,44 @@ def test_a_model_that_sglang_does_not_pad_is_accepted() -> None:
     sizes = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_key_value_heads": 2}
     check_sglang_on_cpu(config(), sizes)
     check_sglang_on_cpu(config(), {"num_key_value_heads": None})
+
+
+ADAPTERS = {"model__lora_rank": 8}
+OF_EXPERTS = {"num_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (ADAPTERS, {}),
+        (ADAPTERS | {"model__target_modules": ["q_proj", "v_proj", "gate_proj"]}, {}),
+        (ADAPTERS | {"model__target_modules": ["self_attn.o_proj", "down_proj"]}, {}),
+        (ADAPTERS | {"model__lora__merge": True}, OF_EXPERTS),
+        ({"model__target_modules": ["k_proj"]}, OF_EXPERTS),
+    ],
+)
+def test_adapters_that_sglang_serves_are_accepted(changes: dict[str, Any], text: dict[str, int]) -> None:
+    check_sglang_adapters(config(**changes), text)
+
+
+@pytest.mark.parametrize(
+    ("modules", "text", "message"),
+    [
+        (
+            "all-linear",
+            OF_EXPERTS,
+            f"{MODEL}.lora.merge must be True with .*=sglang and a mixture .*, got False;",
+        ),
+        (
+            ".*_proj",
+            {},
+            r"target_modules must be all-linear or a list .*=sglang, got '\.\*_proj'; correct it",
+        ),
+        (["k_proj"], {}, r"must have q_proj and v_proj if it has k_proj with .*, got \['k_proj'\]; add them"),
+        (["q_proj", "k_proj"], {}, "must have v_proj if it has k_proj or q_proj with .*; add it"),
+        (["mlp.up_proj"], {}, "must have gate_proj if it has up_proj with .*; add it"),
+    ],
+)
+def test_adapters_that_it_does_not_are_refused(modules: Any, text: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_sglang_adapters(config(**ADAPTERS, model__target_modules=modules), text)

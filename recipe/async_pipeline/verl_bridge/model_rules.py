@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError
 from .adapter_config import publishes_adapters
-from .sglang_rules import check_sglang, check_sglang_on_cpu
+from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ENGINE_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -61,6 +61,7 @@ def check_model(config: DictConfig) -> None:
     _check_pictures(config, described)
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang(config)
+        check_sglang_adapters(config, _text_model(described))
         if config.trainer.device == "cpu":
             check_sglang_on_cpu(config, _text_model(described))
         return

@@ -19,9 +19,11 @@ REPLACED = {
     "dtype": f"set {ROLLOUT}.dtype instead",
     "quantization": "leave it out, since weights are published unquantized",
     "torchao_config": "leave it out, since weights are published unquantized",
-    "lora_paths": "merge the adapter instead",
+    "lora_paths": f"set {MODEL}.lora_adapter_path instead",
     "load_format": f"set {ROLLOUT}.load_format instead",
-    "enable_lora": "merge the adapter instead",
+    "enable_lora": f"set {MODEL}.lora_rank instead",
+    "max_lora_rank": f"set {MODEL}.lora_rank instead",
+    "lora_target_modules": f"set {MODEL}.target_modules instead",
     "custom_weight_loader": "leave it out, since the pipeline loads and verifies weights",
     "tp_size": f"set {ROLLOUT}.tensor_model_parallel_size instead",
     "pp_size": "use tensor parallelism or more replicas instead",
@@ -33,6 +35,13 @@ REPLACED = {
     "tokenizer_worker_num": "leave it out, since one process must know all requests",
 }
 """SGLang's arguments that would contradict what the pipeline knows about the engine, with the remedy."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NEEDED_TOGETHER: Mapping[frozenset[str], tuple[str, ...]] = {
+    frozenset(("q_proj", "k_proj", "v_proj")): ("q_proj", "v_proj"),
+    frozenset(("gate_proj", "up_proj")): ("gate_proj",),
+}
+"""Modules that SGLang fuses, and the ones without which it does not serve adapters of the others."""
 
 CPU_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 CPU_WIDTH_ALIGNMENT = 32
@@ -47,11 +56,6 @@ def check_sglang(config: DictConfig) -> None:
             raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
 
     rollout = config.actor_rollout_ref.rollout
-    if publishes_adapters(config):
-        raise ConfigError(
-            f"{MODEL}.lora.merge must be True with {ROLLOUT}.name=sglang, got "
-            f"{OmegaConf.select(config, f'{MODEL}.lora.merge')!r}; set it, or use vllm for adapters"
-        )
     if rollout.quantization is not None:
         raise ConfigError(
             f"{ROLLOUT}.quantization must be null with {ROLLOUT}.name=sglang, got {rollout.quantization!r}; "
@@ -68,6 +72,37 @@ def check_sglang(config: DictConfig) -> None:
             f"{ROLLOUT}.tensor_model_parallel_size must be at most {ROLLOUT}.n_gpus_per_node={per_node} with "
             f"{ROLLOUT}.name=sglang, got {devices!r}; SGLang on several nodes is not supported yet"
         )
+
+
+def check_sglang_adapters(config: DictConfig, text: Mapping[str, Any]) -> None:
+    """Raises ConfigError if SGLang could not serve the LoRA adapters that are trained.
+
+    `text` is the language model's part of the model's config.json.
+    """
+    if not publishes_adapters(config):
+        return
+    if any(text.get(name) for name in EXPERTS):
+        raise ConfigError(
+            f"{MODEL}.lora.merge must be True with {ROLLOUT}.name=sglang and a mixture of experts, got "
+            f"{OmegaConf.select(config, f'{MODEL}.lora.merge')!r}; set it, or use vllm for adapters"
+        )
+    modules = config.actor_rollout_ref.model.target_modules
+    if isinstance(modules, str):
+        if modules != "all-linear":
+            raise ConfigError(
+                f"{MODEL}.target_modules must be all-linear or a list of names with "
+                f"{ROLLOUT}.name=sglang, got {modules!r}; correct it"
+            )
+        return
+    names = {str(name).rpartition(".")[2] for name in modules or ()}
+    for fused, required in NEEDED_TOGETHER.items():
+        missing = [name for name in required if name not in names]
+        if missing and names & fused:
+            raise ConfigError(
+                f"{MODEL}.target_modules must have {' and '.join(missing)} if it has "
+                f"{' or '.join(sorted(names & fused))} with {ROLLOUT}.name=sglang, which fuses them, got "
+                f"{list(modules)!r}; add {'it' if len(missing) == 1 else 'them'}"
+            )
 
 
 def check_sglang_on_cpu(config: DictConfig, text: Mapping[str, Any]) -> None:

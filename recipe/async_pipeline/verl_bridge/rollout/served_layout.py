@@ -133,7 +133,7 @@ class ServedLayout:
             start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
             return _piece(target.served, shape, whole, output, start, 0, end - start)
         if isinstance(module, self._layers.column) and output is not None:
-            return _parts(_parts_of(module, self._layers), module.tp_rank, target, shape, whole, output)
+            return _parts(parts_of(module, self._layers), module.tp_rank, target, shape, whole, output)
         if isinstance(module, self._layers.row) and reduced is not None and len(shape) > reduced:
             length = served.shape[reduced]
             return _piece(target.served, shape, whole, reduced, module.tp_rank * length, 0, length)
@@ -174,7 +174,8 @@ class ServedLayout:
         ]
 
 
-def _parts_of(module: Any, layers: Layers) -> dict[str | int, Part]:
+def parts_of(module: Any, layers: Layers) -> dict[str | int, Part]:
+    """Return the parts of a column-parallel layer, in their order."""
     size = module.tp_size
     if isinstance(module, layers.qkv):
         replicas = module.num_kv_head_replicas

@@ -15,7 +15,7 @@ from tests import REPOSITORY
 
 @pytest.mark.real_engine
 def test_the_contract_of_adapters_holds(tmp_path: Path) -> None:
-    """Four ranks are more than the two heads of keys and values."""
+    """Four ranks are more than the two heads of keys and values. The adapters are LoRA adapters."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.fakes.sglang_models", str(tmp_path)],
         env={**os.environ, "VERL_PLATFORM": "cpu"},
@@ -24,5 +24,6 @@ def test_the_contract_of_adapters_holds(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    names = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
+    names: tuple[str, ...] = ("qwen2-tied", "qwen3-untied", "llama", "qwen3-moe", "phi3-fused")
+    names += tuple(f"adapters of {name}" for name in ("qwen2-tied", "llama"))
     assert done.stdout.splitlines() == [f"{name} on {size}" for name in names for size in (1, 2, 4)]

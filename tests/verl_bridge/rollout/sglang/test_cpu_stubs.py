@@ -53,17 +53,30 @@ def test_each_stub_is_needed(name: str) -> None:
 
 
 PINNED = """
-import inspect, torch
-from sglang.srt.layers import logits_processor
-assert "pin_memory=True" in inspect.getsource(logits_processor), "nothing is pinned: delete the stub"
-stubs.logits_without_pinning()
-assert logits_processor.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
-assert logits_processor.torch.float32 is torch.float32
+import importlib, inspect, torch
+for name in stubs.PINNING:
+    source = inspect.getsource(importlib.import_module(name))
+    assert "pin_memory=True" in source or ".pin_memory()" in source, f"{name} pins nothing: take it out"
+tensor = torch.zeros(1)
+try:
+    tensor.pin_memory()
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("torch's CPU build can pin memory: delete the stub")
+stubs.without_pinning()
+for name in stubs.PINNING:
+    module = importlib.import_module(name)
+    assert module.torch.tensor([1, 2], pin_memory=True).tolist() == [1, 2]
+    assert module.torch.zeros((1,), pin_memory=True).tolist() == [0]
+    assert module.torch.float32 is torch.float32
+assert tensor.pin_memory() is tensor
 """
 
 
 @pytest.mark.real_engine
-def test_scoring_a_prompt_pins_no_memory() -> None:
+def test_no_memory_is_pinned() -> None:
+    """Scoring a prompt would do so, and LoRA adapters."""
     done = run(f"import {MODULE} as stubs\nstubs.install()\n{PINNED}", VERL_PLATFORM="")
     assert done.returncode == 0, done.stderr[-2000:]
 

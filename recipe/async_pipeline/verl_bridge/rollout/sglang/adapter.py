@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,15 +14,18 @@ from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
 from ....weight_sync.standby_version import Ended, ignore
 from ..served_layout import served_tensors
-from .layout import served_layout
+from .layout import packed_modules, served_layout
+from .lora import ServedAdapter
 
 
 class SGLangAdapter(RecordingAdapter):
     """One rank of SGLang; see `EngineAdapter`."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, manager: Any = None) -> None:
+        """`manager` is SGLang's `LoRAManager`, or None if the engine serves no adapters."""
         super().__init__(device)
         self._model, self._table = model, served_layout(model)
+        self._adapter = ServedAdapter(manager, packed_modules(model)) if manager is not None else None
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(served_tensors(self._model))
@@ -36,17 +40,17 @@ class SGLangAdapter(RecordingAdapter):
         return self._table.expected(entry)
 
     def prepare(self, manifest: Manifest, ended: Ended = ignore) -> bool:
-        _require_whole(manifest)
-        return super().prepare(manifest, ended)
+        return manifest.adapter is None and super().prepare(manifest, ended)
 
     def commit(self, manifest: Manifest, piece_bytes: int) -> Delivered:
-        _require_whole(manifest)
-        return super().commit(manifest, piece_bytes)
+        if manifest.adapter is None:
+            return super().commit(manifest, piece_bytes)
+        if self._adapter is None:
+            raise WeightSyncError(
+                f"v{manifest.version} is a LoRA adapter, but SGLang was started without them"
+            )
+        self._adapter.replace(manifest, manifest.adapter, self.published(manifest))
+        return self._adapter.delivered(manifest)
 
     def seal(self) -> None:
         """Nothing: weights are used as they were loaded."""
-
-
-def _require_whole(manifest: Manifest) -> None:
-    if manifest.adapter is not None:
-        raise WeightSyncError(f"v{manifest.version} is a LoRA adapter, which SGLang cannot be given yet")

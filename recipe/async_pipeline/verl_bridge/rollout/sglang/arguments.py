@@ -10,6 +10,7 @@ from typing import Any
 CPU_ARGUMENTS: Mapping[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
+    "lora_backend": "torch_native",
     # Its package is for CUDA only.
     "enable_memory_saver": False,
     # A step on a CPU leaves no time to overlap.

@@ -11,6 +11,7 @@ when SGLang no longer needs it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -149,7 +150,7 @@ def install(without: str = "") -> None:
 
 
 class _WithoutPinning(ModuleType):
-    """`torch`, whose `tensor` ignores that memory is to be pinned."""
+    """`torch`, whose functions ignore that memory is to be pinned."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -162,14 +163,32 @@ class _WithoutPinning(ModuleType):
 
         return torch.tensor(*args, **kwargs)
 
+    @staticmethod
+    def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        import torch
 
-def logits_without_pinning() -> None:
-    """Scoring a prompt, or a request that was interrupted for lack of memory, pins a tensor for the device.
-    Call it in the process that computes; it imports SGLang.
+        return torch.zeros(*args, **kwargs)
+
+
+PINNING = (
+    "sglang.srt.layers.logits_processor",
+    "sglang.srt.lora.layers",
+    "sglang.srt.lora.backend.torch_backend",
+)
+"""Modules of SGLang that pin tensors for the device: scoring a prompt, or a request that was interrupted for
+lack of memory, and LoRA adapters.
+"""
+
+
+def without_pinning() -> None:
+    """Have tensors not be pinned, which torch's CPU build cannot do. Call it in the process that computes; it
+    imports SGLang.
     """
-    from sglang.srt.layers import logits_processor
+    import torch
 
-    logits_processor.torch = _WithoutPinning("torch")
+    for name in PINNING:
+        importlib.import_module(name).torch = _WithoutPinning("torch")  # type: ignore[attr-defined]
+    torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
 
 
 class _AtFirstImport(importlib.abc.MetaPathFinder):

@@ -19,7 +19,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     from sglang.srt.managers import scheduler
 
     if on_cpu():
-        cpu_stubs.logits_without_pinning()
+        cpu_stubs.without_pinning()
     scheduler.Scheduler = pipeline_scheduler(scheduler.Scheduler)
     scheduler.run_scheduler_process(*args, **kwargs)
 
@@ -63,7 +63,8 @@ def pipeline_scheduler(scheduler_class: Any) -> Any:
         def _new_rank(self) -> EngineRank:
             runner = self.tp_worker.model_runner
             device = torch.device(runner.device)
-            return EngineRank(self, SGLangAdapter(runner.model, device), device, self._gather)
+            manager = runner.lora_manager if self.enable_lora else None
+            return EngineRank(self, SGLangAdapter(runner.model, device, manager), device, self._gather)
 
         def _gather(self, mine: Any) -> list[Any]:
             if self.tp_size == 1:

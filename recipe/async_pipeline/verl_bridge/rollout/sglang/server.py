@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import sglang.srt.entrypoints.engine as sglang_engine
 from sglang.utils import TypeBasedDispatcher
+from verl.workers.rollout.sglang_rollout import async_sglang_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from ....errors import EngineDeadError
 from ....weight_sync.versioned_engine import Loaded
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of
-from . import scheduler
+from . import lora, scheduler
 from .arguments import CORES, all_cores, cpu_arguments
 from .engine import serve_versions
 
@@ -27,13 +28,14 @@ def use_own_children(config: Any, run_scheduler: Callable[..., None]) -> None:
     Call it in the server's process before the launch. `config` is the rollout's; `run_scheduler` is found by
     its name in the scheduler's process.
     """
-    arguments = dict((config.engine_kwargs or {}).get("sglang") or {})
+    arguments = {"max_loras_per_batch": lora.SLOTS, **((config.engine_kwargs or {}).get("sglang") or {})}
     if is_cpu():
         arguments = cpu_arguments(arguments, int(config.max_num_seqs), int(config.max_model_len))
         os.environ.setdefault(CORES, all_cores(int(config.tensor_model_parallel_size)))
     config.engine_kwargs["sglang"] = arguments
     sglang_engine.run_scheduler_process = run_scheduler
     sglang_engine.run_detokenizer_process = scheduler.run_detokenizer_process
+    async_sglang_server.sglang_lora_target_modules = lora.target_modules
 
 
 class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
@@ -59,6 +61,8 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         if not await is_one_node():
             self._server_address = node
 
+        if self.lora_as_adapter:
+            await self.tokenizer_manager.lora_registry.register(lora.served_reference())
         self._children = multiprocessing.active_children()
         self._served = serve_versions(self.tokenizer_manager, TypeBasedDispatcher)
         self._versioned = self._served.versioned
