@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.bench import arms
-from recipe.async_pipeline.bench.arms import ARMS, DEVICES, hydra_overrides, parse_arms
+from recipe.async_pipeline.bench.arms import (
+    ARMS,
+    DEFAULT_ARMS,
+    DEVICES,
+    SGLANG_BACKEND,
+    arms_of_engine,
+    hydra_overrides,
+    parse_arms,
+)
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import IN_PROCESS
 
@@ -83,3 +91,36 @@ def test_a_separate_reference_has_an_additional_device() -> None:
 
 def test_stock_arms_use_the_executor_of_our_servers() -> None:
     assert arms.IN_PROCESS_EXECUTOR == IN_PROCESS
+
+
+def test_vllm_runs_all_arms_and_sglang_the_ones_with_separate_devices() -> None:
+    assert arms_of_engine(None, "vllm") == list(DEFAULT_ARMS)
+    assert arms_of_engine(["verl_sync"], "vllm") == ["verl_sync"]
+    separate = [name for name in DEFAULT_ARMS if not ARMS[name].shared_devices and name != "verl_fully_async"]
+    assert arms_of_engine(None, "sglang") == separate
+    assert arms_of_engine(["fully_async", "verl_separate_async"], "sglang") == [
+        "fully_async",
+        "verl_separate_async",
+    ]
+
+
+@pytest.mark.parametrize("name", ["verl_sync", "verl_fully_async"])
+def test_an_arm_that_sglang_does_not_run_is_refused(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--engine sglang does not run the arm {name}, .*; choose from verl_sep"
+    ):
+        arms_of_engine([name], "sglang")
+
+
+def test_an_arm_with_sglang_has_no_override_of_vllm() -> None:
+    rollout = "actor_rollout_ref.rollout"
+    for name in arms_of_engine(None, "sglang"):
+        made, before = ARMS[name].with_engine("sglang"), ARMS[name].with_engine("vllm")
+        assert made[f"{rollout}.name"] == "sglang"
+        assert not any("vllm" in key for key in made)
+        key = f"{rollout}.checkpoint_engine.custom_backend_module"
+        assert made.get(key) == (SGLANG_BACKEND if key in before else None)
+        others = {
+            key: value for key, value in before.items() if "vllm" not in key and "backend_mod" not in key
+        }
+        assert others.items() <= made.items()

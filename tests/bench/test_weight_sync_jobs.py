@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.bench import weight_sync_jobs
+from recipe.async_pipeline.bench.arms import SGLANG_BACKEND
 from recipe.async_pipeline.bench.weight_sync_jobs import (
     WARMUP,
     WAYS,
@@ -73,7 +74,7 @@ def test_sglang_gets_as_many_tokens_and_a_module_that_verls_workers_import(tmp_p
         assert f"{kwargs}.sglang.max_total_tokens={(2 * 4 + 8) * 128}" in lines
         assert not any("vllm" in line and "TimedWorker" in line for line in lines)
     backend = "++actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module="
-    assert f"{backend}'{weight_sync_jobs.SGLANG_BACKEND}'" in stock
+    assert f"{backend}'{SGLANG_BACKEND}'" in stock
     assert not any(line.startswith(backend) for line in default)
 
 

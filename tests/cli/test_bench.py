@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.bench.arms import ARMS
+from recipe.async_pipeline.bench.arms import ARMS, arms_of_engine
 from recipe.async_pipeline.bench.measure import Measured
 from recipe.async_pipeline.bench.runner import Job, JobFailed
 from recipe.async_pipeline.cli import bench as command
@@ -116,3 +116,21 @@ def test_the_help_breaks_no_name_of_an_arm(
     words = text.replace(",", " ").replace(")", " ").split()
     assert {*ARMS} <= {*words}
     assert not [word for word in words if word.startswith("verl_") and word not in ARMS]
+
+
+def test_an_engine_is_for_all_arms_that_it_runs(ran: list[Job], tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    assert bench("--engine", "sglang", "--repeats", 1, "--no-stock-poll", "--json", out) == 1
+    assert {job.engine for job in ran} == {"sglang"}
+    # Jobs of `on_policy` fail here.
+    assert list(dict.fromkeys(job.arm for job in ran)) == arms_of_engine(None, "sglang")
+    assert json.loads(out.read_text())["engine"] == "sglang"
+
+
+def test_an_engine_before_another_measurement_is_not_ignored(
+    ran: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--engine", "sglang", "weight-sync") == 2
+    assert "put it after weight-sync" in capsys.readouterr().err
+    assert bench("--engine", "sglang", "arena") == 2
+    assert "not of arena; leave it out" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.bench.arms import ENGINES
 from recipe.async_pipeline.bench.weight_sync_jobs import Engines, make_task, run_ways
 from tests.e2e.job import ROOT, Job, check_clean_end, check_events
 from tests.fakes.private_mounts import may_unshare
@@ -28,7 +29,7 @@ overrides: {data.max_response_length: 9}
 """
 
 
-def bench(tied_task: Path, tmp_path: Path, *arms: str) -> dict[str, Any]:
+def bench(tied_task: Path, tmp_path: Path, *arms: str, engine: str = "vllm") -> dict[str, Any]:
     """What it found, of which every arm was measured."""
     workload, out = tmp_path / "short.yaml", tmp_path / "b.json"
     workload.write_text(WORKLOAD)
@@ -36,7 +37,7 @@ def bench(tied_task: Path, tmp_path: Path, *arms: str) -> dict[str, Any]:
         [
             *(sys.executable, "-m", "recipe.async_pipeline", "bench", "--no-stock-poll", "--repeats", "1"),
             *("--arms", ",".join(arms), "--workload", str(workload), "--json", str(out)),
-            *("--logs", str(tmp_path / "logs")),
+            *("--logs", str(tmp_path / "logs"), "--engine", engine),
         ],
         cwd=ROOT,
         capture_output=True,
@@ -67,9 +68,11 @@ def test_an_async_pipeline_arm(tied_task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path) -> None:
-    """verl's own trainer and manager publish through our engine, too."""
-    data = bench(tied_task, tmp_path, "verl_separate_async", "fully_async")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_arms_side_by_side(tied_task: Path, tmp_path: Path, engine: str) -> None:
+    """verl's own trainer and manager publish through our engine, too; with SGLang through verl's own."""
+    data = bench(tied_task, tmp_path, "verl_separate_async", "fully_async", engine=engine)
+    assert data["engine"] == engine
     assert data["ratios"]["fully_async/verl_separate_async"]["median"] > 0
 
 

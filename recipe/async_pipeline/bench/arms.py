@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
@@ -15,6 +15,9 @@ _VLLM = f"{_ROLLOUT}.engine_kwargs.vllm"
 _BRIDGE = "recipe.async_pipeline.verl_bridge"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The executor that our own servers choose on CPUs; the bridge names the same one."""
+ENGINES = ("vllm", "sglang")
+SGLANG_BACKEND = f"{_BRIDGE}.bench.sglang_backend"
+"""The checkpoint engine of verl's workers with SGLang."""
 DEVICES = 2
 """Devices of every arm, with one thread each; one arm has a third device for its reference policy."""
 
@@ -45,6 +48,21 @@ class Arm(NamedTuple):
     overrides: dict[str, Any]
     entry: str = f"{_BRIDGE}.bench.job"
     """Module that starts the job."""
+
+    @property
+    def runs_sglang(self) -> bool:
+        """Whether the arm can have SGLang for its engine: engines that share devices with training do not."""
+        return not self.shared_devices and self.entry == f"{_BRIDGE}.bench.job"
+
+    def with_engine(self, engine: str) -> dict[str, Any]:
+        """Return the overrides with one of `ENGINES`."""
+        if engine == ENGINES[0]:
+            return self.overrides
+        backend = f"{_ROLLOUT}.checkpoint_engine.custom_backend_module"
+        replaced = {backend: SGLANG_BACKEND} if backend in self.overrides else {}
+        vllm = f"{_VLLM}."
+        kept = {key: value for key, value in self.overrides.items() if not key.startswith(vllm)}
+        return kept | replaced | {f"{_ROLLOUT}.name": engine}
 
 
 def _pipeline_arm(strategy: str, max_lag: int, depth: int | None = None) -> Arm:
@@ -152,6 +170,23 @@ def parse_arms(text: str) -> list[str]:
     if unknown or not names or len(set(names)) < len(names):
         raise ConfigError(f"--arms must name each arm once, of {', '.join(ARMS)}; got {text!r}")
     return names
+
+
+def arms_of_engine(names: Sequence[str] | None, engine: str) -> list[str]:
+    """Return the arms to run: the named ones, by default all that the engine can run.
+
+    Raises ConfigError if the engine cannot run a named one.
+    """
+    able = [name for name, arm in ARMS.items() if engine == ENGINES[0] or arm.runs_sglang]
+    if names is None:
+        return [name for name in DEFAULT_ARMS if name in able]
+    for name in names:
+        if name not in able:
+            raise ConfigError(
+                f"--engine {engine} does not run the arm {name}, whose engine shares devices with training "
+                f"or that starts in another way; choose from {', '.join(able)}"
+            )
+    return list(names)
 
 
 def hydra_overrides(values: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .arms import ARMS, hydra_overrides
+from .arms import ARMS, ENGINES, hydra_overrides
 from .measure import Measured, NotEnoughSteps, measure
 from .spans import POLL_S, REFERENCE, SPANS_DIR, read_spans
 from .usage import EVERY_S, PARTS, Usage, UsageMeter
@@ -45,23 +45,28 @@ class Job(NamedTuple):
     turn: int
     poll_s: float
     directory: Path
+    engine: str = ENGINES[0]
 
 
 class JobFailed(RuntimeError):
     """A job ended with an error, or before its measured steps."""
 
 
-def jobs_in_turns(arms: Sequence[str], repeats: int, root: Path, *, stock_poll: bool) -> list[Job]:
+def jobs_in_turns(
+    arms: Sequence[str], repeats: int, root: Path, *, stock_poll: bool, engine: str = ENGINES[0]
+) -> list[Job]:
     """Return the jobs in turns (A B C A B C).
 
     With `stock_poll`, each trainer of verl runs one additional job with its polling interval as shipped.
     """
     turns = [
-        Job(arm, turn, FAST_POLL_S, root / f"{turn}-{arm}") for turn in range(1, repeats + 1) for arm in arms
+        Job(arm, turn, FAST_POLL_S, root / f"{turn}-{arm}", engine)
+        for turn in range(1, repeats + 1)
+        for arm in arms
     ]
     if stock_poll:
         turns += [
-            Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}")
+            Job(arm, 0, STOCK_POLL_S, root / f"stock-poll-{arm}", engine)
             for arm in arms
             if not ARMS[arm].uses_pipeline
         ]
@@ -96,7 +101,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
         # Do not join another Ray cluster on this machine.
         "ray_kwargs.ray_init.address": "local",
         **workload.overrides,
-        **arm.overrides,
+        **arm.with_engine(job.engine),
     }
 
     if "async_training" in arm.overrides:

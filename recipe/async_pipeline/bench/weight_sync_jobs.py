@@ -18,7 +18,7 @@ import torch
 
 from ..console import echo
 from ..toy.build import ToySpec, ensure_toy
-from .arms import ARMS, hydra_overrides
+from .arms import ARMS, ENGINES, SGLANG_BACKEND, hydra_overrides
 from .runner import LOG, command_of, run_watched
 from .spans import SPANS_DIR, read_spans
 from .stalls import LIMITS, PUBLICATION, costs, summary
@@ -26,8 +26,6 @@ from .two_hosts import TwoHosts
 
 ENTRY = "recipe.async_pipeline.verl_bridge.bench.weight_sync_job"
 TIMED = "recipe.async_pipeline.verl_bridge.bench.weight_sync_worker.TimedWorkerExtension"
-SGLANG_BACKEND = "recipe.async_pipeline.verl_bridge.bench.sglang_backend"
-ENGINES = ("vllm", "sglang")
 WARMUP = 2
 """Weight updates of each way to skip: they touch the two arenas, or a standby copy, for the first time."""
 REQUESTS = 4

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..bench import arena, control_plane, delta, gateway, learning, weight_sync
-from ..bench.arms import ARMS, DEFAULT_ARMS, parse_arms
+from ..bench.arms import ARMS, DEFAULT_ARMS, ENGINES, arms_of_engine, parse_arms
 from ..bench.measure import Measured
 from ..bench.outputs import check_outputs, job_logs
 from ..bench.picture import draw
@@ -52,10 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--arms",
-        default=",".join(DEFAULT_ARMS),
         metavar="A,B,...",
-        help=f"arms to run, in this order: any of {', '.join(ARMS)} (default: all except "
-        f"{', '.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)})",
+        help=f"arms to run, in this order: any of {', '.join(ARMS)} (default: all that the engine runs, "
+        f"except {', '.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)})",
+    )
+    parser.add_argument(
+        "--engine",
+        # Another name than the one of `weight-sync`, whose default would replace this value.
+        dest="engine_of_arms",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="rollout engine; sglang runs the arms with separate devices (default: %(default)s)",
     )
 
     parser.add_argument(
@@ -99,19 +106,22 @@ def run(args: argparse.Namespace) -> int:
     if args.instead is not None:
         for option, default in (
             ("workload", "agentic_wait"),
-            ("arms", ",".join(DEFAULT_ARMS)),
+            ("arms", None),
+            ("engine_of_arms", ENGINES[0]),
             ("repeats", 3),
             ("no_stock_poll", False),
         ):
             if getattr(args, option) != default:
+                name = option.removesuffix("_of_arms").replace("_", "-")
+                own = name == "engine" and hasattr(args, name)
                 raise ConfigError(
-                    f"--{option.replace('_', '-')} is an option of `bench` itself, not of {args.instead}; "
-                    "leave it out"
+                    f"--{name} is an option of `bench` itself, not of {args.instead}; "
+                    + (f"put it after {args.instead}, which has one, too" if own else "leave it out")
                 )
         status: int = _OTHERS[args.instead][0].run(args)
         return status
 
-    arms = parse_arms(args.arms)
+    arms = arms_of_engine(None if args.arms is None else parse_arms(args.arms), args.engine_of_arms)
     workload = load(args.workload)
     for option in ("repeats", "steps"):
         value = getattr(args, option)
@@ -148,7 +158,9 @@ def _run_all(
     """Run the jobs in turns; return all measurements, also written to `--json` after each job."""
     task = ensure_toy(_task_of(workload), Path(".cache/toy").resolve(), report=partial(echo, file=sys.stderr))
 
-    jobs = jobs_in_turns(arms, args.repeats, root, stock_poll=not args.no_stock_poll)
+    jobs = jobs_in_turns(
+        arms, args.repeats, root, stock_poll=not args.no_stock_poll, engine=args.engine_of_arms
+    )
     done: dict[str, list[Measured]] = {arm: [] for arm in arms}
     stock: dict[str, Measured] = {}
     data: dict[str, Any] = {}
@@ -184,6 +196,7 @@ def _run_all(
             failed=failed,
             stock_poll=stock,
         )
+        data["engine"] = args.engine_of_arms
         data["complete"] = number == len(jobs)
         if args.json:
             args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -114,6 +114,10 @@ class ProbedTaskRunner(_StockRunner):  # type: ignore[misc]
 
     def run(self, config: Any) -> None:
         """Run verl's task with the probed trainer. Raises KeyError outside of a benchmark."""
+        if config.actor_rollout_ref.rollout.name == "sglang":
+            from .sglang_replicas import use_verls
+
+            use_verls()
         spans = of_this_job()
         poll_s = float(os.environ[POLL_S])
         stock_lookup = verl_v1.get_trainer_cls

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang replicas whose engines record their steps: this package's, and verl's own."""
+"""SGLang replicas of benchmarks: verl's own, which also starts on a CPU, and replicas of both kinds whose
+engines record their steps.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from ..control_calls import GROUPS
 from ..rollout.server_manager import PipelineServerManager
+from ..rollout.sglang import scheduler as children
 from ..rollout.sglang.replica import PipelineSGLangReplica
 from ..rollout.sglang.server import PipelineSGLangServer, use_own_children
 from .sglang_steps import run_scheduler_process
@@ -35,24 +39,45 @@ class TimedReplica(PipelineSGLangReplica):
         self.server_class = ray.remote(concurrency_groups=dict(GROUPS))(TimedServer)
 
 
-class TimedVerlServer(SGLangHttpServer):  # type: ignore[misc]
+class VerlServer(SGLangHttpServer):  # type: ignore[misc]
     """verl's own server."""
+
+    run_scheduler: ClassVar[Callable[..., None]] = staticmethod(children.run_scheduler_process)
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Start the engine as verl does, on a CPU with the arguments that it needs there."""
-        use_own_children(self.config, run_scheduler_process)
+        use_own_children(self.config, self.run_scheduler)
         await super().launch_server(*args, **kwargs)
 
 
-class TimedVerlReplica(SGLangReplica):  # type: ignore[misc]
+class TimedVerlServer(VerlServer):
+    """verl's own server, whose engine records its steps."""
+
+    run_scheduler = staticmethod(run_scheduler_process)
+
+
+class VerlReplica(SGLangReplica):  # type: ignore[misc]
     """verl's own replica."""
+
+    runs: ClassVar[type[VerlServer]] = VerlServer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.server_class = ray.remote(TimedVerlServer)
+        self.server_class = ray.remote(self.runs)
 
 
-def use() -> None:
-    """Have the managers of this process start these replicas."""
+class TimedVerlReplica(VerlReplica):
+    """verl's own replica, whose engine records its steps."""
+
+    runs = TimedVerlServer
+
+
+def use_verls() -> None:
+    """Have verl's managers of this process start verl's own replicas with what a CPU needs."""
+    RolloutReplicaRegistry.register("sglang", lambda: VerlReplica)
+
+
+def use_timed() -> None:
+    """Have the managers of this process start replicas whose engines record their steps."""
     PipelineServerManager.rollout_replica_class = TimedReplica
     RolloutReplicaRegistry.register("sglang", lambda: TimedVerlReplica)

@@ -166,9 +166,9 @@ class SyncTaskRunner(_StockRunner):  # type: ignore[misc]
     def run(self, config: Any) -> None:
         """Run verl's task with a trainer that only updates weights."""
         if config.actor_rollout_ref.rollout.name == "sglang":
-            from .sglang_replicas import use
+            from .sglang_replicas import use_timed
 
-            use()
+            use_timed()
         lookup = verl_v1.get_trainer_cls
         verl_v1.get_trainer_cls = lambda mode: publishing(lookup(mode))
         super().run(config)
