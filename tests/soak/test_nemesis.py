@@ -97,7 +97,10 @@ class QuietJob:
 
     def start(self) -> None: ...
 
-    def wait_for(self, what: str, done: object, seconds: float, *, since: int) -> None: ...
+    def wait_for(self, what: str, done: object, seconds: float, since: int) -> None: ...
+
+    def now(self) -> int:
+        return 0
 
     def newest_version(self) -> int:
         return int(self.clock[0])
@@ -136,3 +139,30 @@ def test_faults_are_spread_over_the_time(recovery_s: float, monkeypatch: pytest.
         assert max(b - a for a, b in zip(at, at[1:], strict=False)) < 60
         assert found.steps == pytest.approx(510, abs=1)
     assert min(b - a - recovery_s for a, b in zip(at, at[1:], strict=False)) >= nemesis.GAP_S[0]
+
+
+class SlowJob(QuietJob):
+    """A run that makes one step in a hundred seconds."""
+
+    def wait_for(self, what: str, done: object, seconds: float, since: int) -> None:
+        self.clock[0] = 100.0 * (self.clock[0] // 100 + 1)
+
+    def newest_version(self) -> int:
+        return int(self.clock[0] // 100)
+
+
+def test_a_slow_run_gets_a_fault_and_time_to_recover(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, limits = [0.0], list[float]()
+
+    def pass_s(seconds: float) -> None:
+        clock[0] += seconds
+
+    def strike(job: object, fault: object, limit_s: float) -> float:
+        limits.append(limit_s)
+        return 1.0
+
+    monkeypatch.setattr(nemesis, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pass_s))
+    monkeypatch.setattr(nemesis, "strike", strike)
+    found = nemesis.soak(cast("Any", SlowJob(clock)), ["burst"], 60.0, 1, lambda line: None)
+    assert (found.hangs, found.quiet_steps, len(found.struck)) == ([], 1, 1)
+    assert limits == [pytest.approx(100.0 * nemesis.RECOVERY_STEPS, rel=0.01)]

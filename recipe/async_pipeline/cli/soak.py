@@ -36,8 +36,9 @@ PUBLISH_S, REWARD_S, ENVIRONMENT_S, TOOL_S, AGENT_S = 20, 5, 15, 5, 30
 """Short deadlines in seconds, so that a hang is detected soon."""
 ENVIRONMENTS, AGENTS = 8, 4
 """Processes of environments and of agents at once; each imports gymnasium when it starts."""
-AGENT_PROMPTS, AGENT_RESPONSES = 4, 4
-"""Prompts of a step and responses to each that agents write: one process for each response."""
+PROMPTS, RESPONSES = 4, 4
+"""Prompts of a step and responses to each, of tasks with environments, tools and agents: small steps, so that
+a slow machine makes some between two faults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="M",
-        help="duration in minutes, from the first served version (default: %(default)g)",
+        help="duration in minutes, from the second step (default: %(default)g)",
     )
     parser.add_argument(
         "--seed",
@@ -213,16 +214,17 @@ def _environments(folder: Path) -> dict[str, Any]:
         f"{own}.concurrency": ENVIRONMENTS,
         f"{own}.env_timeout_s": ENVIRONMENT_S,
         f"{own}.attempts": 4,
+        **_small_steps(),
     }
 
 
 def _tools(folder: Path) -> dict[str, Any]:
     own = "trainer.v1.async_pipeline.agentic"
-    return {f"{own}.tool_timeout_s": TOOL_S, f"{own}.attempts": 4}
+    return {f"{own}.tool_timeout_s": TOOL_S, f"{own}.attempts": 4, **_small_steps()}
 
 
 def _agents(folder: Path) -> dict[str, Any]:
-    own, batch = "trainer.v1.async_pipeline.agentic", AGENT_PROMPTS * AGENT_RESPONSES
+    own = "trainer.v1.async_pipeline.agentic"
     command = [sys.executable, "-m", lake_agent.__name__, str(control_of(folder))]
     return {
         f"{own}.agent": shlex.join(command),
@@ -231,9 +233,16 @@ def _agents(folder: Path) -> dict[str, Any]:
         f"{own}.concurrency": AGENTS,
         f"{own}.episode_timeout_s": AGENT_S,
         f"{own}.attempts": 4,
-        "data.train_batch_size": AGENT_PROMPTS,
-        "actor_rollout_ref.rollout.n": AGENT_RESPONSES,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": AGENT_PROMPTS,
+        **_small_steps(),
+    }
+
+
+def _small_steps() -> dict[str, Any]:
+    batch = PROMPTS * RESPONSES
+    return {
+        "data.train_batch_size": PROMPTS,
+        "actor_rollout_ref.rollout.n": RESPONSES,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": batch,
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": batch,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": batch,

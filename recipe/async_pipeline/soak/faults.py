@@ -339,9 +339,9 @@ def strike(job: SoakJob, fault: Fault, timeout_s: float) -> float:
     if fault.over == "a replica is back":
         job.wait_for("a rejoined replica", _came_back, timeout_s, since)
     elif fault.over == "the run is back":
-        job.wait_for("a step of the resumed run", _served(2), START_S, since=0)
+        job.wait_for("a step of the resumed run", served(2), START_S, since=0)
     else:
-        job.wait_for("two more versions served", _served(2), timeout_s)
+        job.wait_for("two more versions served", served(2), timeout_s)
     return time.monotonic() - over
 
 
@@ -350,5 +350,6 @@ def _came_back(records: Sequence[Record]) -> bool:
     return any(record["event"] == "REJOINED" and record["replica"] in fenced for record in records)
 
 
-def _served(versions: int) -> Callable[[Sequence[Record]], bool]:
+def served(versions: int) -> Callable[[Sequence[Record]], bool]:
+    """Return what accepts events if at least so many versions were served in them."""
     return lambda records: sum(record["event"] == "SERVED" for record in records) >= versions

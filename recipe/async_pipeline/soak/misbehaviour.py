@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .job import POLL_S, SoakFailed, SoakJob, control_of
 
-MISBEHAVE_S, FIRST_S = 8.0, 120.0
+MISBEHAVE_S, FIRST_S = 8.0, 300.0
 """Seconds for which they misbehave, at least, and at most until the first one has."""
 SEEN, COMPLAINT = ".seen", ".complaint"
 """Suffixes of the control file's name: a file that exists once one has misbehaved, and one that says what was

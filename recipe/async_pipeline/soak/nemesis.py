@@ -18,7 +18,7 @@ from ..core.event_audit import audit_events
 from ..core.ledger_audit import Audit
 from ..observe.ledger_file import NAME, audit_file
 from ..observe.summary import one_line
-from .faults import FAULTS, strike
+from .faults import FAULTS, served, strike
 from .job import POLL_S, START_S, SoakFailed, SoakJob
 
 QUIET_SHARE, MIN_QUIET_S = 0.15, 20.0
@@ -29,8 +29,10 @@ EVERY_S = 45.0
 """About one fault per this many seconds, so that the run also works between faults."""
 LEFT_S = 5.0
 """Seconds after the end of the run until a process of it counts as left behind."""
-RECOVERY_S = 120.0
-"""Seconds after which a run that has not recovered counts as hung, which is a violation."""
+RECOVERY_S, RECOVERY_STEPS = 120.0, 20
+"""Seconds, or the time of so many undisturbed steps if that is longer, after which a run that did not recover
+counts as hung, which is a violation.
+"""
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Struck:
 
     kind: str
     at_s: float
-    """Seconds since the first version was served."""
+    """Seconds since two steps were served."""
     recovery_s: float | None = None
 
 
@@ -86,28 +88,22 @@ def soak(
 ) -> Outcome:
     """Start a run, leave it alone for a while, then inject faults until the time is up.
 
-    The time starts when the first version is served; after each recovery, the remaining time is divided
-    evenly among the remaining faults. A run that ends by itself or does not recover is a violation.
+    The time starts when two steps have been served; after each recovery, the remaining time is divided evenly
+    among the remaining faults. The first one is injected also if the undisturbed steps took all of it. A run
+    that ends by itself or does not recover is a violation.
     """
     outcome, source = Outcome(), random.Random(seed)
     job.start()
     try:
-        job.wait_for(
-            "the first version served",
-            lambda records: any(r["event"] == "SERVED" for r in records),
-            START_S,
-            since=0,
-        )
-        begun = time.monotonic()
-
+        job.wait_for("the first version served", served(1), START_S, since=0)
         # The first steps are slower than the rest: leave them out of the undisturbed speed.
-        job.wait_for(
-            "two steps", lambda records: sum(r["event"] == "SERVED" for r in records) > 2, RECOVERY_S, since=0
-        )
-        quiet, before = time.monotonic(), job.newest_version()
+        job.wait_for("two steps", served(3), START_S, since=0)
+        begun, before, since = time.monotonic(), job.newest_version(), job.now()
         _sleep(job, max(MIN_QUIET_S, QUIET_SHARE * seconds))
+        job.wait_for("an undisturbed step", served(1), START_S, since)
         first = job.newest_version()
-        outcome.quiet_s, outcome.quiet_steps = time.monotonic() - quiet, first - before
+        outcome.quiet_s, outcome.quiet_steps = time.monotonic() - begun, first - before
+        limit_s = max(RECOVERY_S, RECOVERY_STEPS * outcome.quiet_s / outcome.quiet_steps)
         say(f"undisturbed: {outcome.quiet_steps} steps in {outcome.quiet_s:.0f} s")
 
         hurt, end = time.monotonic(), begun + seconds
@@ -115,13 +111,13 @@ def soak(
         for dealt, kind in enumerate(cards):
             next_s = time.monotonic() + (end - time.monotonic()) / (len(cards) - dealt)
             _sleep(job, source.uniform(*GAP_S))
-            if time.monotonic() > end:
+            if time.monotonic() > end and outcome.struck:
                 break
 
             one = Struck(kind, time.monotonic() - begun)
             outcome.struck.append(one)
             say(f"{one.at_s:6.0f} s  version {job.newest_version()}  {kind}: {FAULTS[kind].text}")
-            one.recovery_s = strike(job, FAULTS[kind], RECOVERY_S)
+            one.recovery_s = strike(job, FAULTS[kind], limit_s)
             say(
                 f"{time.monotonic() - begun:6.0f} s  version {job.newest_version()}  recovered after "
                 f"{one.recovery_s:.1f} s"
