@@ -32,6 +32,11 @@ def keys_of(step: int) -> list[str]:
     return sorted(one["key"] for uid in trained["uids"] for one in finished[uid])
 
 
+def text_of(key: str, number: int) -> dict[str, Any]:
+    """Return a row as verl writes it."""
+    return {"input": f"in {number}", "output": f"out {number}", "score": 0, "uid": key}
+
+
 def test_the_last_step_is_read_by_default(tmp_path: Path) -> None:
     found = read_episodes(run_of(tmp_path, [*whole()]))
     assert (found.step, sorted(one.key for one in found.episodes)) == (4, keys_of(4))
@@ -45,7 +50,8 @@ def test_ends_and_texts_belong_to_their_episodes(tmp_path: Path) -> None:
         for one in record["trajectories"] if record["kind"] == "finished" else ():
             if one["key"] == keys_of(2)[1]:
                 one |= {"end": "turns", "attempts": 2, "reward": -1.0}
-    rows = [{"input": f"in {i}", "output": f"out {i}", "score": 0} for i in range(len(keys_of(2)))]
+    # verl sorts by key, and pads the batch.
+    rows = [text_of(key, i) for i, key in enumerate([*keys_of(2), "pad_0_0", "pad_1_0"])]
     found = read_episodes(run_of(tmp_path, [*records], {2: rows}), 2)
     assert found.without_text == ""
     assert [(one.key, one.response) for one in found.episodes] == [
@@ -72,9 +78,15 @@ def test_a_conversation_that_another_one_follows_is_not_the_last(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"), [({}, "2.jsonl cannot be read"), ({2: [{}]}, "has 1 responses, the ledger 4")]
+    ("rows", "why"),
+    [
+        ({}, "2.jsonl cannot be read"),
+        ({2: [{}]}, "2.jsonl cannot be read"),
+        ({2: [text_of("other_0_0", 0)]}, "the text of 4 of 4 responses is not in the file of step 2"),
+        ({2: [text_of(keys_of(2)[3], 0)]}, "the text of 3 of 4 responses is not in the file of step 2"),
+    ],
 )
-def test_text_that_does_not_fit_is_left_out(tmp_path: Path, rows: dict[int, list[Any]], why: str) -> None:
+def test_missing_text_is_reported(tmp_path: Path, rows: dict[int, list[Any]], why: str) -> None:
     found = read_episodes(run_of(tmp_path, [*whole()], rows), 2)
     assert why in found.without_text and found.episodes[0].response is None
 

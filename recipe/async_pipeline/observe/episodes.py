@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trained episodes of a run: how each ended, from the ledger, and its text, if verl has written it.
 
-verl writes the text of each step's responses into `trainer.rollout_data_dir`, one file per step, sorted by
-key; the ledger has the keys.
+verl writes the text of each step's responses into `trainer.rollout_data_dir`, one file per step, with their
+keys, which the ledger has too. Rows with which verl pads a batch are in the file only.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
     last = last_keys(str(one["key"]) for one in trained[chosen])
     found = sorted((_record(one, chosen, last) for one in trained[chosen]), key=lambda one: _order(one.key))
 
-    texts, why = _texts(run, chosen, len(found))
-    if texts is not None:
-        found = [_with_text(one, text) for one, text in zip(found, texts, strict=True)]
-    return EpisodesRead(step=chosen, episodes=tuple(found), without_text=why)
+    texts, why = _texts(run, chosen)
+    known = [_with_text(one, texts[one.key]) if one.key in texts else one for one in found]
+    if texts and (without := sum(one.response is None for one in known)):
+        why = f"the text of {without} of {len(known)} responses is not in the file of step {chosen}"
+    return EpisodesRead(step=chosen, episodes=tuple(known), without_text=why)
 
 
 def _trained(ledger: Path) -> dict[int, list[Mapping[str, Any]]]:
@@ -120,8 +121,8 @@ def _order(key: str) -> tuple[Any, ...]:
     return (parts[0], int(parts[1]), int(parts[2])) if numbered else (key, 0, 0)
 
 
-def _texts(run: Path, step: int, count: int) -> tuple[list[Mapping[str, Any]] | None, str]:
-    """Return verl's rows of a step, or None and why there are none."""
+def _texts(run: Path, step: int) -> tuple[Mapping[str, Mapping[str, Any]], str]:
+    """Return verl's rows of a step by key, and why there are none."""
     key = "trainer.rollout_data_dir"
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
@@ -129,12 +130,10 @@ def _texts(run: Path, step: int, count: int) -> tuple[list[Mapping[str, Any]] | 
     except (OSError, ValueError, AttributeError):
         folder = None
     if not folder:
-        return None, f"the run wrote no text; set {key} to have it"
+        return {}, f"the run wrote no text; set {key} to have it"
     file = Path(folder) / f"{step}.jsonl"
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError):
-        return None, f"{file} cannot be read"
-    if len(rows) != count:
-        return None, f"{file} has {len(rows)} responses, the ledger {count}: they cannot be matched"
-    return rows, ""
+        return {str(row["uid"]): row for row in rows}, ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, f"{file} cannot be read"
