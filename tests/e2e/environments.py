@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of whole jobs: one that fails, each kind of failure once for each board that is meant to fail,
-and one that a slow program plays.
+one that a slow program plays, and one that is slow itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS = ("reset_raises", "reset_hangs", "step_raises", "step_hangs", "dies", "ex
 ONE_IN = 8
 """Boards whose seed modulo this is the index of a kind fail, the others do not."""
 SLOW_S = 2.0
-"""Seconds before each turn of the slow program but the first."""
+"""Seconds before each turn but the first, of the slow program and in the slow environment."""
 
 
 class FailingLake(FrozenLake):
@@ -59,6 +59,14 @@ class FailingLake(FrozenLake):
         return True
 
 
+class SlowLake(FrozenLake):
+    """Takes its time for each step."""
+
+    def step(self, text: str) -> Step:
+        time.sleep(SLOW_S)
+        return super().step(text)
+
+
 class _SlowPolicy(lake_agent.Policy):
     def ask(self, messages: lake_agent.Messages, attempt: int = 0) -> str:
         if len(messages) > 1:
@@ -68,4 +76,5 @@ class _SlowPolicy(lake_agent.Policy):
 
 def play_slowly(task: dict[str, Any], policy: Policy) -> float:
     """Play an episode over HTTP, with a wait before each turn but the first."""
-    return lake_agent.play(task, _SlowPolicy(*policy), Path("no control file"), is_bad=False)
+    slow = _SlowPolicy(policy.base_url, policy.api_key)
+    return lake_agent.play(task, slow, Path("no control file"), is_bad=False)

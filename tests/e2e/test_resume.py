@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from recipe.async_pipeline.checkpoint.store import published
 from recipe.async_pipeline.observe.ledger_file import audit_file
@@ -223,9 +225,10 @@ def assert_responses_continued(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("task", "overrides"),
     [
+        ("lake", {"environment": "tests.e2e.environments:SlowLake", "isolation": "thread"}),
         ("lake_agent", {"agent": "tests.e2e.environments:play_slowly"}),
     ],
-    ids=["lake_agent"],
+    ids=["lake", "lake_agent"],
 )
 def test_episodes_that_were_being_played_continue_from_their_turns(
     lake_task: Path, tmp_path: Path, task: str, overrides: dict[str, str]
@@ -260,24 +263,32 @@ def test_episodes_that_were_being_played_continue_from_their_turns(
     assert any(one["tokens"] > 2 for one in finished)
 
 
-@pytest.mark.parametrize(
-    ("task", "loop", "part"),
-    [("lake", "environment", "SeededEpisodes"), ("lake_agent", "agent_session", "SeededSessions")],
-)
-def test_killed_at_ten_moments_in_the_middle_of_episodes(
-    lake_task: Path, tmp_path: Path, task: str, loop: str, part: str
-) -> None:
-    """The environments, or the program that plays over HTTP, begin again.
+LOOPS = {"environment": "SeededEpisodes", "agent_session": "SeededSessions"}
+"""The agent loops of this package, and what takes their names: the same with seeded answers."""
+
+
+def with_both_loops(task: Path, made: Path) -> Path:
+    """Return a copy of a task of which one row is played in an environment and the next one by a program."""
+    shutil.copytree(task, made)
+    rows = parquet.read_table(made / "train.parquet")
+    names = [[*LOOPS][i % len(LOOPS)] for i in range(rows.num_rows)]
+    parquet.write_table(rows.append_column("agent_name", [names]), made / "train.parquet")
+    return made
+
+
+def test_killed_at_ten_moments_in_the_middle_of_episodes(lake_task: Path, tmp_path: Path) -> None:
+    """An environment plays half of the boards and a program over HTTP the others; both begin again.
 
     A checkpoint of an on-policy run holds no token of the next step, so finished turns are generated again.
     """
     agents = tmp_path / "agents.json"
-    # It takes the name of this package's own agent loop.
-    agents.write_text(json.dumps([{"name": loop, "_target_": f"tests.e2e.parts.{part}"}]))
+    named = [{"name": name, "_target_": f"tests.e2e.parts.{part}"} for name, part in LOOPS.items()]
+    agents.write_text(json.dumps(named))
     assert_kills_change_nothing(
-        lake_task,
+        with_both_loops(lake_task, tmp_path / "task"),
         tmp_path,
-        f"+task={task}",
+        "+task=lake",
+        "trainer.v1.async_pipeline.agentic.agent=examples.lake_agent:play",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",
         "data.train_batch_size=4",
@@ -286,7 +297,7 @@ def test_killed_at_ten_moments_in_the_middle_of_episodes(
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
-        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
         kills=KILLS_IN_EPISODES,
         groups=4,
     )
