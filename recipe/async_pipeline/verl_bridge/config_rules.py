@@ -242,7 +242,10 @@ RULES = (
         f"{ROLLOUT}.agent.agent_loop_manager_class",
         lambda v: v in (None, MANAGER),
         "must not be changed",
-        "leave it out, since the pipeline's own manager reports complete groups",
+        "leave it out: the pipeline needs run_group, which returns each group when it is complete, or "
+        "recalls it, and transcripts, from which checkpoints get unfinished requests and versions of tokens; "
+        "verl's and uni-agent's managers have neither; run the agent as "
+        "trainer.v1.async_pipeline.agentic.agent",
     ),
     (f"{ROLLOUT}.n", _positive, "must be >= 1", "it is the responses to each prompt"),
     ("data.train_batch_size", _positive, "must be >= 1", "it is the prompts of one step"),

@@ -28,7 +28,7 @@ TABLE: Table = (
     (f"{_FRAMEWORK}.*", by_hand("an option of uni-agent's framework, which this package replaces")),
     (
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
-        nothing("this package's manager starts the agents and keeps their tokens, versions and transcripts"),
+        nothing("left out: this package's manager starts the agents and keeps their tokens and versions"),
     ),
     *((f"{section}.*", as_it_is) for section in VERLS),
 )
