@@ -123,6 +123,7 @@ def test_one_that_could_not_be_ended_is_counted() -> None:
             kind.made[0].log.append("left")
         await pool.close()
         assert pool.left_behind == 1
+        assert [pool.newly_left(), pool.newly_left()] == [1, 0], "told once"
 
     run_virtual(story())
 

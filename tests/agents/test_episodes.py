@@ -105,3 +105,15 @@ def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
     assert metrics_of(groups(one(2, attempts=2)))["agentic/again"] == 1.0
     assert "agentic/turns/mean" not in metrics_of(groups(one(None, attempts=2)))
     assert metrics_of(groups(one(2), redundant=1))["agentic/end/redundant"] == 1.0
+
+
+def test_what_happened_in_episodes_is_counted_over_the_groups() -> None:
+    counted = [
+        replace(group, counts={"retries_coalesced": 2, "params_overridden": 0})
+        for group in (*groups(one(4)), *groups(one(4)))
+    ]
+    found = metrics_of(counted)
+    assert (found["agentic/retries_coalesced"], found["agentic/params_overridden"]) == (4.0, 0.0)
+    assert "agentic/left_behind" not in found
+    single = [replace(group, counts={"params_overridden": 1}) for group in groups(one(2))]
+    assert metrics_of(single)["agentic/params_overridden"] == 1.0

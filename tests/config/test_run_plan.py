@@ -133,6 +133,17 @@ def test_in_words(model: Path) -> None:
     assert "device memory" not in text
 
 
+def test_episodes_are_described(model: Path) -> None:
+    with_lake = planned(config(model), knobs({"agentic.environment": "frozen_lake", "agentic.max_turns": 8}))
+    text = "\n".join(in_words(with_lake))
+    assert (
+        "episodes        environment frozen_lake(), isolation process\n                at most 8 turns"
+        in text
+    )
+    assert as_json(with_lake)["episodes"] == with_lake.episodes
+    assert "episodes" not in "\n".join(in_words(planned(config(model), knobs())))
+
+
 def test_weights_on_devices_and_as_differences(model: Path) -> None:
     set_to = knobs({"weight_sync.load_staging": "device", "weight_sync.delta": True})
     text = "\n".join(in_words(planned(config(model), set_to)))

@@ -215,6 +215,7 @@ def test_every_knob_is_read() -> None:
         "agentic.tool_timeout_s": 0.5,
         "agentic.redundancy": 2,
         "agentic.gateway.runners_dir": "agents",
+        "agentic.gateway.agent_may_reward": True,
         "agentic.gateway.lease_s": 8.5,
         "diffusion.num_inference_steps": 12,
         "diffusion.validation_steps": 20,

@@ -101,7 +101,7 @@ def test_runners_outside_of_the_run_play_its_episodes(lake_task: Path, tmp_path:
         for runner in runners:
             runner.join()
     assert job.status == 0, job.output[-3000:]
-    assert list(folder.glob("gateway-*.json")) and claim(folder, 0.0) is None, "its addresses lead nowhere"
+    assert list(folder.iterdir()) == [], "runners of a later run find its gateways only"
 
     audited = audit_file(run_dir)
     assert (audited.status, audited.violations) == ("completed", [])

@@ -79,6 +79,7 @@ class EnvironmentPool:
         self.limits = limits
         self.left_behind = 0
         """Environments that could not be ended: threads that hang, for example."""
+        self._told = 0
         self._spec, self._make = spec, hosts[limits.isolation]
         self._to_play = asyncio.Semaphore(limits.concurrency)
         self._to_reset = asyncio.Semaphore(limits.concurrency + limits.reset_ahead)
@@ -103,6 +104,11 @@ class EnvironmentPool:
                     self._idle.append(host)
                 else:
                     self._end(host)
+
+    def newly_left(self) -> int:
+        """Return how many environments could not be ended since the last call."""
+        new, self._told = self.left_behind - self._told, self.left_behind
+        return new
 
     async def close(self) -> None:
         """End all environments that play no episode, and wait until they have ended."""

@@ -14,6 +14,7 @@ trained as if it were nor cost the other episodes of the group.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple, get_args, get_type_hints
@@ -76,6 +77,14 @@ BLAME: Mapping[str, Blame] = {
 }
 """All ends, and what is to blame for each."""
 ENDS = tuple(BLAME)
+COUNTS: Mapping[str, str] = {
+    "retries_coalesced": "requests that a client sent again, and that cost no second generation",
+    "params_overridden": "requests that named sampling parameters, where the run's apply",
+    "retokenized": "requests whose history had to be encoded again, because its template cannot be continued",
+    "replayed_requests": "requests that were answered with what an earlier process had generated",
+    "left_behind": "environments that could not be ended, such as threads that hang",
+}
+"""What is counted in episodes besides their ends; metrics of a step, `agentic/*`."""
 
 
 class EpisodeRules(NamedTuple):
@@ -119,13 +128,17 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     redundant = sum(group.redundant for group in step)
     turns = _turns_of_episodes(rows)
     repeated = sum(one.attempts - 1 for one in found)
-    incidents = repeated or redundant or any(one.end != DONE for one in found)
+    noted = Counter[str]()
+    for group in step:
+        noted.update(group.counts)
+    incidents = repeated or redundant or noted.total() or any(one.end != DONE for one in found)
     if not incidents and max(turns, default=0) <= 2:
         return {}
 
     counts = {f"agentic/end/{end}": float(sum(one.end == end for one in found)) for end in ENDS}
     counts[f"agentic/end/{REDUNDANT}"] = float(redundant)
     metrics = {"agentic/episodes": float(len(found)), "agentic/again": float(repeated), **counts}
+    metrics |= {f"agentic/{name}": float(count) for name, count in noted.items()}
     if len(rows) > len(found):
         metrics["agentic/conversations"] = float(len(rows))
     if found:

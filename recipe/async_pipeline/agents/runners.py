@@ -8,6 +8,9 @@
                                           ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,    as its last line
                                           ASYNC_PIPELINE_TASK, a JSON file
 
+With `agentic.gateway.agent_may_reward`, an agent also gets the control key of its session
+(`policy.control_key`, ASYNC_PIPELINE_CONTROL_KEY), with which it sets the reward over HTTP.
+
 A `verify` command runs after the agent, in the agent's folder, and prints the reward; then the agent's own is
 not used. Another kind of runner is a class with `run` and a line in `runner_of`. The one for `external` is in
 `verl_bridge`, because such programs claim their tasks from the gateway.
@@ -44,6 +47,8 @@ class Policy(NamedTuple):
     """With `/v1`, as OpenAI's clients expect it."""
     api_key: str
     """The model key of its session."""
+    control_key: str | None = None
+    """The other key of its session, if the agent may set its own reward."""
 
 
 class Task(NamedTuple):
@@ -134,6 +139,8 @@ class CommandRunner:
                 "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
                 "ANTHROPIC_API_KEY": policy.api_key,
             }
+            if policy.control_key is not None:
+                reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
             env = environment({**folder.variables(), **self._spec.env, **reached})
             finished = await run_command(self._command, folder.path, env)
             if finished.status != 0:

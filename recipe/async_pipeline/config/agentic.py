@@ -39,6 +39,10 @@ class GatewayConfig:
     one, and each is a row of training. Further ones are refused."""
     max_body_mb: Limit = 32
     """Largest request, in MiB."""
+    agent_may_reward: bool = False
+    """Give the agent the control key of its session too, with which it sets its reward and ends its episode
+    (docs/agents.md). What the agent runs, or what the policy makes it do, can then set the reward, unless
+    `verify` gives it."""
     lease_s: Seconds = 60.0
     """With agent=external: seconds after which a runner that has not renewed its lease counts as dead. Its
     episode ends as agent_failed."""

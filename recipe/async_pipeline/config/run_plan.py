@@ -16,6 +16,7 @@ from typing import Any
 from ..core.message_queue import share_of
 from ..core.schedule import Schedule
 from ..strategies import STRATEGIES
+from .episode_plan import episodes_in_words
 from .open_requests import OpenRequests
 from .paths import OWN, select
 from .placement import Placement
@@ -67,6 +68,8 @@ class Plan:
     loss: str
     correction: str
     """How the age of responses is corrected; starts with `none` if it is not."""
+    episodes: tuple[str, ...]
+    """Facts about episodes in environments or of agents, as sentences; empty without them."""
     replicas: int
     tensor_parallel: int
     groups_per_step: int
@@ -131,6 +134,7 @@ def plan_of(
         old_logp=old_logp,
         loss=loss_in_words(config, old_logp, -(-batch // mini)),
         correction=correction_in_words(config, old_logp, knobs.staleness.max_lag - (oldest == 0)),
+        episodes=tuple(episodes_in_words(knobs.agentic)),
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
@@ -264,6 +268,7 @@ def in_words(plan: Plan) -> list[str]:
         f"in flight       at most {plan.groups_at_once} groups = {plan.answers_at_once} responses, for "
         f"{plan.engine_slots} engine slots{_slots(plan)}",
         *_redundancy(plan),
+        *(f"{'' if i else 'episodes':16}{text}" for i, text in enumerate(plan.episodes)),
         f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
     ]
     if plan.spare_bytes is None or plan.spare_bytes > 0:

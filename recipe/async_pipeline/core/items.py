@@ -89,6 +89,8 @@ class Group:
     """Generate its responses again because of the flaw."""
     redundant: int = 0
     """Further episodes that were begun and ended, because enough others had finished."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened in its episodes, by name; see `agents.episodes.COUNTS`."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to find its samples."""
 

@@ -113,6 +113,8 @@ class ClaimedTask:
         self.shown: dict[str, Any] = found["task"]
         """`messages`, `seed` and `task`, as a command finds them in its file."""
         self.base_url, self.api_key = self.shown.pop("base_url"), self.shown.pop("api_key")
+        self.control_key: str | None = self.shown.pop("control_key", None)
+        """The key for `Client.reward`, if the run gives it (agentic.gateway.agent_may_reward)."""
         self.reward: float | None = None
         self.lease_s: float = found["lease_s"]
         self._lease = Client(url, found["lease"])

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,12 +19,19 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
+from recipe.async_pipeline.agents.episodes import COUNTS, EndPolicies, EpisodeRules
 from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
-from recipe.async_pipeline.gateway.client import claimed
+from recipe.async_pipeline.gateway.client import Client, claimed
 from recipe.async_pipeline.toy.tokenizer import make_tokenizer
-from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY
+from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import (
+    END,
+    NOTED,
+    WHY,
+    Episodes,
+    current_attempt,
+)
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     ROW_SPANS,
     kept_turns,
@@ -198,7 +207,7 @@ class Table:
                 return outputs
             finally:
                 assert len(setup.sessions) == 0, "its keys are gone"
-                await setup.stop()
+                await self.module.stop()
 
         return asyncio.run(asyncio.wait_for(episode(), 60))
 
@@ -217,7 +226,7 @@ def white_box(table: Table) -> tuple[Any, Any]:
         loop = table.loop_of(environment_loop.EnvironmentLoop, Engine())
         with kept_turns() as turns:
             output = await loop.run({"temperature": 1.0}, **ROW)
-        await pool.close()
+        await environment_loop.stop()
         return output, merged(turns, len(output.prompt_ids))
 
     return asyncio.run(episode())
@@ -329,6 +338,24 @@ def test_the_reward_of_verify(module: ModuleType, monkeypatch: pytest.MonkeyPatc
         table.play(Engine())
 
 
+async def rewards_itself(task: dict[str, Any], policy: Policy) -> float:
+    """Set the reward over HTTP, and return another one."""
+    await says(policy, "first")
+    if policy.control_key is not None:
+        control = Client(policy.base_url, policy.control_key)
+        await asyncio.get_running_loop().run_in_executor(None, control.reward, 0.75)
+    return 0.25
+
+
+def test_an_agent_sets_its_reward_only_if_it_may(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for may, reward in ((False, 0.25), (True, 0.75)):
+        knobs = {"agent": f"{AGENTS}:rewards_itself", "gateway": GatewayConfig(agent_may_reward=may)}
+        (output,) = Table(module, monkeypatch, **knobs).play(Engine())
+        assert output.reward_score == reward
+    (output,) = Table(module, monkeypatch, **knobs, verify="echo '{\"reward\": -1}'").play(Engine())
+    assert output.reward_score == -1.0, "the program that judges has the last word"
+
+
 def test_without_a_reward_the_reward_function_scores(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +367,26 @@ def test_the_runs_sampling_parameters_win(module: ModuleType, monkeypatch: pytes
     engine = Engine()
     Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(engine)
     assert engine.params == [{"temperature": 1.0, "max_tokens": 300}]
+
+
+async def insists(task: dict[str, Any], policy: Policy) -> None:
+    """Name a temperature, and have the client send a request that was answered again."""
+    messages: list[Any] = [{"role": "user", "content": "first"}]
+    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+        for attempt in ("0", "1"):
+            await client.chat.completions.create(
+                model="policy",
+                messages=messages,
+                temperature=0.1,
+                extra_headers={"x-stainless-retry-count": attempt},
+            )
+
+
+def test_what_happened_in_a_session_is_counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:insists").play(Engine())
+    counts = output.extra_fields[NOTED]
+    assert counts == {"retries_coalesced": 1, "params_overridden": 1, "retokenized": 0}
+    assert counts.keys() <= COUNTS.keys()
 
 
 def test_a_recalled_episode_ends_its_session(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,3 +420,114 @@ def test_the_loop_requires_an_agent(module: ModuleType, monkeypatch: pytest.Monk
     table = Table(module, monkeypatch)
     with pytest.raises(ConfigError, match=r"requires .*agentic.agent; set it"):
         table.play(Engine())
+
+
+ASKS = """
+    import json, os, signal, sys, time, urllib.request
+    body = json.dumps({"messages": [{"role": "user", "content": "first"}]}).encode()
+    head = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    urllib.request.urlopen(
+        urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+    ).read()
+"""
+"""A program that has got one answer."""
+
+
+def fates(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, file: Path, program: str, timeout_s: float | None
+) -> tuple[list[tuple[str, str]], list[str], Any]:
+    """Play the episode of a program as an agent loop worker does. Returns the end and the action of each
+    attempt, the flaws of the group, and the reward.
+    """
+    file.write_text(textwrap.dedent(program))
+    table = Table(module, monkeypatch, agent=f"{sys.executable} {file}")
+    attempts: list[Any] = []
+    rewards: list[Any] = []
+
+    async def episode() -> list[Any]:
+        async def begin(number: int) -> None:
+            attempt = current_attempt()
+            assert attempt is not None
+            attempts.append(attempt)
+            loop = table.loop_of(module.AgentSessionLoop, Engine())
+            outputs = await loop.run({"temperature": 1.0}, **ROW)
+            attempt.returned(outputs)
+            rewards.append(outputs[-1].reward_score)
+
+        try:
+            return await Episodes(EpisodeRules.of(2, EndPolicies()), timeout_s).play(begin, "e")
+        finally:
+            await module.stop()
+
+    flaws = asyncio.run(episode())
+    return [(one.end, one.action) for one in attempts], [one.why for one in flaws], rewards
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [
+        ("sys.exit(3)", "exit status 3"),
+        ("raise ValueError('a bug')", "exit status 1: .*ValueError: a bug"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("print(json.dumps({'reward': 'much'}))", "the reward must be a finite number, got 'much'"),
+        ("print(json.dumps({'reward': float('nan')}))", "the reward must be a finite number, got nan"),
+    ],
+)
+def test_a_program_that_fails_is_run_again_and_then_costs_its_group(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, then: str, why: str
+) -> None:
+    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", f"{ASKS}    {then}", None)
+    assert ends == [("agent_failed", "again"), ("agent_failed", "drop")]
+    (flaw,) = flaws
+    assert re.search(f"attempt 2: agent_failed: .*{why}", flaw) and rewards == []
+
+
+def test_a_program_that_asks_nothing_has_failed(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ends, flaws, _ = fates(module, monkeypatch, tmp_path / "agent.py", "print('{}')", None)
+    assert ends == [("agent_failed", "again"), ("agent_failed", "drop")]
+    assert "the agent ended without an answer of the policy" in flaws[0]
+
+
+def test_a_program_that_hangs_is_killed_at_the_deadline(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ends, flaws, _ = fates(module, monkeypatch, tmp_path / "agent.py", "while True: pass", 0.5)
+    assert ends == [("deadline", "again"), ("deadline", "drop")]
+    assert "an episode to end" in flaws[0]
+    program = str(tmp_path / "agent.py").encode()
+    alive = [one for one in Path("/proc").glob("[0-9]*/cmdline") if program in read(one)]
+    assert alive == []
+
+
+def test_a_program_that_fails_once_is_trained_from_its_second_attempt(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    fails_once = f"""
+    if not os.path.exists({str(mark)!r}):
+        open({str(mark)!r}, "x").close()
+        sys.exit(3)
+    print("some text")
+    print(json.dumps({{"reward": 0.5}}))
+"""
+    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", ASKS + fails_once, None)
+    assert (ends, flaws, rewards) == ([("agent_failed", "again"), ("done", "train")], [], [0.5])
+
+
+@pytest.mark.parametrize("printed", ["no object", "[0.5]", '{"score": 1}'])
+def test_a_program_that_prints_no_reward_is_scored_by_the_reward_function(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: str
+) -> None:
+    program = f"{ASKS}    print({printed!r})"
+    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", program, None)
+    assert (ends, flaws, rewards) == ([("done", "train")], [], [None])
+
+
+def read(file: Path) -> bytes:
+    """Return the content of a file, or nothing if it is gone."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""

@@ -8,7 +8,7 @@ import pytest
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.core.items import Trajectory
 from recipe.async_pipeline.errors import RolloutError
-from recipe.async_pipeline.verl_bridge.agent_loop.answers import trajectory_of
+from recipe.async_pipeline.verl_bridge.agent_loop.answers import Sample, counted, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
@@ -38,3 +38,12 @@ def test_a_stored_response_becomes_a_trajectory() -> None:
 def test_a_response_of_an_unknown_version_is_refused(missing: str) -> None:
     with pytest.raises(RolloutError, match="trajectory a_0_0 came back without the version"):
         trajectory_of("a_0_0", {}, {**TAG, missing: None}, ATTEMPT)
+
+
+def test_the_counts_of_a_group_are_the_sum_over_its_episodes() -> None:
+    one = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
+    group = [
+        Sample(one, {}, "train", {}, (), counts) for counts in ({}, {"left_behind": 1}, {"retokenized": 0})
+    ]
+    assert counted(group, []) == {"left_behind": 1, "retokenized": 0}
+    assert counted(group[:1], [0, 2, 1]) == {"replayed_requests": 3}

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import stat
+import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +19,7 @@ import pytest
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task
 from recipe.async_pipeline.errors import AgentFailed, RequestRefused
 from recipe.async_pipeline.gateway.claims import Claims
+from recipe.async_pipeline.gateway.client import ClaimedTask
 from tests.conftest import Load
 
 pytestmark = pytest.mark.real_engine
@@ -48,6 +52,21 @@ def test_the_reward_is_what_the_runner_reports(module: ModuleType) -> None:
         assert await running == 0.5
 
     with_runner(module, runs)
+
+
+def test_a_runner_that_may_set_the_reward_gets_the_control_key(module: ModuleType) -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        runner = module.ExternalRunner(AgentSpec(agent="external"), claims)
+        running = asyncio.create_task(runner.run(TASK, POLICY._replace(control_key="c")))
+        found = await claims.claim(30)
+        assert found is not None
+        task = ClaimedTask("http://x", json.loads(json.dumps(found._asdict())))
+        assert (task.control_key, task.api_key, task.shown) == ("c", "k", TASK.shown)
+        claims.finish(found.lease, None)
+        assert await running is None
+
+    asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_a_command_verifies_what_the_runner_did(module: ModuleType) -> None:
@@ -88,3 +107,16 @@ def test_the_address_is_readable_for_its_owner_only(module: ModuleType, tmp_path
     for _ in range(2):
         address.remove()
     assert list(folder.iterdir()) == []
+
+
+def test_an_address_that_a_killed_run_left_is_removed(module: ModuleType, tmp_path: Path) -> None:
+    ended, here = subprocess.Popen(["true"]), socket.gethostname()
+    ended.wait()
+    for name in (f"gateway-{here}-{ended.pid}", f"gateway-{here}-1", "gateway-elsewhere-99999999"):
+        (tmp_path / f"{name}.json").touch()
+    asyncio.run(module.Address(str(tmp_path)).write("http://a", "secret"))
+    assert {file.name for file in tmp_path.iterdir()} == {
+        f"gateway-{here}-{os.getpid()}.json",
+        f"gateway-{here}-1.json",
+        "gateway-elsewhere-99999999.json",
+    }

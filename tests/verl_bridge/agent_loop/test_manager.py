@@ -193,3 +193,29 @@ def test_a_validation_lasts_until_all_workers_have_ended_it(
     monkeypatch.setattr(module.ray, "get", asked.extend)
     manager.generate_sequences(SimpleNamespace(chunk=lambda number: ["rows"] * (number - 1)))
     assert asked == [("first", "rows")], "a batch may have fewer prompts than there are workers"
+
+
+def test_workers_are_closed_also_if_one_hangs_and_one_is_dead(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.01)
+    closed: list[str] = []
+
+    async def close() -> None:
+        closed.append("alive")
+
+    async def hang() -> None:
+        await asyncio.sleep(3600)
+
+    async def fail() -> None:
+        raise ConnectionError("dead")
+
+    async def story() -> None:
+        manager = object.__new__(module.PushAgentLoopManager)
+        manager.agent_loop_workers = [
+            SimpleNamespace(close=SimpleNamespace(remote=one)) for one in (hang, fail, close)
+        ]
+        await asyncio.wait_for(manager.close(), 30)
+
+    asyncio.run(story())
+    assert closed == ["alive"]

@@ -76,6 +76,7 @@ def test_a_prompt_is_recalled_once_and_only_if_it_is_the_same(rollouts: ModuleTy
     )
     assert transcript.recall([1, 1]) is None
     assert [transcript.recall([1]).token_ids for _ in range(2)] == [[5], [6]]
+    assert transcript.replayed == 2
     assert transcript.recall([1]) is None
 
 

@@ -344,3 +344,41 @@ def test_a_prompt_is_begun_as_verl_begins_it(agent_loop: ModuleType, agent: str 
 
     ours, verls = asyncio.run(story())
     assert ours == verls
+
+
+def test_a_worker_ends_what_its_episodes_share(agent_loop: ModuleType) -> None:
+    ended: list[str] = []
+
+    async def story() -> None:
+        worker, loop = worker_of(agent_loop, asyncio.Event()), asyncio.get_running_loop()
+        await worker.close()
+
+        async def ends(name: str) -> None:
+            ended.append(name)
+
+        gateway = SimpleNamespace(stop=lambda: ends("gateway"))
+        pool = SimpleNamespace(close=lambda: ends("environments"))
+        agent_loop.agent_session_loop._setups[loop] = gateway
+        agent_loop.environment_loop._setups[loop] = SimpleNamespace(pool=pool)
+        for _ in range(2):
+            await worker.close()
+
+    asyncio.run(story())
+    assert ended == ["gateway", "environments"]
+
+
+def test_the_counts_of_an_episode_are_kept_once(
+    agent_loop: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = SimpleNamespace(counts={"params_overridden": 2}, end="done", number=1)
+    monkeypatch.setattr(agent_loop, "current_attempt", lambda: attempt)
+
+    async def story() -> list[Any]:
+        worker = worker_of(agent_loop, asyncio.Event())
+        worker._finished["a"] = []
+        agent_loop._COST.set({})
+        rows = [{"uid": "a", "session_id": 0, "extra_fields": {}} for _ in range(2)]
+        await worker._store_trajectories(["a_0_0", "a_0_1"], rows, [TAG, TAG], "train")
+        return [one.counts for one in worker._finished["a"]]
+
+    assert asyncio.run(story()) == [{}, {"params_overridden": 2}]

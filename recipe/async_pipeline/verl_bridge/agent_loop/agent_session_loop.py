@@ -32,7 +32,7 @@ from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
 from ..run_config import knobs_of
 from .environment_loop import plain, seed_of
-from .episode_attempts import END, WHY, current_attempt
+from .episode_attempts import END, NOTED, WHY, current_attempt
 from .external_runner import Address, ExternalRunner
 from .session_policy import SessionPolicy
 from .version_spans import ROW_SPANS
@@ -63,7 +63,7 @@ class Setup:
         self._claims = claims
         self._address = None if gateway.runners_dir is None else Address(gateway.runners_dir)
         self.runner: Runner = runner_of(spec) if claims is None else ExternalRunner(spec, claims)
-        self.verifies = knobs.verify is not None
+        self.verifies, self.agent_may_reward = knobs.verify is not None, gateway.agent_may_reward
         self.limits = SessionLimits(
             prompt_tokens=int(rollout.prompt_length),
             response_tokens=int(rollout.response_length),
@@ -113,6 +113,13 @@ def setup_of(config: DictConfig) -> Setup:
     return found
 
 
+async def stop() -> None:
+    """Stop the gateway of this process, if there is one."""
+    found = _setups.pop(asyncio.get_running_loop(), None)
+    if found is not None:
+        await found.stop()
+
+
 @register(NAME)
 class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
     """Plays one episode."""
@@ -141,7 +148,8 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         setup.sessions.add(session)
         started, end, why, reward = time.perf_counter(), DONE, "", None
         try:
-            reached = Policy(f"{await setup.url()}/v1", session.keys.model)
+            control = session.keys.control if setup.agent_may_reward else None
+            reached = Policy(f"{await setup.url()}/v1", session.keys.model, control)
             reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached))
             end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
         except AgentFailed as error:
@@ -169,7 +177,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         }
         outputs = [output_of(one, spent) for one in rows]
         outputs[-1].reward_score = reward
-        outputs[-1].extra_fields.update({END: end, WHY: why})
+        outputs[-1].extra_fields.update({END: end, WHY: why, NOTED: counts_of(session)})
         return outputs
 
 
@@ -187,6 +195,16 @@ async def _unless_over(session: Session, running: Any) -> float | None:
     finally:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_S)
+
+
+def counts_of(session: Session) -> dict[str, int]:
+    """Return what happened in a session; see `agents.episodes.COUNTS`."""
+    counts = session.counts
+    return {
+        "retries_coalesced": counts.coalesced,
+        "params_overridden": counts.overridden,
+        "retokenized": counts.tokenized_again,
+    }
 
 
 def task_of(row: Mapping[str, Any], run_seed: int) -> Task:

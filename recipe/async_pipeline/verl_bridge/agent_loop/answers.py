@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...core.bad_data import Flaw
@@ -24,6 +25,8 @@ class Sample(NamedTuple):
     """See `version_spans.costs_of`."""
     times: Sequence[Sequence[float]] = ()
     """See `version_spans.times_of`."""
+    counts: Mapping[str, int] = {}
+    """What happened in its episode, of its last response only; see `agents.episodes.COUNTS`."""
 
 
 class Details(NamedTuple):
@@ -52,6 +55,8 @@ class Answered(NamedTuple):
     """Further episodes, which the group did not need."""
     slowest_turns: Sequence[Sequence[float]] = ()
     """Start and seconds of each turn of the response that ended last; empty for single turns."""
+    counts: Mapping[str, int] = {}
+    """What happened in its episodes; see `agents.episodes.COUNTS`."""
 
 
 def trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any], attempt: Attempt) -> Trajectory:
@@ -87,6 +92,16 @@ def details_of(sample: Sample) -> Details:
 def slowest_turns(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
     """Return the times of the turns of the response whose last turn ended last; empty without turns."""
     return max((one.times for one in samples if one.times), key=lambda times: sum(times[-1]), default=())
+
+
+def counted(samples: Sequence[Sample], replayed: Iterable[int]) -> dict[str, int]:
+    """Return what happened in the episodes of a group. `replayed`: requests of each, see `Transcript`."""
+    counts = Counter[str]()
+    for sample in samples:
+        counts.update(sample.counts)
+    if again := sum(replayed):
+        counts["replayed_requests"] = again
+    return dict(counts)
 
 
 def divided(

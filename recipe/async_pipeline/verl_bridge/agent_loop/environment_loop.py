@@ -29,7 +29,7 @@ from ...agents.environment import EnvironmentSpec, Step
 from ...agents.episodes import DONE
 from ...errors import ConfigError, EnvironmentFailed
 from ..run_config import knobs_of
-from .episode_attempts import END, WHY, current_attempt
+from .episode_attempts import END, NOTED, WHY, current_attempt
 
 NAME = "environment"
 Message = dict[str, Any]
@@ -75,6 +75,13 @@ def setup_of(config: DictConfig) -> Setup:
         )
         _setups[loop] = found
     return found
+
+
+async def stop() -> None:
+    """End the environments of this process that play no episode."""
+    found = _setups.pop(asyncio.get_running_loop(), None)
+    if found is not None:
+        await found.pool.close()
 
 
 class Episode:
@@ -131,7 +138,10 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             messages = with_observation(list(row["raw_prompt"]), game.observation)
             episode = Episode(messages, await self.ct_build_initial_tokens(messages))
             await self._play(episode, game, sampling_params, setup)
-        return episode.output(setup.response_length)
+        output = episode.output(setup.response_length)
+        if left := setup.pool.newly_left():
+            output.extra_fields[NOTED] = {"left_behind": left}
+        return output
 
     async def _play(
         self, episode: Episode, game: Game, sampling_params: dict[str, Any], setup: Setup

@@ -32,8 +32,10 @@ REASON_CHARACTERS = 500
 """Length of the reason that a failed episode is reported with."""
 
 
-END, WHY = "episode_end", "episode_end_why"
-"""Fields with which an agent loop tells how its episode ended, and why."""
+END, WHY, NOTED = "episode_end", "episode_end_why", "episode_counts"
+"""Fields with which an agent loop tells how its episode ended, why, and what happened in it; see
+`agents.episodes.COUNTS`.
+"""
 
 
 class Ended(Exception):  # noqa: N818 - no error, but the way out of verl's worker
@@ -48,6 +50,7 @@ class Attempt:
         self.end = DONE
         self.why = ""
         self.action: Action = "train"
+        self.counts: Mapping[str, int] = {}
         self._episodes = episodes
         self._rollout_error: Exception | None = None
         self._late: WaitTimeout | None = None
@@ -66,6 +69,7 @@ class Attempt:
             raise Ended
         for one in responses[-1:]:
             self.end, self.why = one.extra_fields.pop(END, DONE), one.extra_fields.pop(WHY, "")
+            self.counts = one.extra_fields.pop(NOTED, {})
             self._judge(written=True)
             if self.action in ("again", "drop"):
                 raise Ended

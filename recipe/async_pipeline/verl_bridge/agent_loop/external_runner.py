@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runners outside of the run: they find each gateway by a file, claim tasks, and report rewards.
 
-runners_dir/gateway-PID.json   {"url": ..., "key": ...}, readable for the user of the run only
+runners_dir/gateway-HOST-PID.json   {"url": ..., "key": ...}, readable for the user of the run only
+
+The file is removed when the run ends; after a kill, by the next gateway on its host that uses the folder.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,7 +29,8 @@ class ExternalRunner:
 
     async def run(self, task: Task, policy: Policy) -> float | None:
         """Return the reward that a runner reports. Raises AgentFailed if the runner fails or is gone."""
-        offer = await self._claims.offer({**task.shown, **policy._asdict()})
+        reached = {name: value for name, value in policy._asdict().items() if value is not None}
+        offer = await self._claims.offer({**task.shown, **reached})
         attempt = current_attempt()
         try:
             # The wait for a runner is not the episode's.
@@ -48,7 +52,8 @@ class Address:
     """The file by which runners find the gateway of this process."""
 
     def __init__(self, folder: str) -> None:
-        self._file = Path(folder).expanduser() / f"gateway-{os.getpid()}.json"
+        self._folder, self._host = Path(folder).expanduser(), f"gateway-{socket.gethostname()}-"
+        self._file = self._folder / f"{self._host}{os.getpid()}.json"
 
     async def write(self, url: str, key: str) -> None:
         """Write it. Raises OSError."""
@@ -59,7 +64,10 @@ class Address:
         self._file.unlink(missing_ok=True)
 
     def _write(self, content: dict[str, str]) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for other in self._folder.glob(f"{self._host}*.json"):
+            if not Path("/proc", other.stem.removeprefix(self._host)).exists():
+                other.unlink(missing_ok=True)
         new = self._file.with_suffix(".new")
         new.unlink(missing_ok=True)
         # The key is in it.

@@ -23,6 +23,8 @@ from .worker import GIVE_UP_S, PushAgentLoopWorker
 
 DEFAULT_CONCURRENCY = 1000
 """Ray's limit for the calls of an async actor."""
+CLOSE_S = 10.0
+"""Seconds that a worker gets to end what its episodes share. Its processes end with it in any case."""
 
 
 class PushAgentLoopManager(AgentLoopManagerTQ):
@@ -74,6 +76,11 @@ class PushAgentLoopManager(AgentLoopManagerTQ):
             found.update(one)
         return found
 
+    async def close(self) -> None:
+        """End what the workers' episodes share, as far as the workers answer within `CLOSE_S` seconds."""
+        asked = [asyncio.wait_for(_closed(worker), CLOSE_S) for worker in self.agent_loop_workers]
+        await asyncio.gather(*asked, return_exceptions=True)
+
     async def run_group(self, prompt: Mapping[str, Any], recall: Recall, admitted: int) -> Answered | None:
         """Send one prompt to the next worker; see `PushAgentLoopWorker.run_group`.
 
@@ -107,6 +114,10 @@ async def _answered(caller: DirectCaller, prompt: Mapping[str, Any], admitted: i
         except ConnectionLost:
             # The next call goes through Ray, which waits for the worker's restart or raises.
             continue
+
+
+async def _closed(worker: Any) -> None:
+    await worker.close.remote()
 
 
 async def _give_up(worker: Any, prompt: Mapping[str, Any]) -> None:

@@ -119,6 +119,8 @@ class Transcript:
         self.said: list[RecordedRequest] = []
         self.open: dict[str, Open] = {}
         """Open requests by id."""
+        self.replayed = 0
+        """Requests that had an output of an earlier process, or a part of one."""
 
     def keep(self, prompt_ids: Sequence[int], output: TokenOutput) -> None:
         """Record the output of a request, unless it cannot be repeated from numbers alone."""
@@ -133,6 +135,7 @@ class Transcript:
         """Return the recorded request with this prompt, once; None if there was no such request."""
         for place, said in enumerate(self._before):
             if list(said.prompt_ids) == list(prompt_ids):
+                self.replayed += 1
                 return self._before.pop(place)
         return None
 

@@ -7,7 +7,7 @@ that are replaced in its module, for the sessions of `stored_by` only.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +15,10 @@ from typing import Any
 import transfer_queue
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.utils import tensordict_utils
+
+from ..sample_columns import Columns
+from ..sample_grouping import joinable
+from .answers import Sample
 
 Rows = list[dict[str, Any]]
 Store = Callable[[list[str], Rows, list[dict[str, Any]], str], Awaitable[None]]
@@ -37,6 +41,20 @@ async def put(keys: list[str], fields: Rows, tags: list[dict[str, Any]], partiti
     """Put trajectories into TransferQueue, as verl does."""
     columns = tensordict_utils.list_of_dict_to_tensordict(fields)
     await transfer_queue.async_kv_batch_put(keys=keys, fields=columns, tags=tags, partition_id=partition_id)
+
+
+async def put_group(samples: Sequence[Sample], *, as_rows: bool) -> None:
+    """Put the responses of a group into TransferQueue. `as_rows`: its backend takes rows without a copy."""
+    for indices in joinable([one.fields for one in samples]):
+        some = [samples[i] for i in indices]
+        keys, fields = [one.trajectory.key for one in some], [one.fields for one in some]
+        tags = [one.trajectory.payload for one in some]
+        if as_rows:
+            await transfer_queue.async_kv_batch_put(
+                keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
+            )
+        else:
+            await put(keys, fields, tags, some[0].partition_id)
 
 
 def install() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import transfer_queue as tq
 from ray.exceptions import RayTaskError
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -28,18 +27,16 @@ from ..garbage import freeze_present_objects
 from ..reward.worker import PlainCaller, Response
 from ..rollout.router import ADMITTED
 from ..run_config import knobs_of
-from ..sample_columns import Columns
-from ..sample_grouping import joinable
 from ..sample_store import count_cores_once
 from . import (
-    agent_session_loop,  # noqa: F401  registers its agent loop with verl
+    agent_session_loop,
     diffusion_loop,
-    environment_loop,  # noqa: F401  registers its agent loop with verl
+    environment_loop,
     prompt_tokens,
     stored_sessions,
     tool_calls,
 )
-from .answers import Answered, Sample, details_of, divided, slowest_turns, trajectory_of
+from .answers import Answered, Sample, counted, details_of, divided, slowest_turns, trajectory_of
 from .episode_attempts import Episodes, current_attempt
 from .hydra_cache import hydra_with_factories
 from .partial_rollouts import (
@@ -185,6 +182,12 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             # A task that does not end by then is abandoned, and so is its caller.
             await asyncio.wait([task], timeout=GIVE_UP_S)
 
+    @control(CONTROL)
+    async def close(self) -> None:
+        """End what the episodes of this process share: the gateway, and environments that play none."""
+        await agent_session_loop.stop()
+        await environment_loop.stop()
+
     async def _run_prompt(
         self,
         prompt: dict[str, Any],
@@ -255,7 +258,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 self._storing.discard(uid)
         details = [details_of(one) for one in group]
         trajectories = [one.trajectory for one in group]
-        return Answered(trajectories, details, found, redundant, slowest_turns(group))
+        counts = counted(group, (one.replayed for one in transcripts if one is not None))
+        return Answered(trajectories, details, found, redundant, slowest_turns(group), counts)
 
     async def _settled(
         self, uid: str, sessions: list[asyncio.Task[None]], n: int, is_sound: Callable[[int], bool]
@@ -384,15 +388,7 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
                 )
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
+            group[-1] = group[-1]._replace(counts=attempt.counts)
 
     async def _store_group(self, group: list[Sample]) -> None:
-        for indices in joinable([one.fields for one in group]):
-            some = [group[i] for i in indices]
-            keys, fields = [one.trajectory.key for one in some], [one.fields for one in some]
-            tags = [one.trajectory.payload for one in some]
-            if self._stores_rows:
-                await tq.async_kv_batch_put(
-                    keys=keys, fields=Columns(fields), tags=tags, partition_id=some[0].partition_id
-                )
-            else:
-                await stored_sessions.put(keys, fields, tags, some[0].partition_id)
+        await stored_sessions.put_group(group, as_rows=self._stores_rows)

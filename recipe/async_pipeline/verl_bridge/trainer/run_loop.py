@@ -75,6 +75,7 @@ async def run_flow(trainer: AsyncPipelineTrainer) -> None:
             raise
         finally:
             await trainer.report.close()
+            await trainer.agent_loop_manager.close()
             await trainer.rollout_pool.close()
             overlap_s = overlap.seconds if observers.is_on(OVERLAP) else None
             summary = trainer.recorder.summarize(flow.result(), overlap_s, time.time(), failure)

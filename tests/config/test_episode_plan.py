@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`explain` says what the episodes of a run are, and who gives their rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
+from recipe.async_pipeline.config.episode_plan import episodes_in_words
+
+
+def said(**knobs: Any) -> list[str]:
+    return list(episodes_in_words(AgenticConfig(**knobs)))
+
+
+def test_single_responses_are_no_episodes() -> None:
+    assert said(attempts=3, redundancy=2) == []
+
+
+def test_an_environment() -> None:
+    assert said(environment="frozen_lake", environment_kwargs={"size": 4}, episode_timeout_s=90.0) == [
+        "environment frozen_lake(size=4), isolation process",
+        "at most 16 turns; 64 at once in each agent loop worker; deadline of a turn none, an episode 90 s, a "
+        "reset or step 60 s",
+        "one that fails is played 2 times at most, with its seed and without its group",
+    ]
+
+
+WARNING = "an agent that runs what the model writes needs verify, because the model can print one too"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "kind", "reward"),
+    [
+        ({"agent": "python mine.py"}, "a command for each episode", WARNING),
+        ({"agent": "mine:play"}, "a function", "or else the reward function's"),
+        (
+            {"agent": "external", "gateway": GatewayConfig(runners_dir="/r")},
+            "programs outside of the run that claim tasks",
+            "or else the reward function's",
+        ),
+        (
+            {"agent": "python mine.py", "verify": "python judge.py"},
+            "a command",
+            "what python judge.py prints",
+        ),
+    ],
+)
+def test_who_gives_the_reward_of_an_agent(knobs: dict[str, Any], kind: str, reward: str) -> None:
+    first, second, third, _ = said(**knobs)
+    assert kind in first and second.endswith(reward)
+    assert "deadline of a turn none, an episode none" in third
+
+
+def test_an_agent_that_has_its_control_key() -> None:
+    lines = said(agent="mine:play", gateway=GatewayConfig(agent_may_reward=True))
+    assert "the agent has its control key: everything that it runs can set its reward" in lines
