@@ -261,6 +261,8 @@ def test_episodes_that_were_being_played_continue_from_their_turns(
     finished = assert_responses_continued(run_dir)
     # A turn is a letter and its end token: with more, several turns were played.
     assert any(one["tokens"] > 2 for one in finished)
+    replayed = "async_pipeline/agentic/replayed_requests"
+    assert sum(row["data"].get(replayed, 0) for row in last.metrics()) > 0
 
 
 LOOPS = {"environment": "SeededEpisodes", "agent_session": "SeededSessions"}
