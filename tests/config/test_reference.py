@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.aliases import FOREIGN, SET_BY_OTHERS, Draft, quota
+from recipe.async_pipeline.config.aliases import FOREIGN, SET_BY_OTHERS, quota
 from recipe.async_pipeline.config.fields import knobs_of
+from recipe.async_pipeline.config.foreign_keys import Draft
 from recipe.async_pipeline.config.names import flattened
 from recipe.async_pipeline.config.paths import OWN, select
 from recipe.async_pipeline.config.reference import (
@@ -24,7 +25,7 @@ from recipe.async_pipeline.config.schema import AsyncPipelineConfig, knob_paths
 from recipe.async_pipeline.config.translation import resolve
 from recipe.async_pipeline.errors import ConfigError
 from tests import REPOSITORY
-from tests.fakes.alias_values import UNDERSTOOD
+from tests.fakes.alias_values import UNDERSTOOD, WITH_OTHERS
 
 
 @pytest.mark.parametrize(("path", "render"), [(YAML, render_yaml), (DOCS, render_docs)])
@@ -56,7 +57,7 @@ def test_every_knob_is_documented() -> None:
 
 def test_a_foreign_key_sets_only_the_knobs_that_it_declares() -> None:
     seen = {"pools"}
-    for path, value, _ in UNDERSTOOD:
+    for path, value, _ in (*UNDERSTOOD, *WITH_OTHERS):
         for key in FOREIGN:
             if path == key.path:
                 draft = Draft()

@@ -54,6 +54,18 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("trainer.use_nodes_ratios", [1, 1], "must be [train, logp, ref_logp, generate]"),
     ("trainer.sperated_node_tasks", "train", "must be a list of stages"),
     ("trainer.sperated_node_ratios", [1], "without it; add it"),
+    (f"{ROLLOUT}.sde_type", "dpm", "must be one of"),
+    (f"{ROLLOUT}.sde_window_range", [5], "must be [first, end], two whole numbers"),
+    (f"{ROLLOUT}.algo.sde_window_range", [0, 2.5], "must be [first, end], two whole numbers"),
+    (f"{ROLLOUT}.guidance_scale", 4.5, "guidance by a second forward is not supported"),
+    (f"{ROLLOUT}.pipeline.guidance_scale", 4.5, "guidance by a second forward is not supported"),
+    (f"{ROLLOUT}.pipeline.true_cfg_scale", 4.0, "guidance by a second forward is not supported"),
+    (f"{ROLLOUT}.val_kwargs.algo.noise_level", 0.7, "without noise"),
+    ("actor_rollout_ref.actor.diffusion_loss.loss_mode", "nft", "set actor_rollout_ref.actor.policy_loss"),
+    ("actor_rollout_ref.actor.diffusion_loss.clip_ratio", 0, "must be a number between 0 and 1"),
+    ("actor_rollout_ref.actor.n_gpus_per_node", True, "must be a whole number >= 1"),
+    ("data.reward_fn", ["paddle-ocr"], "set reward.custom_reward_function.path"),
+    ("data.data_source", "ocr", "as the column data_source"),
 ]
 
 
@@ -227,6 +239,7 @@ def test_every_knob_is_read() -> None:
         "diffusion.sde_window_first": 1,
         "diffusion.sde_window_end": 6,
         "diffusion.max_sequence_length": 77,
+        "diffusion.kept_pictures": 2,
         "agentic.ends": {"deadline": "drop"},
         "faults.bad_data": {"all_masked": "keep"},
         "faults.max_prompt_attempts": 3,

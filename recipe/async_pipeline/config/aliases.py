@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
 from .agentic import agent_loop_for
+from .foreign_keys import Draft, ForeignKey
 from .foreign_pools import pools_of_ratios, pools_of_tasks
+from .image_aliases import IMAGE_KEYS, losses_of_images
 from .loss_modes import LOSS_OF_VARIANT
 from .paths import OWN, hint, select
 from .placement import RATIOS, TASK_RATIOS, TASKS
@@ -22,41 +23,6 @@ _BATCH, _MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini
 LAG, SHARE = "staleness.max_lag", "staleness.oldest_share"
 EVERY, IN_FLIGHT_POLICY = "weight_sync.every", "weight_sync.in_flight_policy"
 WHILE_GENERATING = "reward.while_generating"
-
-
-@dataclass(frozen=True)
-class ForeignKey:
-    """A key of another system."""
-
-    path: str
-    """Its place in the config."""
-    apply: Callable[[Any, Draft], str]
-    """Propose the values that this key stands for. Returns them as text; raises ConfigError if wrong."""
-    sets: tuple[str, ...] = ()
-    """Paths of the knobs that it may set."""
-    meaning: str = ""
-    """For the reference, in Markdown; empty if an earlier entry of the table documents both."""
-
-
-@dataclass
-class Draft:
-    """Values proposed so far, by the paths of their knobs, and the key that proposed each.
-
-    A name that is not a knob's path, such as `require_batches`, is combined with other keys later.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def propose(self, name: str, value: Any, source: str) -> None:
-        """Record a value. Raises ConfigError if another key proposed a different one."""
-        if name in self.values and self.values[name] != value:
-            raise ConfigError(
-                f"{source} asks for {name}={value} but {self.sources[name]} for {self.values[name]}; keep "
-                "one of them"
-            )
-        self.values[name] = value
-        self.sources.setdefault(name, source)
 
 
 def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
@@ -82,7 +48,8 @@ def verls_own(raw: Mapping[str, Any], own: Mapping[str, Any], draft: Draft) -> d
             f"{BYPASS}=True takes old log-probs from the rollout, but "
             f"{OWN}.training.old_logp={own['training.old_logp']}; keep one of them"
         )
-    return found | _loss(raw, draft) | agent_loop_for(own, raw)
+    of_images = draft.verl | losses_of_images(raw)
+    return found | of_images | _loss(raw, draft) | agent_loop_for(own, raw)
 
 
 def _loss(raw: Mapping[str, Any], draft: Draft) -> dict[str, Any]:
@@ -393,6 +360,7 @@ FOREIGN: tuple[ForeignKey, ...] = (
         meaning=f"`pools`, with `{TASK_RATIOS}`",
     ),
     ForeignKey(TASK_RATIOS, _kept(TASK_RATIOS, "node_ratios", "shares of pools"), sets=("pools",)),
+    *IMAGE_KEYS,
 )
 SET_BY_OTHERS: frozenset[str] = frozenset(path for key in FOREIGN for path in key.sets)
 """Knobs that our YAML leaves null, so that any other value there was written by the user."""

@@ -40,6 +40,9 @@ class DiffusionConfig:
     """The step before which all windows end. Requires sde_window_size. Default: the last step."""
     max_sequence_length: Positive | None = None
     """Tokens of a prompt for the T5 encoder. Default: 256 for Stable Diffusion 3, 512 for FLUX."""
+    kept_pictures: Annotated[int, Bounds(least=0, remedy="0 keeps none")] = 4
+    """Pictures of each step that the run directory keeps, small, for the report: the first sample of as many
+    prompts."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)

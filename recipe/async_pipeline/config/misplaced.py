@@ -69,6 +69,8 @@ def _places() -> dict[str, list[str]]:
     """Return the permitted places of each name that is searched for in the whole config."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for key in FOREIGN:
+        if not key.unique:
+            continue
         found[key.path.rpartition(".")[2]].append(key.path)
     found["async_pipeline"] = [*SWITCHES, OWN]
     for name, paths in _knob_places().items():
@@ -141,7 +143,7 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
 
     Searches only the levels on which those keys are read.
     """
-    known = {key.path.rpartition(".")[2] for key in FOREIGN} | {"async_pipeline"}
+    known = {key.path.rpartition(".")[2] for key in FOREIGN if key.unique} | {"async_pipeline"}
     for parent in (
         "",
         "actor_rollout_ref",

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ConfigError
-from .aliases import EVERY, FOREIGN, LAG, SHARE, Draft, groups_of_roles, quota, verls_own
+from .aliases import EVERY, FOREIGN, LAG, SHARE, groups_of_roles, quota, verls_own
+from .foreign_keys import Draft
 from .misplaced import SWITCHES, reject_misplaced, reject_near_misses
 from .names import flattened
 from .paths import MODE, OWN, PATCH_FREE, RUNTIME, select

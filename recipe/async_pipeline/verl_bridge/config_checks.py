@@ -8,14 +8,14 @@ import copy
 import dataclasses
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import (
@@ -28,7 +28,7 @@ from verl.utils.config import validate_config
 from ..agents.environment import BUILT_IN
 from ..checkpoint.resume import check_keys
 from ..config.agent_program import program_values
-from ..config.aliases import BYPASS
+from ..config.aliases import BYPASS, FOREIGN
 from ..config.batch_sizes import check_batch_sizes
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
@@ -49,6 +49,7 @@ from .model_rules import ROLLOUT
 from .reward.executor import FILE, PACKAGE, Function
 from .workers.loss_registry import OffPolicyLossConfig
 
+FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
 STOCK_LOSS_CONFIG = "verl.workers.config.PolicyLossConfig"
 
 
@@ -119,8 +120,10 @@ def _translate(review: Review) -> None:
 
 
 def _apply_translation(review: Review) -> None:
-    """Set verl's own keys to the values that follow from our keys."""
+    """Set verl's own keys to the values that follow from our keys; drop the keys of other systems."""
     _update(review.config, review.translation.verl)
+    with open_dict(review.config):
+        remove_keys(review.config, FOREIGN_PATHS)
 
 
 def _check_resume(review: Review) -> None:
@@ -212,6 +215,17 @@ def _try_correction(section: Mapping[str, Any]) -> None:
 def _update(config: DictConfig, values: Mapping[str, Any]) -> None:
     for path, value in values.items():
         OmegaConf.update(config, path, value, force_add=True)
+
+
+def remove_keys(config: DictConfig, paths: Iterable[str]) -> None:
+    """Remove keys, and sections that are empty afterwards: verl's dataclasses would not accept them."""
+    for path in paths:
+        parent, _, leaf = path.rpartition(".")
+        node = OmegaConf.select(config, parent) if parent else config
+        if isinstance(node, DictConfig) and leaf in node:
+            del node[leaf]
+            if parent and not node:
+                remove_keys(config, (parent,))
 
 
 def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:

@@ -22,7 +22,6 @@ from verl.utils.device import get_resource_name
 
 from ..checkpoint.resume import check_ledger, origin_of
 from ..config.agent_program import program_values
-from ..config.aliases import FOREIGN
 from ..config.loss_modes import LOSS_CONFIG
 from ..config.misplaced import SWITCHES
 from ..config.paths import MODE, OWN, PATCH_FREE, RUNTIME
@@ -31,7 +30,15 @@ from ..config.runtime import RuntimeConfig
 from ..config.schema import AsyncPipelineConfig, is_strategy, plain
 from ..errors import AsyncPipelineError, ConfigError
 from ..observe.table import MARK
-from .config_checks import STOCK_LOSS_CONFIG, Checked, _update, checked, set_pool_sizes
+from .config_checks import (
+    FOREIGN_PATHS,
+    STOCK_LOSS_CONFIG,
+    Checked,
+    _update,
+    checked,
+    remove_keys,
+    set_pool_sizes,
+)
 from .config_rules import MANAGER, reward_model_devices
 from .diffusers_rules import draws_images, set_image_keys
 from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
@@ -184,8 +191,7 @@ def _rewrite(config: DictConfig, found: Checked, *, joins: bool) -> None:
     )
 
     with open_dict(config):
-        for path in (*SWITCHES, *(key.path for key in FOREIGN)):
-            _remove(config, path)
+        remove_keys(config, (*SWITCHES, *FOREIGN_PATHS))
         _update(config, {OWN: plain(knobs), RUNTIME: runtime.plain()} | program_values(knobs.agentic))
         config.trainer.v1.trainer_mode = knobs.strategy
         config.trainer.default_local_dir = str(origin.root)
@@ -237,13 +243,6 @@ def _make_run_dir(config: DictConfig, knobs: AsyncPipelineConfig) -> Path:
 
     _say(f"run directory {run_dir}")
     return run_dir
-
-
-def _remove(config: DictConfig, path: str) -> None:
-    parent, _, leaf = path.rpartition(".")
-    node = OmegaConf.select(config, parent) if parent else config
-    if isinstance(node, DictConfig) and leaf in node:
-        del node[leaf]
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,7 @@ from ...strategies import STRATEGIES, load_class
 from ..ray_cluster import require_run_dir
 from ..rollout.server_manager import PipelineServerManager
 from ..run_config import runtime_of
+from . import flow_advantages  # noqa: F401  registers its estimator with verl
 from .async_trainer import AsyncPipelineTrainer
 
 for _name in STRATEGIES:

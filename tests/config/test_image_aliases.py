@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of other systems for images: the settings of whole scripts, and verl's own keys that they set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.image_aliases import KNOBS, losses_of_images
+from recipe.async_pipeline.config.schema import knob_paths
+from recipe.async_pipeline.config.translation import resolve
+from recipe.async_pipeline.errors import ConfigError
+from tests.fakes.alias_values import ACTOR, FLAT, LOSS, NESTED, ROLLOUT, nested
+
+
+def test_a_script_with_flat_keys() -> None:
+    found = resolve(nested(*FLAT.items()))
+    how = found.config.diffusion
+    assert (found.config.strategy, found.config.reward.while_generating) == ("one_step_off", True)
+    assert (how.noise_level, how.sde_type, how.sde_window_size) == (0.8, "cps", 3)
+    assert (how.sde_window_first, how.sde_window_end) == (0, 5)
+    assert (how.num_inference_steps, how.height, how.width) == (10, 384, 384)
+    assert found.verl == {"trainer.n_gpus_per_node": 2, f"{LOSS}.loss_mode": "vanilla"}
+
+
+def test_a_script_with_nested_keys() -> None:
+    found = resolve(nested(*NESTED.items()))
+    how = found.config.diffusion
+    assert (how.noise_level, how.sde_type, how.sde_window_size) == (0.8, "cps", 3)
+    assert (how.validation_steps, how.max_sequence_length, how.height) == (28, 256, 384)
+    assert found.verl == {f"{ACTOR}.clip_ratio{end}": 1e-5 for end in ("", "_low", "_high")}
+
+
+def test_two_systems_that_disagree_are_refused() -> None:
+    both = nested((f"{ROLLOUT}.noise_level", 0.8), (f"{ROLLOUT}.algo.noise_level", 0.7))
+    with pytest.raises(ConfigError, match=r"asks for diffusion.noise_level=0.7 but .*; keep one of them"):
+        resolve(both)
+
+
+def test_a_window_without_a_size_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=rf"sde_window_size; set it \(.*set by {ROLLOUT}.sde_window_range"):
+        resolve(nested((f"{ROLLOUT}.sde_window_range", [0, 5])))
+
+
+@pytest.mark.parametrize("path", ["trainer.clip_ratio", "actor_rollout_ref.rollout.loss_mode", "data.seed"])
+def test_names_that_verl_has_too_are_left_alone(path: str) -> None:
+    resolve(nested((path, 0.2)))
+
+
+@pytest.mark.parametrize("path", [f"{ACTOR}.sde_window_range", "trainer.guidance_scale"])
+def test_names_that_verl_has_not_are_refused_in_other_places(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"{path} is misplaced"):
+        resolve(nested((path, 1.0)))
+
+
+def test_every_key_stands_for_a_knob() -> None:
+    assert set(KNOBS.values()) <= set(knob_paths())
+
+
+@pytest.mark.parametrize(("mode", "loss"), [("flow_grpo", {f"{LOSS}.loss_mode": "vanilla"}), ("gspo", {})])
+def test_flow_grpo_is_verls_own_loss(mode: str, loss: dict[str, Any]) -> None:
+    assert losses_of_images(nested((f"{LOSS}.loss_mode", mode))) == loss
