@@ -15,6 +15,7 @@ from .accounting import Accounting, AccountingError
 from .episode_figures import EpisodeFigures, episode_figures
 from .group_counts import GroupCounts
 from .observers import ACCOUNT
+from .picture_folder import Picture
 from .run_reader import PREFIX, RunFiles
 from .series import Series, series_of
 
@@ -85,6 +86,10 @@ class RunData:
     busiest_expert_worst: Series = field(default_factory=lambda: Series(x=(), y=()))
     """The same in the layer where it is largest."""
     episodes: EpisodeFigures = EpisodeFigures()
+    pictures: Sequence[Picture] = ()
+    """What an image policy drew, by step."""
+    mismatch: Series = field(default_factory=lambda: Series(x=(), y=()))
+    """Largest difference between the engine's and the trainer's log-probs on the same weights."""
     fates: Mapping[str, int] = field(default_factory=dict)
     regenerated: int = 0
     tail_s: Sequence[float] = ()
@@ -150,6 +155,8 @@ def data_of(files: RunFiles) -> RunData:
         busiest_expert=series_of(rows, "actor/moe/busiest_expert"),
         busiest_expert_worst=series_of(rows, "actor/moe/busiest_expert_worst_layer"),
         episodes=episode_figures(rows),
+        pictures=files.pictures,
+        mismatch=series_of(rows, f"{PREFIX}drift/max"),
         fates={fate: int(summary.get(f"groups_{fate}") or 0) for fate in FATES}
         if summary
         else found.pop("counted", {}),

@@ -12,6 +12,7 @@ from .advice import FEW_STEPS, advise
 from .advice_model import Advice
 from .report_data import RunData
 from .report_episodes import episodes
+from .report_pictures import pictures
 from .report_sections import device_seconds, fates, freshness, learning, publications, queues, step_chart
 from .timeline import timeline
 from .wording import amount, percent, seconds
@@ -42,6 +43,7 @@ def run_page(run: RunData) -> str:
         section("steps", "Critical stages", step_chart(run)),
         section("learning", "Learning", learning([run])),
         section("episodes", "Episodes", episodes(run.episodes)),
+        section("pictures", "Pictures", pictures(run.pictures, run.mismatch)),
         section("freshness", "Age of samples", freshness([run])),
         section("queues", "Groups in flight", queues(run)),
         section("weights", "Weight updates", publications(run)),

@@ -12,6 +12,7 @@ from typing import Any
 from ..core.events import LogRecord
 from ..errors import RunFilesError
 from .event_file import read_events
+from .picture_folder import Picture, read_pictures
 
 PREFIX = "async_pipeline/"
 
@@ -36,6 +37,7 @@ class RunFiles:
     """Validations; `step` is the validated version."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    pictures: Sequence[Picture] = ()
     missing: Sequence[str] = ()
 
 
@@ -68,6 +70,7 @@ def read_run(path: Path) -> RunFiles:
             path / "summary.json", missing, "the run is still running, or was killed before its end"
         ),
         config=_mapping(path / "config.json", missing, "settings cannot be compared"),
+        pictures=read_pictures(path, missing),
         missing=tuple(missing),
     )
 

@@ -4,61 +4,21 @@
 from __future__ import annotations
 
 import asyncio
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
-from omegaconf import OmegaConf
 
-from recipe.async_pipeline.config.paths import OWN
 from recipe.async_pipeline.diffusion.windows import RandomWindow
 from tests.conftest import Load
+from tests.fakes.image_client import LATENTS, ROW, Client, loop_of
 
 pytestmark = pytest.mark.real_engine
-LATENTS = np.arange(4 * 2, dtype=np.float32).reshape(4, 2, 1, 1)
-ROW = {"raw_prompt": [{"role": "user", "content": "red square"}], "global_steps": 3, "index": 5, "uid": "a"}
 
 
 @pytest.fixture(scope="module")
 def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.agent_loop.diffusion_loop")
-
-
-class Client:
-    """A server that draws every request."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-
-    async def generate(self, request_id: str, *, prompt_ids: Any, sampling_params: dict[str, Any]) -> Any:
-        self.asked.append(sampling_params)
-        window = sampling_params["window"]
-        steps = [] if window is None else list(range(window[0], sum(window)))
-        return SimpleNamespace(
-            token_ids=steps,
-            log_probs=[-1.0] * len(steps),
-            extra_fields={
-                "latents": LATENTS,
-                "picture": np.zeros((3, 2, 2), np.uint8),
-                "conditions": {"pooled_projections": np.ones(3, np.float32)},
-                "version_spans": [[7, 0]],
-            },
-        )
-
-
-def loop_of(module: ModuleType, client: Any, seed: int = 1, *, at_once: bool = True) -> Any:
-    made = object.__new__(module.DiffusionLoop)
-    denoising = {"sde_window_size": 3, "sde_window_range": [0, 5], "height": 16, "width": 16}
-    made.config = OmegaConf.create(
-        {"actor_rollout_ref": {"model": {"denoising": denoising}}, "data": {"seed": seed}}
-    )
-    OmegaConf.update(made.config, f"{OWN}.reward.while_generating", at_once, force_add=True)
-    made.rollout_config = SimpleNamespace(prompt_length=8)
-    made.server_manager = client
-    made.tokenizer = lambda text: {"input_ids": [len(word) for word in text.split()]}
-    made._begin()
-    return made
 
 
 def drawn(
@@ -95,6 +55,23 @@ def test_pictures_that_are_scored_later_are_kept(module: ModuleType, monkeypatch
     module.take_columns([output])
     module.add_columns(fields)
     assert fields[0]["extra_fields"]["picture"].shape == (3, 2, 2)
+
+
+@pytest.mark.parametrize(("count", "of_sessions"), [(0, [False, False]), (4, [True, False])])
+def test_the_first_picture_of_a_prompt_is_kept_to_be_shown(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, count: int, of_sessions: list[bool]
+) -> None:
+    monkeypatch.setattr(module, "current_attempt", object)
+    kept = []
+    for session in range(2):
+        loop = loop_of(module, Client(), kept_pictures=count)
+        output = asyncio.run(loop.run({}, session_id=session, **ROW))
+        fields = [{"extra_fields": output.extra_fields}]
+        module.take_columns([output])
+        module.add_columns(fields)
+        assert module.KEPT not in fields[0]["extra_fields"]
+        kept.append("picture" in fields[0]["extra_fields"])
+    assert kept == of_sessions
 
 
 def test_validation_has_no_noise_and_one_token(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

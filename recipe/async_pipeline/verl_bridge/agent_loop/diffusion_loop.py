@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.workers.rollout.replica import TokenOutput
 
+from ...config.diffusion import DiffusionConfig
 from ...config.paths import OWN
 from ...diffusion.seeds import seed_of
 from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
@@ -28,8 +29,8 @@ from .partial_rollouts import RecordingClient
 NAME = "diffusion"
 COLUMNS = "diffusion_columns"
 """Field of an output with the columns of its row: tensors by name."""
-SCORED_LATER = "scored_later"
-"""Field of an output whose picture is scored with the whole batch, from the sample store."""
+KEPT = "picture_kept"
+"""Field of an output whose picture goes into the sample store: to be scored there, or to be shown."""
 _columns: ContextVar[Sequence[Mapping[str, torch.Tensor]]] = ContextVar(
     "columns of the rows of this task", default=()
 )
@@ -47,6 +48,7 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
         self._windows = Denoising.of(self.config.actor_rollout_ref.model.denoising).windows()
         self._seed = int(OmegaConf.select(self.config, "data.seed") or 0)
         self._scored_later = OmegaConf.select(self.config, f"{OWN}.reward.while_generating") is False
+        self._shows = bool(OmegaConf.select(self.config, f"{DiffusionConfig.PATH}.kept_pictures"))
 
     async def run(self, sampling_params: Mapping[str, Any], **row: Any) -> AgentLoopOutput:
         """Return the image, with the columns that a training step needs of it."""
@@ -75,7 +77,7 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
             extra_fields={
                 **fields,
                 **({COLUMNS: columns} if output.token_ids else {}),
-                **({SCORED_LATER: True} if self._scored_later and output.token_ids else {}),
+                **({KEPT: True} if output.token_ids and self._keeps(row) else {}),
                 "turn_scores": [],
                 "tool_rewards": [],
             },
@@ -86,6 +88,10 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
         """Return the client without a transcript: of an image, its tokens alone continue nothing."""
         client = self.server_manager
         return client.inner if isinstance(client, RecordingClient) else client
+
+    def _keeps(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a picture goes into the sample store; of each prompt, the first one is shown."""
+        return self._scored_later or (self._shows and int(row["session_id"]) == 0)
 
     def _sampling(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         place = (self._seed, int(row["global_steps"]), int(row["index"]))
@@ -105,11 +111,11 @@ def take_columns(outputs: Sequence[Any]) -> None:
 
 
 def add_columns(fields: Sequence[dict[str, Any]]) -> None:
-    """Add to each row of the sample store what `take_columns` took. A picture that was scored is left out."""
+    """Add to each row of the sample store what `take_columns` took; leave pictures out that nothing reads."""
     for values, more in zip(fields, _columns.get(), strict=False):
         values.update(more)
         extra = values.get("extra_fields") or {}
-        if not extra.pop(SCORED_LATER, False):
+        if not extra.pop(KEPT, False):
             extra.pop(PICTURE, None)
 
 

@@ -7,10 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..agent_loop.manager import PushAgentLoopManager
+from ..diffusers_rules import draws_images
 from ..rollout.elasticity import Elasticity
 from ..rollout.server_manager import free_replicas_by_node
 from .checkpointing import Checkpointing
 from .generation import PARTITION, Generation
+from .kept_pictures import KeptPictures
 from .ray_metrics import RayGauges
 from .step_report import StepReport
 from .terminal import say
@@ -53,7 +55,14 @@ def step_report(trainer: AsyncPipelineTrainer) -> StepReport:
         logger=trainer.logger,
         steps_per_epoch=trainer.steps_per_epoch,
         rollout_data_dir=trainer.config.trainer.get("rollout_data_dir"),
+        pictures=_pictures(trainer),
     )
+
+
+def _pictures(trainer: AsyncPipelineTrainer) -> KeptPictures | None:
+    """Return what keeps pictures of each step, or None if the policy draws none or none are kept."""
+    count = trainer.knobs.diffusion.kept_pictures
+    return KeptPictures(trainer.folder.path, count) if count and draws_images(trainer.config) else None
 
 
 def devices_of_a_replica(trainer: AsyncPipelineTrainer) -> int:

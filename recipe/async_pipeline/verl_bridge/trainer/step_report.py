@@ -27,6 +27,7 @@ from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder
 from ...observe.table import StepRow, progress
 from .calls import BlockingCalls
+from .kept_pictures import KeptPictures
 from .ray_metrics import RayGauges
 from .sample_metrics import SampleMeters
 from .terminal import echo, say
@@ -58,12 +59,14 @@ class StepReport:
         logger: Any,
         steps_per_epoch: int,
         rollout_data_dir: str | None,
+        pictures: KeptPictures | None = None,
     ) -> None:
         self._schedule, self._calls, self._stages, self._publisher = schedule, calls, stages, publisher
         self._meters, self._bad_data, self._accounts = meters, bad_data, accounts
         self._observers, self._recorder = observers, recorder
         self._gauges, self._logger = gauges, logger
         self._steps_per_epoch, self._rollout_data_dir = steps_per_epoch, rollout_data_dir
+        self._pictures = pictures
         self._last_finish = time.perf_counter()
         self._logged = 0
         """The newest step with logged metrics."""
@@ -154,6 +157,8 @@ class StepReport:
                 self._rollout_data_dir,
                 lost="without further generations in that folder",
             )
+        if self._pictures is not None:
+            observers.value("the pictures of steps", self._pictures.keep, batch, lost="without further ones")
         tq.kv_clear(keys=batch.payload.keys, partition_id=batch.payload.partition_id)
 
         self._show(batch, facts, metrics, step_s, critical)
