@@ -198,3 +198,30 @@ def test_episodes_that_were_not_needed_are_redundant(meters: Any, module: Any) -
 def test_the_bound_follows_from_the_precision(module: Any, engine: str, trainer: str, bound: float) -> None:
     meters = meters_of(module, precision=(engine, trainer))
     assert meters._drift_bound == bound
+
+
+@pytest.mark.parametrize(
+    ("name", "bypass", "mini"), [("vllm", True, 4), ("diffusers", False, 4), ("diffusers", True, 2)]
+)
+def test_rounding_is_looked_for_only_where_every_ratio_should_be_1(
+    module: Any, name: str, bypass: bool, mini: int
+) -> None:
+    assert images_of(module, name, bypass, mini)._precision is None
+    assert images_of(module, "diffusers", True, 4)._precision.clip == 1e-3
+
+
+def images_of(module: Any, name: str, bypass: bool, mini: int) -> Any:
+    config = OmegaConf.create(
+        {
+            "algorithm": {"rollout_correction": {"bypass_mode": bypass}},
+            "data": {"train_batch_size": 4},
+            "actor_rollout_ref": {
+                "actor": {
+                    **{"clip_ratio": 0.2, "clip_ratio_low": 1e-3, "clip_ratio_high": 2e-3},
+                    **{"ppo_mini_batch_size": mini, "fsdp_config": {"mixed_precision": None}},
+                },
+                "rollout": {"n": 2, "name": name, "calculate_log_probs": True, "dtype": "bfloat16"},
+            },
+        }
+    )
+    return module.SampleMeters(config, 1)

@@ -16,7 +16,9 @@ from ...core.token_ages import masked, oldest_trained
 from ...observe import selection_bias
 from ...observe.drift import DriftMeter, bound_of
 from ...observe.off_policy import Columns, OffPolicyMeter
+from ...observe.precision import PrecisionCheck
 from ..agent_loop.redundancy import Redundant
+from ..diffusers_rules import draws_images
 
 SELECTION: Mapping[Fate, selection_bias.Fate] = {
     "trained": "trained",
@@ -45,6 +47,11 @@ class SampleMeters:
         self._drift_bound = bound_of(
             rollout.get("dtype"), OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype")
         )
+        self._precision: PrecisionCheck | None = None
+        if bypassed and draws_images(config) and actor.ppo_mini_batch_size == config.data.train_batch_size:
+            of_trainer = OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype")
+            clip = float(min(self._clip_low, self._clip_high))
+            self._precision = PrecisionCheck(str(rollout.get("dtype")), str(of_trainer), clip)
         self._drifts = False
         """Whether the last step drifted."""
         self._selection = selection_bias.SelectionMeter()
@@ -111,7 +118,8 @@ class SampleMeters:
             )
             meter.add(*_trained(some, columns))
             drift.add(some, columns)
-        return {**meter.metrics(), **drift.metrics()}, self._once(drift.warning())
+        clipped = None if self._precision is None else self._precision.warning(batch)
+        return {**meter.metrics(), **drift.metrics()}, clipped or self._once(drift.warning())
 
     def _once(self, warning: str | None) -> str | None:
         """Return the warning after a step without one."""
