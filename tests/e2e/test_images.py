@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.observe.report_data import data_of
+from recipe.async_pipeline.observe.report_page import run_page
+from recipe.async_pipeline.observe.run_reader import read_run
 from tests.e2e import image_reference
 from tests.e2e.conftest import make_task
 from tests.e2e.job import Job, check_events, run_job, smoke_command
@@ -53,9 +57,21 @@ def check_images(job: Job, strategy: str, steps: int) -> dict[str, Any]:
     return summary
 
 
+def check_pictures(job: Job, steps: int) -> None:
+    """Each step has its four pictures, and the report shows them with the version that drew them."""
+    files = read_run(job.run_dir)
+    assert [one.step for one in files.pictures] == [step for step in range(1, steps + 1) for _ in range(4)]
+    assert all(one.first_version == one.last_version == one.step - 1 for one in files.pictures)
+    assert {one.reward for one in files.pictures} <= {0.0, 0.5, 1.0}
+    assert {one.png[:8] for one in files.pictures} == {b"\x89PNG\r\n\x1a\n"}
+    page = run_page(data_of(files))
+    assert page.count("<img ") == 4 * steps and f"version {steps - 1}" in page
+
+
 def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Path, tmp_path: Path) -> None:
     """So every ratio is exactly 1, although their bound is 1e-3."""
-    job = train(image_task, tmp_path / "run", "on_policy", 5, "trainer.test_freq=5")
+    recomputed = ("trainer.v1.async_pipeline.training.old_logp=trainer",)
+    job = train(image_task, tmp_path / "run", "on_policy", 5, "trainer.test_freq=5", *recomputed)
     summary = check_images(job, "on_policy", 5)
     assert summary["rollout_corr_kl_max"] == 0.0
     rows = [row["data"] for row in job.metrics() if "actor/ppo_kl" in row["data"]]
@@ -66,6 +82,7 @@ def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Pat
         assert row["actor/grad_norm"] > 0
     validated = [row["data"] for row in job.metrics() if any(k.startswith("val-core") for k in row["data"])]
     assert validated, "samples without noise are scored"
+    check_pictures(job, 5)
 
 
 @pytest.mark.nightly
@@ -90,12 +107,15 @@ def test_on_policy_is_the_synchronous_loop(image_task: Path, tmp_path: Path) -> 
     job = train(image_task, tmp_path / "run", "on_policy", steps, *in_order)
     check_images(job, "on_policy", steps)
 
-    reference = image_reference.train(
-        image_task / "model", image_reference.batches(image_task, GROUPS, steps)
-    )
+    check_reference(image_task, steps, job, saved_weights(checkpoints, steps))
+
+
+def check_reference(task: Path, steps: int, job: Job, trained: Mapping[str, Any]) -> None:
+    """The job has drawn the images of the synchronous loop in each step, and trained its weights."""
+    reference = image_reference.train(task / "model", image_reference.batches(task, GROUPS, steps))
     rows = [row["data"] for row in job.metrics() if "actor/grad_norm" in row["data"]]
     assert [row["critic/score/mean"] for row in rows] == reference.rewards
-    trained, wanted = saved_weights(checkpoints, steps), reference.model.state_dict()
+    wanted = reference.model.state_dict()
     assert trained.keys() == wanted.keys()
     for name, weight in trained.items():
         assert float((weight - wanted[name]).abs().max()) <= ROUNDING, name
