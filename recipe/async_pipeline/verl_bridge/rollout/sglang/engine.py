@@ -40,15 +40,18 @@ class Served(NamedTuple):
         return Loaded([LoadReport(**of_rank) for of_rank in reports], progress_by_name(progress))
 
 
-def serve_versions(manager: Any, dispatcher_class: Callable[..., Any]) -> Served:
+def serve_versions(
+    manager: Any, dispatcher_class: Callable[..., Any], defaults: Mapping[str, Any] | None = None
+) -> Served:
     """Replace `generate_request` and `_send_one_request` of a manager, and connect it with the scheduler.
 
-    `dispatcher_class` is SGLang's `TypeBasedDispatcher`.
+    `dispatcher_class` is SGLang's `TypeBasedDispatcher`; `defaults` are sampling parameters of requests that
+    do not set them.
     """
     calls = SchedulerCalls(manager.send_to_scheduler.send_pyobj)
     manager._result_dispatcher += dispatcher_class([(Reply, calls.take)])
     manager.auto_create_handle_loop()
-    versioned = VersionedEngine[Any, dict[str, Any]](SGLangEngine(manager, calls))
+    versioned = VersionedEngine[Any, dict[str, Any]](SGLangEngine(manager, calls, defaults or {}))
 
     async def generate_request(request: Any, http: Any = None) -> AsyncGenerator[dict[str, Any], None]:
         last = None
@@ -69,8 +72,8 @@ def serve_versions(manager: Any, dispatcher_class: Callable[..., Any]) -> Served
 class SGLangEngine:
     """See `weight_sync.versioned_engine.Engine`. A request is a `GenerateReqInput` with token ids."""
 
-    def __init__(self, manager: TokenizerManager, calls: SchedulerCalls) -> None:
-        self._manager, self._calls = manager, calls
+    def __init__(self, manager: TokenizerManager, calls: SchedulerCalls, defaults: Mapping[str, Any]) -> None:
+        self._manager, self._calls, self._defaults = manager, calls, defaults
         self._generate, self._send = manager.generate_request, manager._send_one_request
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -97,7 +100,7 @@ class SGLangEngine:
             return
         # A new id for each attempt, because one that was stopped may not be forgotten yet. SGLang aborts all
         # requests whose ids begin with an id, so no id is the beginning of another.
-        asked, own = _asked(request, how), f"{request.rid}-{uuid4().hex}"
+        asked, own = _asked(request, how, self._defaults), f"{request.rid}-{uuid4().hex}"
         asked.rid = own
         self._attempts[own], self._sent[own] = request.rid, how.sent
         ended = False
@@ -189,11 +192,11 @@ def _reason(output: dict[str, Any]) -> str | None:
     return str(reason["type"]) if isinstance(reason, dict) else reason
 
 
-def _asked(request: Any, how: Attempt) -> Any:
+def _asked(request: Any, how: Attempt, defaults: Mapping[str, Any]) -> Any:
     """Return a copy of the request for the rest of a response."""
     asked, said = copy.copy(request), len(how.said)
     asked.extra_key = how.salt
-    params = dict(request.sampling_params)
+    params = {**defaults, **request.sampling_params}
     # verl's names, which are vLLM's.
     for theirs, name in (("min_tokens", "min_new_tokens"), ("seed", "sampling_seed")):
         if theirs in params:

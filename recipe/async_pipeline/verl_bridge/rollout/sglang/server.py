@@ -64,7 +64,9 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         if self.lora_as_adapter:
             await self.tokenizer_manager.lora_registry.register(lora.served_reference())
         self._children = multiprocessing.active_children()
-        self._served = serve_versions(self.tokenizer_manager, TypeBasedDispatcher)
+        # verl's server of vLLM passes this option, the one of SGLang does not.
+        defaults = {"ignore_eos": bool(self.config.get("ignore_eos", False))}
+        self._served = serve_versions(self.tokenizer_manager, TypeBasedDispatcher, defaults)
         self._versioned = self._served.versioned
         self.serve_control_calls()
 
