@@ -335,6 +335,27 @@ def test_an_error_has_one_line(
     assert not Path("outputs").exists()
 
 
+def test_a_knob_may_refer_to_the_environment_and_to_other_keys(
+    launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON_OF_THE_AGENT", sys.executable)
+    changes = {
+        f"{OWN}.agentic.agent": "${oc.env:PYTHON_OF_THE_AGENT} agent.py",
+        f"{OWN}.agentic.max_turns": "${actor_rollout_ref.rollout.n}",
+    }
+    found = launch.checked(smoke(changes))
+    agentic = found.translation.config.agentic
+    assert agentic.agent == f"{sys.executable} agent.py"
+    assert agentic.max_turns == smoke({}).actor_rollout_ref.rollout.n
+
+
+def test_a_knob_without_a_value_is_refused(
+    launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(launch, smoke({f"{OWN}.agentic.agent": "${oc.env:NO_SUCH_VARIABLE}"}), capsys)
+    assert f"{OWN}.agentic.agent cannot be resolved" in line
+
+
 READ = [
     *(path for path, _ in MISTAKES),
     *(f"{OWN}.{name}" for name in knob_paths()),

@@ -66,8 +66,8 @@ class Checked(NamedTuple):
 class Review:
     """A config under check, and what the checks have found. Each check may use results of earlier ones."""
 
-    raw: Mapping[str, Any]
-    """The user's config, without interpolations resolved."""
+    raw: dict[str, Any]
+    """The user's config. `_resolve` resolves the interpolations of this package's knobs, no others."""
     config: DictConfig
     """A copy in which verl's own keys get the values that follow from our keys."""
     translation: Translation = field(init=False)
@@ -237,10 +237,21 @@ def _placed_roles(config: DictConfig, *, bypass: bool) -> list[str]:
     return [role for role in PLACED if role not in absent]
 
 
-def _require_resolvable(config: DictConfig) -> None:
-    """Raises ConfigError if an interpolation such as ${oc.env:NAME} has no value."""
+def _resolve(review: Review) -> None:
+    """Resolve the knobs. Raises ConfigError if any interpolation of the config has no value."""
+    _resolved(review.config)
+    own = OmegaConf.select(review.config, OWN)
+    if isinstance(own, DictConfig):
+        review.raw["trainer"]["v1"]["async_pipeline"] = _resolved(own)
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """Return a section as plain values.
+
+    Raises ConfigError if an interpolation such as ${oc.env:NAME} has no value.
+    """
     try:
-        OmegaConf.to_container(config, resolve=True)
+        return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     except OmegaConfBaseException as error:
         text = str(error).splitlines()[0]
         raise ConfigError(
@@ -352,7 +363,7 @@ def set_pool_sizes(config: DictConfig, placement: Placement) -> None:
 CHECKS: tuple[Callable[[Review], None], ...] = (
     _require_plugin,
     _require_patches,
-    lambda review: _require_resolvable(review.config),
+    _resolve,
     lambda review: check_sections(review.config),
     _translate,
     lambda review: _require_importable(review.knobs),
