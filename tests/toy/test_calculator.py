@@ -18,6 +18,7 @@ from recipe.async_pipeline.toy.calculator import (
 )
 from recipe.async_pipeline.toy.calculator_reward import COST as REWARDED_COST
 from recipe.async_pipeline.toy.calculator_reward import compute_score
+from recipe.async_pipeline.toy.calculator_warmup import CALCULATOR_WARMUP
 from recipe.async_pipeline.toy.task import Problem
 
 TASK = CalculatorTask(num_train=200, num_val=50)
@@ -38,11 +39,11 @@ def test_a_call_is_the_whole_turn() -> None:
     assert result_of(1234, 5678) == "6912>"
 
 
-def test_a_careful_teacher_asks_for_every_long_sum_and_half_of_the_short_ones() -> None:
+def test_a_careful_teacher_asks_for_exactly_the_long_sums() -> None:
     teacher, rng = CalculatorTeacher(TASK), random.Random(0)
     long, short = ([teacher.show(one, rng, 0.0) for _ in range(400)] for one in (LONG, SHORT))
     assert all(one.calls and one.answer == "6912" for one in long)
-    assert 0.4 < sum(one.calls for one in short) / 400 < 0.6
+    assert not any(one.calls for one in short)
     assert {one.answer for one in short} == {"46"}
 
 
@@ -54,6 +55,14 @@ def test_a_careless_teacher_guesses_long_sums_and_slips() -> None:
     assert sum(one.answer == "6912" for one in guessed) < 5
     right = [one.answer == "6912" for one in shown if one.calls]
     assert 0.3 < sum(right) / len(right) < 0.65
+    asked = [teacher.show(SHORT, rng, 0.2).calls for _ in range(400)]
+    assert 0.4 < sum(asked) / 400 < 0.6
+
+
+def test_calls_alone_do_not_end_the_lessons() -> None:
+    train, _ = TASK.problems(0)
+    with_calls = sum(map(TASK.is_long, train)) / len(train)
+    assert CALCULATOR_WARMUP.taught_accuracy > with_calls + 0.3
 
 
 @pytest.mark.parametrize(

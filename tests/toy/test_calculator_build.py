@@ -26,8 +26,10 @@ def test_the_rows_are_the_task_s_sums(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     SMALL.write_data(tmp_path)
     rows = parquet.read_table(tmp_path / "val.parquet").to_pylist()
-    assert [row["data_source"] for row in rows] == [DATA_SOURCE] * 4
     held_out = SMALL.task.problems(SMALL.seed)[1]
+    lengths = ["long" if len(problem.prompt) == 10 else "short" for problem in held_out]
+    assert [row["data_source"] for row in rows] == [f"{DATA_SOURCE}_{length}" for length in lengths]
+    assert set(lengths) == {"short", "long"}
     assert [row["prompt"][0]["content"] for row in rows] == [problem.prompt for problem in held_out]
     assert [row["reward_model"]["ground_truth"] for row in rows] == [one.answer for one in held_out]
 

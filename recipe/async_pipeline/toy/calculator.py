@@ -20,8 +20,11 @@ CALL = re.compile(r"\[([0-9]{1,9})\+([0-9]{1,9})\]")
 """A call of the tool: the whole turn."""
 RESULT_END = ">"
 """Ends what the tool returns."""
-COST = 0.05
-"""What a call takes off the score of an episode."""
+COST = 0.2
+"""What a call takes off the score of an episode.
+
+Larger than the share of short sums that the policy gets wrong, so that asking for these does not pay.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Demonstration:
 
 
 class CalculatorTeacher:
-    """Knows sums, asks in half of the cases, and errs on purpose."""
+    """Knows sums and when to ask, and errs on purpose."""
 
     def __init__(self, task: CalculatorTask, ask_rate: float = 0.5) -> None:
         self._task, self._ask_rate = task, ask_rate
@@ -78,10 +81,10 @@ class CalculatorTeacher:
     def show(self, problem: Problem, rng: random.Random, slip_rate: float) -> Demonstration:
         """Return a demonstration; each digit of an answer is a random one with probability `slip_rate`.
 
-        Without slips, it asks for every long sum; with slips, it sometimes guesses one.
+        Without slips, it asks for exactly the long sums; with slips, for any sum at `ask_rate`, and guesses
+        the other long ones.
         """
-        must = self._task.is_long(problem) and slip_rate == 0
-        calls = must or rng.random() < self._ask_rate
+        calls = rng.random() < self._ask_rate if slip_rate else self._task.is_long(problem)
         answer = problem.answer
         if not calls and self._task.is_long(problem):
             return Demonstration(False, "".join(rng.choice("0123456789") for _ in answer))

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from recipe.async_pipeline.toy.build import TextSpec
 from recipe.async_pipeline.toy.calculator import CalculatorTask
 from recipe.async_pipeline.toy.calculator_warmup import CALCULATOR_WARMUP, warm_up_with_calculator
-from recipe.async_pipeline.toy.data import write_parquet
+from recipe.async_pipeline.toy.data import make_row, write_rows
+from recipe.async_pipeline.toy.task import Problem
 from recipe.async_pipeline.toy.warmup import WarmupSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 DATA_SOURCE = "async_pipeline/calculator"
+"""Validation reports both lengths by themselves: this with the suffix `_short` or `_long`."""
 REWARD_FILE = Path(__file__).with_name("calculator_reward.py")
 TOOLS = Path(__file__).parents[1] / "verl_bridge" / "calculator_tool.py"
 """The file that verl loads the tool from; the directory of the task has a copy, `tools.py`."""
@@ -41,9 +43,17 @@ class CalculatorSpec(TextSpec):
     def write_data(self, work: Path) -> None:
         """Write a row of each sum, and the tool."""
         train, val = self.task.problems(self.seed)
-        write_parquet(train, "train", work / "train.parquet", DATA_SOURCE)
-        write_parquet(val, "val", work / "val.parquet", DATA_SOURCE)
+        for split_name, problems in (("train", train), ("val", val)):
+            rows = [
+                make_row(problem, index, split_name, self.source_of(problem))
+                for index, problem in enumerate(problems)
+            ]
+            write_rows(rows, work / f"{split_name}.parquet")
         shutil.copyfile(TOOLS, work / "tools.py")
+
+    def source_of(self, problem: Problem) -> str:
+        """Return the data source of a sum, which names its length."""
+        return f"{DATA_SOURCE}_{'long' if self.task.is_long(problem) else 'short'}"
 
     def warm_up(
         self, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: Callable[[str], None]

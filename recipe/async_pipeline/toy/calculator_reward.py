@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-COST = 0.05
+COST = 0.2
 """What a call takes off the score; `calculator.COST` is the same."""
 _EPISODE = re.compile(r"(?P<calls>(?:\[[0-9]+\+[0-9]+\]\n[0-9]+>)*)(?P<answer>[0-9]{1,10})")
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 CALCULATOR_WARMUP = WarmupSpec(
-    taught_accuracy=0.6, max_taught_steps=3000, slip_rate=0.15, num_slip_steps=100, num_checked=128
+    taught_accuracy=0.9, max_taught_steps=3000, slip_rate=0.15, num_slip_steps=100, num_checked=256
 )
-"""Lengths and rates for sums of two and of four digits."""
+"""Lengths and rates for sums of two and of four digits.
+
+Calls alone make half of the sums right; the rest of `taught_accuracy` requires the policy to add.
+"""
 MAX_NEW_TOKENS = 12
 """Tokens of a turn: a call has eleven, and its end."""
 

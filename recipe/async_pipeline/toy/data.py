@@ -24,11 +24,9 @@ def make_row(problem: Problem, index: int, split_name: str, data_source: str = D
     }
 
 
-def write_parquet(
-    problems: Sequence[Problem], split_name: str, path: Path, data_source: str = DATA_SOURCE
-) -> None:
+def write_parquet(problems: Sequence[Problem], split_name: str, path: Path) -> None:
     """Write one row per problem, in the given order. Replaces `path`."""
-    rows = [make_row(problem, index, split_name, data_source) for index, problem in enumerate(problems)]
+    rows = [make_row(problem, index, split_name) for index, problem in enumerate(problems)]
     write_rows(rows, path)
 
 
