@@ -376,7 +376,7 @@ class Check:
         return apart
 
     def resume(self) -> dict[str, Any]:
-        """Save, train, load, train again: both must give the same weights, bit by bit."""
+        """Save, train, load as a new process does, train again: both give the same weights, bit by bit."""
         from recipe.async_pipeline.checkpoint.safe_load import weights_only
 
         checkpoint = str(self.folder / f"{self.name}.checkpoint")
@@ -386,6 +386,9 @@ class Check:
         self.train()
         first = self.export()
         shared = self.unrepaired_steps(checkpoint)
+        for optimizer in self.engine._adams():
+            optimizer.state.clear()
+        refused = self.unrepaired_load_fails(checkpoint)
         with weights_only(Path(checkpoint)):
             self.engine.load_checkpoint(checkpoint, del_local_after_load=False)
         loaded = self.export()
@@ -393,19 +396,31 @@ class Check:
         second = self.export()
         return {
             "shared_steps": shared,
+            "refused": refused,
             "restored": all(torch.equal(saved[name], loaded[name]) for name in saved),
             "repeated": all(torch.equal(first[name], second[name]) for name in first),
             "trained": any(not torch.equal(saved[name], first[name]) for name in first),
         }
 
-    def unrepaired_steps(self, checkpoint: str) -> bool:
-        """Load as verl does; return whether all parameters then have one and the same optimizer step."""
+    def unrepaired_load(self, checkpoint: str) -> None:
         from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
         from recipe.async_pipeline.verl_bridge.workers.megatron.cuda_shim import cuda_means_cpu
 
         with torch.no_grad(), cuda_means_cpu():
             MegatronEngineWithLMHead.load_checkpoint(self.engine, checkpoint, del_local_after_load=False)
+
+    def unrepaired_load_fails(self, checkpoint: str) -> bool:
+        """Load as verl does; return whether megatron-core cannot, as the optimizer has no steps."""
+        try:
+            self.unrepaired_load(checkpoint)
+        except AssertionError:
+            return True
+        return False
+
+    def unrepaired_steps(self, checkpoint: str) -> bool:
+        """Load as verl does; return whether all parameters then have one and the same optimizer step."""
+        self.unrepaired_load(checkpoint)
         steps = [state["step"] for state in self.engine._adam_states()]
         return len(steps) > 1 and len({id(step) for step in steps}) < len(steps)
 

@@ -101,11 +101,13 @@ class _CpuEngine:
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Load as verl does, and give each parameter its own optimizer step.
 
-        Without Transformer Engine and apex, megatron-core 0.16.1 gives all parameters one step tensor, so
-        that each optimizer step would count once for each parameter.
+        Without Transformer Engine and apex, megatron-core 0.16.1 cannot load into an optimizer that has not
+        stepped yet. It gives all parameters one step tensor, so that each optimizer step would count once
+        for each parameter.
 
         Raises CheckpointError if the steps are missing or of another model.
         """
+        self._begin_adam_states()
         # In float32 the optimizer's weights are views of the model's, which autograd would refuse to change.
         with torch.no_grad():
             super().load_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
@@ -118,12 +120,28 @@ class _CpuEngine:
         for state, step in zip(states, steps, strict=True):
             state["step"] = torch.tensor(step)
 
+    def _begin_adam_states(self) -> None:
+        """Give each parameter that has not been stepped the optimizer's state before the first step."""
+        for optimizer in self._adams():
+            for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if not optimizer.state[parameter]:
+                    optimizer.state[parameter].update(
+                        step=torch.tensor(0.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+
     def _adam_states(self) -> Iterator[dict[str, Any]]:
         """Return the optimizer's state of each parameter of this rank that has been stepped."""
-        for optimizer in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:
-            for state in optimizer.optimizer.state.values():
+        for optimizer in self._adams():
+            for state in optimizer.state.values():
                 if "step" in state:
                     yield state
+
+    def _adams(self) -> Iterator[torch.optim.Optimizer]:
+        """Return torch's optimizers, which megatron-core's wrap."""
+        for optimizer in getattr(self.optimizer, "chained_optimizers", None) or [self.optimizer]:
+            yield optimizer.optimizer
 
 
 class CpuMegatronEngine(_CpuEngine, MegatronEngineWithLMHead):
