@@ -51,6 +51,10 @@ class StalenessViolation(AsyncPipelineError, RuntimeError):
     """A trajectory older than max_lag reached the optimizer step."""
 
 
+class RoutingError(AsyncPipelineError, RuntimeError):
+    """A router would choose experts by itself although recorded routing is to be replayed."""
+
+
 class ConservationError(AsyncPipelineError, RuntimeError):
     """A prompt was lost, or trained more than once."""
 

@@ -102,6 +102,31 @@ def test_parallel_ranks_publish_what_they_train(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("own_pool", [False, True], ids=["shared", "own_pool"])
+def test_recorded_routing_is_replayed(own_pool: bool, moe_task: Path, tmp_path: Path) -> None:
+    """Each update has a second mini-batch, before which the routers have changed.
+
+    The workers refuse an update without recorded routing.
+    """
+    steps = 4
+    devices = pools("train", "logp", "generate") if own_pool else LAYOUTS["moe-ep2"].overrides
+    job = train(
+        moe_task,
+        tmp_path / "run",
+        "one_step_off",
+        steps,
+        MEGATRON,
+        f"{SIZES}.router_replay.mode=R2",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+        *devices,
+    )
+    check_trained(job, "one_step_off", steps)
+    assert "routing replay layers: " in job.output
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("strategy", LAGS)
 @pytest.mark.parametrize("task", ["tied_task", "moe_task"])
 def test_the_reward_grows_with_every_strategy(

@@ -103,8 +103,7 @@ def test_what_the_cpu_cannot_run_is_refused_there_only(
     [
         ({f"{MEGATRON}.use_mbridge": False}, "use_mbridge must be True"),
         ({f"{MEGATRON}.qat.enable": True}, "qat.enable must be False"),
-        ({f"{MEGATRON}.router_replay.mode": "R2"}, "router_replay.mode must be disabled, got R2"),
-        ({f"{MEGATRON}.router_replay.mode": "R3"}, "router_replay.mode must be disabled, got R3"),
+        ({f"{MEGATRON}.router_replay.mode": "R2"}, "must be disabled for a model without experts, got R2"),
         ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank must be 0 with .*strategy=megatron, got 8"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 0}, "must be >= 1, got 0"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 4}, r"model's 2 query groups \(num_key_value_heads"),
@@ -140,6 +139,48 @@ def test_experts_divide_over_their_ranks(
     rules.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 3}), critic=False)
     with pytest.raises(ConfigError, match="model's 6 experts"):
         rules.check_megatron(megatron({f"{MEGATRON}.expert_model_parallel_size": 4}), critic=False)
+
+
+REPLAY = "router_replay.mode"
+R2 = {f"{MEGATRON}.{REPLAY}": "R2", "actor_rollout_ref.model.use_remove_padding": True}
+
+
+@pytest.fixture
+def experts(tmp_path: Path, megatron: Smoke) -> Smoke:
+    """Like `megatron`, with a mixture of experts."""
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | {"num_experts": 4}), encoding="utf-8")
+    return megatron
+
+
+def test_the_trainers_routing_may_be_replayed(rules: ModuleType, experts: Smoke) -> None:
+    rules.check_megatron(experts(R2), critic=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({f"{MEGATRON}.{REPLAY}": "R3"}, f"{MEGATRON}.{REPLAY} must be disabled or R2, got R3; the engines'"),
+        (
+            {f"{ACTOR}.use_kl_loss": True, f"{REF}.megatron.{REPLAY}": "R2"},
+            f"{REF}.megatron.{REPLAY} must be disabled, got R2; only the actor's",
+        ),
+        ({f"critic.megatron.{REPLAY}": "R2"}, f"critic.megatron.{REPLAY} must be disabled, got R2"),
+        (
+            {"algorithm.rollout_correction.bypass_mode": True},
+            "bypass_mode must be False with .*mode=R2, got True; the routing is recorded while old log-probs",
+        ),
+        (
+            {"actor_rollout_ref.model.use_remove_padding": False},
+            "use_remove_padding must be True with .*mode=R2, got False; the routing is recorded for packed",
+        ),
+        ({f"{MEGATRON}.pad_to_length": True}, "pad_to_length must be False with .*mode=R2, got True"),
+    ],
+)
+def test_routing_is_replayed_for_every_token_or_refused(
+    rules: ModuleType, experts: Smoke, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        rules.check_megatron(experts(R2 | changes), critic=True)
 
 
 def test_the_user_may_distribute_the_layers(rules: ModuleType, megatron: Smoke) -> None:

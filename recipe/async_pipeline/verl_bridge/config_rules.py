@@ -334,7 +334,7 @@ RULES = (
         f"{ROLLOUT}.enable_rollout_routing_replay",
         lambda v: not v,
         "must be False",
-        "the routing of responses across weight updates is not recorded yet",
+        "the routing of a response is not recorded for each of its tokens and versions yet",
     ),
     (
         f"{ROLLOUT}.moe_load_balance_metrics_interval",

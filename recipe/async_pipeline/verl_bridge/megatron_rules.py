@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 
+from ..config.aliases import BYPASS
 from ..errors import ConfigError
 from .adapter_config import adapter_rank
 from .model_rules import MODEL, described_model
@@ -102,12 +103,7 @@ def _check_section(config: DictConfig, section: str, model: str) -> None:
         raise ConfigError(
             f"{megatron}.qat.enable must be False, got True; quantization-aware training is not supported yet"
         )
-    replay = f"{megatron}.router_replay.mode"
-    if (mode := OmegaConf.select(config, replay)) not in (None, "disabled"):
-        raise ConfigError(
-            f"{replay} must be disabled, got {mode}; the routing of responses across weight updates is not "
-            "recorded yet: leave it out"
-        )
+    _check_replay(config, section)
     if rank := adapter_rank(config):
         raise ConfigError(
             f"{MODEL}.lora.rank must be 0 with {section}.strategy=megatron, got {rank}; adapters of Megatron "
@@ -134,11 +130,50 @@ def _check_section(config: DictConfig, section: str, model: str) -> None:
         )
 
 
+def _check_replay(config: DictConfig, section: str) -> None:
+    """Raises ConfigError if recorded routing could not be replayed for every token.
+
+    R2 records the routing while old log-probs are computed and replays it in the update.
+    """
+    megatron, described = f"{section}.megatron", described_model(config)
+    replay = f"{megatron}.router_replay.mode"
+    mode = OmegaConf.select(config, replay)
+    if mode in (None, "disabled"):
+        return
+    if section != ACTOR:
+        raise ConfigError(
+            f"{replay} must be disabled, got {mode}; only the actor's routing is replayed: leave it out"
+        )
+    if mode != "R2":
+        raise ConfigError(
+            f"{replay} must be disabled or R2, got {mode}; the engines' routing is not recorded for each "
+            "token and version: set R2, which replays the trainer's, or leave it out"
+        )
+    if described and not has_experts(described):
+        raise ConfigError(f"{replay} must be disabled for a model without experts, got {mode}; leave it out")
+    for path, required, reason in (
+        (BYPASS, False, "the routing is recorded while old log-probs are computed"),
+        (f"{MODEL}.use_remove_padding", True, "the routing is recorded for packed rows"),
+        (f"{megatron}.pad_to_length", False, "the routing of padding is not recorded"),
+    ):
+        value = bool(OmegaConf.select(config, path))
+        if value is not required:
+            raise ConfigError(
+                f"{path} must be {required} with {replay}={mode}, got {value}; {reason}: set it"
+            )
+
+
+def has_experts(described: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a mixture of experts."""
+    text = described.get("text_config") or described
+    return any(text.get(key) for key in EXPERTS)
+
+
 def _experts_have_bias(config: DictConfig, megatron: str) -> bool:
     described = described_model(config)
     text = described.get("text_config") or described
     added = OmegaConf.select(config, f"{megatron}.override_transformer_config.add_bias_linear")
-    return any(text.get(key) for key in EXPERTS) and bool(added or text.get("model_type") == "gpt_oss")
+    return has_experts(described) and bool(added or text.get("model_type") == "gpt_oss")
 
 
 def _check_sizes(described: Mapping[str, Any], megatron: str, config: DictConfig) -> None:

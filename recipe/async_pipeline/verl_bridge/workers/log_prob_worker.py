@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 
 from ..adapter_config import without_adapters
 from .training_worker import PipelineWorker
@@ -29,7 +30,12 @@ class LogProbWorker(PipelineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_log_prob(self, data: TensorDict) -> Any:
-        """Compute per-token log-probs and entropies of prompt and response, jagged, as verl's actor does."""
+        """Compute per-token log-probs and entropies of prompt and response, jagged, as verl's actor does.
+
+        With `router_replay` the result also has the routing of each token, which the update replays.
+        """
+        if self.enable_routing_replay:
+            tu.assign_non_tensor_data(data, "enable_routing_replay", True)
         output = self.ref.infer_batch(data=data)
         return None if output is None else output.cpu()
 

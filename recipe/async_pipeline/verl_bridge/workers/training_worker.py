@@ -35,6 +35,7 @@ from ..sample_store import count_cores_once
 from .expert_load import ExpertLoad
 from .fsdp_shards import TrainingRanks
 from .loss_registry import ppo_loss_with_scores
+from .megatron.replay import replays, require_routes
 from .megatron.rotary import set_rotary_base
 from .shards import Held, assembled, held_by, offload_again
 
@@ -88,7 +89,12 @@ class EngineWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """Train as verl does, and add the load of the experts to the metrics."""
+        """Train as verl does, and add the load of the experts to the metrics.
+
+        Raises RoutingError if routing is to be replayed, but not all of it was recorded.
+        """
+        if replays(self.engine_config):
+            require_routes(self.engine, data)
         if self._expert_load is None:
             module = self.engine.module
             self._expert_load = ExpertLoad(module if isinstance(module, list) else [module])

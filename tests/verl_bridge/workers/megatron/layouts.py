@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run verl's Megatron engine in several layouts and compare it with transformers.
 
-Arguments: FOLDER LAYOUT... The stack is imported once; the ranks of each layout are forked. Each rank writes
-what it measured to FOLDER/LAYOUT.RANK.json, or its traceback to FOLDER/LAYOUT.RANK.error. What holds for the
-installed Megatron in any layout is in FOLDER/upstream.json.
+Arguments: FOLDER LAYOUT... (`LAYOUTS`, and the ones of `replays`). The stack is imported once; the ranks of
+each layout are forked. Each rank writes what it measured to FOLDER/LAYOUT.RANK.json, or its traceback to
+FOLDER/LAYOUT.RANK.error. What holds for the installed Megatron in any layout is in FOLDER/upstream.json.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ LAYOUTS = {
 def main(folder: Path, names: list[str]) -> int:
     """Return the number of ranks that failed."""
     started = time.monotonic()
-    from tests.verl_bridge.workers.megatron import tiny_models
+    from tests.verl_bridge.workers.megatron import replays, tiny_models
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     upstream = import_stack()
-    for family in {LAYOUTS[name].family for name in names} | {"qwen3"}:
+    known = LAYOUTS | replays.LAYOUTS
+    for family in {known[name].family for name in names} | {"qwen3"}:
         tiny_models.make(family, folder)
     upstream["rotary_base"] = rotary_base(folder / "qwen3")
     (folder / "upstream.json").write_text(json.dumps(upstream), encoding="utf-8")
@@ -100,7 +101,8 @@ def main(folder: Path, names: list[str]) -> int:
     failed = 0
     for name in names:
         begun = time.monotonic()
-        failed += run_ranks(folder, name, LAYOUTS[name])
+        work = replays.check if name in replays.LAYOUTS else check
+        failed += run_ranks(folder, name, known[name], work)
         sys.stdout.write(f"{name}: {time.monotonic() - begun:.1f} s\n")
         sys.stdout.flush()
     return failed
@@ -484,4 +486,4 @@ def unfused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:] or list(LAYOUTS)))
+    raise SystemExit(main(Path(sys.argv[1]), sys.argv[2:]))

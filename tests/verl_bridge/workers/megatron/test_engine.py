@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests import REPOSITORY
-from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT, LAYOUTS
+from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT, LAYOUTS, LENGTHS
+from tests.verl_bridge.workers.megatron.replays import LAYOUTS as REPLAYS
 
 pytestmark = [
     pytest.mark.real_engine,
@@ -37,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all layouts; return the folder with what they measured."""
     folder = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder)],
+        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder), *LAYOUTS, *REPLAYS],
         cwd=REPOSITORY,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -58,7 +59,7 @@ def ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
     for error in sorted(folder.glob(f"{name}.*.error")):
         pytest.fail(error.read_text(encoding="utf-8"))
-    files = [folder / f"{name}.{rank}.json" for rank in range(LAYOUTS[name].ranks)]
+    files = [folder / f"{name}.{rank}.json" for rank in range((LAYOUTS | REPLAYS)[name].ranks)]
     if not all(file.is_file() for file in files):
         pytest.fail(f"{name} did not end:\n{(folder / 'output.txt').read_text(encoding='utf-8')[-4000:]}")
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -129,3 +130,24 @@ def test_every_hole_is_still_open_upstream_and_filled_here(upstream: dict[str, A
 def test_the_bridge_still_loses_the_rotary_base(upstream: dict[str, Any]) -> None:
     """Once it reads 500000, `workers/megatron/rotary.py` is not needed."""
     assert upstream["rotary_base"] == 10000
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+def test_recorded_routing_is_replayed_after_the_routers_changed(folder: Path, name: str) -> None:
+    """Outputs and gradients are the ones of transformers whose routers choose the recorded experts."""
+    ranks = read(folder, name)
+    for rank in ranks:
+        accepted, *refused, lost = rank["refused"]
+        assert accepted == "" and all("got no recorded routing" in why for why in refused)
+        assert "1 routers of the actor would choose by themselves" in lost
+        assert rank["recorded"] == [True] * len(LENGTHS), (
+            "transformers chooses the same experts before the change"
+        )
+        assert rank["kept"] < 0.9, "the changed routers choose other experts"
+    outputs = [rank for rank in ranks if rank["outputs"]]
+    assert outputs, "some rank has the outputs"
+    for rank in outputs:
+        assert rank["replayed"] < EXACT
+        assert rank["native"] > 1000 * EXACT, "without a replay the outputs differ"
+        ours, theirs = rank["grad_norm"]
+        assert ours == pytest.approx(theirs, rel=1e-5)
