@@ -90,15 +90,16 @@ class Replica:
         "queue",
         "running",
         "steps",
+        "step_s",
         "wake_at",
         "version",
-        "_step_s",
         "_order",
+        "_slots",
     )
 
     def __init__(self, index: int, step_s: Sequence[float]) -> None:
         """`step_s[c]`: seconds of a step with c responses; its length limits how many run."""
-        self.index, self._step_s = index, step_s
+        self.index, self.step_s, self._slots = index, step_s, len(step_s) - 1
         self.steps = self.at = self.frozen_until = 0.0
         self.heap: list[tuple[float, int, Answer]] = []
         """Running responses by the virtual time at which they finish."""
@@ -117,7 +118,7 @@ class Replica:
             return
         since = self.frozen_until if self.frozen_until > self.at else self.at
         if self.running and now > since:
-            self.steps += (now - since) / self._step_s[self.running]
+            self.steps += (now - since) / self.step_s[self.running]
         self.at = now
 
     def freeze(self, now: float, seconds: float) -> None:
@@ -137,20 +138,40 @@ class Replica:
 
     def begin(self, now: float, answer: Answer, read_s: float) -> None:
         """Start a turn, or queue it if all slots are taken."""
-        self.pass_to(now)
-        if self.running >= len(self._step_s) - 1:
+        # As `pass_to` and `_admit`, written out: every turn of a simulation comes here.
+        frozen = self.frozen_until
+        if now > self.at:
+            since = frozen if frozen > self.at else self.at
+            if self.running and now > since:
+                self.steps += (now - since) / self.step_s[self.running]
+            self.at = now
+
+        if self.running >= self._slots:
             self.queue.append((read_s, answer))
-        else:
-            self._admit(now, answer, read_s)
+            return
+        spans = answer.spans
+        if not (spans and spans[-1][0] == self.version and spans[-1][1] < answer.written):
+            self._note_version(answer)
+        if read_s:
+            self.frozen_until = (frozen if frozen > now else now) + read_s
+        self.running += 1
+        heappush(self.heap, (self.steps + answer.cost.turn_tokens[answer.turn], next(self._order), answer))
 
     def finished(self, now: float) -> list[Answer]:
         """Remove and return the responses whose turn is finished; queued ones take their slots."""
-        self.pass_to(now)
-        heap, step_s, by = self.heap, self._step_s, now + TICK_S
-        since = self.frozen_until if self.frozen_until > now else now
-        done: list[Answer] = []
+        # As `pass_to` and `next_at`, written out: this is the innermost loop of a simulation.
+        since = self.frozen_until
+        step_s = self.step_s
+        if now > self.at:
+            start = since if since > self.at else self.at
+            if self.running and now > start:
+                self.steps += (now - start) / step_s[self.running]
+            self.at = now
+        if now > since:
+            since = now
 
-        # As `next_at`, written out: this is the innermost loop of a simulation.
+        heap, by = self.heap, now + TICK_S
+        done: list[Answer] = []
         while heap:
             end, _, answer = heap[0]
             if answer.dead:
@@ -177,7 +198,7 @@ class Replica:
         if not heap:
             return math.inf
         since = self.frozen_until if self.frozen_until > now else now
-        return since + (heap[0][0] - self.steps) * self._step_s[self.running]
+        return since + (heap[0][0] - self.steps) * self.step_s[self.running]
 
     def forget(self, now: float, answer: Answer) -> None:
         """Remove a response that runs or waits here; it is marked as dead already."""
@@ -200,11 +221,12 @@ class Replica:
         return lost
 
     def _admit_queued(self, now: float) -> None:
-        while self.queue and self.running < len(self._step_s) - 1:
+        while self.queue and self.running < self._slots:
             read_s, answer = self.queue.popleft()
-            self._admit(now, answer, read_s)
+            self.begin(now, answer, read_s)
 
-    def _admit(self, now: float, answer: Answer, read_s: float) -> None:
+    def _note_version(self, answer: Answer) -> None:
+        """Record the version that writes the next token of a response, which starts a turn here."""
         if not answer.started:
             answer.started, answer.first = True, self.version
         # What a failed replica wrote of this turn is lost.
@@ -213,7 +235,3 @@ class Replica:
             spans.pop()
         if not spans or spans[-1][0] != self.version:
             spans.append((self.version, written))
-        if read_s:
-            self.frozen_until = max(self.frozen_until, now) + read_s
-        self.running += 1
-        heappush(self.heap, (self.steps + answer.cost.turn_tokens[answer.turn], next(self._order), answer))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from heapq import heappop, heappush, heapreplace
 from itertools import count
 from typing import Any
 
@@ -36,10 +36,12 @@ class ReplicaPool:
         self._least_busy = LeastBusy(self.replicas)
         self._waiting: deque[Answer] = deque()
         """Requests while no replica is up."""
-        self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._checks: list[tuple[float, int, Any]] = []
+        """When a replica may have finished a turn. Apart from `_heap`, which is a hundred times as large."""
+        self._heap: list[tuple[float, int, Answer | Group]] = []
+        """When a response sends its next turn, or a group is done."""
         self._order = count()
         self._touched: dict[Replica, None] = {}
-        self._handed_over = False
 
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop), "engines are modelled in virtual time only"
@@ -134,12 +136,26 @@ class ReplicaPool:
         replica = answer.replica
         if replica is None or not replica.is_up:
             self._request(now, answer)
+            self._plan(now)
             return
+
         if not replica.open:
             replica.open_since = now
         self._least_busy.one_more(replica)
         replica.begin(now, answer, self._observation_s)
-        self._plan_one(now, replica)
+
+        # As `_plan_one`, written out: every turn of every response comes here.
+        turns = replica.heap
+        if turns[0][2].dead:
+            self._plan_one(now, replica)
+            return
+        since = replica.frozen_until
+        if now > since:
+            since = now
+        at = since + (turns[0][0] - replica.steps) * replica.step_s[replica.running]
+        if at < replica.wake_at:
+            replica.wake_at = at
+            heappush(self._checks, (at, next(self._order), replica))
 
     def _close(self, now: float, replica: Replica) -> None:
         """Count a finished request."""
@@ -148,22 +164,44 @@ class ReplicaPool:
         self._least_busy.one_less(replica)
 
     def _check(self, now: float, replica: Replica) -> None:
-        """Process the turns that a replica has finished."""
+        """Process the first entry of `_checks`: the turns that its replica has finished; replace it."""
+        checks, turns = self._checks, replica.heap
         if now < replica.wake_at - TICK_S:
-            return  # an outdated wake-up: the replica has been checked since
+            heappop(checks)  # outdated: the replica has been checked since
+            return
 
-        replica.wake_at = math.inf
+        if turns and not turns[0][2].dead:
+            since = replica.frozen_until
+            if replica.at > since:
+                since = replica.at
+            at = since + (turns[0][0] - replica.steps) * replica.step_s[replica.running]
+            if at > now + TICK_S:
+                # Too early: responses that started since the entry was made slow the first one down.
+                replica.wake_at = at
+                heapreplace(checks, (at, next(self._order), replica))
+                return
+
         for answer in replica.finished(now):
             self._close(now, replica)
             cost, turn = answer.cost, answer.turn
             answer.written += cost.turn_tokens[turn]
             answer.turn = turn + 1
             if turn < len(cost.tool_s):
-                heappush(self._heap, (now + cost.tool_s[turn], next(self._order), self._continue, answer))
+                heappush(self._heap, (now + cost.tool_s[turn], next(self._order), answer))
             else:
                 answer.last = replica.version
                 self._score(now, answer)
-        self._plan_one(now, replica)
+
+        # As `_plan_one`, written out; `finished` has removed dead responses from the front.
+        if not turns:
+            replica.wake_at = math.inf
+            heappop(checks)
+            return
+        since = replica.frozen_until
+        if now > since:
+            since = now
+        replica.wake_at = at = since + (turns[0][0] - replica.steps) * replica.step_s[replica.running]
+        heapreplace(checks, (at, next(self._order), replica))
 
     def _score(self, now: float, answer: Answer) -> None:
         """Score a finished response; finish its group after the last one."""
@@ -173,12 +211,7 @@ class ReplicaPool:
             group.scored_at = scored_at
         group.left -= 1
         if not group.left:
-            self._later(group.scored_at, self._finish, group)
-
-    def _finish(self, now: float, group: Group) -> None:
-        """Wake the caller of a group; the engines continue after it, since it may send more requests."""
-        self._loop.call_at(now, _settle, group.done)
-        self._handed_over = True
+            heappush(self._heap, (group.scored_at, next(self._order), group))
 
     def _give_up(self, group: Group) -> None:
         """Remove a group's responses from their replicas."""
@@ -203,9 +236,6 @@ class ReplicaPool:
 
     # Time.
 
-    def _later(self, at: float, what: Callable[[float, Any], None], subject: Any) -> None:
-        heappush(self._heap, (at, next(self._order), what, subject))
-
     def _plan(self, now: float) -> None:
         """Plan the next check of each replica that changed."""
         for replica in self._touched:
@@ -219,18 +249,33 @@ class ReplicaPool:
         # A new response slows the others down: the planned check is then early, which costs one check.
         if at < replica.wake_at:
             replica.wake_at = at
-            heappush(self._heap, (at, next(self._order), self._check, replica))
+            heappush(self._checks, (at, next(self._order), replica))
 
     def _advance(self, until: float) -> None:
         """Process events in order, up to `until` or the end of a group."""
-        self._handed_over = False
-        heap, touched = self._heap, self._touched
-        while heap and heap[0][0] <= until and not self._handed_over:
-            now, _, what, subject = heappop(heap)
-            self.events += 1
-            what(now, subject)
-            if touched:
-                self._plan(now)
+        heap, checks = self._heap, self._checks
+        events = 0
+        while heap or checks:
+            if checks and not (heap and heap[0] < checks[0]):
+                now, _, replica = checks[0]
+                if now > until:
+                    break
+                events += 1
+                self._check(now, replica)
+                continue
+
+            now, _, subject = heap[0]
+            if now > until:
+                break
+            events += 1
+            heappop(heap)
+            if isinstance(subject, Answer):
+                self._continue(now, subject)
+            else:
+                # The engines continue after the caller of the group, since it may send more requests.
+                self._loop.call_at(now, _settle, subject.done)
+                break
+        self.events += events
 
 
 def _settle(done: asyncio.Future[None]) -> None:
