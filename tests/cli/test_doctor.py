@@ -55,6 +55,28 @@ def test_a_package_is_found_under_either_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("installed", "verdicts"),
+    [
+        ({"vllm": "1"}, ("ok", "ok")),
+        ({"sglang": "1"}, ("ok", "ok")),
+        ({}, ("fail", "ok")),
+    ],
+)
+def test_one_engine_suffices(installed: dict[str, str], verdicts: tuple[str, str]) -> None:
+    def version_of(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    found = doctor.check_engines(version_of)
+    assert tuple(finding.verdict for finding in found) == verdicts
+    assert [finding.detail.startswith("not installed") for finding in found] == [
+        installed == {"sglang": "1"},
+        "sglang" not in installed,
+    ]
+
+
+@pytest.mark.parametrize(
     ("installed", "verdict", "words"),
     [
         ({"megatron-core": "0.16.1", "megatron-bridge": "0.3.1"}, "ok", "megatron-bridge 0.3.1"),
@@ -173,7 +195,7 @@ def test_the_status_is_2_if_a_check_fails(
 
 def test_examine_runs_every_check() -> None:
     subjects = [finding.subject for finding in doctor.examine()]
-    assert subjects[:4] == ["python", "verl", "patches", "plugin"]
+    assert subjects[:5] == ["python", "async_pipeline", "verl", "patches", "plugin"]
     assert set(subjects) >= {
         "torch",
         "vllm",

