@@ -11,7 +11,9 @@
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
 #   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts nothing
 #
-# Sets everything up first (once). Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
+# Sets everything up first (once). Settings:
+#   ASYNC_PIPELINE_PYTHON   an interpreter with the stack, instead of .venv; skips setup.sh
+# Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
 set -euo pipefail
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
@@ -40,10 +42,13 @@ done
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
-bash run_scripts/setup.sh
+PYTHON="${ASYNC_PIPELINE_PYTHON:-}"
+if [ -z "$PYTHON" ]; then
+  bash run_scripts/setup.sh
+  PYTHON="$ROOT/.venv/bin/python"
+fi
 # shellcheck source=run_scripts/cpu_env.sh
 source run_scripts/cpu_env.sh
-PYTHON="$ROOT/.venv/bin/python"
 
 case "$TASK" in
   *_agent) DATA=lake ;;
