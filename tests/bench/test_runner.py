@@ -180,3 +180,12 @@ def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
 )
 def test_last_error_finds_the_last_exception_of_a_log(log: str, expected: str) -> None:
     assert last_error(log) == expected
+
+
+def test_a_workload_of_images_has_the_task_its_loop_and_its_judge(tmp_path: Path) -> None:
+    lines = overrides_of(job_in(tmp_path, "one_step_off"), load("image"), 7)
+    assert lines[0] == "+task=image", "before the overrides that change its values"
+    assert "++reward.custom_reward_function.path='pkg://recipe.async_pipeline.bench.image_judge'" in lines
+    assert "++actor_rollout_ref.rollout.agent.default_agent_loop='diffusion'" in lines
+    agents: Any = OmegaConf.load(tmp_path / "agents.yaml")
+    assert OmegaConf.to_container(agents) == [{"name": "diffusion", "_target_": runner.IMAGE_LOOP}]

@@ -18,6 +18,7 @@ def test_names_of_the_shipped_workloads() -> None:
         "agentic_lake",
         "agentic_wait",
         "compute",
+        "image",
         "long_tail",
         "slow_reference",
         "slow_reward",
@@ -55,6 +56,11 @@ def test_the_toy_model_is_long_enough_for_a_shipped_workload(name: str) -> None:
         ("reason: r\nepisode: {turns: 2}", "tool_s must be set exactly if turns > 1"),
         ("reason: r\nepisode: {turns: 0}", "turns must be >= 1"),
         ("reason: r\nepisode: {environment: pond}", "Invalid enum value .pond."),
+        ("reason: r\ntask: video", "Invalid enum value .video."),
+        (
+            "reason: r\ntask: image\nepisode: {turns: 2, tool_s: {median: 1, sigma: 0, cap: 1}}",
+            "task=image requires no episode",
+        ),
         (
             "reason: r\nepisode: {environment: frozen_lake}",
             "requires turns > 1 and no answer_tokens, got tur",

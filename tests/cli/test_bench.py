@@ -134,3 +134,9 @@ def test_an_engine_before_another_measurement_is_not_ignored(
     assert "put it after weight-sync" in capsys.readouterr().err
     assert bench("--engine", "sglang", "arena") == 2
     assert "not of arena; leave it out" in capsys.readouterr().err
+
+
+def test_verls_trainers_draw_no_images(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["bench", "--workload", "image", "--arms", "verl_sync,on_policy"]) == 2
+    error = capsys.readouterr().err
+    assert "must be of this package for a workload of images" in error and "got verl_sync;" in error

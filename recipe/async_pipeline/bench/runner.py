@@ -30,6 +30,7 @@ AGENT_LOOPS: Mapping[str | None, str] = {
     "frozen_lake": "recipe.async_pipeline.verl_bridge.bench.lake_loop.LakeLoop",
 }
 """The agent loop of each environment of a workload."""
+IMAGE_LOOP = "recipe.async_pipeline.verl_bridge.bench.image_loop.ImageLoop"
 LOG = "job.log"
 PROGRESS_S = 30.0
 WATCH_S = 1.0
@@ -76,19 +77,17 @@ def jobs_in_turns(
 def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
     """Return the overrides of a job for verl's entry point, and write the file of its agent loop."""
     agents = job.directory / "agents.yaml"
+    loop: dict[str, Any] = {
+        "name": "bench_episode",
+        "_target_": AGENT_LOOPS[workload.episode.environment],
+        "episode": msgspec.to_builtins(workload.episode),
+        "seed": seed,
+    }
+    if workload.task == "image":
+        # In place of the loop that such a policy always has.
+        loop = {"name": "diffusion", "_target_": IMAGE_LOOP}
     # JSON is YAML.
-    agents.write_text(
-        json.dumps(
-            [
-                {
-                    "name": "bench_episode",
-                    "_target_": AGENT_LOOPS[workload.episode.environment],
-                    "episode": msgspec.to_builtins(workload.episode),
-                    "seed": seed,
-                }
-            ]
-        )
-    )
+    agents.write_text(json.dumps([loop]))
 
     arm = ARMS[job.arm]
     values: dict[str, Any] = {
@@ -96,7 +95,7 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
         "trainer.total_training_steps": workload.total_steps,
         "trainer.experiment_name": job.directory.name,
         "trainer.default_local_dir": str(job.directory / "checkpoints"),
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "bench_episode",
+        "actor_rollout_ref.rollout.agent.default_agent_loop": loop["name"],
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": str(agents),
         # Do not join another Ray cluster on this machine.
         "ray_kwargs.ray_init.address": "local",
@@ -111,12 +110,14 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
     if arm.uses_pipeline:
         values["trainer.v1.async_pipeline.run_dir"] = str(job.directory / "run")
     if workload.judge_s is not None:
-        values["reward.custom_reward_function.path"] = "pkg://recipe.async_pipeline.bench.judge"
+        judge = "judge" if workload.task is None else f"{workload.task}_judge"
+        values["reward.custom_reward_function.path"] = f"pkg://recipe.async_pipeline.bench.{judge}"
         values["reward.custom_reward_function.reward_kwargs"] = {
             "seed": seed,
             "wait": msgspec.to_builtins(workload.judge_s),
         }
-    return hydra_overrides(values)
+    task = [] if workload.task is None else [f"+task={workload.task}"]
+    return [*task, *hydra_overrides(values)]
 
 
 def command_of(entry: str, overrides: Sequence[str]) -> list[str]:

@@ -53,6 +53,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Steps before the measured ones, in which the pipeline fills and caches warm up."""
     cooldown: int = 4
     """Steps after the measured ones, so that generation has work while the last measured steps train."""
+    task: Literal["image"] | None = None
+    """What the policy makes instead of texts; such a workload has no other episode."""
     episode: Episode = Episode()
     judge_s: Lognormal | None = None
     """Seconds of the reward of one trajectory."""
@@ -66,6 +68,10 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"steps and warmup must be >= 1 and cooldown >= 0, got {self.steps}, {self.warmup} and "
                 f"{self.cooldown}; correct the workload's file (the first step is never measured)"
+            )
+        if self.task is not None and self.episode != Episode():
+            raise ConfigError(
+                f"task={self.task} requires no episode, got {self.episode}; correct the workload's file"
             )
 
     @property

@@ -129,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} must be >= 1, got {value}; use 1 or more")
     if args.steps is not None:
         workload = msgspec.structs.replace(workload, steps=args.steps)
+    require_arms_for(arms, workload)
     workload = with_room_for(arms, workload)
 
     picture = args.picture or (args.json.with_suffix(".png") if args.json else None)
@@ -142,6 +143,17 @@ def run(args: argparse.Namespace) -> int:
         draw(data, picture)
         echo(f"\npicture: {picture}")
     return 1 if data["failed"] else 0
+
+
+def require_arms_for(arms: Sequence[str], workload: Workload) -> None:
+    """Raises ConfigError if an arm cannot do the work."""
+    unable = [arm for arm in arms if workload.task is not None and not ARMS[arm].uses_pipeline]
+    if unable:
+        able = ",".join(arm for arm in ARMS if ARMS[arm].uses_pipeline)
+        raise ConfigError(
+            f"--arms must be of this package for a workload of {workload.task}s, which verl's trainers do "
+            f"not train, got {','.join(unable)}; use some of {able}"
+        )
 
 
 def with_room_for(arms: Sequence[str], workload: Workload) -> Workload:
@@ -205,6 +217,11 @@ def _run_all(
 
 def _task_of(workload: Workload) -> Spec:
     """Return the data and the model of a workload."""
+    if workload.task == "image":
+        # Its parts need diffusers, an optional package.
+        from ..toy.image_build import ImageSpec
+
+        return ImageSpec()
     if workload.episode.environment is None:
         return ToySpec.of(seed=0, tied=True)
     # It needs gymnasium, an optional package.
