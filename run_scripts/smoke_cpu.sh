@@ -9,7 +9,7 @@
 #       [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
-#   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts nothing
+#   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts no run
 #
 # Sets everything up first (once). Settings:
 #   ASYNC_PIPELINE_PYTHON   an interpreter with the stack, instead of .venv; skips setup.sh
