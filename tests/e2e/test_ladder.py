@@ -137,8 +137,9 @@ def _log_probs(folder: Path) -> list[list[Rows]]:
 def assert_same_log_probs(ours: list[Rows], theirs: list[Rows]) -> None:
     """Each answer of one has one of the other whose every token is as likely.
 
-    verl sums over its batch in the order in which answers arrived, so that a few tokens differ by more than
-    the last bits.
+    verl sums over its batch in the order in which answers arrived, and Adam magnifies the rounding: how many
+    tokens then differ by more than `TOLERANCE` depends on the processor, but their mean stays far below it.
+    Between two steps it is 0.25 and more.
     """
     left, gaps = list(theirs), []
     for row in ours:
@@ -149,7 +150,7 @@ def assert_same_log_probs(ours: list[Rows], theirs: list[Rows]) -> None:
         left.remove(nearest)
     assert not left
     assert max(gaps) <= 10 * TOLERANCE
-    assert sum(gap > TOLERANCE for gap in gaps) <= len(gaps) / 100
+    assert sum(gaps) / len(gaps) <= TOLERANCE
 
 
 def _gaps(one: Rows, other: Rows) -> list[float]:
