@@ -6,13 +6,21 @@
 #
 # --dry-run prints the commands. --resolve asks the package index whether the versions fit together, and installs
 # nothing; it leaves out the packages that verl takes from other places (gpu.overrides.txt). Settings:
-#   VENV        the virtual environment (default: .venv-gpu in the checkout)
+#   VENV        the virtual environment (default: .venv-gpu in the checkout, which the other scripts prefer; for
+#               another one, name its interpreter to them in ASYNC_PIPELINE_PYTHON)
 #   PYTHON      the version of Python (default: 3.12, the one that verl's wheels are built for)
 #   VERL_DIR    a git clone of verl at the pinned tag, instead of the published source
 # Requires uv. With a clone, verl's uv.lock decides about every version; without it, uv resolves verl's extras.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
+
 VENV="${VENV:-$ROOT/.venv-gpu}"
 VERSION="$(sed -n 's/^version: //p' "$ROOT/patches/PIN")"
 TREE="${VERL_DIR:-$ROOT/.cache/verl/verl-$VERSION}"

@@ -13,6 +13,17 @@
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
+if [ "$#" -gt 0 ]; then
+  echo "setup.sh: there are no options but --help, got $1" >&2
+  exit 2
+fi
+
 VENV="$ROOT/.venv"
 LOCK="$ROOT/run_scripts/cpu.lock.txt"
 MEGATRON="$ROOT/run_scripts/cpu.megatron.txt"

@@ -7,7 +7,8 @@
 #
 # The first half of the nodes trains and the other half generates, unless the overrides say otherwise. Submit it in
 # the checkout, on a file system that the nodes share. Settings:
-#   ASYNC_PIPELINE_PYTHON   the interpreter, with this package, at the same path on all nodes (default: python3)
+#   ASYNC_PIPELINE_PYTHON   the interpreter, at the same path on all nodes (default: .venv-gpu's of the checkout,
+#                           otherwise .venv's, otherwise python3)
 #   PORT                    of Ray's head (default: 6379)
 #   JOIN_S                  seconds for all nodes to join (default: 300)
 #SBATCH --job-name=async_pipeline
@@ -17,23 +18,35 @@
 #SBATCH --exclusive
 set -euo pipefail
 
+# Slurm runs a copy of this file, so the checkout is where the job was submitted.
+ROOT="${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/..}"
+if [ ! -f "$ROOT/run_scripts/common.sh" ]; then
+  echo "slurm.sh: submit it in the checkout; $ROOT has no run_scripts/" >&2
+  exit 2
+fi
+ROOT="$(cd "$ROOT" && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
+
 EXPLAIN=()
 if [ "${1:-}" = --explain ]; then
   EXPLAIN=(--explain)
   shift
 fi
-# Slurm runs a copy of this file, so the checkout is where the job was submitted.
-FOLDER="${SLURM_SUBMIT_DIR:-.}/run_scripts"
-SCRIPT="$FOLDER/${1:-}"
+SCRIPT="$ROOT/run_scripts/${1:-}"
 if [ "$#" -eq 0 ] || [ ! -f "$SCRIPT" ]; then
-  echo "slurm.sh: the first argument must be a script of run_scripts/, got '${1:-}'; submit in the checkout" >&2
+  echo "slurm.sh: the first argument must be a script of run_scripts/, got '${1:-}'; --help shows how" >&2
   exit 2
 fi
 shift
 
 NODES="${SLURM_JOB_NUM_NODES:-2}"
 DEVICES="${SLURM_GPUS_ON_NODE:-8}"
-PYTHON="${ASYNC_PIPELINE_PYTHON:-$(command -v python3)}"
+PYTHON="$(find_interpreter "$ROOT")"
 TRAINING=$((NODES / 2))
 if [ "$TRAINING" -eq 0 ]; then
   echo "slurm.sh: --nodes must be at least 2, got $NODES; on one node run $SCRIPT itself" >&2

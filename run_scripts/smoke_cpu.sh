@@ -16,8 +16,11 @@
 # Results: outputs/smoke/latest/{summary.json,metrics.jsonl,events.jsonl,run.log}
 set -euo pipefail
 
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-  sed -n '3,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
   exit
 fi
 
@@ -40,7 +43,6 @@ while [ "${1:-}" = --task ] || [ "${1:-}" = --model ]; do
   shift 2
 done
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
 PYTHON="${ASYNC_PIPELINE_PYTHON:-}"
 if [ -z "$PYTHON" ]; then

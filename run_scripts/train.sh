@@ -5,11 +5,17 @@
 #   bash run_scripts/train.sh [--explain] data.train_files=... data.val_files=... [hydra overrides]
 #
 # With --explain, print what the run would be and start nothing. Settings:
-#   ASYNC_PIPELINE_PYTHON   the interpreter (default: python3)
+#   ASYNC_PIPELINE_PYTHON   the interpreter (default: .venv-gpu's, otherwise .venv's, otherwise python3)
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-PYTHON="${ASYNC_PIPELINE_PYTHON:-$(command -v python3)}"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
+PYTHON="$(find_interpreter "$ROOT")"
 CONFIG=(--config-path "$ROOT/configs" --config-name train)
 
 EXPLAIN=""

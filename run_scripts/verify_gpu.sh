@@ -6,24 +6,25 @@
 #   bash run_scripts/verify_gpu.sh --device cpu     the same steps without a GPU, on the locked CPU stack
 #
 # Steps whose part is missing are not run, and the report says why. Settings:
-#   ASYNC_PIPELINE_PYTHON   the interpreter (default: .venv's, otherwise python3)
+#   ASYNC_PIPELINE_PYTHON   the interpreter (default: .venv-gpu's, otherwise .venv's, otherwise python3; with
+#                           --device cpu, .venv's goes first)
 set -euo pipefail
 
-if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
-  sed -n '3,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
   exit
 fi
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
-PYTHON="${ASYNC_PIPELINE_PYTHON:-}"
-if [ -z "$PYTHON" ]; then
-  PYTHON="$ROOT/.venv/bin/python"
-  [ -x "$PYTHON" ] || PYTHON="$(command -v python3)"
-fi
+DEVICE=""
 for argument in "$@"; do
-  # shellcheck source=run_scripts/cpu_env.sh
-  [ "$argument" != cpu ] || source run_scripts/cpu_env.sh
+  case "$argument" in cpu | --device=cpu) DEVICE=cpu ;; esac
 done
+PYTHON="$(find_interpreter "$ROOT" "$DEVICE")"
+# shellcheck source=run_scripts/cpu_env.sh
+[ -z "$DEVICE" ] || source run_scripts/cpu_env.sh
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m recipe.async_pipeline verify-gpu "$@"

@@ -12,6 +12,19 @@
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+# shellcheck source=run_scripts/common.sh
+source "$ROOT/run_scripts/common.sh"
+if help_wanted "$@"; then
+  print_header "${BASH_SOURCE[0]}"
+  exit
+fi
+case "${1:-}" in
+  -*)
+    echo "wheel.sh: the argument is an interpreter, and there are no options but --help, got $1" >&2
+    exit 2
+    ;;
+esac
+
 PYTHON="${1:-$ROOT/.venv/bin/python}"
 VERL_TREE="${VERL_TREE:-$ROOT/.cache/verl/verl-$(sed -n 's/^version: //p' "$ROOT/patches/PIN")}"
 WORK="$(mktemp -d)"
