@@ -81,9 +81,13 @@ def test_an_episode_with_several_conversations_counts_once() -> None:
     assert found["agentic/turns/max"] == 12.0
 
 
-@pytest.mark.parametrize("turns", [None, 2])
+@pytest.mark.parametrize("turns", [None, 1])
 def test_a_step_of_single_responses_has_no_metrics_of_agents(turns: int | None) -> None:
     assert metrics_of([]) == metrics_of(groups(*[one(turns)] * 3)) == {}
+
+
+def test_a_second_answer_of_the_policy_makes_an_episode() -> None:
+    assert metrics_of(groups(one(1), one(2)))["agentic/turns/max"] == 2.0
 
 
 def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
@@ -102,9 +106,9 @@ def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
     rewarded = [replace(one(4), reward=reward) for reward in (1.0, 0.0, -0.5)]
     assert metrics_of(groups(*rewarded))["agentic/success"] == pytest.approx(1 / 3)
     assert metrics_of(groups(replace(one(4, end="turns"), reward=1.0)))["agentic/success"] == 0.0
-    assert metrics_of(groups(one(2, attempts=2)))["agentic/again"] == 1.0
+    assert metrics_of(groups(one(1, attempts=2)))["agentic/again"] == 1.0
     assert "agentic/turns/mean" not in metrics_of(groups(one(None, attempts=2)))
-    assert metrics_of(groups(one(2), redundant=1))["agentic/end/redundant"] == 1.0
+    assert metrics_of(groups(one(1), redundant=1))["agentic/end/redundant"] == 1.0
 
 
 def test_what_happened_in_episodes_is_counted_over_the_groups() -> None:
@@ -115,5 +119,5 @@ def test_what_happened_in_episodes_is_counted_over_the_groups() -> None:
     found = metrics_of(counted)
     assert (found["agentic/retries_coalesced"], found["agentic/params_overridden"]) == (4.0, 0.0)
     assert "agentic/left_behind" not in found
-    single = [replace(group, counts={"params_overridden": 1}) for group in groups(one(2))]
+    single = [replace(group, counts={"params_overridden": 1}) for group in groups(one(1))]
     assert metrics_of(single)["agentic/params_overridden"] == 1.0

@@ -132,7 +132,7 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     for group in step:
         noted.update(group.counts)
     incidents = repeated or redundant or noted.total() or any(one.end != DONE for one in found)
-    if not incidents and max(turns, default=0) <= 2:
+    if not incidents and max(turns, default=0) <= 1:
         return {}
 
     counts = {f"agentic/end/{end}": float(sum(one.end == end for one in found)) for end in ENDS}

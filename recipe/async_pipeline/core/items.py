@@ -62,6 +62,7 @@ class Trajectory:
     masked_before: int = 0
     """Tokens of versions before this one are not trained; see `token_ages`."""
     turns: int | None = None
+    """Turns that the policy wrote: requests, one answer each. None: unknown."""
     seconds: float | None = None
     """From the request for its group until the group was finished."""
     reward: float | None = None

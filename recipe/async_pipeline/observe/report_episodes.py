@@ -37,7 +37,7 @@ def episodes(found: EpisodeFigures) -> str:
         ],
         x_label="step",
         low=0.0,
-        note="As verl counts them: turns of the policy, and what is between them.",
+        note="One answer of the policy is one turn.",
     )
     known = sorted(found.ends.items(), key=lambda item: -item[1])
     colours = {end: END_COLOURS.get(end, OTHER_COLOUR) for end, _ in known}

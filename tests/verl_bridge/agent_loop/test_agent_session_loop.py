@@ -34,6 +34,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import (
 )
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     ROW_SPANS,
+    ROW_TURNS,
     kept_turns,
     merged,
     take_turn,
@@ -243,6 +244,7 @@ def test_black_box_is_white_box(module: ModuleType, monkeypatch: pytest.MonkeyPa
     assert black.response_mask == white.response_mask
     assert black.response_logprobs == white.response_logprobs
     assert black.extra_fields[ROW_SPANS] == spans and len(spans) == 2 * TURNS
+    assert black.extra_fields[ROW_TURNS] == TURNS
     assert (black.reward_score, black.num_turns) == (white.reward_score, white.num_turns)
     assert black.extra_fields[END] == white.extra_fields[END] == "done"
 

@@ -10,6 +10,7 @@ from recipe.async_pipeline.core.items import Trajectory
 from recipe.async_pipeline.errors import RolloutError
 from recipe.async_pipeline.verl_bridge.agent_loop.answers import Sample, counted, trajectory_of
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Attempt, Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import TURNS
 
 TAG = {"response_len": 3, "min_global_steps": 1, "max_global_steps": 2}
 ATTEMPT = Attempt(2, Episodes(EpisodeRules.of(2, EndPolicies())))
@@ -17,14 +18,15 @@ ATTEMPT.end = "turns"
 
 
 def test_a_stored_response_becomes_a_trajectory() -> None:
-    fields = {"extra_fields": {"version_spans": [[1, 0], [2, 2]]}, "num_turns": 2, "rm_scores": [0, 0, 0.5]}
+    told = {"version_spans": [[1, 0], [2, 2]], TURNS: 3}
+    fields = {"extra_fields": told, "num_turns": 6, "rm_scores": [0, 0, 0.5]}
     assert trajectory_of("a_0_0", fields, TAG, ATTEMPT) == Trajectory(
         key="a_0_0",
         first_version=1,
         last_version=2,
         num_tokens=3,
         spans=((1, 0), (2, 2)),
-        turns=2,
+        turns=3,
         reward=0.5,
         end="turns",
         attempts=2,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,13 +103,16 @@ def test_a_session_that_ignores_its_cancellation_is_left_behind() -> None:
 
 def test_what_is_known_of_an_episode_that_was_not_needed() -> None:
     turns = [Turn(10, [[1, 0]], tokens=2), Turn(18, [[1, 0]], tokens=3)]
-    assert Redundant.cancelled(turns, 4.0) == (11, 6, 4.0, None)
-    assert Redundant.cancelled([], 4.0) == (None, 2, 4.0, None)
+    assert Redundant.cancelled(turns, 4.0) == (11, 3, 4.0, None)
+    assert Redundant.cancelled([], 4.0) == (None, 1, 4.0, None)
     parts = [
         Trajectory(key=f"a_0_{i}", first_version=0, last_version=0, num_tokens=5, turns=4, reward=i / 2)
         for i in range(2)
     ]
-    assert Redundant.finished(parts, 2.0) == (10, 4, 2.0, 0.5)
+    assert Redundant.finished(parts, 2.0) == (10, 8, 2.0, 0.5)
+    unknown = [replace(one, turns=None) for one in parts]
+    assert Redundant.finished([unknown[0], parts[1]], 2.0).turns == 4
+    assert Redundant.finished(unknown, 2.0).turns is None
     assert Begun().seconds >= 0
 
 

@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     COSTS,
+    ROW_SPANS,
+    ROW_TURNS,
+    TURNS,
     Turn,
+    add_fields,
     cost_columns,
     costs_of,
     fields_of,
@@ -34,6 +40,33 @@ def test_the_fields_of_a_response() -> None:
     }
     known = fields_of(turns, 5, [(8, 1)])
     assert known == {"min_global_steps": 8, "max_global_steps": 8, "version_spans": [(8, 1)]}, "its own only"
+
+
+def response(**told: Any) -> Any:
+    return SimpleNamespace(prompt_ids=[0] * 5, num_turns=9, extra_fields=told)
+
+
+def test_a_turn_is_an_answer_of_the_policy() -> None:
+    turns = [Turn(5, [[7, 0]]), Turn(12, [[7, 0], [8, 1]]), Turn(20, [[8, 0]])]
+    alone = response()
+    add_fields([alone], turns)
+    assert (alone.extra_fields[TURNS], len(alone.extra_fields["version_spans"])) == (3, 4)
+    add_fields([unversioned := response()], [])
+    assert unversioned.extra_fields == {}
+
+
+def test_the_turns_of_several_responses() -> None:
+    turns = [Turn(5, [[7, 0]]), Turn(12, [[7, 0], [8, 1]]), Turn(20, [[8, 0]])]
+    told = [response(**{ROW_SPANS: [(7, 0)], ROW_TURNS: 1}), response(**{ROW_SPANS: [(8, 1)], ROW_TURNS: 2})]
+    add_fields(told, turns)
+    assert [one.extra_fields[TURNS] for one in told] == [1, 2]
+    assert [one.extra_fields["version_spans"] for one in told] == [[(7, 0)], [(8, 1)]]
+    assert not {ROW_SPANS, ROW_TURNS} & {name for one in told for name in one.extra_fields}
+
+    untold = [response(), response()]
+    add_fields(untold, turns)
+    assert [one.extra_fields.get(TURNS) for one in untold] == [None, 3], "all of the episode's, once"
+    assert [one.extra_fields["version_spans"] for one in untold] == [None, None]
 
 
 def test_an_agent_that_forgets_its_history_has_no_negative_costs() -> None:

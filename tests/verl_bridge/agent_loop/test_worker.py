@@ -237,7 +237,7 @@ def test_the_episodes_that_finish_first_make_the_group(agent_loop: ModuleType) -
         answered = await answer({"uid": "a"}, {}, {}, False)
         assert [one.key for one in answered.trajectories] == stored == ["a_1_0", "a_3_0"]
         assert (answered.flaws, ended) == ([], [2])
-        assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 2)] * 2
+        assert [(one.tokens, one.turns) for one in answered.redundant] == [(None, 1)] * 2
 
         slow, worker._finished["a"] = -1, []
         stored.clear()

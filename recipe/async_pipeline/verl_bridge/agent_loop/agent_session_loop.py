@@ -35,7 +35,7 @@ from .environment_loop import plain, seed_of
 from .episode_attempts import END, NOTED, WHY, current_attempt
 from .external_runner import Address, ExternalRunner
 from .session_policy import SessionPolicy
-from .version_spans import ROW_SPANS
+from .version_spans import ROW_SPANS, ROW_TURNS
 
 logger = logging.getLogger(__name__)
 NAME = "agent_session"
@@ -232,5 +232,11 @@ def output_of(row: Row, spent: Mapping[str, Any]) -> AgentLoopOutput:
         response_logprobs=row.log_probs,
         num_turns=2 * row.answers,
         metrics=dict(spent),
-        extra_fields={ROW_SPANS: row.spans, "turn_scores": [], "tool_rewards": [], "reward_extra_info": {}},
+        extra_fields={
+            ROW_SPANS: row.spans,
+            ROW_TURNS: row.answers,
+            "turn_scores": [],
+            "tool_rewards": [],
+            "reward_extra_info": {},
+        },
     )

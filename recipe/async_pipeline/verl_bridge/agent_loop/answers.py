@@ -12,6 +12,7 @@ from ...core.items import Trajectory
 from ...errors import RolloutError
 from .episode_attempts import Attempt
 from .redundancy import Begun, Redundant
+from .version_spans import TURNS
 
 
 class Sample(NamedTuple):
@@ -66,7 +67,8 @@ def trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any], attempt
     first, last = tag["min_global_steps"], tag["max_global_steps"]
     if first is None or last is None:
         raise RolloutError(f"trajectory {key} came back without the version that generated it")
-    spans = (fields.get("extra_fields") or {}).get("version_spans")
+    told = fields.get("extra_fields") or {}
+    spans = told.get("version_spans")
     # verl keeps a score on the last token of its response, and no such field without a score.
     scores = fields.get("rm_scores")
     return Trajectory(
@@ -75,7 +77,7 @@ def trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any], attempt
         last_version=int(last),
         num_tokens=int(tag["response_len"]),
         spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
-        turns=fields.get("num_turns"),
+        turns=told.get(TURNS),
         reward=None if scores is None else float(scores[-1]),
         end=attempt.end,
         attempts=attempt.number,

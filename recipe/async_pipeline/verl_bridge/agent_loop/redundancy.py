@@ -30,7 +30,6 @@ class Redundant(NamedTuple):
 
     tokens: int | None
     turns: int | None
-    """As verl counts them: turns of the policy, and the messages between them."""
     seconds: float
     reward: float | None = None
 
@@ -38,13 +37,14 @@ class Redundant(NamedTuple):
     def finished(cls, trajectories: Sequence[Trajectory], seconds: float) -> Redundant:
         """Return it for an episode with these responses, of which the last one has the score."""
         tokens = sum(one.num_tokens for one in trajectories)
-        return cls(tokens, trajectories[-1].turns, seconds, trajectories[-1].reward)
+        turns = [one.turns for one in trajectories if one.turns is not None]
+        return cls(tokens, sum(turns) if turns else None, seconds, trajectories[-1].reward)
 
     @classmethod
     def cancelled(cls, turns: Sequence[Turn], seconds: float) -> Redundant:
         """Return it for an episode that had finished these turns and was in the next one."""
         tokens = turns[-1].prompt_tokens + turns[-1].tokens - turns[0].prompt_tokens if turns else None
-        return cls(tokens, 2 * (len(turns) + 1), seconds)
+        return cls(tokens, len(turns) + 1, seconds)
 
 
 class Begun:

@@ -16,8 +16,10 @@ COSTS = ("turns", "prompt_tokens", "tokens", "observation_tokens", "generate_s",
 """The measured cost of a response: tokens that the model wrote and that tools returned, and seconds with the
 engines, with tools and other code, and until the response had its score.
 """
-ROW_SPANS = "row_version_spans"
-"""Field with which an agent loop that returns several responses tells the spans of each."""
+ROW_SPANS, ROW_TURNS = "row_version_spans", "row_turns"
+"""Fields with which an agent loop that returns several responses tells the spans and the turns of each."""
+TURNS = "policy_turns"
+"""Field with the number of turns that the policy wrote in a response. verl's `num_turns` counts messages."""
 Span = tuple[int, int]
 """A version and the position of the first token that it wrote; it wrote until the next span."""
 
@@ -104,6 +106,24 @@ def fields_of(turns: Sequence[Turn], prompt_tokens: int, row_spans: Sequence[Spa
         return {}
     versions = [version for version, _ in spans]
     return {"min_global_steps": min(versions), "max_global_steps": max(versions), "version_spans": spans}
+
+
+def add_fields(outputs: Sequence[Any], turns: Sequence[Turn]) -> None:
+    """Add versions and turns to verl's extra fields of the responses of an episode with these turns.
+
+    Where an agent loop returns several responses, and does not say which turns are in which, their versions
+    stay unknown, and the last one has all turns.
+    """
+    for one in outputs:
+        row_spans, row_turns = one.extra_fields.pop(ROW_SPANS, None), one.extra_fields.pop(ROW_TURNS, None)
+        found = fields_of(turns, len(one.prompt_ids), row_spans)
+        if found and (row_spans is not None or len(outputs) == 1):
+            found[TURNS] = len(turns) if row_turns is None else row_turns
+        elif found:
+            found["version_spans"] = None
+            if one is outputs[-1]:
+                found[TURNS] = len(turns)
+        one.extra_fields.update(found)
 
 
 def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:

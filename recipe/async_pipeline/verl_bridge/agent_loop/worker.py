@@ -50,7 +50,7 @@ from .partial_rollouts import (
 from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .validation import OpenPrompts
-from .version_spans import ROW_SPANS, costs_of, fields_of, kept_turns, taken_turns, times_of
+from .version_spans import add_fields, costs_of, kept_turns, taken_turns, times_of
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
@@ -338,19 +338,13 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         flaws += await self._episodes.play(play, f"{kwargs.get('uid')}_{kwargs['session_id']}")
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        """Process the output as verl does, and record the versions of all turns."""
+        """Process the output as verl does, and record the turns and their versions."""
         outputs = output if isinstance(output, list) else [output]
         attempt = current_attempt()
         if attempt is not None:
             attempt.returned(outputs)
         turns = taken_turns()
-        for one in outputs:
-            known = one.extra_fields.pop(ROW_SPANS, None)
-            found = fields_of(turns, len(one.prompt_ids), known)
-            if len(outputs) > 1 and known is None and found:
-                # It is unknown which turns are in which output.
-                found["version_spans"] = None
-            one.extra_fields.update(found)
+        add_fields(outputs, turns)
         names = [f"{kwargs['uid']}_{kwargs['session_id']}_{i}" for i in range(len(outputs))]
         if not all([self._checks.passes(name, one, turns) for name, one in zip(names, outputs, strict=True)]):
             return
