@@ -67,3 +67,9 @@ def test_replicas_fill_nodes(per_node: tuple[int, ...], size: int, why: str) -> 
         check_replicas(pool, size, TP)
     for fits in (n for n in range(1, per_node[0] + 1) if per_node[0] % n == 0):
         check_replicas(pool, fits, TP)
+
+
+def test_the_key_of_the_devices_is_part_of_the_remedy() -> None:
+    for per_node, remedy in ((1,), "give the rollout 2 devices with KEY$"), ((1, 1), "to 1, or raise KEY$"):
+        with pytest.raises(ConfigError, match=remedy):
+            check_replicas(Pool("a", ("generate",), per_node), 2, TP, "KEY")

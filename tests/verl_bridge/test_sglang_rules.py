@@ -86,7 +86,9 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
         ({"rollout__expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size must be 1 .*, got 2; use"),
         (
             {"rollout__tensor_model_parallel_size": 8},
-            f"must be at most {ROLLOUT}.n_gpus_per_node=4 with {ROLLOUT}.name=sglang, got 8; SGLang on",
+            f"must be at most {ROLLOUT}.n_gpus_per_node=4 with {ROLLOUT}.name=sglang, got 8: a "
+            "replica over several nodes is not supported yet; set it to 4, or raise "
+            f"{ROLLOUT}.n_gpus_per_node to 8$",
         ),
     ],
 )

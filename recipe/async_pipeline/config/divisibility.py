@@ -32,10 +32,10 @@ def divisor_below(number: int, most: int) -> int:
     return max((n for n in range(1, min(number, most) + 1) if number % n == 0), default=1)
 
 
-def check_replicas(pool: Pool, size: int, path: str) -> None:
+def check_replicas(pool: Pool, size: int, path: str, devices: str = "") -> None:
     """Raises ConfigError if replicas of `size` devices do not fill the nodes of a pool.
 
-    A replica does not span nodes. `path` is the key of `size`.
+    A replica does not span nodes. `path` is the key of `size`, `devices` the one of the devices of a node.
     """
     node = max(pool.per_node)
     across = f"{len(pool.per_node)} nodes of {node}" if len(pool.per_node) > 1 else f"{node}"
@@ -43,6 +43,7 @@ def check_replicas(pool: Pool, size: int, path: str) -> None:
         raise ConfigError(
             f"{path} must be at most the {node} rollout devices of a node, got {size}: a replica over "
             f"several nodes is not supported yet; set it to {divisor_below(node, size)}"
+            f"{devices and f', or raise {devices}'}"
         )
     if size < 1 or any(part % size for part in pool.per_node):
         below = node // max(size, 1) * size
@@ -51,4 +52,5 @@ def check_replicas(pool: Pool, size: int, path: str) -> None:
         raise ConfigError(
             f"{path} must divide the {across} rollout devices, got {size}; set it to "
             f"{divisor_below(node, size)} or give the rollout {' or '.join(map(str, nearest))} devices{each}"
+            f"{devices and f' with {devices}'}"
         )

@@ -78,7 +78,9 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
     generate = placement.pool_of("generate")
     assert generate is not None
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    check_replicas(generate, tp, f"{ROLLOUT}.tensor_model_parallel_size")
+    check_replicas(
+        generate, tp, f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.n_gpus_per_node, or its pool"
+    )
     _check_fleet(generate.devices // tp, knobs.fleet.max_replicas)
 
     critic = placement.pool_of("critic")

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError
 from .adapter_config import publishes_adapters
+from .engine_arguments import check_argument_names, check_engine_names
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -59,6 +60,7 @@ def check_model(config: DictConfig) -> None:
     _check_precision(config, described)
     _check_heads(config, described)
     _check_pictures(config, described)
+    check_engine_names(OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {})
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang(config)
         check_sglang_adapters(config, _text_model(described))
@@ -120,6 +122,7 @@ def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
                 f"{ENGINE_ARGUMENTS}.{key} must not have a quantization_config, got {value!r}; leave it "
                 f"out, {_UNQUANTIZED}"
             )
+    check_argument_names("vllm", arguments)
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:

@@ -8,8 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.divisibility import divisor_below
 from ..errors import ConfigError
 from .adapter_config import publishes_adapters
+from .engine_arguments import check_argument_names
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
@@ -50,10 +52,12 @@ CPU_WIDTH_ALIGNMENT = 32
 
 def check_sglang(config: DictConfig) -> None:
     """Raises ConfigError if SGLang could not be given published weights, or would not start."""
-    for key, value in (OmegaConf.select(config, ARGUMENTS) or {}).items():
+    arguments = OmegaConf.select(config, ARGUMENTS) or {}
+    for key, value in arguments.items():
         name = str(key).replace("-", "_")
         if name in REPLACED and not _is_default(value):
             raise ConfigError(f"{ARGUMENTS}.{key} must not be set, got {value!r}; {REPLACED[name]}")
+    check_argument_names("sglang", arguments)
 
     rollout = config.actor_rollout_ref.rollout
     if rollout.quantization is not None:
@@ -70,7 +74,8 @@ def check_sglang(config: DictConfig) -> None:
     if per_node and devices > per_node:
         raise ConfigError(
             f"{ROLLOUT}.tensor_model_parallel_size must be at most {ROLLOUT}.n_gpus_per_node={per_node} with "
-            f"{ROLLOUT}.name=sglang, got {devices!r}; SGLang on several nodes is not supported yet"
+            f"{ROLLOUT}.name=sglang, got {devices!r}: a replica over several nodes is not supported yet; set "
+            f"it to {divisor_below(per_node, devices)}, or raise {ROLLOUT}.n_gpus_per_node to {devices}"
         )
 
 

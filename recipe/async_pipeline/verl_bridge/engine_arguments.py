@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse arguments of a rollout engine that the installed engine does not have.
+
+verl passes `rollout.engine_kwargs.<engine>` on as it is, so a misspelled name would fail in a server, minutes
+after Ray has started. The names are read from the engine's source: importing an engine takes seconds.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..config.paths import hint
+from ..errors import ConfigError
+from ..redaction import shown
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+ENGINES = ("vllm", "sglang", "trtllm")
+"""The sections that verl reads."""
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("srt/server_args.py",),
+    "vllm": ("engine/arg_utils.py", "entrypoints/openai/cli_args.py"),
+}
+"""The files of each engine that declare its arguments: as fields of the classes, and as options."""
+CLASSES = ("ServerArgs", "EngineArgs", "AsyncEngineArgs", "BaseFrontendArgs", "FrontendArgs")
+AS_OPTIONS = ("vllm",)
+"""verl starts these through their command line, where `-` equals `_`; the others by keyword arguments."""
+
+
+def check_engine_names(sections: Mapping[str, Any]) -> None:
+    """Raises ConfigError if `rollout.engine_kwargs` has a section that verl never reads."""
+    for name, value in sections.items():
+        if name not in ENGINES:
+            raise ConfigError(
+                f"{ROLLOUT}.engine_kwargs.{name} must be the section of an engine ({', '.join(ENGINES)}), "
+                f"got {shown(str(name), value)}{hint(str(name), ENGINES)}; correct the name, or leave it out"
+            )
+
+
+def check_argument_names(engine: str, arguments: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that the engine does not have.
+
+    Without the engine on this machine, or if its source has another form, nothing is checked.
+    """
+    if not arguments or engine not in SOURCES:
+        return
+    known = _names_of(engine)
+    if not known:
+        return
+
+    for key, value in arguments.items():
+        name = str(key).replace("-", "_") if engine in AS_OPTIONS else str(key)
+        if name not in known and not (engine in AS_OPTIONS and name.removeprefix("no_") in known):
+            raise ConfigError(
+                f"{ROLLOUT}.engine_kwargs.{engine}.{key} must be an argument of the installed {engine}, "
+                f"got {shown(str(key), value)}{hint(name.replace('-', '_'), sorted(known))}; correct the "
+                "name, or leave it out"
+            )
+
+
+@cache
+def _names_of(engine: str) -> frozenset[str]:
+    """Return the names of an engine's arguments, or nothing if they cannot be read."""
+    try:
+        spec = find_spec(engine)
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        texts = [Path(folders[0], file).read_text(encoding="utf-8") for file in SOURCES[engine]]
+        declared = [name for text in texts for name in declared_names(text, options=engine in AS_OPTIONS)]
+        return frozenset(declared)
+    except (IndexError, OSError, SyntaxError, ValueError):
+        return frozenset()
+
+
+def declared_names(source: str, *, options: bool) -> Iterator[str]:
+    """Yield the fields of `CLASSES`, and with `options` the long ones of calls of `add_argument`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name in CLASSES:
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield field.target.id
+        if options and isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            for option in node.args:
+                if isinstance(option, ast.Constant) and str(option.value).startswith("--"):
+                    yield str(option.value)[2:].replace("-", "_")
