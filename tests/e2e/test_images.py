@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.observe.ledger_file import audit_file
 from recipe.async_pipeline.observe.report_data import data_of
 from recipe.async_pipeline.observe.report_page import run_page
 from recipe.async_pipeline.observe.run_reader import read_run
-from tests.e2e import image_reference
+from tests.e2e import image_reference, resumes
 from tests.e2e.conftest import make_task
-from tests.e2e.job import Job, check_events, run_job, smoke_command
-from tests.e2e.weights import saved_weights
+from tests.e2e.image_sabotage import ADAPTER, BUFFER, FOLDER, KILLED, TENSOR
+from tests.e2e.job import ROOT, Event, Job, check_events, interrupt, run_job, smoke_command
+from tests.e2e.weights import saved_shards, saved_weights
 
 pytestmark = pytest.mark.e2e
 pytest.importorskip("diffusers")
@@ -32,7 +35,12 @@ def image_task() -> Path:
     return make_task("--task", "image")
 
 
-def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) -> Job:
+BACK = "serves again, version "
+
+
+def train(
+    task: Path, folder: Path, strategy: str, steps: int, *overrides: str, events: Sequence[Event] = ()
+) -> Job:
     command = smoke_command(
         "+task=image",
         f"async_strategy={strategy}",
@@ -40,7 +48,7 @@ def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) 
         f"trainer.v1.async_pipeline.run_dir={folder}",
         *overrides,
     )
-    return run_job(command, folder, task)
+    return run_job(command, folder, task, events=events)
 
 
 def check_images(job: Job, strategy: str, steps: int) -> dict[str, Any]:
@@ -119,3 +127,84 @@ def check_reference(task: Path, steps: int, job: Job, trained: Mapping[str, Any]
     assert trained.keys() == wanted.keys()
     for name, weight in trained.items():
         assert float((weight - wanted[name]).abs().max()) <= ROUNDING, name
+
+
+@pytest.mark.nightly
+def test_two_ranks_that_are_killed_and_resumed_are_the_synchronous_loop(
+    image_task: Path, tmp_path: Path
+) -> None:
+    """The noise of an image follows from its place in the data, so a resumed run draws it again."""
+    steps, checkpoints, run_dir = 8, tmp_path / "checkpoints", tmp_path / "run"
+    overrides = (
+        "data.shuffle=false",
+        "trainer.save_freq=2",
+        "trainer.resume_mode=auto",
+        f"trainer.default_local_dir={checkpoints}",
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=3",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=48",
+    )
+    kill = Event(f" 3/{steps} ", lambda process: resumes.kill_all(process, run_dir))
+    first = train(image_task, run_dir, "on_policy", steps, *overrides, events=[kill])
+    assert first.status != 0
+    last = train(image_task, run_dir, "on_policy", steps, *overrides)
+    resumes.ended_well(last, steps, GROUPS)
+    assert " resumed from " in last.output and audit_file(run_dir).processes == 2
+    check_reference(image_task, steps, last, saved_shards(checkpoints, steps, 2))
+
+
+def sabotage(folder: Path, monkeypatch: pytest.MonkeyPatch, *faults: str) -> None:
+    folder.mkdir()
+    for one in faults:
+        (folder / f"{one}.fault").touch()
+    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "tests.e2e.image_sabotage")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.mark.nightly
+def test_what_is_not_delivered_is_noticed_and_a_replica_that_dies_in_a_load_comes_back(
+    image_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas: one lacks a weight, one a buffer, one is killed."""
+    sabotage(tmp_path / "faults", monkeypatch, TENSOR, BUFFER, KILLED)
+    run_dir = tmp_path / "run"
+    job = train(
+        image_task,
+        run_dir,
+        "one_step_off",
+        1000,
+        "actor_rollout_ref.rollout.n_gpus_per_node=3",
+        "ray_kwargs.ray_init.num_gpus=4",
+        events=[Event(BACK), Event(BACK), Event(BACK), Event("/1000 "), Event("/1000 ", interrupt)],
+    )
+    assert job.summary["status"] == "interrupted", job.output[-3000:]
+    assert not list((tmp_path / "faults").glob("*.fault")), "each fault has happened"
+    for name in (TENSOR, BUFFER):
+        assert re.search(rf"ProofError\b.*{re.escape(name)} ", job.output), name
+    events = [event["event"] for event in job.events()]
+    assert events.count("FENCED") == events.count("REJOINED") == 3
+    assert audit_file(run_dir).violations == []
+
+
+@pytest.mark.nightly
+def test_an_adapter_is_trained_and_served(
+    image_task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is not delivered to one of two replicas is noticed at the first version."""
+    sabotage(tmp_path / "faults", monkeypatch, ADAPTER)
+    lora = (
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora_alpha=8",
+        "actor_rollout_ref.actor.optim.lr=2e-3",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=3",
+    )
+    job = train(image_task, tmp_path / "run", "on_policy", 5, *lora)
+    check_images(job, "on_policy", 5)
+    assert re.search(rf"ProofError\b.*v0: \S*{re.escape(ADAPTER)} ", job.output)
+    rows = [row["data"] for row in job.metrics() if "actor/ppo_kl" in row["data"]]
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    # The old log-probs are the rollout's: it draws with the adapter that the trainer has.
+    assert max(abs(row["actor/ppo_kl"]) for row in rows) <= ROUNDING

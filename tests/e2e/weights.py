@@ -34,6 +34,21 @@ def saved_weights(checkpoints: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def saved_shards(checkpoints: Path, step: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Return the actor's weights in a checkpoint of FSDP2 on several ranks, which split dimension 0."""
+    folder = checkpoints / f"global_step_{step}" / "actor"
+    shards = [
+        torch.load(folder / f"model_world_size_{ranks}_rank_{rank}.pt", weights_only=False)
+        for rank in range(ranks)
+    ]
+    return {
+        name: torch.cat([shard[name].to_local() for shard in shards])
+        if hasattr(tensor, "to_local")
+        else tensor
+        for name, tensor in shards[0].items()
+    }
+
+
 def assert_equal_bits(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
     """No value of one run differs from the other's."""
     assert ours.keys() == theirs.keys()
