@@ -33,6 +33,12 @@ KL_MAX = 0.005
 """Of one policy between the trainer's log-probs and the engine's."""
 GAIN = 0.15
 STRATEGIES = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 2, "fully_async": 3}
+TWO_RANKS = (
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "ray_kwargs.ray_init.num_gpus=3",
+)
+"""Of one replica."""
 BACK = "serves again, version "
 WAITS_S = 1.0
 """By then a gathered version is prepared, and a replica whose scheduler is stopped waits for its load."""
@@ -61,24 +67,17 @@ def test_sglang_trains_on_policy(tied_task: Path, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_two_ranks_serve_one_replica(tied_task: Path, tmp_path: Path) -> None:
-    job = train(
-        tied_task,
-        tmp_path / "run",
-        "on_policy",
-        5,
-        "actor_rollout_ref.rollout.n_gpus_per_node=2",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "ray_kwargs.ray_init.num_gpus=3",
-    )
+    job = train(tied_task, tmp_path / "run", "on_policy", 5, *TWO_RANKS)
     summary = check_clean_end(job, "on_policy", 0, 5)
     check_events(job)
     assert summary["rollout_corr_kl_max"] <= KL_MAX
 
 
 @pytest.mark.nightly
-def test_lora_adapters_are_trained(tied_task: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(), TWO_RANKS], ids=["one-rank", "two-ranks"])
+def test_lora_adapters_are_trained(tied_task: Path, tmp_path: Path, sizes: tuple[str, ...]) -> None:
     adapters = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto")
-    job = train(tied_task, tmp_path / "run", "on_policy", 5, *adapters)
+    job = train(tied_task, tmp_path / "run", "on_policy", 5, *adapters, *sizes)
     summary = check_clean_end(job, "on_policy", 0, 5)
     check_events(job)
     assert summary["rollout_corr_kl_max"] <= KL_MAX
