@@ -46,6 +46,13 @@ def test_the_second_call_returns_the_finished_toy(tmp_path: Path) -> None:
     assert REWARD_FILE.is_file()
 
 
+def test_making_is_announced_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        toy = ensure_toy(ToySpec(), tmp_path, report=said.append, fill=Filler())
+    assert said == [f"making the model and the data of the task, once; later runs use {toy.dir}"]
+
+
 def test_other_parameters_make_another_directory(tmp_path: Path) -> None:
     fill = Filler()
     specs = [

@@ -83,7 +83,7 @@ def test_the_two_phases_run_on_boards(tokenizer: Any) -> None:
     )
     said: list[str] = []
     success = warm_up_on_lake(model, tokenizer, TASK, short, seed=0, report=said.append)
-    assert 0.0 <= success <= 1.0 and said[0].startswith("warm-up step 1: accuracy")
+    assert 0.0 <= success <= 1.0 and said[0].startswith("warm-up 1 of 2, supervised: 1 steps, success")
     unreachable = WarmupSpec(taught_accuracy=1.0, max_taught_steps=1, batch_size=4, check_every=1)
     with pytest.raises(WarmupFailed, match="after 1 steps"):
         warm_up_on_lake(model, tokenizer, TASK, unreachable, seed=0, report=said.append)

@@ -167,14 +167,13 @@ def fill_toy(spec: TextSpec, work: Path, report: Callable[[str], None]) -> float
     from recipe.async_pipeline.toy.model import make_model
     from recipe.async_pipeline.toy.tokenizer import make_tokenizer
 
-    report(f"making {spec.dir_name}")
     spec.write_data(work)
     tokenizer = make_tokenizer()
     model = make_model(spec.model, tokenizer, spec.seed)
     success = spec.warm_up(model, tokenizer, report)
     report(
-        f"warm-up done: success {success:.2f} on unseen prompts, degraded on purpose so that RL has "
-        "something to learn"
+        f"warm-up done: success {success:.2f} on unseen prompts, lowered on purpose by answers with errors, "
+        "so that RL has something to learn"
     )
 
     save_model(model, tokenizer, work / "model")
@@ -206,6 +205,7 @@ def ensure_toy(spec: Spec, root: Path, *, report: Callable[[str], None], fill: F
     if finished is not None:
         return replace(finished, reward=spec.reward)
 
+    report(f"making the model and the data of the task, once; later runs use {final}")
     started = time.monotonic()
     work = root / f".{spec.dir_name}.{uuid.uuid4().hex}.tmp"
     work.mkdir(parents=True)

@@ -43,7 +43,6 @@ class ImageSpec(Spec):
         from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
         from recipe.async_pipeline.diffusion.model_folder import ModelFolder
 
-        report(f"making {self.dir_name}")
         train, val = self.task.scenes(self.seed)
         write_rows(image_rows(train, "train"), work / "train.parquet")
         write_rows(image_rows(val, "val"), work / "val.parquet")
@@ -69,7 +68,7 @@ class ImageSpec(Spec):
             score = mean_score(folder, pipeline.transformer, frozen, self.warmup, seed=self.seed)
         finally:
             torch.set_num_threads(threads)
-        report(f"warm-up done: mean score {score:.2f}, degraded on purpose so that RL has something to learn")
+        report(f"warm-up done: mean score {score:.2f}, lowered on purpose so that RL has something to learn")
         if score < self.warmup.min_score:
             raise WarmupFailed(
                 f"samples score {score:.2f}, less than {self.warmup.min_score}; raise warmup flow_steps"

@@ -215,7 +215,10 @@ class TwoPhases(ABC):
                 continue
 
             accuracy = self.accuracy(unseen=False)
-            self.report(f"warm-up step {step}: accuracy {accuracy:.2f} of {spec.taught_accuracy}")
+            self.report(
+                f"warm-up 1 of 2, supervised: {step} steps, success {accuracy:.2f}; ends at "
+                f"{spec.taught_accuracy:.2f}"
+            )
             if accuracy >= spec.taught_accuracy:
                 return
 
@@ -236,8 +239,8 @@ class TwoPhases(ABC):
             if accuracy >= spec.min_accuracy:
                 return accuracy
             self.report(
-                f"warm-up: accuracy {accuracy:.2f} after {step} steps on wrong answers, RL needs "
-                f"{spec.min_accuracy}"
+                f"warm-up 2 of 2, on answers with errors: {step} steps, success {accuracy:.2f}; RL needs "
+                f"{spec.min_accuracy:.2f}"
             )
         raise WarmupFailed(
             f"warm-up ended at accuracy {accuracy:.2f}, RL needs {spec.min_accuracy} to start; use another "
