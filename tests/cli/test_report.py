@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -43,6 +44,9 @@ def test_one_run_gives_one_page_in_its_folder(folder: Path, capsys: pytest.Captu
     text = capsys.readouterr().out
     assert text.splitlines()[-1] == f"wrote {folder / 'report.html'}"
     assert "advice: the trainer waited" in text
+    assert re.search(
+        r"; overlap efficiency \d+% \(without the first step\); devices idle \d+% \(without", text
+    )
     check((folder / "report.html").read_text())
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 

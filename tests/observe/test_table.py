@@ -60,11 +60,22 @@ def test_progress_shows_the_step_and_the_slowest_stage() -> None:
 
 def test_closing_shows_the_use_of_devices_if_known() -> None:
     facts: dict[str, Any] = {"bubble_ratio": 0.25, "overlap_efficiency": 0.8}
-    known = [line for line in closing(SUMMARY | facts) if "devices worked" in line]
-    assert len(known) == 1 and "75 % of the time" in known[0] and "overlap efficiency 0.8" in known[0]
-    assert not any("devices worked" in line for line in closing(SUMMARY))
+    known = [line for line in closing(SUMMARY | facts) if "devices idle" in line]
+    assert len(known) == 1
+    assert (
+        "since the first version was served: devices idle 25 % of the time, overlap efficiency 80 % ("
+        in known[0]
+    )
+    assert known[0].endswith("the report leaves out the first step")
+    assert not any("devices idle" in line for line in closing(SUMMARY))
     nothing = SUMMARY | facts | {"steps": 0, "groups_trained": 0}
-    assert not any("devices worked" in line for line in closing(nothing)), "there was no work to arrange"
+    assert not any("devices idle" in line for line in closing(nothing)), "there was no work to arrange"
+
+
+@pytest.mark.parametrize(("kl", "cell"), [(-0.0, "0.00000"), (-4e-6, "0.00000"), (-6e-6, "-0.00001")])
+def test_a_value_that_rounds_to_zero_has_no_sign(kl: float, cell: str) -> None:
+    assert row(kl=kl).render().removeprefix(MARK).split()[6] == cell
+    assert ends(row(kl=kl).render()) == ends(header())
 
 
 def test_cells_of_a_row() -> None:

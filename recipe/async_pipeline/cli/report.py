@@ -106,7 +106,10 @@ def _write(found: list[RunData], out: Path | None) -> Path:
 
 def _say(found: list[RunData], path: Path) -> None:
     for data in found:
-        figures = "; ".join(f"{name.lower()} {value}" for name, (value, _) in figures_of(data).items())
+        figures = "; ".join(
+            f"{name.lower()} {value}" + (f" ({data.typical_time})" if data.typical_time in means else "")
+            for name, (value, means) in figures_of(data).items()
+        )
         echo(
             f"{data.name}: {data.status}, {data.strategy}, {data.steps} steps"
             + (f"; {figures}" if figures else "")

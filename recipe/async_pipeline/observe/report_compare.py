@@ -94,6 +94,7 @@ class _Figure:
 
 
 def _known(a: RunData, b: RunData) -> list[_Figure]:
+    time = f", {a.typical_time}" if a.typical_time == b.typical_time else ""
     found = [
         _Figure(
             name="Step time, median",
@@ -106,7 +107,7 @@ def _known(a: RunData, b: RunData) -> list[_Figure]:
             name="Responses trained per second", a=a.samples_per_s, b=b.samples_per_s, text=amount, better=1
         ),
         _Figure(
-            name="Overlap efficiency",
+            name=f"Overlap efficiency{time}",
             a=_of(a, "overlap_efficiency"),
             b=_of(b, "overlap_efficiency"),
             text=percent,
@@ -114,7 +115,7 @@ def _known(a: RunData, b: RunData) -> list[_Figure]:
             differs="points",
         ),
         _Figure(
-            name="Devices idle",
+            name=f"Devices idle{time}",
             a=_of(a, "bubble_ratio"),
             b=_of(b, "bubble_ratio"),
             text=percent,

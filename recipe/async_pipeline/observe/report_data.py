@@ -109,6 +109,11 @@ class RunData:
             self.warm if self.warm is not None and self.warm.steps and self.warm.steady_s else self.accounting
         )
 
+    @property
+    def typical_time(self) -> str:
+        """The part of the run that `typical` covers, as text."""
+        return "without the first step" if self.typical is self.warm else "since the first version was served"
+
 
 def data_of(files: RunFiles) -> RunData:
     """Return the numbers of a run, without its events if they are inconsistent or of another version."""

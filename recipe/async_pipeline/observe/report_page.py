@@ -100,12 +100,11 @@ def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
         found["Throughput"] = (f"{amount(run.samples_per_s)} /s", "responses trained, without the first step")
 
     if run.typical is not None and run.typical.steady_s:
-        after = "without the first step" if run.typical is run.warm else "since the first version was served"
         found["Overlap efficiency"] = (
             percent(run.typical.overlap_efficiency),
-            f"of the fastest possible schedule on these pools, {after}",
+            f"of the fastest possible schedule on these pools, {run.typical_time}",
         )
-        found["Devices idle"] = (percent(run.typical.bubble_ratio), f"of device-seconds, {after}")
+        found["Devices idle"] = (percent(run.typical.bubble_ratio), f"of device-seconds, {run.typical_time}")
 
     if run.lag_mean:
         found["Lag"] = (

@@ -59,8 +59,14 @@ class StepRow:
             self.step_s,
             self.samples / self.step_s if self.step_s > 0 else 0.0,
         )
-        cells = [fmt.format(value) for (_, fmt), value in zip(_COLUMNS, values, strict=True)]
+        cells = [_cell(fmt, value) for (_, fmt), value in zip(_COLUMNS, values, strict=True)]
         return f"{MARK} {' '.join(cells)}"
+
+
+def _cell(fmt: str, value: object) -> str:
+    """Return a value in its column; one that rounds to zero has no sign."""
+    text = fmt.format(value)
+    return text if text.strip(" -0.") else text.replace("-", " ")
 
 
 def progress(row: StepRow, *, untrained: float, finished: float, critical: str) -> str:
@@ -71,6 +77,10 @@ def progress(row: StepRow, *, untrained: float, finished: float, critical: str) 
         f"lag {row.lag_mean:.2f} (max {row.lag_max:.0f})  queue: {untrained:.0f} groups in flight, "
         f"{finished:.0f} finished" + (f"  slowest: {critical}" if critical else "")
     )
+
+
+def _percent(share: object) -> str:
+    return f"{100 * float(str(share)):.0f} %"
 
 
 def header() -> str:
@@ -104,9 +114,9 @@ def closing(summary: Mapping[str, object]) -> list[str]:
     )
     if "overlap_efficiency" in summary and summary["groups_trained"]:
         lines.append(
-            f"{MARK} devices worked {100 * (1 - float(str(summary['bubble_ratio']))):.0f} % of the time "
-            f"since the first version was served; overlap efficiency {summary['overlap_efficiency']} "
-            "(1: no schedule of this work is faster)"
+            f"{MARK} since the first version was served: devices idle {_percent(summary['bubble_ratio'])} of "
+            f"the time, overlap efficiency {_percent(summary['overlap_efficiency'])} (100 %: no schedule of "
+            "this work is faster); the report leaves out the first step"
         )
 
     fates = ", ".join(f"{summary[f'groups_{fate}']} {fate.replace('_', ' ')}" for fate in FATES)
