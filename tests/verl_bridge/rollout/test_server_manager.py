@@ -39,15 +39,17 @@ def test_replicas_start_early_only_where_they_cannot_split_the_training_devices(
     monkeypatch.setattr(module.ray, "nodes", lambda: [*nodes, gone])
     monkeypatch.setattr(module, "get_resource_name", lambda: "GPU")
     begun: list[object] = []
+    # Another thread must not import these packages at the same time.
+    monkeypatch.setattr(module, "import_model_packages", lambda config: begun.append("packages"))
 
     class Manager(module.PipelineServerManager):  # type: ignore[misc,name-defined]
         def __init__(self, config: object) -> None:
             begun.append(config)
 
     Manager.start_early("config")
-    assert begun == (["config"] if early else [])
+    assert begun == (["packages", "config"] if early else [])
     Manager.started("config")
-    assert begun == ["config"], "once"
+    assert begun[-1:] == ["config"] and begun.count("config") == 1, "once"
 
 
 def test_servers_start_with_a_copy_of_the_config(module: ModuleType) -> None:

@@ -14,6 +14,7 @@ import ray
 from omegaconf import DictConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.trainer.ppo.v1 import trainer_base
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_resource_name
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -59,6 +60,7 @@ class PipelineServerManager(LLMServerManager):
         The trainer that is created later in this process takes this manager over.
         """
         if len(_devices_by_node()) <= 1:
+            import_model_packages(config)
             cls._early = cls(config)
 
     @classmethod
@@ -96,6 +98,15 @@ class PipelineServerManager(LLMServerManager):
     def attach(self, balancer: Any) -> None:
         """Use a balancer that verl has started, so that clients can be created before the servers are up."""
         self.global_load_balancer = balancer
+
+
+def import_model_packages(config: DictConfig) -> None:
+    """Load the model's config and tokenizer as the trainer will, before a thread imports an engine.
+
+    transformers replaces the package of a model type by another module at the end of its import. A thread
+    that finds it in between keeps the first one, which has no names, and fails with an ImportError.
+    """
+    omega_conf_to_dataclass(config.actor_rollout_ref.model)
 
 
 def replica_class_of(engine: str) -> Callable[..., StandaloneReplica]:
