@@ -111,6 +111,20 @@ def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
     assert metrics_of(groups(one(1), redundant=1))["agentic/end/redundant"] == 1.0
 
 
+def test_waits_are_those_of_episodes_and_requests() -> None:
+    waits = [replace(one(3), model_s=float(i), env_s=i / 10) for i in range(1, 21)]
+    (group,) = groups(*waits, one(3))
+    found = metrics_of([replace(group, took_ms=(1.0, 5.0)), replace(group, trajectories=(), took_ms=(2.0,))])
+    assert (found["agentic/model_s/mean"], found["agentic/model_s/p95"]) == (10.5, 19.0)
+    assert found["agentic/env_s/mean"] == pytest.approx(1.05)
+    assert found["agentic/env_s/p95"] == 1.9
+    assert found["agentic/gateway_ms_p95"] == 5.0
+    rows = tuple(replace(waits[9], key=f"a_0_{i}") for i in range(3))
+    again = metrics_of([Group(uid="a", step=1, trajectories=(*rows, replace(waits[19], key="a_1_0")))])
+    assert again["agentic/model_s/mean"] == 15.0, "conversations of one episode share its seconds"
+    assert not {"agentic/model_s/mean", "agentic/gateway_ms_p95"} & metrics_of(groups(one(3))).keys()
+
+
 def test_what_happened_in_episodes_is_counted_over_the_groups() -> None:
     counted = [
         replace(group, counts={"retries_coalesced": 2, "params_overridden": 0})

@@ -7,11 +7,13 @@ import asyncio
 import contextvars
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from recipe.async_pipeline.errors import RequestRefused, WaitTimeout
+from recipe.async_pipeline.gateway import sessions
 from recipe.async_pipeline.gateway.sessions import (
     Ask,
     Session,
@@ -265,6 +267,33 @@ def test_tokens_in_and_versions_out() -> None:
         assert row.response_ids == [*b"abc", END, 5, *b"d", END] and row.spans == [(0, 0), (0, 5), (4, 6)]
         with pytest.raises(RequestRefused, match="at least one token"):
             await session.turn_of_tokens([], None)
+
+    played(test)
+
+
+class SlowPolicy(FakePolicy):
+    """Its tokenizer and its engine take time by a clock of the test."""
+
+    now = 100.0
+
+    async def begin(self, *args: Any) -> Any:
+        self.now += 0.25
+        return await super().begin(*args)
+
+    async def generate(self, *args: Any) -> Any:
+        self.now += 7.0
+        return await super().generate(*args)
+
+
+def test_what_the_gateway_adds_is_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = SlowPolicy("one", "two")
+    monkeypatch.setattr(sessions, "time", SimpleNamespace(perf_counter=lambda: policy.now))
+
+    async def test() -> None:
+        session = Session(policy, LIMITS)
+        await session.turn(ask("q"))
+        await session.turn_of_tokens([1], None, received=policy.now - 0.5)
+        assert session.took_ms == [250.0, 500.0]
 
     played(test)
 

@@ -14,9 +14,11 @@ trained as if it were nor cost the other episodes of the group.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 from ..core.items import Group, Trajectory
@@ -145,8 +147,21 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
         succeeded = sum(one.end == DONE and (one.reward or 0.0) > 0 for one in found)
         metrics["agentic/success"] = succeeded / len(found)
     if turns:
-        metrics |= {"agentic/turns/mean": sum(turns) / len(turns), "agentic/turns/max": float(max(turns))}
+        metrics |= {"agentic/turns/mean": fmean(turns), "agentic/turns/max": float(max(turns))}
+    for name in ("model_s", "env_s"):
+        waits = [wait for one in found if (wait := getattr(one, name)) is not None]
+        if waits:
+            metrics |= {f"agentic/{name}/mean": fmean(waits), f"agentic/{name}/p95": _p95(waits)}
+    took_ms = [took for group in step for took in group.took_ms]
+    if took_ms:
+        metrics["agentic/gateway_ms_p95"] = _p95(took_ms)
     return metrics
+
+
+def _p95(values: Iterable[float]) -> float:
+    """Return the smallest value that 95 % do not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(0.95 * len(ordered)) - 1]
 
 
 def _turns_of_episodes(rows: Iterable[Trajectory]) -> list[int]:

@@ -68,6 +68,10 @@ class Trajectory:
     reward: float | None = None
     filter_by: float | None = None
     """The value that group filtering compares; None if the run does not filter."""
+    model_s: float | None = None
+    """Seconds of its episode with an open request to the policy. None: unknown."""
+    env_s: float | None = None
+    """Seconds of its episode without one: tools, environments, and the agent's own code. None: unknown."""
     end: str = "done"
     """How its episode ended; see `agents.episodes`."""
     attempts: int = 1
@@ -92,6 +96,8 @@ class Group:
     """Further episodes that were begun and ended, because enough others had finished."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What happened in its episodes, by name; see `agents.episodes.COUNTS`."""
+    took_ms: tuple[float, ...] = ()
+    """What the gateway added to each request of its episodes, in ms."""
     payload: Any = None
     """Opaque to the core: what the trainer needs to find its samples."""
 

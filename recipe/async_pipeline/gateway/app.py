@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -121,9 +122,10 @@ class Gateway:
         session = self._session_of(request, controls=False)
         body = await self._body(request)
         session.check_open()
+        received = time.perf_counter()
         read = dialect.read(body)
         digest = digest_of(dialect.path.encode(), body)
-        answering = session.once(digest, lambda: session.turn(read.ask), again=_is_retry(request))
+        answering = session.once(digest, lambda: session.turn(read.ask, received), again=_is_retry(request))
         if not read.stream:
             return Response(dialect.answer(read, await answering), 200, media_type=JSON)
 
@@ -158,10 +160,11 @@ class Gateway:
         session = self._session_of(request, controls=False)
         body = await self._body(request)
         session.check_open()
+        received = time.perf_counter()
         found = decoded(body, _Generate)
 
         def begin() -> Awaitable[TokenReply]:
-            return session.turn_of_tokens(found.prompt_ids, found.max_tokens, texts(found.stop))
+            return session.turn_of_tokens(found.prompt_ids, found.max_tokens, texts(found.stop), received)
 
         digest = digest_of(b"/v1/generate", body)
         reply: TokenReply = await session.once(digest, begin, again=_is_retry(request))

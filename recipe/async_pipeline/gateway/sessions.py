@@ -141,6 +141,8 @@ class Session:
         """The limit that the last request exceeded; empty after one that was answered."""
         self.cut_off = False
         """Whether the limits of the run cut the last answer off."""
+        self.took_ms: list[float] = []
+        """Of each answered request, what the gateway added to the time of the engines."""
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = loop.create_future()
         """Done when the session has ended, with the error that ended it, if one did."""
@@ -151,8 +153,12 @@ class Session:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._served: tuple[bytes, Any] | None = None
 
-    async def turn(self, ask: Ask) -> Reply:
-        """Answer a request. Raises RequestRefused; other errors have ended the session."""
+    async def turn(self, ask: Ask, received: float | None = None) -> Reply:
+        """Answer a request. `received`: when its body had arrived, by `time.perf_counter`; default: now.
+
+        Raises RequestRefused; other errors have ended the session.
+        """
+        received = time.perf_counter() if received is None else received
         if ask.messages[-1]["role"] == "assistant":
             raise RequestRefused(
                 "the last message must not be the assistant's: the policy writes whole turns"
@@ -169,14 +175,14 @@ class Session:
                 request.abandon()
                 request = self.chains.open(ask.messages, tools, from_scratch=True)
                 token_ids, kept = await self._tokens(request, ask)
-            answer = await self._answer(request, token_ids, ask.max_tokens, ask.stop)
+            answer, engine_s = await self._answer(request, token_ids, ask.max_tokens, ask.stop)
             said = await self._policy.read(answer.token_ids, ask.tools, ask.stop)
             if answer.token_ids:
                 whole = answer.whole and said.stop is None
                 request.commit(token_ids, kept, answer._replace(whole=whole), said.as_message())
         finally:
             request.abandon()
-        self._answered()
+        self._answered(time.perf_counter() - received - engine_s)
         cut = not answer.whole and said.stop is None
         return Reply(
             id=secrets.token_hex(12),
@@ -187,20 +193,25 @@ class Session:
         )
 
     async def turn_of_tokens(
-        self, token_ids: list[int], max_tokens: int | None, stop: tuple[str, ...] = ()
+        self,
+        token_ids: list[int],
+        max_tokens: int | None,
+        stop: tuple[str, ...] = (),
+        received: float | None = None,
     ) -> TokenReply:
-        """Answer a request that sends tokens. Raises as `turn`."""
+        """Answer a request that sends tokens, as `turn`. Raises as `turn`."""
+        received = time.perf_counter() if received is None else received
         if not token_ids:
             raise RequestRefused("prompt_ids must have at least one token, got none")
         self._count_turn()
         request = self.chains.open_tokens(token_ids)
         try:
-            answer = await self._answer(request, token_ids, max_tokens, stop)
+            answer, engine_s = await self._answer(request, token_ids, max_tokens, stop)
             if answer.token_ids:
                 request.commit(token_ids, len(request.known), answer, None)
         finally:
             request.abandon()
-        self._answered()
+        self._answered(time.perf_counter() - received - engine_s)
         versions = [
             max((start, version) for version, start in answer.spans if start <= at)[1]
             for at in range(len(answer.token_ids))
@@ -293,8 +304,9 @@ class Session:
                 f"this session has used its {self._limits.max_turns} turns (agentic.max_turns)", end="turns"
             )
 
-    def _answered(self) -> None:
+    def _answered(self, took_s: float) -> None:
         self.counts.turns += 1
+        self.took_ms.append(round(1e3 * took_s, 3))
         self.limit_hit = ""
 
     async def _tokens(self, request: Request, ask: Ask) -> tuple[list[int], int]:
@@ -304,7 +316,8 @@ class Session:
 
     async def _answer(
         self, request: Request, token_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]
-    ) -> Answer:
+    ) -> tuple[Answer, float]:
+        """Return the engine's answer and the seconds that it took."""
         limits = self._limits
         room = request.room(len(token_ids), limits.prompt_tokens, limits.response_tokens)
         if room < 1:
@@ -315,13 +328,15 @@ class Session:
                 end="tokens",
             )
         limit = room if max_tokens is None else min(room, max_tokens)
+        asked = time.perf_counter()
         try:
             answer = await self._policy.generate(request.chain.request_id, token_ids, limit, stop)
         except Exception as error:  # noqa: BLE001 - handed to the owner of the session
             # Here, so that a deadline inside the rollout is not taken for the one of the turn.
             raise self._failed(error) from error
+        engine_s = time.perf_counter() - asked
         self.cut_off = not answer.whole and len(answer.token_ids) >= room
-        return answer
+        return answer, engine_s
 
 
 def ended(reason: str) -> RequestRefused:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The section of a report about episodes of several turns: success, turns and ends."""
+"""The section of a report about episodes of several turns: success, turns, waits and ends."""
 
 from __future__ import annotations
 
 from .charts import Line, figure, legend, line_chart, share_bar
 from .episode_figures import EpisodeFigures
+from .wording import seconds
 
 END_COLOURS = {
     "done": "c-sync",
@@ -18,7 +19,7 @@ OTHER_COLOUR = "c-other"
 
 
 def episodes(found: EpisodeFigures) -> str:
-    """Return charts of success and turns, and a bar of the ends."""
+    """Return charts of success, turns and waits, and a bar of the ends."""
     total = sum(found.ends.values())
     if not total:
         return ""
@@ -39,6 +40,25 @@ def episodes(found: EpisodeFigures) -> str:
         low=0.0,
         note="One answer of the policy is one turn.",
     )
+    waits = line_chart(
+        "What an episode waits for",
+        [
+            Line(label="policy, mean", series=found.model_s, colour="c-generate"),
+            Line(label="policy, 95th percentile", series=found.model_s_p95, colour="c-generate", dashed=True),
+            Line(label="environment, mean", series=found.env_s, colour="c-train"),
+            Line(label="environment, 95th percentile", series=found.env_s_p95, colour="c-train", dashed=True),
+        ],
+        x_label="step",
+        text=seconds,
+        low=0.0,
+        note="Environment: all seconds without an open request to the policy.",
+    )
+    gateway = line_chart(
+        "What the gateway adds to a request: 95th percentile, in ms",
+        [Line(label="ms", series=found.gateway_ms_p95, colour="c-sync")],
+        x_label="step",
+        low=0.0,
+    )
     known = sorted(found.ends.items(), key=lambda item: -item[1])
     colours = {end: END_COLOURS.get(end, OTHER_COLOUR) for end, _ in known}
     bar = share_bar(
@@ -52,4 +72,4 @@ def episodes(found: EpisodeFigures) -> str:
         note=again,
         wide=True,
     )
-    return f'<div class="grid">{success}{turns}</div>{ends}'
+    return f'<div class="grid">{success}{turns}{waits}{gateway}</div>{ends}'

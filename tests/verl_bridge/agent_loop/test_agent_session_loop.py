@@ -28,6 +28,7 @@ from recipe.async_pipeline.toy.tokenizer import make_tokenizer
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import (
     END,
     NOTED,
+    TOOK_MS,
     WHY,
     Episodes,
     current_attempt,
@@ -389,6 +390,8 @@ def test_what_happened_in_a_session_is_counted(module: ModuleType, monkeypatch: 
     counts = output.extra_fields[NOTED]
     assert counts == {"retries_coalesced": 1, "params_overridden": 1, "retokenized": 0}
     assert counts.keys() <= COUNTS.keys()
+    (took_ms,) = output.extra_fields[TOOK_MS]
+    assert took_ms > 0, "of the one request that an engine answered"
 
 
 def test_a_recalled_episode_ends_its_session(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

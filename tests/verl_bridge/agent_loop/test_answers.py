@@ -20,7 +20,7 @@ ATTEMPT.end = "turns"
 def test_a_stored_response_becomes_a_trajectory() -> None:
     told = {"version_spans": [[1, 0], [2, 2]], TURNS: 3}
     fields = {"extra_fields": told, "num_turns": 6, "rm_scores": [0, 0, 0.5]}
-    assert trajectory_of("a_0_0", fields, TAG, ATTEMPT) == Trajectory(
+    assert trajectory_of("a_0_0", fields, TAG, ATTEMPT, (1.5, 2.25)) == Trajectory(
         key="a_0_0",
         first_version=1,
         last_version=2,
@@ -28,12 +28,14 @@ def test_a_stored_response_becomes_a_trajectory() -> None:
         spans=((1, 0), (2, 2)),
         turns=3,
         reward=0.5,
+        model_s=1.5,
+        env_s=2.25,
         end="turns",
         attempts=2,
         payload=TAG,
     )
     bare = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
-    assert (bare.spans, bare.turns, bare.reward) == (None, None, None)
+    assert (bare.spans, bare.turns, bare.reward, bare.model_s, bare.env_s) == (None,) * 5
 
 
 @pytest.mark.parametrize("missing", ["min_global_steps", "max_global_steps"])

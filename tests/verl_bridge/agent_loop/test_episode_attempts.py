@@ -249,8 +249,11 @@ def test_time_that_is_excused_does_not_count() -> None:
             await asyncio.sleep(100)
         await asyncio.sleep(2.5 if attempt.number == 1 else 1.5)
         attempt.returned([])
+        waited.append(attempt.waited_s)
 
+    waited: list[float] = []
     assert played(waits, waits, timeout_s=5) == []
+    assert waited == [100.0]
 
 
 # Turns and tool calls with deadlines.

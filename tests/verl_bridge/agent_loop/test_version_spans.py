@@ -21,6 +21,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
     merged,
     take_turn,
     taken_turns,
+    waits_of,
 )
 
 
@@ -108,6 +109,15 @@ def test_costs_are_added_up_over_turns() -> None:
         "generate_s": 0.75,
         "environment_s": 1.25,
     }
+
+
+def test_requests_at_the_same_time_are_waited_for_once() -> None:
+    at = [(12.0, 3.0), (10.5, 1.0), (13.0, 1.0), (14.0, 2.0)]
+    turns = [Turn(5, [[7, 0]], seconds=seconds, began=began) for began, seconds in at]
+    assert waits_of(turns, 10.0, 20.0) == (5.0, 5.0)
+    assert waits_of(turns, 10.0, 20.0, excused_s=4.0) == (5.0, 1.0)
+    assert waits_of(turns, 10.0, 20.0, excused_s=9.0) == (5.0, 0.0)
+    assert waits_of([], 10.0, 20.0) == (0.0, 10.0)
 
 
 def test_costs_of_a_group_are_columns_with_all_figures() -> None:

@@ -370,15 +370,16 @@ def test_a_worker_ends_what_its_episodes_share(agent_loop: ModuleType) -> None:
 def test_the_counts_of_an_episode_are_kept_once(
     agent_loop: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt = SimpleNamespace(counts={"params_overridden": 2}, end="done", number=1)
+    attempt = SimpleNamespace(counts={"params_overridden": 2}, took_ms=[1.5], end="done", number=1)
     monkeypatch.setattr(agent_loop, "current_attempt", lambda: attempt)
 
     async def story() -> list[Any]:
         worker = worker_of(agent_loop, asyncio.Event())
         worker._finished["a"] = []
         agent_loop._COST.set({})
+        agent_loop._WAITS.set((0.25, 0.5))
         rows = [{"uid": "a", "session_id": 0, "extra_fields": {}} for _ in range(2)]
         await worker._store_trajectories(["a_0_0", "a_0_1"], rows, [TAG, TAG], "train")
-        return [one.counts for one in worker._finished["a"]]
+        return [(one.counts, one.took_ms, one.trajectory.env_s) for one in worker._finished["a"]]
 
-    assert asyncio.run(story()) == [{}, {"params_overridden": 2}]
+    assert asyncio.run(story()) == [({}, (), 0.5), ({"params_overridden": 2}, [1.5], 0.5)]

@@ -32,7 +32,7 @@ from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
 from ..run_config import knobs_of
 from .environment_loop import plain, seed_of
-from .episode_attempts import END, NOTED, WHY, current_attempt
+from .episode_attempts import END, NOTED, TOOK_MS, WHY, current_attempt
 from .external_runner import Address, ExternalRunner
 from .session_policy import SessionPolicy
 from .version_spans import ROW_SPANS, ROW_TURNS
@@ -177,7 +177,9 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         }
         outputs = [output_of(one, spent) for one in rows]
         outputs[-1].reward_score = reward
-        outputs[-1].extra_fields.update({END: end, WHY: why, NOTED: counts_of(session)})
+        outputs[-1].extra_fields.update(
+            {END: end, WHY: why, NOTED: counts_of(session), TOOK_MS: session.took_ms}
+        )
         return outputs
 
 

@@ -28,6 +28,8 @@ class Sample(NamedTuple):
     """See `version_spans.times_of`."""
     counts: Mapping[str, int] = {}
     """What happened in its episode, of its last response only; see `agents.episodes.COUNTS`."""
+    took_ms: Sequence[float] = ()
+    """What the gateway added to each request of its episode, of its last response only."""
 
 
 class Details(NamedTuple):
@@ -58,12 +60,21 @@ class Answered(NamedTuple):
     """Start and seconds of each turn of the response that ended last; empty for single turns."""
     counts: Mapping[str, int] = {}
     """What happened in its episodes; see `agents.episodes.COUNTS`."""
+    took_ms: Sequence[float] = ()
+    """What the gateway added to each request of its episodes."""
 
 
-def trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any], attempt: Attempt) -> Trajectory:
-    """Return the trajectory of a stored response.
+def trajectory_of(
+    key: str,
+    fields: dict[str, Any],
+    tag: dict[str, Any],
+    attempt: Attempt,
+    waits: tuple[float, float] | None = None,
+) -> Trajectory:
+    """Return the trajectory of a stored response. `waits`: see `version_spans.waits_of`.
 
-    Raises RolloutError if the rollout did not record which versions generated the response."""
+    Raises RolloutError if the rollout did not record which versions generated the response.
+    """
     first, last = tag["min_global_steps"], tag["max_global_steps"]
     if first is None or last is None:
         raise RolloutError(f"trajectory {key} came back without the version that generated it")
@@ -79,6 +90,8 @@ def trajectory_of(key: str, fields: dict[str, Any], tag: dict[str, Any], attempt
         spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
         turns=told.get(TURNS),
         reward=None if scores is None else float(scores[-1]),
+        model_s=None if waits is None else round(waits[0], 6),
+        env_s=None if waits is None else round(waits[1], 6),
         end=attempt.end,
         attempts=attempt.number,
         payload=tag,

@@ -32,9 +32,9 @@ REASON_CHARACTERS = 500
 """Length of the reason that a failed episode is reported with."""
 
 
-END, WHY, NOTED = "episode_end", "episode_end_why", "episode_counts"
-"""Fields with which an agent loop tells how its episode ended, why, and what happened in it; see
-`agents.episodes.COUNTS`.
+END, WHY, NOTED, TOOK_MS = "episode_end", "episode_end_why", "episode_counts", "gateway_ms"
+"""Fields with which an agent loop tells how its episode ended, why, what happened in it (see
+`agents.episodes.COUNTS`), and what the gateway added to each of its requests.
 """
 
 
@@ -51,6 +51,9 @@ class Attempt:
         self.why = ""
         self.action: Action = "train"
         self.counts: Mapping[str, int] = {}
+        self.took_ms: Sequence[float] = ()
+        self.waited_s = 0.0
+        """Seconds of the agent loop that were not the episode's, such as the wait for an environment."""
         self._episodes = episodes
         self._rollout_error: Exception | None = None
         self._late: WaitTimeout | None = None
@@ -69,13 +72,13 @@ class Attempt:
             raise Ended
         for one in responses[-1:]:
             self.end, self.why = one.extra_fields.pop(END, DONE), one.extra_fields.pop(WHY, "")
-            self.counts = one.extra_fields.pop(NOTED, {})
+            self.counts, self.took_ms = one.extra_fields.pop(NOTED, {}), one.extra_fields.pop(TOOK_MS, ())
             self._judge(written=True)
             if self.action in ("again", "drop"):
                 raise Ended
             if self.action == "score":
                 one.reward_score = self._episodes.failure_reward
-        self._scoring = True
+        self._scoring, self.waited_s = True, self.excused_s()
         self._excused_since = _now()
 
     async def within(self, awaitable: Awaitable[T], timeout_s: float | None, *, what: str) -> T:

@@ -146,6 +146,21 @@ def costs_of(turns: Sequence[Turn], seconds: float) -> dict[str, float]:
     }
 
 
+def waits_of(
+    turns: Sequence[Turn], began: float, ended: float, excused_s: float = 0.0
+) -> tuple[float, float]:
+    """Return for how many seconds an episode waited for the policy, and for anything else.
+
+    Requests at the same time count once. `excused_s`: seconds in between that are not the episode's.
+    """
+    model_s, until = 0.0, began
+    for turn in sorted(turns, key=lambda turn: turn.began):
+        end = turn.began + turn.seconds
+        model_s += max(0.0, end - max(turn.began, until))
+        until = max(until, end)
+    return model_s, max(0.0, ended - began - model_s - excused_s)
+
+
 def times_of(turns: Sequence[Turn], began: float) -> list[list[float]]:
     """Return start and seconds of each turn of a response that began then; empty for a single turn."""
     if len(turns) < 2:

@@ -50,7 +50,7 @@ from .partial_rollouts import (
 from .redundancy import Begun, Redundant, first_sound
 from .sample_checks import Checks, Scores, flaws_together, found_flaws
 from .validation import OpenPrompts
-from .version_spans import add_fields, costs_of, kept_turns, taken_turns, times_of
+from .version_spans import add_fields, costs_of, kept_turns, taken_turns, times_of, waits_of
 
 _StockWorker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 """Ray forbids inheriting from the actor class; this is the plain class under it."""
@@ -58,6 +58,7 @@ _VALIDATING: ContextVar[bool] = ContextVar("validating", default=False)
 """Whether this task validates; verl's scoring does not pass that on."""
 _BEGUN: ContextVar[float] = ContextVar("when the response of this task began")
 _TIMES: ContextVar[Sequence[Sequence[float]]] = ContextVar("when the turns of this response were", default=())
+_WAITS: ContextVar[tuple[float, float] | None] = ContextVar("what this response waited for", default=None)
 _COST: ContextVar[dict[str, float]] = ContextVar("what the response has cost so far")
 GIVE_UP_S = 10.0
 """Seconds that a worker gets to end the responses of a group."""
@@ -259,7 +260,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         details = [details_of(one) for one in group]
         trajectories = [one.trajectory for one in group]
         counts = counted(group, (one.replayed for one in transcripts if one is not None))
-        return Answered(trajectories, details, found, redundant, slowest_turns(group), counts)
+        took_ms = [took for one in group for took in one.took_ms]
+        return Answered(trajectories, details, found, redundant, slowest_turns(group), counts, took_ms)
 
     async def _settled(
         self, uid: str, sessions: list[asyncio.Task[None]], n: int, is_sound: Callable[[int], bool]
@@ -352,6 +354,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         if cost is not None:
             cost.update(costs_of(turns, ended - _BEGUN.get()))
             _TIMES.set(times_of(turns, _BEGUN.get()))
+            if attempt is not None and turns:
+                _WAITS.set(waits_of(turns, _BEGUN.get(), ended, attempt.waited_s))
         token = _VALIDATING.set(validate)
         diffusion_loop.take_columns(outputs)
         try:
@@ -378,11 +382,15 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             assert attempt is not None, "training repeats episodes"
             group += [
                 Sample(
-                    trajectory_of(key, values, tag, attempt), values, partition_id, _COST.get(), _TIMES.get()
+                    trajectory_of(key, values, tag, attempt, _WAITS.get()),
+                    values,
+                    partition_id,
+                    _COST.get(),
+                    _TIMES.get(),
                 )
                 for key, values, tag in zip(keys, fields, tags, strict=True)
             ]
-            group[-1] = group[-1]._replace(counts=attempt.counts)
+            group[-1] = group[-1]._replace(counts=attempt.counts, took_ms=attempt.took_ms)
 
     async def _store_group(self, group: list[Sample]) -> None:
         await stored_sessions.put_group(group, as_rows=self._stores_rows)

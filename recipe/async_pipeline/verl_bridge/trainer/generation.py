@@ -118,7 +118,7 @@ class Generation:
         columns = [details.columns for _, details in pairs]
         alike = all(one == columns[0] for one in columns)
         group = _group(prompt, trajectories, verdict, columns[:1] if alike else columns)
-        return replace(group, redundant=len(done.redundant), counts=done.counts)
+        return replace(group, redundant=len(done.redundant), counts=done.counts, took_ms=tuple(done.took_ms))
 
     def rejects(self, group: Group) -> Literal["filtered", "failed"] | None:
         """Return why a finished group is not trained, or None if it is.
