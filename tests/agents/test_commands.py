@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.agents.commands import KEPT_BYTES, Finished, environment, run_command
+from recipe.async_pipeline.agents.output_log import OutputLog
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process groups of Linux")
@@ -50,6 +51,29 @@ def test_what_is_passed_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_end_of_the_output_is_kept(tmp_path: Path) -> None:
     finished = run(f"print('x' * {5 * KEPT_BYTES}); print('{{\"reward\": 2}}')", tmp_path)
     assert len(finished.stdout) <= KEPT_BYTES and finished.last_object() == {"reward": 2}
+
+
+def test_a_log_gets_the_output_as_it_arrives(tmp_path: Path) -> None:
+    log = OutputLog()
+    code = "import os; print('out', flush=True); os.write(2, b'err\\n')"
+    asyncio.run(run_command([sys.executable, "-I", "-c", code], tmp_path, {}, log))
+    assert sorted(log.text().splitlines()) == ["err", "out"]
+
+
+def test_the_output_of_a_command_that_is_cancelled_is_in_its_log(tmp_path: Path) -> None:
+    log = OutputLog()
+
+    async def story() -> None:
+        code = "import time; print('begun', flush=True); time.sleep(600)"
+        running = asyncio.create_task(run_command([sys.executable, "-I", "-c", code], tmp_path, {}, log))
+        while not log.text():  # noqa: ASYNC110 - a pipe has no event for it
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    assert log.text() == "begun\n"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "text", "[1]", '{"a": 1}\nmore'])

@@ -111,7 +111,7 @@ def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
     assert metrics_of(groups(one(1), redundant=1))["agentic/end/redundant"] == 1.0
 
 
-def test_waits_are_those_of_episodes_and_requests() -> None:
+def test_waits_are_counted_by_episode_and_by_request() -> None:
     waits = [replace(one(3), model_s=float(i), env_s=i / 10) for i in range(1, 21)]
     (group,) = groups(*waits, one(3))
     found = metrics_of([replace(group, took_ms=(1.0, 5.0)), replace(group, trajectories=(), took_ms=(2.0,))])

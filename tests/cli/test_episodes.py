@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from recipe.async_pipeline.cli import main
-from recipe.async_pipeline.cli.episodes import in_words
+from recipe.async_pipeline.cli.episodes import OTHER_OUTPUTS, in_words
+from recipe.async_pipeline.observe.agent_output import KeptOutput
 from recipe.async_pipeline.observe.episodes import EpisodeRecord, EpisodesRead
 from tests.fakes.ledgers import whole, write
 
@@ -70,3 +71,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "step 2: 4 episodes" in out and out.count("tokens  ") == 1
     assert "set trainer.rollout_data_dir to have it" in out
     assert main.main(["episodes", str(tmp_path / "nothing")]) == 2
+
+
+def test_the_output_of_failed_attempts_is_named(tmp_path: Path) -> None:
+    def output(episode: str, number: int) -> KeptOutput:
+        return KeptOutput(tmp_path / f"{episode}-{number}.txt", episode, number, "agent_failed", "a bug")
+
+    others = tuple(output(f"w_{i}", 1) for i in range(OTHER_OUTPUTS + 1))
+    found = EpisodesRead(
+        step=3,
+        episodes=(episode("u_0_0", 1.0, attempts=2), episode("u_1_0", 2.0)),
+        outputs=(*others, output("u_0", 1), output("v_0", 2)),
+    )
+    lines = list(in_words(found, 1))
+    at = lines.index("u_0_0  reward 1.0  done, attempt 2  9 tokens  versions 1 to 2")
+    assert lines[at + 1 : at + 3] == [
+        "  attempt 1 at u_0: agent_failed: a bug",
+        f"    {tmp_path / 'u_0-1.txt'}",
+    ]
+    assert lines[at + 4] == "output of 12 failed attempts at episodes that this step has not trained:"
+    assert lines[-1] == f"    {tmp_path / 'v_0-2.txt'}"
+    assert len(lines) == at + 5 + 2 * OTHER_OUTPUTS

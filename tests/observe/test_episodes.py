@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.errors import RunFilesError
+from recipe.async_pipeline.observe.agent_output import AgentOutputFolder, FailedAttempt
 from recipe.async_pipeline.observe.episodes import read_episodes
 from tests.fakes.ledgers import resumed, whole, write
 
@@ -41,6 +42,7 @@ def test_the_last_step_is_read_by_default(tmp_path: Path) -> None:
     found = read_episodes(run_of(tmp_path, [*whole()]))
     assert (found.step, sorted(one.key for one in found.episodes)) == (4, keys_of(4))
     assert {one.end for one in found.episodes} == {"done"}
+    assert found.outputs == ()
     assert found.without_text == "the run wrote no text; set trainer.rollout_data_dir to have it"
 
 
@@ -104,5 +106,6 @@ def test_a_run_without_such_a_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFilesError, match="step 9 is not in .* its steps are 1 to 4"):
         read_episodes(run, 9)
     write(run / "ledger.jsonl", [whole()[0], "half a li"])
-    with pytest.raises(RunFilesError, match="has no trained step"):
+    AgentOutputFolder(tmp_path).add(1, [FailedAttempt("u_0", 1, "agent_failed", "a bug", "Traceback")])
+    with pytest.raises(RunFilesError, match="has no trained step.*; .*agent_output has the output of failed"):
         read_episodes(run)

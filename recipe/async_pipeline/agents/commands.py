@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from .output_log import OutputLog
+
 KEPT_BYTES = 1 << 16
 """Of each stream: the end of the output."""
 KILL_S = 5.0
@@ -59,9 +61,12 @@ def environment(added: Mapping[str, str]) -> dict[str, str]:
     return {**passed, **added}
 
 
-async def run_command(command: Sequence[str], cwd: Path, env: Mapping[str, str]) -> Finished:
+async def run_command(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], log: OutputLog | None = None
+) -> Finished:
     """Run a command until it ends. If cancelled, it is killed with everything that it started.
 
+    `log` gets its output as it arrives.
     Raises OSError if the guard cannot be started. A command that cannot be started has the status 127.
     """
     loop = asyncio.get_running_loop()
@@ -89,7 +94,7 @@ async def run_command(command: Sequence[str], cwd: Path, env: Mapping[str, str])
     try:
         spec = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode()
         await loop.run_in_executor(None, _tell, process, spec)
-        tails = [_Tail(loop), _Tail(loop)]
+        tails = [_Tail(loop, log), _Tail(loop, log)]
         for stream, tail in zip((process.stdout, process.stderr), tails, strict=True):
             assert stream is not None
             transports.append((await loop.connect_read_pipe(lambda tail=tail: tail, stream))[0])  # type: ignore[misc]
@@ -145,14 +150,16 @@ def _reap(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Tail(asyncio.Protocol):
-    """Keeps the end of a stream."""
+    """Keeps the end of a stream, and passes it on."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._data = bytearray()
+    def __init__(self, loop: asyncio.AbstractEventLoop, log: OutputLog | None) -> None:
+        self._data, self._log = bytearray(), log
         self.closed: asyncio.Future[None] = loop.create_future()
 
     def data_received(self, data: bytes) -> None:
         self._data += data
+        if self._log is not None:
+            self._log.write(data)
         if len(self._data) > 2 * KEPT_BYTES:
             del self._data[:-KEPT_BYTES]
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, Protocol
 from ..core.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
 from .commands import Finished, environment, run_command
+from .output_log import OutputLog
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"
@@ -75,10 +76,11 @@ class AgentSpec:
 class Runner(Protocol):
     """Runs an agent."""
 
-    async def run(self, task: Task, policy: Policy) -> float | None:
+    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """Run it for one episode, and return its reward or None if it gave none.
 
-        Raises AgentFailed. If cancelled, the agent is stopped, as far as it can be.
+        `log` gets the output of commands. Raises AgentFailed. If cancelled, the agent is stopped, as far as
+        it can be.
         """
 
 
@@ -103,7 +105,7 @@ class FunctionRunner:
             raise ConfigError(f"the agent {spec.agent!r} cannot be imported: {error}; correct it") from error
         self._spec = spec
 
-    async def run(self, task: Task, policy: Policy) -> float | None:
+    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """See `Runner`. A thread cannot be stopped: it fails at its next request."""
         try:
             if inspect.iscoroutinefunction(self._function):
@@ -119,7 +121,7 @@ class FunctionRunner:
             return reward
         with Folder() as folder:
             await folder.make(task)
-            return await verified(self._spec, folder, task)
+            return await verified(self._spec, folder, task, log)
 
 
 class CommandRunner:
@@ -129,7 +131,7 @@ class CommandRunner:
         self._spec = spec
         self._command = shlex.split(spec.agent)
 
-    async def run(self, task: Task, policy: Policy) -> float | None:
+    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """See `Runner`."""
         with Folder() as folder:
             await folder.make(task)
@@ -142,11 +144,11 @@ class CommandRunner:
             if policy.control_key is not None:
                 reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
             env = environment({**folder.variables(), **self._spec.env, **reached})
-            finished = await run_command(self._command, folder.path, env)
+            finished = await run_command(self._command, folder.path, env, log)
             if finished.status != 0:
                 raise AgentFailed(finished.in_words())
             if self._spec.verify is not None:
-                return await verified(self._spec, folder, task)
+                return await verified(self._spec, folder, task, log)
             return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
@@ -179,14 +181,14 @@ class Folder:
             asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, self.path, True)
 
 
-async def verified(spec: AgentSpec, folder: Folder, task: Task) -> float:
+async def verified(spec: AgentSpec, folder: Folder, task: Task, log: OutputLog | None = None) -> float:
     """Return the reward that the `verify` command prints. Raises EnvironmentFailed if it prints none."""
     assert spec.verify is not None
     hidden = folder.path / HIDDEN_FILE
     text = json.dumps({**task.shown, **task.hidden}, ensure_ascii=False)
     await asyncio.get_running_loop().run_in_executor(None, lambda: hidden.write_text(text, encoding="utf-8"))
     env = environment({**folder.variables(), **spec.env, "ASYNC_PIPELINE_TASK": str(hidden)})
-    finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env)
+    finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.in_words()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)

@@ -10,7 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..console import echo
+from ..core.session_keys import episode_of
+from ..observe.agent_output import KeptOutput
 from ..observe.episodes import EpisodeRecord, EpisodesRead, read_episodes
+
+OTHER_OUTPUTS = 10
+"""How many files of episodes that the step has not trained are named, the newest ones."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +46,27 @@ def in_words(found: EpisodesRead, worst: int | None) -> Iterator[str]:
     yield f"step {found.step}: {len(last)} episodes{several}{mean}; ends: {counts}"
     if found.without_text:
         yield found.without_text
+    outputs: dict[str, list[KeptOutput]] = {}
+    for output in found.outputs:
+        outputs.setdefault(output.episode, []).append(output)
     for conversations in sorted(episodes, key=lambda some: _rank(some[-1]))[:worst]:
         for one in conversations:
             yield from _conversation(one)
+        yield from _outputs(outputs.get(episode_of(conversations[-1].key), ()))
+
+    shown = {episode_of(one.key) for one in last}
+    others = [output for output in found.outputs if output.episode not in shown]
+    if others:
+        yield ""
+        yield f"output of {len(others)} failed attempts at episodes that this step has not trained:"
+        yield from _outputs(others[-OTHER_OUTPUTS:])
+
+
+def _outputs(outputs: Sequence[KeptOutput]) -> Iterator[str]:
+    """Yield where the output of failed attempts is."""
+    for one in outputs:
+        yield f"  attempt {one.attempt} at {one.episode}: {one.end}: {one.why}"
+        yield f"    {one.path}"
 
 
 def _with_conversations(found: Sequence[EpisodeRecord]) -> list[list[EpisodeRecord]]:

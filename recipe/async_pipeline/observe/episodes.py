@@ -16,6 +16,7 @@ from typing import Any
 from ..core.ledger_audit import valid
 from ..core.session_keys import last_keys
 from ..errors import RunFilesError
+from .agent_output import KeptOutput, read_outputs
 from .ledger_file import NAME
 
 
@@ -46,6 +47,8 @@ class EpisodesRead:
     episodes: tuple[EpisodeRecord, ...]
     without_text: str = ""
     """Why the text is not known; empty if it is."""
+    outputs: tuple[KeptOutput, ...] = ()
+    """What agents wrote in failed attempts, of all steps, the newest last."""
 
 
 def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
@@ -54,8 +57,12 @@ def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
     Raises RunFilesError if there is no ledger, or if it has no such step.
     """
     trained = _trained(run / NAME)
+    outputs = tuple(read_outputs(run))
     if not trained:
-        raise RunFilesError(f"{run / NAME} has no trained step; wait for one, or give another run directory")
+        written = f"; {outputs[-1].path.parent} has the output of failed agents" if outputs else ""
+        raise RunFilesError(
+            f"{run / NAME} has no trained step; wait for one, or give another run directory{written}"
+        )
     chosen = max(trained) if step is None else step
     if chosen not in trained:
         raise RunFilesError(f"step {step} is not in {run / NAME}; its steps are 1 to {max(trained)}")
@@ -66,7 +73,7 @@ def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
     known = [_with_text(one, texts[one.key]) if one.key in texts else one for one in found]
     if texts and (without := sum(one.response is None for one in known)):
         why = f"the text of {without} of {len(known)} responses is not in the file of step {chosen}"
-    return EpisodesRead(step=chosen, episodes=tuple(known), without_text=why)
+    return EpisodesRead(step=chosen, episodes=tuple(known), without_text=why, outputs=outputs)
 
 
 def _trained(ledger: Path) -> dict[int, list[Mapping[str, Any]]]:

@@ -439,15 +439,21 @@ ASKS = """
 
 
 def fates(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, file: Path, program: str, timeout_s: float | None
+    module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    file: Path,
+    program: str,
+    timeout_s: float | None,
+    failed: list[Any] | None = None,
 ) -> tuple[list[tuple[str, str]], list[str], Any]:
     """Play the episode of a program as an agent loop worker does. Returns the end and the action of each
-    attempt, the flaws of the group, and the reward.
+    attempt, the flaws of the group, and the reward. `failed` gets the failed attempts with output.
     """
     file.write_text(textwrap.dedent(program))
     table = Table(module, monkeypatch, agent=f"{sys.executable} {file}")
     attempts: list[Any] = []
     rewards: list[Any] = []
+    failed = [] if failed is None else failed
 
     async def episode() -> list[Any]:
         async def begin(number: int) -> None:
@@ -460,7 +466,8 @@ def fates(
             rewards.append(outputs[-1].reward_score)
 
         try:
-            return await Episodes(EpisodeRules.of(2, EndPolicies()), timeout_s).play(begin, "e")
+            rules = EpisodeRules.of(2, EndPolicies())
+            return await Episodes(rules, timeout_s).play(begin, "e", failed.append)
         finally:
             await module.stop()
 
@@ -513,12 +520,18 @@ def test_a_program_that_fails_once_is_trained_from_its_second_attempt(
     fails_once = f"""
     if not os.path.exists({str(mark)!r}):
         open({str(mark)!r}, "x").close()
+        print("bye", file=sys.stderr)
         sys.exit(3)
     print("some text")
     print(json.dumps({{"reward": 0.5}}))
 """
-    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", ASKS + fails_once, None)
+    failed: list[Any] = []
+    ends, flaws, rewards = fates(module, monkeypatch, tmp_path / "agent.py", ASKS + fails_once, None, failed)
     assert (ends, flaws, rewards) == ([("agent_failed", "again"), ("done", "train")], [], [0.5])
+    (one,) = failed
+    assert one == ("e", 1, "agent_failed", "AgentFailed: exit status 3: bye", "bye\n"), (
+        "of the first one only"
+    )
 
 
 @pytest.mark.parametrize("printed", ["no object", "[0.5]", '{"score": 1}'])

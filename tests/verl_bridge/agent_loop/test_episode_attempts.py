@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
+from recipe.async_pipeline.agents.output_log import OutputLog
 from recipe.async_pipeline.core.bad_data import Flaw
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import EnvironmentFailed, WaitTimeout
+from recipe.async_pipeline.observe.agent_output import FailedAttempt
+from recipe.async_pipeline.verl_bridge.agent_loop import episode_attempts
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import END, WHY, Episodes, current_attempt
 
 Step = Callable[[], Awaitable[None]]
@@ -254,6 +257,38 @@ def test_time_that_is_excused_does_not_count() -> None:
     waited: list[float] = []
     assert played(waits, waits, timeout_s=5) == []
     assert waited == [100.0]
+
+
+def test_failed_attempts_are_handed_over_with_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_attempts, "without_secrets", lambda text: text.replace("swordfish-7", "***"))
+
+    async def hangs() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        attempt.log = OutputLog()
+        attempt.log.write(f"attempt {attempt.number} swordfish-7\n".encode())
+        await asyncio.sleep(100)
+
+    async def silent() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        attempt.log = OutputLog()
+        raise ValueError("a bug")
+
+    async def fine() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        attempt.log = OutputLog()
+        attempt.log.write(b"not kept")
+        attempt.returned([])
+
+    failed: list[FailedAttempt] = []
+    steps = iter([hangs, silent, fine])
+    episodes = Episodes(EpisodeRules.of(3, EndPolicies()), 5)
+    assert run_virtual(episodes.play(lambda number: next(steps)(), "a_0", failed.append)) == []
+    (one,) = failed
+    assert (one.episode, one.attempt, one.end) == ("a_0", 1, "deadline")
+    assert one.output == "attempt 1 ***\n"
 
 
 # Turns and tool calls with deadlines.

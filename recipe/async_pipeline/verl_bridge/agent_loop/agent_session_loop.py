@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from ...agents.episodes import DONE
+from ...agents.output_log import OutputLog
 from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of
 from ...config.agentic import EXTERNAL
 from ...errors import AgentFailed, ConfigError
@@ -146,11 +147,14 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         policy = SessionPolicy(self, sampling_params, setup.tool_parser)
         session = Session(policy, setup.limits)
         setup.sessions.add(session)
+        log, attempt = OutputLog(), current_attempt()
+        if attempt is not None:
+            attempt.log = log
         started, end, why, reward = time.perf_counter(), DONE, "", None
         try:
             control = session.keys.control if setup.agent_may_reward else None
             reached = Policy(f"{await setup.url()}/v1", session.keys.model, control)
-            reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached))
+            reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached, log))
             end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
         except AgentFailed as error:
             # An agent that does not expect its limits fails at them, which is the policy's fault.

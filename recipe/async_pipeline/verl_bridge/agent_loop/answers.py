@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ...core.bad_data import Flaw
 from ...core.items import Trajectory
 from ...errors import RolloutError
+from ...observe.agent_output import FailedAttempt
 from .episode_attempts import Attempt
 from .redundancy import Begun, Redundant
 from .version_spans import TURNS
@@ -62,6 +63,8 @@ class Answered(NamedTuple):
     """What happened in its episodes; see `agents.episodes.COUNTS`."""
     took_ms: Sequence[float] = ()
     """What the gateway added to each request of its episodes."""
+    failed: Sequence[FailedAttempt] = ()
+    """Attempts that failed, with what the agent wrote."""
 
 
 def trajectory_of(

@@ -21,9 +21,11 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ...agents.episodes import DONE, FAILED_EPISODE, Action, EpisodeRules
+from ...agents.output_log import OutputLog
 from ...core.bad_data import Flaw
 from ...core.deadline import within
 from ...errors import EnvironmentFailed, WaitTimeout
+from ...observe.agent_output import FailedAttempt
 from ...redaction import without_secrets
 
 T = TypeVar("T")
@@ -52,6 +54,8 @@ class Attempt:
         self.action: Action = "train"
         self.counts: Mapping[str, int] = {}
         self.took_ms: Sequence[float] = ()
+        self.log: OutputLog | None = None
+        """What its commands write."""
         self.waited_s = 0.0
         """Seconds of the agent loop that were not the episode's, such as the wait for an environment."""
         self._episodes = episodes
@@ -196,11 +200,16 @@ class Episodes:
         self.turn_timeout_s = turn_timeout_s
         self._timeout_s = timeout_s
 
-    async def play(self, begin: Callable[[int], Awaitable[None]], name: str) -> list[Flaw]:
+    async def play(
+        self,
+        begin: Callable[[int], Awaitable[None]],
+        name: str,
+        failed: Callable[[FailedAttempt], object] = lambda attempt: None,
+    ) -> list[Flaw]:
         """Play an episode until an attempt is not to be repeated; `begin(number)` plays one.
 
         Returns the flaw of an episode that failed in its last attempt. Raises errors of the rollout, of
-        scoring and of storing. `name` is for messages.
+        scoring and of storing. `name` is for messages; `failed` gets the failed attempts that wrote output.
         """
         number = 1
         while True:
@@ -209,7 +218,10 @@ class Episodes:
             if attempt.action in ("train", "score"):
                 return []
 
-            why = f"episode {name}, attempt {number}: {attempt.end}: {_in_words(attempt.why)}"
+            reason = _in_words(attempt.why)
+            if attempt.log is not None and (output := attempt.log.text()):
+                failed(FailedAttempt(name, number, attempt.end, reason, without_secrets(output)))
+            why = f"episode {name}, attempt {number}: {attempt.end}: {reason}"
             if attempt.action == "drop":
                 return [Flaw(FAILED_EPISODE, why)]
             logger.warning("%s; it is repeated", why)

@@ -15,6 +15,7 @@ import socket
 from contextlib import nullcontext
 from pathlib import Path
 
+from ...agents.output_log import OutputLog
 from ...agents.runners import AgentSpec, Folder, Policy, Task, reward_of, verified
 from ...errors import AgentFailed
 from ...gateway.claims import ClaimLost, Claims
@@ -27,7 +28,7 @@ class ExternalRunner:
     def __init__(self, spec: AgentSpec, claims: Claims) -> None:
         self._spec, self._claims = spec, claims
 
-    async def run(self, task: Task, policy: Policy) -> float | None:
+    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """Return the reward that a runner reports. Raises AgentFailed if the runner fails or is gone."""
         reached = {name: value for name, value in policy._asdict().items() if value is not None}
         offer = await self._claims.offer({**task.shown, **reached})
@@ -45,7 +46,7 @@ class ExternalRunner:
             return reward
         with Folder() as folder:
             await folder.make(task)
-            return await verified(self._spec, folder, task)
+            return await verified(self._spec, folder, task, log)
 
 
 class Address:

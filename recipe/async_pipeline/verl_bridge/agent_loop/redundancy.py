@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...core.items import Trajectory
+from ...observe.agent_output import FailedAttempt
 from .version_spans import Turn
 
 END_S = 10.0
@@ -54,6 +55,8 @@ class Begun:
         self.since = time.perf_counter()
         self.turns: Sequence[Turn] = ()
         """Finished turns of the current attempt; the list grows."""
+        self.failed: list[FailedAttempt] = []
+        """Attempts that failed and wrote output."""
 
     @property
     def seconds(self) -> float:

@@ -261,7 +261,10 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
         trajectories = [one.trajectory for one in group]
         counts = counted(group, (one.replayed for one in transcripts if one is not None))
         took_ms = [took for one in group for took in one.took_ms]
-        return Answered(trajectories, details, found, redundant, slowest_turns(group), counts, took_ms)
+        failed = [attempt for one in episodes for attempt in one.failed]
+        return Answered(
+            trajectories, details, found, redundant, slowest_turns(group), counts, took_ms, failed
+        )
 
     async def _settled(
         self, uid: str, sessions: list[asyncio.Task[None]], n: int, is_sound: Callable[[int], bool]
@@ -337,7 +340,8 @@ class PushAgentLoopWorker(ControlCalls, _StockWorker):  # type: ignore[misc]
             with kept_turns() as episode.turns, found_flaws(flaws):
                 await worker._run_agent_loop(*args, **kwargs)
 
-        flaws += await self._episodes.play(play, f"{kwargs.get('uid')}_{kwargs['session_id']}")
+        name = f"{kwargs.get('uid')}_{kwargs['session_id']}"
+        flaws += await self._episodes.play(play, name, episode.failed.append)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         """Process the output as verl does, and record the turns and their versions."""

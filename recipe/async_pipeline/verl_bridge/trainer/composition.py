@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ...observe.agent_output import FOLDER, AgentOutputFolder
 from ..agent_loop.manager import PushAgentLoopManager
 from ..diffusers_rules import draws_images
 from ..rollout.elasticity import Elasticity
@@ -36,6 +37,11 @@ def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> 
         reward_workers=lambda: trainer.reward_loop_manager.reward_loop_workers,
         served=lambda: trainer._flow.versions.served,
         note=lambda event, **fields: trainer._note("generate", event, **fields),
+        keep_output=trainer.observers.guard(
+            "the output of agents",
+            AgentOutputFolder(trainer.folder.path).add,
+            lost=f"without further files in {FOLDER}/",
+        ),
     )
 
 

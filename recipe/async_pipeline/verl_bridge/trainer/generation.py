@@ -20,6 +20,7 @@ from ...core.deadline import within
 from ...core.items import Group, Prompt, PromptBatch, StepBatch, Ticket, Trajectory
 from ...core.recall import Recall
 from ...errors import RolloutError
+from ...observe.agent_output import FailedAttempt
 from ...observe.trace_episodes import TURNS
 from ..agent_loop.answers import Details
 from ..agent_loop.manager import PushAgentLoopManager
@@ -53,16 +54,19 @@ class Generation:
         reward_workers: Callable[[], Sequence[Any]],
         served: Callable[[], int],
         note: Callable[..., object],
+        keep_output: Callable[[int, Sequence[FailedAttempt]], None],
     ) -> None:
         """`filter_metric` is the name of the metric that DAPO's filter compares, or None.
 
         `reward_workers` returns the workers that score whole batches. `served` returns the version that
         the rotation serves. `note(event, **fields)` logs an event of the stage `generate`.
+        `keep_output(step, failed)` keeps what agents wrote, and may block.
         """
         self._manager, self._prompts, self._calls, self._stages = manager, prompts, calls, stages
         self._meters, self._bad_data, self._knobs = meters, bad_data, knobs
         self._temperature, self._filter_metric = temperature, filter_metric
         self._reward_workers, self._served, self._note = reward_workers, served, note
+        self._keep_output = keep_output
         self._allowed = asyncio.Event()
         self._allowed.set()
 
@@ -106,6 +110,8 @@ class Generation:
         costs = cost_columns([details.cost for details in done.details])
         if done.slowest_turns:
             costs[TURNS] = done.slowest_turns
+        if done.failed:
+            await self._calls(self._keep_output, prompt.step, done.failed)
         self._note("ANSWERED", key=prompt.uid, seconds=round(seconds, 6), **costs)
         pairs = sorted(zip(done.trajectories, done.details, strict=True), key=lambda pair: pair[0].key)
         trajectories = tuple(
