@@ -68,7 +68,7 @@ def test_the_rlvr_file() -> None:
         assert found.overrides[path] == value, path
     kinds = {one.key: one.outcome.kind for one in found.keys}
     assert kinds["is_num_return_sequences_expand"] == "nothing to do"
-    assert kinds["actor_train.strategy_args.strategy_config.tensor_model_parallel_size"] == "differs"
+    assert kinds["actor_train.strategy_args.strategy_config.tensor_model_parallel_size"] == "set"
     assert kinds["actor_train.data_args.file_name"] == "by hand"
     assert len(found.missing) == 1 and "data.train_files" in found.missing[0]
 
@@ -94,6 +94,83 @@ def test_the_agentic_file_with_and_without_its_environments() -> None:
         f"{agentic}.episode_timeout_s": 3600.0,
     }.items():
         assert whole.overrides[path] == value, path
+
+
+CONFIG = "actor_train.strategy_args.strategy_config"
+
+
+def with_training(name: str, strategy: str, dtype: str = "bf16", **config: Any) -> TranslatedFile:
+    """Return the translation of a file with another strategy of training."""
+    document: Any = read(HERE / f"{name}.yaml")
+    train = document["actor_train"]
+    train["strategy_args"] = {"strategy_name": strategy, "strategy_config": config}
+    train["model_args"] |= {"dtype": dtype, "disable_gradient_checkpointing": False}
+    return translate_roll(document)
+
+
+def test_megatron_stays_megatron_with_its_sizes() -> None:
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 4,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+    }
+    switches = {"sequence_parallel": True, "use_distributed_optimizer": False}
+    found = with_training(
+        "roll_rlvr",
+        "megatron_train",
+        "fp16",
+        **sizes,
+        **switches,
+        recompute_granularity="full",
+        moe_grouped=True,
+    )
+    megatron = {
+        path.removeprefix(f"{ACTOR}.megatron."): value
+        for path, value in found.overrides.items()
+        if path.startswith(f"{ACTOR}.megatron.")
+    }
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert megatron == {
+        **sizes,
+        **switches,
+        "dtype": "float16",
+        **{f"override_transformer_config.{name}": value for name, value in recompute.items()},
+    }
+    assert found.overrides["model_engine"] == "megatron"
+    assert not {f"{ACTOR}.strategy", "actor_rollout_ref.model.enable_gradient_checkpointing"} & set(
+        found.overrides
+    )
+    # 64 accumulated x 16 devices / (tensor 2 x pipeline 2) are 32 groups of 8.
+    assert found.overrides[f"{ACTOR}.ppo_mini_batch_size"] == 32
+    kinds = {one.key: one.outcome.kind for one in found.keys}
+    assert kinds[f"{CONFIG}.moe_grouped"] == "by hand" and found.unknown == []
+    selective = with_training("roll_rlvr", "megatron_train", recompute_granularity="selective")
+    assert [path for path in selective.overrides if "recompute" in path] == [
+        f"{ACTOR}.megatron.override_transformer_config.recompute_granularity"
+    ]
+
+
+def test_deepspeed_becomes_fsdp2_without_model_parallelism() -> None:
+    found = with_training(
+        "roll_rlvr", "deepspeed_train", tensor_model_parallel_size=2, sequence_parallel=True, zero=3
+    )
+    assert (
+        found.overrides[f"{ACTOR}.strategy"] == found.overrides["actor_rollout_ref.ref.strategy"] == "fsdp2"
+    )
+    assert not [path for path in found.overrides if "megatron" in path or path == "model_engine"]
+    assert found.overrides["actor_rollout_ref.model.enable_gradient_checkpointing"] is True
+    kinds = {one.key: one.outcome.kind for one in found.keys}
+    assert kinds[f"{CONFIG}.tensor_model_parallel_size"] == "differs"
+    assert found.unknown == [f"{CONFIG}.zero"]
+
+
+def test_another_strategy_of_training_is_by_hand() -> None:
+    found = with_training("roll_rlvr", "fsdp_train")
+    kinds = {one.key: one.outcome.kind for one in found.keys}
+    assert kinds["actor_train.strategy_args.strategy_name"] == "by hand"
 
 
 def test_a_batch_that_is_no_multiple_of_its_groups_is_refused() -> None:
@@ -133,3 +210,6 @@ def test_the_run_of_a_published_file_passes_all_checks(name: str, load: Load, tm
     checked = load("recipe.async_pipeline.verl_bridge.config_checks").checked(config)
     assert checked.translation.config.staleness.max_lag == 1
     assert checked.translation.config.strategy == "one_step_off"
+    actor = config.actor_rollout_ref.actor
+    tensor = 1 if name == "roll_agentic" else 2
+    assert (actor.strategy, actor.megatron.tensor_model_parallel_size) == ("megatron", tensor)

@@ -36,6 +36,17 @@ from .rules import (
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _AGENTIC = f"+{AgenticConfig.PATH}"
+_TRAIN, _TRANSFORMER = "actor_train.strategy_args", f"{_ACTOR}.megatron.override_transformer_config"
+MEGATRON = "megatron_train"
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Equally named in ROLL's and in verl's config of Megatron."""
 _ENVS, _RLVR_GROUP = "train_env_manager", "num_return_sequences_in_group"
 PROMPT_TOKENS = 512
 """verl's default of data.max_prompt_length, which an agentic file does not state."""
@@ -103,7 +114,7 @@ def _mini_batch(value: Any, document: Document) -> Outcome:
     arguments = "actor_train.training_args"
     per_device = whole(document, f"{arguments}.per_device_train_batch_size", 1)
     nodes, each = devices(select(document, "actor_train.device_mapping"), "actor_train.device_mapping")
-    config = "actor_train.strategy_args.strategy_config"
+    config = f"{_TRAIN}.strategy_config"
     model = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         model *= whole(document, f"{config}.{name}", 1)
@@ -167,7 +178,37 @@ def _trained_sequences(value: Any, document: Document) -> Outcome:
     return Outcome("by hand", text=f"set {_ROLLOUT}.n")
 
 
-_MEGATRON = "the trainer shards by FSDP2, whose ranks are all data-parallel"
+def trains_with_megatron(document: Document) -> bool:
+    """Return whether the file trains with Megatron."""
+    return bool(select(document, f"{_TRAIN}.strategy_name") == MEGATRON)
+
+
+def _by_engine(megatron: Rule, other: Rule) -> Rule:
+    """Use one rule for files that train with Megatron, and the other one for the rest."""
+    return lambda value, document: (megatron if trains_with_megatron(document) else other)(value, document)
+
+
+def _engine(value: Any, document: Document) -> Outcome:
+    if value == MEGATRON:
+        return Outcome("set", {"model_engine": "megatron"}, "the reference follows the actor")
+    if value == "deepspeed_train":
+        paths = (f"{_ACTOR}.strategy", "actor_rollout_ref.ref.strategy")
+        return Outcome("set", dict.fromkeys(paths, "fsdp2"))
+    return Outcome("by hand", text="set actor_rollout_ref.actor.strategy=fsdp2, or model_engine=megatron")
+
+
+def _recompute(value: Any, document: Document) -> Outcome:
+    found = {f"{_TRANSFORMER}.recompute_granularity": value}
+    if value == "full":  # Megatron requires both of them with it
+        found |= {f"{_TRANSFORMER}.recompute_method": "uniform", f"{_TRANSFORMER}.recompute_num_layers": 1}
+    return Outcome("set", found)
+
+
+def _unknown(value: Any, document: Document) -> Outcome:
+    return Outcome("unknown", text="nothing is known of it")
+
+
+_FSDP = "the trainer shards by FSDP2, whose ranks are all data-parallel"
 _STEPS = "every step is logged"
 
 TABLE: Table = (
@@ -211,12 +252,20 @@ TABLE: Table = (
     ),
     (
         "actor_train.model_args.disable_gradient_checkpointing",
-        to("actor_rollout_ref.model.enable_gradient_checkpointing", as_=lambda value: not value),
+        _by_engine(
+            nothing("recompute_granularity says what Megatron computes again"),
+            to("actor_rollout_ref.model.enable_gradient_checkpointing", as_=lambda value: not value),
+        ),
     ),
     (
         "actor_train.model_args.dtype",
-        only(
-            "bf16", "verl trains in bfloat16 with float32 parameters", "set actor.fsdp_config.mixed_precision"
+        _by_engine(
+            one_of(DTYPES, f"{_ACTOR}.megatron.dtype", otherwise=f"set {_ACTOR}.megatron.dtype"),
+            only(
+                "bf16",
+                "verl trains in bfloat16 with float32 parameters",
+                "set actor.fsdp_config.mixed_precision",
+            ),
         ),
     ),
     ("actor_train.training_args.learning_rate", to(f"{_ACTOR}.optim.lr", as_=float)),
@@ -232,21 +281,28 @@ TABLE: Table = (
         "actor_train.data_args.file_name",
         by_hand("write the rows as parquet with verl's columns, and set data.train_files and data.val_files"),
     ),
-    (
-        "actor_train.strategy_args.strategy_name",
-        one_of(
-            {"megatron_train": "fsdp2", "deepspeed_train": "fsdp2"},
-            f"{_ACTOR}.strategy",
-            "actor_rollout_ref.ref.strategy",
-            otherwise="set actor_rollout_ref.actor.strategy=fsdp2",
-        ),
+    (f"{_TRAIN}.strategy_name", _engine),
+    *(
+        (
+            f"{_TRAIN}.strategy_config.{name}",
+            _by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP)),
+        )
+        for name in PARALLEL_SIZES
     ),
-    ("actor_train.strategy_args.strategy_config.*_parallel_size", only(1, "no model parallelism", _MEGATRON)),
-    ("actor_train.strategy_args.strategy_config.sequence_parallel", nothing(_MEGATRON)),
-    ("actor_train.strategy_args.strategy_config.use_distributed_optimizer", nothing(_MEGATRON)),
+    *(
+        (f"{_TRAIN}.strategy_config.{name}", _by_engine(to(f"{_ACTOR}.megatron.{name}"), nothing(_FSDP)))
+        for name in ("sequence_parallel", "use_distributed_optimizer")
+    ),
     (
-        "actor_train.strategy_args.strategy_config.recompute_granularity",
-        nothing("gradient checkpointing recomputes whole layers"),
+        f"{_TRAIN}.strategy_config.recompute_granularity",
+        _by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
+    ),
+    (
+        f"{_TRAIN}.strategy_config.*",
+        _by_engine(
+            by_hand(f"if it is a field of megatron-core's transformer config, set it in {_TRANSFORMER}"),
+            _unknown,
+        ),
     ),
     ("actor_train.device_mapping", _devices_of("trainer")),
     ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu")),
