@@ -74,6 +74,7 @@ def test_of_an_environment_and_an_agent_the_user_chooses_the_default(chosen: str
 VALUES = {
     "environment_kwargs": {"size": 5},
     "isolation": "thread",
+    "turn_rewards": True,
     "failure_reward": -1.0,
     "agent_env": {"A": "b"},
     "verify": "true",

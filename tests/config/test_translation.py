@@ -220,6 +220,7 @@ def test_every_knob_is_read() -> None:
         "agentic.concurrency": 5,
         "agentic.reset_ahead": 2,
         "agentic.env_timeout_s": 7,
+        "agentic.turn_rewards": True,
         "agentic.failure_reward": -2.0,
         "agentic.attempts": 3,
         "agentic.episode_timeout_s": 1.5,

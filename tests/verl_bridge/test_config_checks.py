@@ -574,6 +574,10 @@ ENVIRONMENT = f"{OWN}.agentic.environment"
             {ENVIRONMENT: "frozen_lake", f"{ROLLOUT}.agent.default_agent_loop": "tool_agent"},
             "requires the agent loop environment, but .* is 'tool_agent'; keep one of them",
         ),
+        (
+            {ENVIRONMENT: "frozen_lake", f"{OWN}.agentic.turn_rewards": True},
+            "turn_rewards requires .* reads rewards by token, got grpo, .*; use gae or reinforce_plus_plus",
+        ),
         ({f"{OWN}.agentic.max_turns": 4}, "max_turns=4 requires .*environment or .*agentic.agent; set it"),
         ({f"{OWN}.agentic.agent": "no_such_program x"}, "agentic.agent must be module:function or a command"),
         (
@@ -592,6 +596,12 @@ def test_an_environment_that_cannot_be_played_is_refused(
 def test_an_environment_selects_its_agent_loop(launch: ModuleType, smoke: Smoke) -> None:
     found = launch.checked(smoke({ENVIRONMENT: "tests.fakes.environments:Counting"}))
     assert found.translation.verl[f"{ROLLOUT}.agent.default_agent_loop"] == "environment"
+
+
+def test_rewards_of_turns_with_an_estimator_that_reads_them(launch: ModuleType, smoke: Smoke) -> None:
+    changes = {f"{OWN}.agentic.turn_rewards": True, "algorithm.adv_estimator": "reinforce_plus_plus"}
+    found = launch.checked(smoke({ENVIRONMENT: "frozen_lake", **changes}))
+    assert found.translation.config.agentic.turn_rewards is True
 
 
 def test_an_agent_selects_its_agent_loop_and_its_program_is_found_from_any_folder(

@@ -21,7 +21,14 @@ EXTERNAL = "external"
 """The agent of which programs outside of the run claim the tasks."""
 OF_BOTH = ("max_turns", "concurrency", "failure_reward")
 """Knobs that have an effect only with `environment` or `agent`."""
-OF_ENVIRONMENTS = ("environment_kwargs", "max_turn_tokens", "isolation", "reset_ahead", "env_timeout_s")
+OF_ENVIRONMENTS = (
+    "environment_kwargs",
+    "max_turn_tokens",
+    "turn_rewards",
+    "isolation",
+    "reset_ahead",
+    "env_timeout_s",
+)
 """Knobs that have an effect only with `environment`."""
 OF_AGENTS = ("agent_env", "verify", "gateway")
 """Knobs that have an effect only with `agent`."""
@@ -98,6 +105,10 @@ class AgenticConfig:
     env_timeout_s: Seconds = 60.0
     """Seconds that one reset (with the start of its environment) or one step may take. An environment that
     exceeds them is ended, and its episode ends as env_failed."""
+    turn_rewards: bool = False
+    """Give each step's reward of an environment to the turn before it (at its last token) instead of their
+    sum to the end of the response, so that a turn is credited only with what came after it. Requires an
+    adv_estimator that reads rewards by token, such as gae or reinforce_plus_plus; grpo adds them up."""
     failure_reward: float = 0.0
     """The score of an episode whose end has the policy score; see ends."""
     turn_timeout_s: Seconds | None = None

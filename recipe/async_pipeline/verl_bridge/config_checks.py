@@ -62,6 +62,13 @@ class Checked(NamedTuple):
     """The policy of old log-probs; see `placement.proximal_policy`."""
 
 
+OF_WHOLE_RESPONSES = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo", "gpg"),
+    "reinforce_plus_plus_baseline",
+)
+"""verl's estimators of advantages that add up the rewards of the tokens of a response."""
+
+
 @dataclass
 class Review:
     """A config under check, and what the checks have found. Each check may use results of earlier ones."""
@@ -300,7 +307,7 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
     Function(str(path), str(config.reward.custom_reward_function.name), {}).load()
 
 
-def _require_environment(knobs: AsyncPipelineConfig) -> None:
+def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if the environment of the episodes cannot be found, or its rewards would be lost."""
     name, path = knobs.agentic.environment, f"{OWN}.agentic.environment"
     if name is None:
@@ -309,6 +316,12 @@ def _require_environment(knobs: AsyncPipelineConfig) -> None:
         raise ConfigError(
             f"{path} requires {OWN}.reward.while_generating=True, because the rewards come from the "
             "environment, got False; set it"
+        )
+    estimator = str(config.algorithm.adv_estimator)
+    if knobs.agentic.turn_rewards and estimator in OF_WHOLE_RESPONSES:
+        raise ConfigError(
+            f"{OWN}.agentic.turn_rewards requires an algorithm.adv_estimator that reads rewards by token, "
+            f"got {estimator}, which adds up the rewards of a response; use gae or reinforce_plus_plus"
         )
     if name not in BUILT_IN and ":" in name:
         find_class(name, path, derived=False)
@@ -368,7 +381,7 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     _translate,
     lambda review: _require_importable(review.knobs),
     lambda review: _require_reward_function(review.config, review.knobs),
-    lambda review: _require_environment(review.knobs),
+    lambda review: _require_environment(review.config, review.knobs),
     lambda review: _require_agent(review.knobs),
     _apply_translation,
     lambda review: check_verl_config(review.config),

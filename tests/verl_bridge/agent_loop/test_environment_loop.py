@@ -64,6 +64,7 @@ class Table:
         max_turns: int = 9,
         max_turn_tokens: int | None = None,
         spec: EnvironmentSpec = COUNTING,
+        turn_rewards: bool = False,
     ) -> None:
         self.module, self.tokenizer = module, make_tokenizer()
         self.eos = int(self.tokenizer.eos_token_id)
@@ -71,6 +72,7 @@ class Table:
         self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
         self.response_length, self.max_turns, self.spec = response_length, max_turns, spec
         self.max_turn_tokens, self.left_behind = max_turn_tokens, -1
+        self.turn_rewards = turn_rewards
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -83,7 +85,9 @@ class Table:
         async def episode() -> Any:
             limits = PoolLimits(isolation="inline", timeout_s=5)
             pool = EnvironmentPool(self.spec, limits)
-            setup = self.module.Setup(pool, self.max_turns, self.max_turn_tokens, self.response_length, 3)
+            setup = self.module.Setup(
+                pool, self.max_turns, self.max_turn_tokens, self.response_length, 3, self.turn_rewards
+            )
             self.module._setups[asyncio.get_running_loop()] = setup
             wrap = SimpleNamespace
             loop = self.module.EnvironmentLoop(
@@ -126,6 +130,38 @@ def test_an_episode_token_for_token(module: ModuleType) -> None:
     assert (fields[END], output.reward_score, fields["turn_scores"]) == ("done", 1.5, [0.5] * 3)
     assert (fields["min_global_steps"], fields["max_global_steps"], output.num_turns) == (1, 3, 6)
     assert table.left_behind == 0
+
+
+def test_each_reward_is_at_the_end_of_its_turn_or_all_of_them_at_the_end_of_the_response(
+    module: ModuleType,
+) -> None:
+    for turn_rewards in (False, True):
+        table = Table(module, turn_rewards=turn_rewards)
+        output = table.play(Policy(table.said("a"), table.said("bc"), table.said("stop")))
+        stored = output.as_dict()
+        scores, mask = stored["rm_scores"].tolist(), output.response_mask
+        assert "turn_rewards" not in stored and sum(scores) == output.reward_score == 1.5
+        ends = [at for at, on in enumerate(mask) if on and not (mask[at + 1 :] or [0])[0]]
+        assert len(ends) == 3 and scores[-1] == (0.5 if turn_rewards else 1.5)
+        if turn_rewards:
+            assert [(at, score) for at, score in enumerate(scores) if score] == [(at, 0.5) for at in ends]
+
+    output.reward_score = -2.0
+    assert output.as_dict()["rm_scores"].tolist() == [*[0.0] * (len(mask) - 1), -2.0], "failure_reward"
+
+
+def test_verls_estimators_give_each_turn_what_came_after_it(module: ModuleType) -> None:
+    """Without discounting, a turn has no part in the rewards of earlier turns."""
+    import torch
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    table = Table(module, turn_rewards=True)
+    output = table.play(Policy(table.said("a"), table.said("bc"), table.said("stop")))
+    scores, mask = output.as_dict()["rm_scores"].unsqueeze(0), torch.tensor([output.response_mask])
+    _, returns = get_adv_estimator_fn("reinforce_plus_plus")(
+        token_level_rewards=scores, response_mask=mask, config=SimpleNamespace(gamma=1.0)
+    )
+    assert returns[mask.bool()].tolist() == [1.5] * 2 + [1.0] * 3 + [0.5] * 5
 
 
 def test_bytes_that_are_no_text_stay_as_they_were_written(module: ModuleType) -> None:

@@ -6,7 +6,7 @@
 
 Token-exact: what the policy wrote is never encoded again. verl's Continuous Token builders append each
 observation to the tokens so far; only the policy's own tokens have the mask 1. The score is the sum of the
-rewards; each reward is in `turn_scores`.
+rewards; each reward is in `turn_scores`, and with `agentic.turn_rewards` at the last token of its turn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
@@ -44,6 +45,7 @@ class Setup(NamedTuple):
     response_length: int
     seed: int
     """Of rows without one; rows have the same seed in each epoch."""
+    turn_rewards: bool = False
 
 
 _setups: WeakKeyDictionary[asyncio.AbstractEventLoop, Setup] = WeakKeyDictionary()
@@ -72,6 +74,7 @@ def setup_of(config: DictConfig) -> Setup:
             knobs.max_turn_tokens,
             int(rollout.response_length),
             int(seed),
+            knobs.turn_rewards,
         )
         _setups[loop] = found
     return found
@@ -84,6 +87,23 @@ async def stop() -> None:
         await found.pool.close()
 
 
+class RewardedTurns(AgentLoopOutput):  # type: ignore[misc]
+    """A response whose rewards are at the last tokens of its turns, unless something else gave the score."""
+
+    turn_rewards: list[tuple[int, float]]
+    """Position in the response, and reward."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what verl stores."""
+        fields: dict[str, Any] = super().as_dict()
+        rewards = fields.pop("turn_rewards")
+        if self.reward_score == sum(reward for _, reward in rewards):
+            scores = fields["rm_scores"] = torch.zeros_like(fields["rm_scores"])
+            for place, reward in rewards:
+                scores[place] += reward
+        return fields
+
+
 class Episode:
     """The tokens and rewards of one episode so far."""
 
@@ -92,16 +112,27 @@ class Episode:
         self.mask: list[int] = []
         self.log_probs: list[float] | None = None
         self.rewards: list[float] = []
+        self.rewarded: list[int] = []
+        """The last token of the policy before each reward, by its position in the response."""
         self.turns = 0
         self.extra_fields: dict[str, Any] = {}
         self.metrics: dict[str, Any] = {"generate_sequences": 0.0, "tool_calls": 0.0, "num_preempted": -1}
         self.end, self.why = DONE, ""
 
-    def output(self, length: int) -> AgentLoopOutput:
+    def add_reward(self, reward: float) -> None:
+        """Take the reward of the turn that was written last."""
+        self.rewards.append(reward)
+        self.rewarded.append(len(self.mask) - 1 - self.mask[::-1].index(1))
+
+    def output(self, length: int, *, turn_rewards: bool = False) -> AgentLoopOutput:
         """Return it for verl. The response has at least one token."""
         start = len(self.token_ids) - len(self.mask)
         told = {"turn_scores": self.rewards, "tool_rewards": [], "reward_extra_info": {}}
-        return AgentLoopOutput(
+        made, more = AgentLoopOutput, {}
+        if turn_rewards:
+            made = RewardedTurns
+            more["turn_rewards"] = [*zip(self.rewarded, self.rewards, strict=True)]
+        return made(
             prompt_ids=self.token_ids[:start],
             response_ids=self.token_ids[start:][:length],
             response_mask=self.mask[:length],
@@ -110,6 +141,7 @@ class Episode:
             num_turns=2 * self.turns,
             metrics=self.metrics,
             extra_fields={**self.extra_fields, **told, END: self.end, WHY: self.why},
+            **more,
         )
 
 
@@ -138,7 +170,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             messages = with_observation(list(row["raw_prompt"]), game.observation)
             episode = Episode(messages, await self.ct_build_initial_tokens(messages))
             await self._play(episode, game, sampling_params, setup)
-        output = episode.output(setup.response_length)
+        output = episode.output(setup.response_length, turn_rewards=setup.turn_rewards)
         if left := setup.pool.newly_left():
             output.extra_fields[NOTED] = {"left_behind": left}
         return output
@@ -159,7 +191,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
             except EnvironmentFailed as error:
                 episode.end, episode.why = "env_failed", str(error)
                 return
-            episode.rewards.append(step.reward)
+            episode.add_reward(step.reward)
             if step.over:
                 episode.end = "invalid" if step.invalid else DONE
                 return
