@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
@@ -34,6 +35,10 @@ def test_a_stored_response_becomes_a_trajectory() -> None:
         attempts=2,
         payload=TAG,
     )
+    by_turn = trajectory_of(
+        "a_0_0", {"rm_scores": np.array([0.5, 0.0, -0.25, 1.0], np.float32)}, TAG, ATTEMPT
+    )
+    assert by_turn.reward == 1.25, "rewards of turns add up"
     bare = trajectory_of("a_0_0", {}, TAG, ATTEMPT)
     assert (bare.spans, bare.turns, bare.reward, bare.model_s, bare.env_s) == (None,) * 5
 

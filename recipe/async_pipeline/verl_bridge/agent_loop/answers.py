@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ...core.bad_data import Flaw
 from ...core.items import Trajectory
 from ...errors import RolloutError
@@ -83,7 +85,7 @@ def trajectory_of(
         raise RolloutError(f"trajectory {key} came back without the version that generated it")
     told = fields.get("extra_fields") or {}
     spans = told.get("version_spans")
-    # verl keeps a score on the last token of its response, and no such field without a score.
+    # Zero but for the last token of the response, or of each turn; no such field without a score.
     scores = fields.get("rm_scores")
     return Trajectory(
         key=key,
@@ -92,7 +94,7 @@ def trajectory_of(
         num_tokens=int(tag["response_len"]),
         spans=None if spans is None else tuple((int(version), int(at)) for version, at in spans),
         turns=told.get(TURNS),
-        reward=None if scores is None else float(scores[-1]),
+        reward=None if scores is None else float(np.sum(np.asarray(scores), dtype=np.float64)),
         model_s=None if waits is None else round(waits[0], 6),
         env_s=None if waits is None else round(waits[1], 6),
         end=attempt.end,
