@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from recipe.async_pipeline.bench.bound import StageWork
-from recipe.async_pipeline.bench.report import bounds, machine, report, table
+from recipe.async_pipeline.bench.report import bounds, report, table
 from recipe.async_pipeline.bench.workload import Workload
 from tests.fakes.bench_results import ONE, RESULTS, arm
 
@@ -75,8 +75,3 @@ def test_the_tables_show_speed_time_cost_ratios_and_failures(data: dict[str, Any
 def test_the_table_may_have_only_failures() -> None:
     data = report("w", Workload(reason="r"), {}, seed=1, command="", failed={"verl_sync": "x"}, stock_poll={})
     assert "`verl_sync` failed: x" in table(data)
-
-
-def test_the_machine_is_described() -> None:
-    assert machine()["cores"] >= 1
-    assert machine()["cpu"]

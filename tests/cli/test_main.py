@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import signal
 import subprocess
@@ -88,6 +89,30 @@ def test_an_error_of_this_package_is_one_line(
     subcommand.run = fail  # type: ignore[attr-defined]
     assert main.main(["fake"]) == status
     assert capsys.readouterr().err == "async-pipeline fake: k\n"
+
+
+def test_a_package_that_is_not_installed_is_one_line(
+    subcommand: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        importlib.import_module("a_package_of_nobody.part")
+        return 0
+
+    subcommand.run = run  # type: ignore[attr-defined]
+    assert main.main(["fake"]) == EXIT_USERS
+    said = capsys.readouterr().err
+    assert said.startswith("async-pipeline fake: it needs a_package_of_nobody, which is not installed for ")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_module_of_this_package_that_is_gone_is_a_bug(subcommand: types.ModuleType) -> None:
+    def run(args: argparse.Namespace) -> int:
+        importlib.import_module("recipe.async_pipeline.gone")
+        return 0
+
+    subcommand.run = run  # type: ignore[attr-defined]
+    with pytest.raises(ModuleNotFoundError):
+        main.main(["fake"])
 
 
 def test_any_other_error_propagates(subcommand: types.ModuleType) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.gpu_kit import catalogue
+from recipe.async_pipeline.gpu_kit import catalogue, steps
 from recipe.async_pipeline.gpu_kit.steps import Options
 from tests import REPOSITORY
 
@@ -30,21 +30,21 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Only the named packages are installed."""
 
     def only(*names: str) -> None:
-        monkeypatch.setattr(catalogue, "find_spec", lambda name: object() if name in names else None)
+        monkeypatch.setattr(steps, "find_spec", lambda name: object() if name in names else None)
 
     return only
 
 
 def why_not(options: Options) -> dict[str, str | None]:
-    return {step.name: step.missing(options) for step in catalogue.STEPS}
+    return {step.name: steps.lacking(step.needs) or step.missing(options) for step in catalogue.STEPS}
 
 
 def test_torch_alone_runs_the_steps_without_a_run(options: Options, installed: Callable[..., None]) -> None:
-    installed("torch")
+    installed(*catalogue.ARENA)
     found = why_not(options)
     assert [name for name, why in found.items() if why is None] == ["environment", "copies", "delivery"]
-    assert found["job"] == "verl is not installed"
-    assert found["megatron"] == "megatron-core is not installed"
+    assert found["job"] == "needs verl, ray, vllm, transformers, hydra, omegaconf, pyarrow"
+    assert found["megatron"] == f"{found['job']}, megatron.core"
 
 
 def test_without_torch_only_the_environment_is_looked_at(
@@ -55,14 +55,13 @@ def test_without_torch_only_the_environment_is_looked_at(
 
 
 def test_a_job_on_gpus_requires_two(options: Options, installed: Callable[..., None]) -> None:
-    installed("torch", "verl", "ray", "vllm", "megatron")
+    installed(*catalogue.RUN, "megatron.core")
     assert why_not(options)["job"] is None and why_not(options)["megatron"] is None
     assert "but there is 1" in str(why_not(replace(options, devices=1))["job"])
-    assert why_not(replace(options, devices=0))["copies"] == "torch finds no CUDA device"
 
 
 def test_the_wheel_has_no_configs(options: Options, installed: Callable[..., None], tmp_path: Path) -> None:
-    installed("torch", "verl", "ray", "vllm")
+    installed(*catalogue.RUN)
     assert "run it from a clone" in str(why_not(replace(options, configs=tmp_path))["job"])
 
 

@@ -50,13 +50,14 @@ def test_a_step_that_writes_its_figures_passes(options: Options) -> None:
     [
         (WRITES + "; print('no driver'); sys.exit(3)", ("no driver", "exit status 3")),
         ("print('all is well')", ("all is well", "exit status 0")),
+        ("import sys; open(sys.argv[1], 'w'); print('cut')", ("cut", "exit status 0")),
     ],
 )
 def test_a_step_that_fails_shows_the_end_of_its_output(
     options: Options, code: str, words: tuple[str, ...]
 ) -> None:
     result = run_step(step(code), options)
-    assert (result.status, result.figures) == (FAILED, None)
+    assert result.status == FAILED and result.figures == ({"twice": 6} if WRITES in code else None)
     assert all(word in result.detail for word in words)
     assert str(options.folder / "one.log") in result.detail
 
@@ -94,7 +95,7 @@ def test_each_step_is_reported_and_one_failure_ends_no_other(options: Options) -
         step(WRITES, name="absent", missing="no such device"),
         step(WRITES, name="good"),
     ]
-    results = run_steps(steps, options, report=said.append)
+    results = run_steps(steps, options, report=said.append, chosen={"bad", "absent", "good"})
     assert [(one.name, one.status) for one in results] == [
         ("bad", FAILED),
         ("absent", NOT_RUN),
@@ -102,4 +103,15 @@ def test_each_step_is_reported_and_one_failure_ends_no_other(options: Options) -
     ]
     assert results[1].detail == "no such device"
     assert [line.partition(":")[0] for line in said] == ["bad", "bad", "absent", "good", "good"]
-    assert "exit status 1" in said[1] and said[2] == "absent: not run, no such device"
+    assert "exit status 1" in said[1] and said[2] == "absent: not run: no such device"
+
+
+def test_a_step_that_was_not_selected_is_in_the_report(options: Options) -> None:
+    said: list[str] = []
+    steps = [step(WRITES, name="one"), step("raise SystemExit(1)", name="two")]
+    results = run_steps(steps, options, report=said.append, chosen=("one",))
+    assert [(one.name, one.status, one.detail) for one in results] == [
+        ("one", PASSED, ""),
+        ("two", NOT_RUN, "not selected"),
+    ]
+    assert not any(line.startswith("two") for line in said)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from recipe.async_pipeline.observe.episode_figures import EpisodeFigures
+from recipe.async_pipeline.observe.html_page import page
 from recipe.async_pipeline.observe.report_episodes import episodes
-from recipe.async_pipeline.observe.report_page import page, section
+from recipe.async_pipeline.observe.report_page import section
 from recipe.async_pipeline.observe.series import Series
 from tests.observe.pages import check
 

@@ -7,8 +7,9 @@ from base64 import b64decode
 
 import pytest
 
+from recipe.async_pipeline.observe.html_page import page
 from recipe.async_pipeline.observe.picture_folder import Picture
-from recipe.async_pipeline.observe.report_page import page, section
+from recipe.async_pipeline.observe.report_page import section
 from recipe.async_pipeline.observe.report_pictures import SHOWN_STEPS, pictures, spread
 from recipe.async_pipeline.observe.series import Series
 from tests.observe.pages import Page, check

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,8 +27,8 @@ from ..weight_sync.board import await_manifest
 from ..weight_sync.copy_plan import Recorder
 from ..weight_sync.manifest import Manifest
 from ..weight_sync.standby_copy import StandbyCopy
+from .machine import machine
 from .outputs import check_outputs
-from .report import machine
 from .statistics import spread
 
 TENSOR_BYTES = 128 << 20
@@ -94,6 +95,14 @@ def run(args: argparse.Namespace) -> int:
             args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     echo("\n" + table(data))
     return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it without `async-pipeline bench`, which imports what the other measurements need."""
+    parser = argparse.ArgumentParser(prog="bench.arena")
+    add_arguments(parser)
+    parser.set_defaults(json=None)
+    return run(parser.parse_args(arguments))
 
 
 def measure(num_bytes: int, device: torch.device, versions: int) -> dict[str, Any]:
@@ -201,3 +210,7 @@ def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
 
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -25,8 +25,8 @@ import msgspec
 from ..console import echo
 from ..errors import ConfigError
 from .arms import hydra_overrides
+from .machine import machine
 from .outputs import add_logs_option, check_outputs, job_logs
-from .report import machine
 from .runner import JobFailed, command_of, run_watched
 from .spans import Span, read_spans
 from .usage import Usage, cpu_between, foreign_cpu

@@ -25,8 +25,8 @@ from ..console import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from ..weight_sync.delta import apply, difference
+from .machine import machine
 from .outputs import check_outputs
-from .report import machine
 from .statistics import spread
 
 SMOKE_LR = 3.0e-4

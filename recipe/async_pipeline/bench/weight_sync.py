@@ -21,8 +21,8 @@ from ..console import echo
 from ..errors import ConfigError
 from ..weight_sync.segment import create_segment
 from .arms import ENGINES
+from .machine import machine
 from .outputs import add_logs_option, check_outputs, job_logs
-from .report import machine
 from .runner import JobFailed
 from .weight_sync_jobs import REQUESTS, WAYS, Engines, jobs_of, make_task, run_ways
 from .weight_sync_table import STOCK, complete, table

@@ -2,7 +2,8 @@
 """The command `async-pipeline`: a table of subcommands, each a module that is imported on use.
 
 A subcommand's module defines `add_arguments(parser)` and `run(args) -> int`. Exit status: 0 success, 2 user
-error (usage, configuration, patches, run files), 1 any other error, 130 after Ctrl-C.
+error (usage, configuration, patches, run files, a package that is not installed), 1 any other error, 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -145,14 +146,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
 
-    args = build_parser(chosen).parse_args(arguments)
-
     try:
+        args = build_parser(chosen).parse_args(arguments)
         with terminated():
             return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "recipe"):
+            raise
+        echo(
+            f"async-pipeline {chosen}: it needs {package}, which is not installed for {sys.executable}; "
+            "`pip install -e .` installs this package's requirements, and `async-pipeline doctor` says what "
+            "else is missing",
+            file=sys.stderr,
+        )
+        return EXIT_USERS
     except KeyboardInterrupt:
-        echo(f"async-pipeline {args.subcommand}: interrupted", file=sys.stderr)
+        echo(f"async-pipeline {chosen}: interrupted", file=sys.stderr)
         return EXIT_CTRL_C
     except AsyncPipelineError as error:
-        echo(f"async-pipeline {args.subcommand}: {error}", file=sys.stderr)
+        echo(f"async-pipeline {chosen}: {error}", file=sys.stderr)
         return EXIT_USERS if isinstance(error, USERS) else EXIT_OURS

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from .steps import Figures, Options, Step
 
+ARENA = ("torch", "msgspec", "numpy", "psutil", "xxhash")
+"""Modules of the steps without verl: torch, and requirements of this package that are installed with it."""
+RUN = (*ARENA, "verl", "ray", "vllm", "transformers", "hydra", "omegaconf", "pyarrow")
+"""Modules of a training run."""
 OWN = (sys.executable, "-m", "recipe.async_pipeline")
 JOB_STEPS = 20
 OF_SUMMARY = (
@@ -37,34 +40,13 @@ EXACT = {
 """Settings with which two trainers can be compared, by device."""
 
 
-def missing_device(options: Options) -> str | None:
-    """Return why no step can use the device, or None."""
-    if find_spec("torch") is None:
-        return "torch is not installed"
-    if options.device == "cuda" and options.devices < 1:
-        return "torch finds no CUDA device"
-    return None
-
-
 def missing_for_job(options: Options) -> str | None:
     """Return why no training run can start, or None."""
-    if (why := missing_device(options)) is not None:
-        return why
-    for name in ("verl", "ray", "vllm"):
-        if find_spec(name) is None:
-            return f"{name} is not installed"
     if options.device == "cuda" and options.devices < 2:
         return f"training and generation need a device each, but there is {options.devices}"
     if not (options.configs / "train.yaml").exists():
         return f"the configs are not in {options.configs}; run it from a clone of the repository"
     return None
-
-
-def missing_for_megatron(options: Options) -> str | None:
-    """Return why Megatron cannot train here, or None."""
-    if find_spec("megatron") is None:
-        return "megatron-core is not installed"
-    return missing_for_job(options)
 
 
 def missing_for_weight_updates(options: Options) -> str | None:
@@ -79,8 +61,10 @@ def environment(options: Options, written: Path) -> Sequence[str]:
 
 
 def copies(options: Options, written: Path) -> Sequence[str]:
+    # The module itself: `async-pipeline bench` imports what the other measurements need.
+    module = (sys.executable, "-m", "recipe.async_pipeline.bench.arena")
     sizes = ("--sizes", SIZES[options.device], "--versions", "5", "--device", options.device)
-    return (*OWN, "bench", "arena", *sizes, "--json", str(written))
+    return (*module, *sizes, "--json", str(written))
 
 
 def delivery(options: Options, written: Path) -> Sequence[str]:
@@ -215,7 +199,7 @@ STEPS: tuple[Step, ...] = (
         shows="weights move at the speed of the link, and a commit on the device serves them",
         limit_s=300.0,
         command=copies,
-        missing=missing_device,
+        needs=ARENA,
         figures=of_copies,
     ),
     Step(
@@ -223,13 +207,14 @@ STEPS: tuple[Step, ...] = (
         shows="FSDP2 ranks publish their shards bit by bit, each version is proved, a bad load is refused",
         limit_s=300.0,
         command=delivery,
-        missing=missing_device,
+        needs=ARENA,
     ),
     Step(
         name="ladder",
         shows="on_policy trains what verl's sync trainer trains, up to rounding",
         limit_s=1200.0,
         command=ladder,
+        needs=RUN,
         missing=missing_for_job,
         figures=of_ladder,
     ),
@@ -238,6 +223,7 @@ STEPS: tuple[Step, ...] = (
         shows=f"{JOB_STEPS} steps of asynchronous RL with FSDP2 and vLLM, every version proved",
         limit_s=1200.0,
         command=job,
+        needs=RUN,
         missing=missing_for_job,
         figures=of_job,
     ),
@@ -246,7 +232,8 @@ STEPS: tuple[Step, ...] = (
         shows=f"{JOB_STEPS} steps of asynchronous RL with Megatron and vLLM",
         limit_s=1200.0,
         command=megatron_job,
-        missing=missing_for_megatron,
+        needs=(*RUN, "megatron.core"),
+        missing=missing_for_job,
         figures=of_job,
     ),
     Step(
@@ -254,6 +241,7 @@ STEPS: tuple[Step, ...] = (
         shows="stalls of a weight update, and of verl's manager in the same run",
         limit_s=1200.0,
         command=weight_updates,
+        needs=RUN,
         missing=missing_for_weight_updates,
         figures=of_weight_updates,
     ),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..observe.report_page import page
+from ..observe.html_page import page
 from .steps import FAILED, NOT_RUN, PASSED, Result
 
 

@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -22,6 +23,7 @@ Status = Literal["passed", "failed", "not run"]
 PASSED: Final = "passed"
 FAILED: Final = "failed"
 NOT_RUN: Final = "not run"
+NOT_SELECTED = "not selected"
 TAIL_LINES = 20
 """Lines of a failed step's output that the report shows."""
 Figures = Mapping[str, Any]
@@ -53,8 +55,10 @@ class Step:
     limit_s: float
     command: Callable[[Options, Path], Sequence[str]]
     """The command, which writes its figures to the given file."""
+    needs: Sequence[str] = ()
+    """Modules that it imports and that may not be installed."""
     missing: Callable[[Options], str | None] = lambda options: None
-    """Why it cannot run here, or None."""
+    """Why it cannot run here although its modules are installed, or None."""
     figures: Callable[[Any], Figures] = dict
     """Of what the command wrote, what the report shows."""
 
@@ -72,13 +76,31 @@ class Result:
     figures: Figures | None = None
 
 
-def run_steps(steps: Iterable[Step], options: Options, *, report: Callable[[str], None]) -> list[Result]:
-    """Run all steps in turn; `report` gets a line before and after each."""
+def lacking(modules: Sequence[str]) -> str | None:
+    """Return which of the modules are not installed, as a phrase, or None if all are."""
+    missing = [name for name in modules if not _is_installed(name)]
+    return f"needs {', '.join(missing)}" if missing else None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package that should contain it
+        return False
+
+
+def run_steps(
+    steps: Iterable[Step], options: Options, *, report: Callable[[str], None], chosen: Container[str]
+) -> list[Result]:
+    """Run the steps with the chosen names in turn; `report` gets a line before and after each."""
     results = []
     for step in steps:
-        why = step.missing(options)
+        if step.name not in chosen:
+            results.append(Result(name=step.name, shows=step.shows, status=NOT_RUN, detail=NOT_SELECTED))
+            continue
+        why = lacking(step.needs) or step.missing(options)
         if why is not None:
-            report(f"{step.name}: not run, {why}")
+            report(f"{step.name}: not run: {why}")
             results.append(Result(name=step.name, shows=step.shows, status=NOT_RUN, detail=why))
             continue
         report(f"{step.name}: {step.shows} ...")
@@ -111,11 +133,10 @@ def run_step(step: Step, options: Options) -> Result:
             end_all(set(descendants(os.getpid())) - before, spared=before)
             process.wait()
     seconds = time.monotonic() - started
-    found = json.loads(written.read_text(encoding="utf-8")) if written.exists() else None
+    found = _found_in(written)
+    figures = None if found is None else step.figures(found)
     if code == 0 and found is not None:
-        return Result(
-            name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=step.figures(found)
-        )
+        return Result(name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=figures)
     ended = f"it did not end within {step.limit_s:g} s" if code is None else f"exit status {code}"
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     return Result(
@@ -124,4 +145,13 @@ def run_step(step: Step, options: Options) -> Result:
         status=FAILED,
         seconds=seconds,
         detail="\n".join([*tail, f"{ended}; the whole output is in {log}"]),
+        figures=figures,
     )
+
+
+def _found_in(written: Path) -> Any:
+    """Return what a step wrote, or None if it wrote nothing, or not all of it."""
+    try:
+        return json.loads(written.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None

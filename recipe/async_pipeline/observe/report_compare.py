@@ -11,8 +11,9 @@ from typing import Literal
 
 from .advice import advise
 from .charts import Line, Text, figure, legend, line_chart, share_bar
+from .html_page import page
 from .report_data import RunData, changed_settings
-from .report_page import advice_list, page, section
+from .report_page import advice_list, section
 from .report_sections import RUN_COLOURS, fates, freshness, learning, ordered
 from .series import Series
 from .wording import amount, colour_of, percent, reason_in_words, seconds

@@ -5,31 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from statistics import fmean, median, quantiles
 
 from .advice import FEW_STEPS, advise
 from .advice_model import Advice
+from .html_page import page
 from .report_data import RunData
 from .report_episodes import episodes
 from .report_pictures import pictures
 from .report_sections import device_seconds, fates, freshness, learning, publications, queues, step_chart
 from .timeline import timeline
 from .wording import amount, percent, seconds
-
-
-def page(title: str, body: str) -> str:
-    """Return a complete HTML document with its style and script."""
-    here = files(__package__)
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" '
-        'content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light '
-        f'dark">\n<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n'
-        f'<body>\n<main>\n{body}\n</main>\n<div id="tip" '
-        f"hidden></div>\n<script>\n{script}</script>\n</body>\n</html>\n"
-    )
 
 
 def run_page(run: RunData) -> str:
