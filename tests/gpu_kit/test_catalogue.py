@@ -110,15 +110,3 @@ def test_the_settings_of_the_jobs_on_gpus_are_accepted(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert f"generate: {replicas}" in done.stdout
-
-
-def test_figures_of_the_copies_are_shares_of_the_link() -> None:
-    row = {
-        "gather_gb_s": {"median": 20.0},
-        "stage_gb_s": {"median": 40.0},
-        "commit_s": {"median": 0.002},
-    }
-    limits = {"to_host_gb_s": 40.0, "to_device_gb_s": 50.0}
-    found = catalogue.of_copies({"device": "a GPU", "limits": limits, "sizes": {"1": row}})
-    assert found["gather, share of the link"] == 0.5 and found["stage, share of the link"] == 0.8
-    assert found["commit, ms"] == 2.0

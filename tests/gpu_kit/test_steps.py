@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.gpu_kit.steps import FAILED, NOT_RUN, PASSED, Options, Step, run_step, run_steps
+from recipe.async_pipeline.gpu_kit.steps import (
+    FAILED,
+    NOT_RUN,
+    PASSED,
+    Figure,
+    Options,
+    Step,
+    run_step,
+    run_steps,
+)
 
 
 @pytest.fixture
@@ -32,7 +41,7 @@ def step(code: str, *, name: str = "one", limit_s: float = 60.0, missing: str | 
         limit_s=limit_s,
         command=command,
         missing=lambda options: missing,
-        figures=lambda found: {"twice": 2 * found["n"]},
+        figures=lambda found: [Figure("twice", 2 * found["n"])],
     )
 
 
@@ -41,8 +50,8 @@ WRITES = "import sys; open(sys.argv[1], 'w').write('{\"n\": 3}')"
 
 def test_a_step_that_writes_its_figures_passes(options: Options) -> None:
     result = run_step(step(WRITES), options)
-    assert (result.status, result.figures, result.detail) == (PASSED, {"twice": 6}, "")
-    assert result.seconds > 0
+    assert (result.status, result.figures, result.detail) == (PASSED, [Figure("twice", 6)], "")
+    assert result.seconds > 0 and result.written == {"n": 3}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +66,7 @@ def test_a_step_that_fails_shows_the_end_of_its_output(
     options: Options, code: str, words: tuple[str, ...]
 ) -> None:
     result = run_step(step(code), options)
-    assert result.status == FAILED and result.figures == ({"twice": 6} if WRITES in code else None)
+    assert result.status == FAILED and result.figures == ([Figure("twice", 6)] if WRITES in code else None)
     assert all(word in result.detail for word in words)
     assert str(options.folder / "one.log") in result.detail
 

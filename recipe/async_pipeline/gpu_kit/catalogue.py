@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .steps import Figures, Options, Step
+from .figures import of_copies, of_delivery, of_environment, of_job, of_ladder, of_weight_updates
+from .steps import Options, Step
 
 ARENA = ("torch", "msgspec", "numpy", "psutil", "xxhash")
 """Modules of the steps without verl: torch, and requirements of this package that are installed with it."""
@@ -16,10 +16,6 @@ RUN = (*ARENA, "verl", "ray", "vllm", "transformers", "hydra", "omegaconf", "pya
 """Modules of a training run."""
 OWN = (sys.executable, "-m", "recipe.async_pipeline")
 JOB_STEPS = 20
-OF_SUMMARY = (
-    *("status", "steps", "groups_trained", "lag_max", "reward_first", "reward_last"),
-    *("rollout_corr_kl_max", "wall_s"),
-)
 SIZES = {"cuda": "1", "cpu": "0.06"}
 """GiB of weights for the copies."""
 TOLERANCES = {"cuda": "1e-3", "cpu": "1e-5"}
@@ -149,43 +145,6 @@ def on_gpus(options: Options) -> tuple[str, ...]:
     )
 
 
-def of_environment(found: Any) -> Figures:
-    return {finding["subject"]: f"{finding['verdict']}: {finding['detail']}" for finding in found}
-
-
-def of_copies(found: Any) -> Figures:
-    (row,) = found["sizes"].values()
-    limit = found["limits"]
-    gather, stage = row["gather_gb_s"]["median"], row["stage_gb_s"]["median"]
-    return {
-        "device": found["device"],
-        "device to host, GB/s": round(limit["to_host_gb_s"], 1),
-        "host to device, GB/s": round(limit["to_device_gb_s"], 1),
-        "gather, share of the link": round(gather / limit["to_host_gb_s"], 2),
-        "stage, share of the link": round(stage / limit["to_device_gb_s"], 2),
-        "commit, ms": round(row["commit_s"]["median"] * 1e3, 1),
-    }
-
-
-def of_job(found: Any) -> Figures:
-    return {name: found[name] for name in OF_SUMMARY if name in found}
-
-
-def of_ladder(found: Any) -> Figures:
-    return {"tolerance": found["tolerance"], **{k: f"{v:.1e}" for k, v in found["differences"].items()}}
-
-
-def of_weight_updates(found: Any) -> Figures:
-    (ways,) = found["replicas"].values()
-    return {
-        f"{way}, {part} ms": round(row[f"{part}_s"]["median"] * 1e3, 1)
-        for way, row in ways.items()
-        if isinstance(row, Mapping)
-        for part in ("trainer_stall", "generator_stall", "publication")
-        if f"{part}_s" in row
-    }
-
-
 STEPS: tuple[Step, ...] = (
     Step(
         name="environment",
@@ -208,6 +167,7 @@ STEPS: tuple[Step, ...] = (
         limit_s=300.0,
         command=delivery,
         needs=ARENA,
+        figures=of_delivery,
     ),
     Step(
         name="ladder",

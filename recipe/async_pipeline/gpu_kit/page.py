@@ -48,11 +48,19 @@ def report_page(machine: Mapping[str, Any], device: str, results: Sequence[Resul
     return page("verify-gpu", body)
 
 
+def rounded(value: Any) -> str:
+    """Return a value for a reader: a float with three significant digits, anything else as it is."""
+    if not isinstance(value, float):
+        return str(value)
+    short = float(f"{value:.3g}")
+    return f"{short:,.0f}" if 1000 <= abs(short) < 1e15 else f"{short:.3g}"
+
+
 def _section(result: Result) -> str:
     took = f" in {result.seconds:.0f} s" if result.status == PASSED else ""
     rows = "".join(
-        f"<tr><th>{escape(str(name))}</th><td>{escape(str(value))}</td></tr>"
-        for name, value in (result.figures or {}).items()
+        f"<tr><th>{escape(one.name)}</th><td>{escape(rounded(one.value))}</td><td>{escape(one.meaning)}</td></tr>"
+        for one in result.figures or ()
     )
     figures = f"<table>{rows}</table>" if rows else ""
     detail = f"<pre>{escape(result.detail)}</pre>" if result.detail else ""

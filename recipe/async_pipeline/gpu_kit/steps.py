@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,20 @@ NOT_RUN: Final = "not run"
 NOT_SELECTED = "not selected"
 TAIL_LINES = 20
 """Lines of a failed step's output that the report shows."""
-Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a step."""
+
+    name: str
+    """Two figures may have the same name."""
+    value: Any
+    """Not rounded."""
+    meaning: str = ""
+
+
+Figures = Sequence[Figure]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +72,7 @@ class Step:
     """Modules that it imports and that may not be installed."""
     missing: Callable[[Options], str | None] = lambda options: None
     """Why it cannot run here although its modules are installed, or None."""
-    figures: Callable[[Any], Figures] = dict
+    figures: Callable[[Any], Figures] = lambda found: ()
     """Of what the command wrote, what the report shows."""
 
 
@@ -74,6 +87,8 @@ class Result:
     detail: str = ""
     """Why it was not run, or the end of the output of a failure."""
     figures: Figures | None = None
+    written: Any = None
+    """All that it wrote, from which the figures are."""
 
 
 def lacking(modules: Sequence[str]) -> str | None:
@@ -136,7 +151,9 @@ def run_step(step: Step, options: Options) -> Result:
     found = _found_in(written)
     figures = None if found is None else step.figures(found)
     if code == 0 and found is not None:
-        return Result(name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=figures)
+        return Result(
+            name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=figures, written=found
+        )
     ended = f"it did not end within {step.limit_s:g} s" if code is None else f"exit status {code}"
     tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     return Result(
@@ -146,6 +163,7 @@ def run_step(step: Step, options: Options) -> Result:
         seconds=seconds,
         detail="\n".join([*tail, f"{ended}; the whole output is in {log}"]),
         figures=figures,
+        written=found,
     )
 
 
