@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],
-        help="rollout engine (default: %(default)s)",
+        help="rollout engine; its processes are vLLM's engine cores or SGLang's schedulers "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr"

@@ -63,7 +63,7 @@ class Fault(NamedTuple):
 
 
 def kill_engine(job: SoakJob) -> None:
-    """Kill an engine core with SIGKILL."""
+    """Kill an engine process with SIGKILL."""
     send(job.pick(*ENGINES).pid, signal.SIGKILL)
 
 
@@ -73,14 +73,14 @@ def kill_replica(job: SoakJob) -> None:
 
 
 def kill_receiver(job: SoakJob) -> None:
-    """Kill an engine core right after a version was gathered: before, during or after its load."""
+    """Kill an engine process right after a version was gathered: before, during or after its load."""
     engine = job.pick(*ENGINES)
     job.wait_for("a gathered version", _has("GATHERED"), NEXT_VERSION_S)
     send(engine.pid, signal.SIGKILL)
 
 
 def stall_replica(job: SoakJob) -> None:
-    """Slow an engine core down with SIGSTOP and SIGCONT."""
+    """Slow an engine process down with SIGSTOP and SIGCONT."""
     engine, until = job.pick(*ENGINES), time.monotonic() + STALL_S
     while time.monotonic() < until:
         send(engine.pid, signal.SIGSTOP)
@@ -287,13 +287,13 @@ def _mood(mood: str, task: Task, text: str) -> Fault:
 
 
 FAULTS: Mapping[str, Fault] = {
-    "kill_engine": Fault("SIGKILL of an engine core", kill_engine, "a replica is back"),
+    "kill_engine": Fault("SIGKILL of an engine process", kill_engine, "a replica is back"),
     "kill_replica": Fault("SIGKILL of a replica's server", kill_replica, "a replica is back"),
     "kill_receiver": Fault(
-        "SIGKILL of an engine core while it loads weights", kill_receiver, "a replica is back"
+        "SIGKILL of an engine process while it loads weights", kill_receiver, "a replica is back"
     ),
     "stall_replica": Fault(
-        f"an engine core {STALL_FACTOR} times slower for {STALL_S:g} s",
+        f"an engine process {STALL_FACTOR} times slower for {STALL_S:g} s",
         stall_replica,
         "versions are served again",
     ),
