@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from recipe.async_pipeline.config.placement import placement_of
-from recipe.async_pipeline.config.run_plan import Plan, as_json, count_parameters, in_words, plan_of
+from recipe.async_pipeline.config.run_plan import Plan, as_json, in_words, plan_of
 from recipe.async_pipeline.config.schema import AsyncPipelineConfig
 
 pytestmark = pytest.mark.real_engine
@@ -26,6 +26,7 @@ def config(model: Path, **rollout: Any) -> dict[str, Any]:
             "model": {"path": str(model)},
             "actor": {"ppo_mini_batch_size": 8},
             "rollout": {
+                "name": "vllm",
                 "n": 8,
                 "nnodes": 2,
                 "n_gpus_per_node": 4,
@@ -133,6 +134,59 @@ def test_in_words(model: Path) -> None:
     assert "device memory" not in text
 
 
+LAYERS = {"embed_tokens.weight": (500, 100), "q_proj.weight": (300, 100), "norm.weight": (100,)}
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> Path:
+    save_file({name: torch.zeros(shape) for name, shape in LAYERS.items()}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_the_engine_and_its_devices_are_named(model: Path) -> None:
+    text = "\n".join(in_words(planned(config(model, name="sglang"), knobs())))
+    assert "\nengine          SGLang, tensor parallelism over 2 devices\n" in text
+    text = "\n".join(in_words(planned(config(model, tensor_model_parallel_size=1), knobs())))
+    assert "\nengine          vLLM, one device for each replica\n" in text
+    assert "adapters" not in text
+
+
+def test_adapters_that_are_published_alone_take_little_memory(layers: Path) -> None:
+    with_adapters = config(layers)
+    with_adapters["actor_rollout_ref"]["model"] |= {"lora_rank": 5, "target_modules": "all-linear"}
+    plan = planned(with_adapters, knobs({"weight_sync.load_staging": "device"}))
+    assert (plan.parameters, plan.published_parameters) == (80_100, 5 * (300 + 100))
+    assert (plan.arena_bytes, plan.spare_bytes) == (2 * 2 * 2000, 0), "engines of text stage no adapters"
+    text = "\n".join(in_words(plan))
+    assert (
+        "adapters        LoRA of rank 5, published alone; the engine reads their base from the model's"
+        in text
+    )
+    assert "staged in host memory" in text
+    assert "host memory     8.0 kB for two copies of the adapters on the trainer's node" in text
+
+
+def test_adapters_of_experts_have_no_known_size(tmp_path: Path) -> None:
+    save_file({"mlp.experts.0.up_proj.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
+    of_experts = config(tmp_path)
+    of_experts["actor_rollout_ref"]["model"] |= {"lora_rank": 5, "target_modules": "all-linear"}
+    text = "\n".join(in_words(planned(of_experts, knobs())))
+    assert (
+        "host memory     (unknown: adapters of a mixture of experts are not counted) for two copies" in text
+    )
+
+
+def test_merged_adapters_are_published_as_whole_weights(layers: Path) -> None:
+    merged = config(layers)
+    merged["actor_rollout_ref"]["model"] |= {"lora_rank": 5, "lora": {"merge": True}}
+    plan = planned(merged, knobs())
+    assert plan.arena_bytes == 2 * 2 * 80_100
+    text = "\n".join(in_words(plan))
+    assert "adapters        LoRA of rank 5, merged, and whole weights are published\n" in text
+    assert "for two copies of the weights" in text
+    assert {"engine": "vllm", "adapter_rank": 5, "adapters_alone": False}.items() <= as_json(plan).items()
+
+
 def test_episodes_are_described(model: Path) -> None:
     with_lake = planned(config(model), knobs({"agentic.environment": "frozen_lake", "agentic.max_turns": 8}))
     text = "\n".join(in_words(with_lake))
@@ -166,7 +220,6 @@ def test_defaults_are_not_printed(model: Path) -> None:
 
 
 def test_a_model_on_another_machine_has_no_size(tmp_path: Path) -> None:
-    assert count_parameters(tmp_path / "nowhere") is None
     text = "\n".join(
         in_words(planned(config(tmp_path / "nowhere"), knobs({"weight_sync.load_staging": "device"})))
     )

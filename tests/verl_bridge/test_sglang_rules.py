@@ -71,7 +71,14 @@ def test_what_works_is_accepted(changes: dict[str, Any]) -> None:
                 {f"rollout__engine_kwargs__sglang__{name}": True},
                 f"{ARGUMENTS}.{name} must not be set, got True; ",
             )
-            for name in ("enable_lora", "lora_target_modules", "enable_dp_attention", "dp_size")
+            for name in (
+                "enable_lora",
+                "lora_target_modules",
+                "enable_dp_attention",
+                "dp_size",
+                "api_key",
+                "admin_api_key",
+            )
         ),
         (
             {"rollout__engine_kwargs__sglang__model_path": "/other"},

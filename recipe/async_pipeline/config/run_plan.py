@@ -6,8 +6,6 @@ Pure arithmetic on a resolved verl config; `async-pipeline explain` prints it.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +14,9 @@ from typing import Any
 from ..core.message_queue import share_of
 from ..core.schedule import Schedule
 from ..strategies import STRATEGIES
+from .adapters import MODEL, adapter_rank, count_adapter_parameters, publishes_adapters
 from .episode_plan import episodes_in_words
+from .model_files import count_parameters
 from .open_requests import OpenRequests
 from .paths import OWN, select
 from .placement import Placement
@@ -57,6 +57,12 @@ class Plan:
     load_staging: str
     delta: bool
     """Other hosts get differences between versions where that is less."""
+    engine: str
+    """verl's name of the rollout engine."""
+    adapter_rank: int
+    """Rank of the LoRA adapters; 0 if all weights are trained."""
+    adapters_alone: bool
+    """Whether adapters are published without their base."""
     custom_stages: tuple[str, ...]
     """Custom stages, as `module:Class@after->before`."""
     validation: str
@@ -88,7 +94,9 @@ class Plan:
     open_requests: int
     """Requests that may be open on one replica."""
     parameters: int | None
-    """None if the model is not on this machine."""
+    """Parameters of the model; None if it is not on this machine."""
+    published_parameters: int | None
+    """Parameters of a version: the model's, or its adapters'."""
     arena_bytes: int | None
     """Host memory of the trainer's node."""
     spare_bytes: int | None
@@ -110,11 +118,13 @@ def plan_of(
     depth = knobs.staleness.batches_ahead
     oldest = share_of(knobs.staleness.oldest_share, batch)
 
-    parameters = count_parameters(Path(str(select(config, "actor_rollout_ref.model.path"))).expanduser())
+    engine, alone = str(select(config, f"{_ROLLOUT}.name")), publishes_adapters(config)
+    # Engines of text take adapters at once; only `DiffusersEngine` prepares them.
+    staging = "host" if alone and engine != "diffusers" else knobs.weight_sync.load_staging
+    parameters = count_parameters(_model(config))
+    published = _published(config, parameters)
     nbytes = (
-        None
-        if parameters is None
-        else parameters * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
+        None if published is None else published * ITEM_BYTES.get(str(select(config, f"{_ROLLOUT}.dtype")), 2)
     )
 
     return Plan(
@@ -125,8 +135,11 @@ def plan_of(
         straggler=knobs.staleness.straggler,
         sync_every=knobs.weight_sync.every,
         in_flight=knobs.weight_sync.in_flight_policy,
-        load_staging=knobs.weight_sync.load_staging,
+        load_staging=staging,
         delta=knobs.weight_sync.delta,
+        engine=engine,
+        adapter_rank=adapter_rank(config),
+        adapters_alone=alone,
         custom_stages=tuple(knobs.custom_stages),
         validation=_validation(config, knobs),
         placement=placement,
@@ -154,15 +167,29 @@ def plan_of(
             answers_per_group=n + knobs.agentic.redundancy,
         ).per_replica,
         parameters=parameters,
+        published_parameters=published,
         arena_bytes=None if nbytes is None else ARENAS * nbytes,
-        spare_bytes=_spare_bytes(config, knobs, parameters, nbytes),
+        spare_bytes=_spare_bytes(config, staging, parameters, nbytes),
     )
 
 
+def _model(config: Mapping[str, Any]) -> Path:
+    return Path(str(select(config, f"{MODEL}.path"))).expanduser()
+
+
+def _published(config: Mapping[str, Any], parameters: int | None) -> int | None:
+    """Return the parameters of a version, given the model's."""
+    if not publishes_adapters(config):
+        return parameters
+    section = select(config, MODEL)
+    targets, excluded = section.get("target_modules") or "all-linear", section.get("exclude_modules")
+    return count_adapter_parameters(_model(config), adapter_rank(config), targets, excluded)
+
+
 def _spare_bytes(
-    config: Mapping[str, Any], knobs: AsyncPipelineConfig, parameters: int | None, nbytes: int | None
+    config: Mapping[str, Any], staging: str, parameters: int | None, nbytes: int | None
 ) -> int | None:
-    if knobs.weight_sync.load_staging != "device":
+    if staging != "device":
         return None if nbytes is None else 0
     if select(config, f"{_ROLLOUT}.quantization") == "fp8":
         return parameters  # a byte each, of whole tensors
@@ -195,27 +222,6 @@ def _order(strategy: str) -> str:
     return {"finished": "in the order they finish", "drawn": "in the order they were drawn"}.get(
         order, "in a custom order"
     )
-
-
-def count_parameters(model: Path) -> int | None:
-    """Count the parameters in the headers of a model's safetensors files, or return None without files."""
-    shapes = [shape for file in sorted(model.glob("*.safetensors")) for shape in _shapes(file)]
-    if not shapes:
-        return None
-    total = 0
-    for shape in shapes:
-        size = 1
-        for extent in shape:
-            size *= extent
-        total += size
-    return total
-
-
-def _shapes(file: Path) -> Iterator[list[int]]:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    yield from (entry["shape"] for name, entry in header.items() if name != "__metadata__")
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -254,6 +260,8 @@ def in_words(plan: Plan) -> list[str]:
     if plan.custom_stages:
         lines.append(f"custom stages   {', '.join(plan.custom_stages)}")
     lines += [
+        f"engine          {_ENGINES.get(plan.engine, plan.engine)}, {_parallel(plan.tensor_parallel)}",
+        *_adapters(plan),
         f"weights         updated {every}; requests in flight during an update: {plan.in_flight}",
         f"                staged {_STAGED[plan.load_staging]}{_DELTA if plan.delta else ''}",
         f"validation      {plan.validation}",
@@ -269,13 +277,15 @@ def in_words(plan: Plan) -> list[str]:
         f"{plan.engine_slots} engine slots{_slots(plan)}",
         *_redundancy(plan),
         *(f"{'' if i else 'episodes':16}{text}" for i, text in enumerate(plan.episodes)),
-        f"host memory     {_size(plan.arena_bytes)} for two copies of the weights on the trainer's node",
+        f"host memory     {_size(plan.arena_bytes, _unknown(plan))} for two copies of the "
+        f"{'adapters' if plan.adapters_alone else 'weights'} on the trainer's node",
     ]
     if plan.spare_bytes is None or plan.spare_bytes > 0:
         lines.append(f"device memory   {_size(plan.spare_bytes)} on each rollout device for a standby copy")
     return lines
 
 
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "diffusers": "diffusers"}
 _STAGED = {
     "host": "in host memory; an engine copies them between two of its steps",
     "device": "on the devices during generation; an engine exchanges them between two of its steps",
@@ -287,6 +297,21 @@ _OLD_LOGP = {
     "logp_pool": "step s uses version s-2 (or the last weight update before it), computed during step s-1",
     "rollout": "recorded by the engines during generation; none are computed",
 }
+
+
+def _parallel(size: int) -> str:
+    return "one device for each replica" if size == 1 else f"tensor parallelism over {size} devices"
+
+
+def _adapters(plan: Plan) -> Iterator[str]:
+    if not plan.adapter_rank:
+        return
+    published = (
+        "published alone; the engine reads their base from the model's files"
+        if plan.adapters_alone
+        else "merged, and whole weights are published"
+    )
+    yield f"adapters        LoRA of rank {plan.adapter_rank}, {published}"
 
 
 def _devices(plan: Plan) -> Iterator[str]:
@@ -330,9 +355,16 @@ def _slots(plan: Plan) -> str:
     return ""
 
 
-def _size(nbytes: int | None) -> str:
+def _unknown(plan: Plan) -> str:
+    """Return why the size of a version is not known."""
+    if plan.parameters is None:
+        return "the model is not on this machine"
+    return "adapters of a mixture of experts are not counted"
+
+
+def _size(nbytes: int | None, unknown: str = "the model is not on this machine") -> str:
     if nbytes is None:
-        return "(unknown: the model is not on this machine)"
+        return f"(unknown: {unknown})"
     for unit, scale in (("GB", 10**9), ("MB", 10**6)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"

@@ -14,17 +14,6 @@ import copy
 from omegaconf import DictConfig, OmegaConf
 
 
-def adapter_rank(config: DictConfig) -> int:
-    """Return the rank of the adapters, or 0 if all weights are trained."""
-    model = config.actor_rollout_ref.model
-    return int(OmegaConf.select(model, "lora.rank") or model.get("lora_rank") or 0)
-
-
-def publishes_adapters(config: DictConfig) -> bool:
-    """Return whether adapters are published without their base."""
-    return adapter_rank(config) > 0 and not OmegaConf.select(config, "actor_rollout_ref.model.lora.merge")
-
-
 def without_adapters(config: DictConfig) -> DictConfig:
     """Return a copy of `actor_rollout_ref` for a model that gets no adapters."""
     made = copy.deepcopy(config)

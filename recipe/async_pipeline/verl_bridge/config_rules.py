@@ -12,12 +12,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
+from ..config.adapters import adapter_rank, publishes_adapters
 from ..config.divisibility import check_replicas
 from ..config.paths import MODE, OWN, PATCH_FREE
 from ..config.placement import Placement
 from ..config.schema import AsyncPipelineConfig
 from ..errors import ConfigError
-from .adapter_config import adapter_rank, publishes_adapters
 from .megatron_rules import check_megatron
 from .model_rules import MODEL, ROLLOUT, check_model
 from .ray_cluster import address_to_join

@@ -14,9 +14,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 
+from ..config.adapters import adapter_rank
 from ..config.aliases import BYPASS
 from ..errors import ConfigError
-from .adapter_config import adapter_rank
 from .model_rules import MODEL, described_model
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"

@@ -18,8 +18,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.adapters import publishes_adapters
 from ..errors import ConfigError
-from .adapter_config import publishes_adapters
 from .engine_arguments import check_argument_names, check_engine_names
 from .sglang_rules import check_sglang, check_sglang_adapters, check_sglang_on_cpu
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.adapters import publishes_adapters
 from ..config.divisibility import divisor_below
 from ..errors import ConfigError
-from .adapter_config import publishes_adapters
 from .engine_arguments import check_argument_names
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -34,6 +34,9 @@ REPLACED = {
     "ep_size": "use tensor parallelism instead",
     "speculative_algorithm": "leave it out, since the weights of a drafter would not be updated",
     "disaggregation_mode": "leave it out, since it is not supported yet",
+    "host": "leave it out, since the server listens on the loopback address only",
+    "api_key": "leave it out, since verl's server of SGLang checks no key",
+    "admin_api_key": "leave it out, since verl's server of SGLang would open more routes and check no key",
     "tokenizer_worker_num": "leave it out, since one process must know all requests",
 }
 """SGLang's arguments that would contradict what the pipeline knows about the engine, with the remedy."""

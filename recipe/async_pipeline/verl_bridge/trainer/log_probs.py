@@ -17,11 +17,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.workers.utils.padding import response_from_nested
 
+from ...config.adapters import adapter_rank
 from ...config.placement import Placement, Pool
 from ...core.items import StepBatch
 from ...core.schedule import Schedule
 from ...observe.summary import one_line
-from ..adapter_config import adapter_rank
 from ..ray_calls import ASK_S, got
 from ..rollout.device_holder import node_id
 from ..workers.log_prob_group import end_group, has_adapters, retry_on_actor_death, start_group

@@ -14,10 +14,10 @@ from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.utils import Role
 from verl.utils.device import get_device_name
 
+from ...config.adapters import adapter_rank
 from ...config.placement import Placement
 from ...config.schema import AsyncPipelineConfig
 from ...weight_sync.versioned_engine import LoadMode
-from ..adapter_config import adapter_rank
 from ..ray_calls import result_of
 from ..rollout.replica_pool import RolloutPool
 from ..rollout.server_manager import PipelineServerManager

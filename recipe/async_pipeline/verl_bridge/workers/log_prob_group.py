@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 from ray.exceptions import RayActorError
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-from ..adapter_config import publishes_adapters, without_adapters
+from ...config.adapters import publishes_adapters
+from ..adapter_config import without_adapters
 from ..run_config import knobs_of
 from .log_prob_worker import LogProbWorker, logp_config
 from .training_worker import PipelineWorker

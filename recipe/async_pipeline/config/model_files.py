@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the shapes of a model from the headers of its safetensors files."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+
+
+def tensor_shapes(model: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a model by its name, or nothing without files."""
+    return {
+        name: shape for file in sorted(model.glob("*.safetensors")) for name, shape in _shapes(file).items()
+    }
+
+
+def count_parameters(model: Path) -> int | None:
+    """Count the parameters of a model, or return None without files."""
+    shapes = tensor_shapes(model)
+    return sum(map(prod, shapes.values())) if shapes else None
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes are read from all files of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recipe.async_pipeline.config.model_files import count_parameters, tensor_shapes
+
+pytestmark = pytest.mark.real_engine
+
+
+def test_the_shapes_of_all_files(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(3, 5), "scalar": torch.zeros(())}, tmp_path / "model-00001-of-00002.safetensors"
+    )
+    save_file({"b": torch.zeros(4)}, tmp_path / "model-00002-of-00002.safetensors", {"format": "pt"})
+    assert tensor_shapes(tmp_path) == {"a": [3, 5], "scalar": [], "b": [4]}
+    assert count_parameters(tmp_path) == 20
+
+
+def test_a_model_on_another_machine_has_no_size(tmp_path: Path) -> None:
+    assert tensor_shapes(tmp_path / "nowhere") == {}
+    assert count_parameters(tmp_path / "nowhere") is None
