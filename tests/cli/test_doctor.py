@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections import namedtuple
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -18,6 +19,7 @@ from recipe.async_pipeline.contract import compare
 from recipe.async_pipeline.errors import PatchError
 from recipe.async_pipeline.patching import series, verl_source
 from recipe.async_pipeline.patching.unified_diff import format_diff
+from tests import REPOSITORY
 from tests.fakes.patch_folder import FIRST, PRISTINE, write
 
 FOLDER = series.patches_dir()
@@ -221,7 +223,10 @@ def test_a_tree_is_compared_instead(
 
     with_problems(changed)
     assert main.main(["doctor", "--verl-dir", "r"]) == EXIT_OK
-    assert "warn  names            a:f was 1, is 2" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert "ok    overrides        fits: 2 compared, all as expected" in lines
+    (row,) = (line for line in lines if line.startswith("warn  names"))
+    assert "fits, but has changed: a:f was 1, is 2; read what has changed in verl" in row
     with_problems(changed, problem)
     assert main.main(["doctor", "--verl-dir", "r", "--json"]) == EXIT_USERS
     found = json.loads(capsys.readouterr().out)
@@ -232,10 +237,30 @@ def test_a_tree_is_compared_instead(
         ("names", "warn"),
         ("overrides", "fail"),
     ]
-    assert found[0]["remedy"] and found[2]["detail"] == "2 compared, 1 differ"
-    assert found[4]["detail"] == "a:B.c is missing; d.py"
+    assert found[0]["remedy"].startswith("use 1 ")
+    assert found[2]["detail"] == "2 compared: 1 breaks, 0 changed; each has a row below"
+    assert found[4]["detail"] == "breaks: a:B.c is missing; d.py"
+    assert found[4]["remedy"] == "use verl 1, or give the overriding methods verl's signature"
+    assert all(row["remedy"] for row in found if row["verdict"] != "ok")
+
+
+def test_every_difference_has_a_remedy() -> None:
+    subjects = get_args(compare.Subject)
+    assert {subject for subject, _ in doctor.CONTRACT_REMEDIES} == set(subjects)
+    assert all((subject, "breaks") in doctor.CONTRACT_REMEDIES for subject in subjects)
+    assert set(doctor.VERDICTS) == set(get_args(compare.Severity))
 
 
 def test_a_folder_that_is_no_verl_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main.main(["doctor", "--verl-dir", str(tmp_path)]) == EXIT_USERS
     assert "not a verl checkout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["RAY_ADDRESS", "Ctrl-C", "secrets", "TransferQueue", "single_mini_batch", "refused"]
+)
+def test_the_limits_without_patches_are_those_of_the_release_page(words: str) -> None:
+    page = (REPOSITORY / "docs" / "releases.md").read_text(encoding="utf-8")
+    limits = [limit for patch in series.load_series(series.patches_dir()).patches for limit in patch.without]
+    assert words in page.partition("Without the patches:")[2]
+    assert any(words in limit for limit in limits), "`doctor` prints it"

@@ -15,15 +15,18 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from recipe.async_pipeline import __version__
 from recipe.async_pipeline.config.paths import MODE, PATCH_FREE
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
 from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.patching import patched_tree, series, verl_source
+
+if TYPE_CHECKING:
+    from recipe.async_pipeline.contract.compare import Problem
 
 PACKAGE = Path(__file__).resolve().parent.parent
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
@@ -33,6 +36,19 @@ MIN_SHM_GB = 2.0
 """Two weight arenas and two buckets of the default sizes (2 x 512 + 2 x 128 MB), and Ray's object store."""
 MEGATRON = ("megatron-core", "megatron-bridge")
 RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
+
+CONTRACT_REMEDIES: Mapping[tuple[str, str], str] = {
+    ("names", "breaks"): "use verl {pin}, or change the named files to what verl has instead",
+    ("names", "changed"): "read what has changed in verl; if the calls still fit, record the contract again",
+    ("overrides", "breaks"): "use verl {pin}, or give the overriding methods verl's signature",
+    ("overrides", "changed"): "compare the override with verl's new method, then record the contract again",
+    ("config keys", "breaks"): "use verl {pin}, or replace the key in the named files",
+    ("patches", "breaks"): "use verl {pin}, or add a series for this version (patches/README.md)",
+    ("patches", "changed"): "nothing needs to be done: the patch has the same effect",
+}
+"""What to do about a difference, by its subject and severity. CONTRIBUTING.md says how to record."""
+
+VERDICTS = {"breaks": "breaks", "changed": "fits, but has changed"}
 
 Verdict = Literal["ok", "warn", "fail"]
 
@@ -150,22 +166,31 @@ def examine_tree(root: Path) -> tuple[Finding, ...]:
     version = Finding(
         subject="verl",
         verdict="ok" if same else "warn",
-        detail=f"{found.verl} at {root}; this package is tested with {found.pin}",
-        remedy="" if same else f"`git checkout v{found.pin}` there, or adapt what follows",
+        detail=f"{'fits: ' if same else ''}{found.verl} at {root}; this package is tested with {found.pin}",
+        remedy="" if same else f"use {found.pin} (`git checkout v{found.pin}` there), or heed what follows",
     )
     counts = [
-        Finding(subject=subject, verdict="ok", detail=f"{number} compared, {len(found.of(subject))} differ")
+        Finding(subject=subject, verdict="ok", detail=_counted(number, found.of(subject)))
         for subject, number in found.checked.items()
     ]
     problems = [
         Finding(
             subject=problem.subject,
             verdict="fail" if problem.severity == "breaks" else "warn",
-            detail=f"{problem.what} {problem.detail}",
+            detail=f"{VERDICTS[problem.severity]}: {problem.what} {problem.detail}",
+            remedy=CONTRACT_REMEDIES[problem.subject, problem.severity].format(pin=found.pin),
         )
         for problem in found.problems
     ]
     return (version, *counts, *problems)
+
+
+def _counted(number: int, problems: Sequence[Problem]) -> str:
+    breaks = sum(problem.severity == "breaks" for problem in problems)
+    changed = len(problems) - breaks
+    if not problems:
+        return f"fits: {number} compared, all as expected"
+    return f"{number} compared: {breaks} break{'s' * (breaks == 1)}, {changed} changed; each has a row below"
 
 
 def check_python(version: tuple[int, int]) -> Finding:
