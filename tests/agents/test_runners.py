@@ -119,6 +119,7 @@ def test_a_command_gets_its_task_and_the_policy(tmp_path: Path) -> None:
     assert env["ANTHROPIC_API_KEY"] == POLICY.api_key
     assert env["HOME"] == env["TMPDIR"] == cwd and env["MINE"] == "1"
     assert "ASYNC_PIPELINE_CONTROL_KEY" not in env, "it cannot set its own reward"
+    assert "ASYNC_PIPELINE_UNIX_SOCKET" not in env
     assert not Path(cwd).exists(), "its folder is deleted"
 
 
@@ -126,6 +127,12 @@ def test_a_command_that_may_set_its_reward_has_the_control_key() -> None:
     code = "import json, os; print(json.dumps({'reward': len(os.environ['ASYNC_PIPELINE_CONTROL_KEY'])}))"
     runner = runner_of(AgentSpec(agent=python(code)))
     assert asyncio.run(runner.run(TASK, POLICY._replace(control_key="four"))) == 4.0
+
+
+def test_a_command_learns_of_the_unix_socket() -> None:
+    code = "import json, os; print(json.dumps({'reward': len(os.environ['ASYNC_PIPELINE_UNIX_SOCKET'])}))"
+    runner = runner_of(AgentSpec(agent=python(code)))
+    assert asyncio.run(runner.run(TASK, POLICY._replace(unix_socket="/a/b"))) == 4.0
 
 
 @pytest.mark.parametrize(

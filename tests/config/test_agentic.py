@@ -7,6 +7,7 @@ import pytest
 
 from recipe.async_pipeline.config.agentic import (
     AGENT_LOOP,
+    MAX_UNIX_DIR,
     OF_AGENTS,
     OF_BOTH,
     OF_ENVIRONMENTS,
@@ -105,3 +106,11 @@ def test_redundancy_refuses_that_failures_fill_the_groups() -> None:
     assert AsyncPipelineConfig.of(values).agentic.redundancy == 2
     with pytest.raises(ConfigError, match="redundancy=2 requires .*ends.env_failed=again or drop, got score"):
         AsyncPipelineConfig.of({**values, "agentic.ends.env_failed": "score"})
+
+
+def test_the_path_of_a_unix_socket_is_limited() -> None:
+    knob = "agentic.gateway.unix_dir"
+    values = {"agentic.agent": "m:f", knob: "/tmp/" + "a" * (MAX_UNIX_DIR - 5)}
+    assert AsyncPipelineConfig.of(values).agentic.gateway.unix_dir == values[knob]
+    with pytest.raises(ConfigError, match=r"unix_dir must have at most 80 bytes .*; name a shorter one"):
+        AsyncPipelineConfig.of({**values, knob: values[knob] + "a"})

@@ -230,6 +230,7 @@ def test_every_knob_is_read() -> None:
         "agentic.gateway.runners_dir": "agents",
         "agentic.gateway.agent_may_reward": True,
         "agentic.gateway.lease_s": 8.5,
+        "agentic.gateway.unix_dir": "sockets",
         "diffusion.num_inference_steps": 12,
         "diffusion.validation_steps": 20,
         "diffusion.height": 32,

@@ -133,7 +133,7 @@ def test_the_client_claims_renews_and_finishes(
         async with serve(claims=claims) as at:
             (tmp_path / "gateway-1.json").write_text(json.dumps({"url": at.url, "key": claims.key}))
             (tmp_path / "gateway-2.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "key": "k"}))
-            offer = await claims.offer(TASK)
+            offer = await claims.offer({**TASK, "unix_socket": "/a/b"})
 
             def plays() -> None:
                 while True:
@@ -141,6 +141,7 @@ def test_the_client_claims_renews_and_finishes(
                         if task is None:
                             continue
                         assert (task.shown, task.base_url) == ({"messages": [], "seed": 3}, "http://x/v1")
+                        assert task.unix_socket == "/a/b"
                         assert enough.wait(50)
                         task.reward = 0.25
                     return

@@ -50,6 +50,8 @@ class Policy(NamedTuple):
     """The model key of its session."""
     control_key: str | None = None
     """The other key of its session, if the agent may set its own reward."""
+    unix_socket: str | None = None
+    """Where it can reach the same server without a network, if the run has `agentic.gateway.unix_dir`."""
 
 
 class Task(NamedTuple):
@@ -143,6 +145,8 @@ class CommandRunner:
             }
             if policy.control_key is not None:
                 reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
+            if policy.unix_socket is not None:
+                reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
             env = environment({**folder.variables(), **self._spec.env, **reached})
             finished = await run_command(self._command, folder.path, env, log)
             if finished.status != 0:

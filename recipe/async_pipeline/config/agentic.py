@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -19,6 +20,8 @@ VERLS_AGENT_LOOP, ENVIRONMENT_LOOP, AGENT_LOOP_OF_AGENTS = "single_turn_agent", 
 """verl's default, and the agent loops of `AgenticConfig.environment` and `AgenticConfig.agent`."""
 EXTERNAL = "external"
 """The agent of which programs outside of the run claim the tasks."""
+MAX_UNIX_DIR = 80
+"""Bytes; Linux allows 107 for the path of a Unix socket, of which the name of the file takes some."""
 OF_BOTH = ("max_turns", "concurrency", "failure_reward")
 """Knobs that have an effect only with `environment` or `agent`."""
 OF_ENVIRONMENTS = (
@@ -56,11 +59,19 @@ class GatewayConfig:
     runners_dir: str | None = None
     """With agent=external, which requires it: a folder in which each agent loop worker writes a file with its
     address and the key by which runners claim tasks."""
+    unix_dir: str | None = None
+    """A folder in which each agent loop worker also listens on a Unix socket, for agents in containers that
+    have no network (docs/agents.md). Default: no Unix sockets."""
     keep_alive_s: Seconds = 5.0
     """Seconds between the events that keep a streamed answer open while it is generated."""
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)
+        if self.unix_dir is not None and len(os.fsencode(os.path.abspath(self.unix_dir))) > MAX_UNIX_DIR:
+            raise ConfigError(
+                f"{self.PATH}.unix_dir must have at most {MAX_UNIX_DIR} bytes as an absolute path, got "
+                f"{self.unix_dir!r}; name a shorter one, such as /tmp/agents"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

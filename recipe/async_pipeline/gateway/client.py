@@ -115,6 +115,8 @@ class ClaimedTask:
         self.base_url, self.api_key = self.shown.pop("base_url"), self.shown.pop("api_key")
         self.control_key: str | None = self.shown.pop("control_key", None)
         """The key for `Client.reward`, if the run gives it (agentic.gateway.agent_may_reward)."""
+        self.unix_socket: str | None = self.shown.pop("unix_socket", None)
+        """A Unix socket of the gateway, if it has one (agentic.gateway.unix_dir)."""
         self.reward: float | None = None
         self.lease_s: float = found["lease_s"]
         self._lease = Client(url, found["lease"])

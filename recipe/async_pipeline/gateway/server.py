@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""uvicorn in an event loop that exists already, on a free port of 127.0.0.1."""
+"""uvicorn in an event loop that exists already, on a free port of 127.0.0.1 and, if wanted, a Unix socket.
+
+unix_dir/gateway-PID.sock   removed at the end; after a kill, by the next gateway that uses the folder
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -17,6 +22,8 @@ HOST = "127.0.0.1"
 START_S = 30.0
 STOP_S = 5.0
 POLL_S = 0.01
+BACKLOG = 2048
+PREFIX, SUFFIX = "gateway-", ".sock"
 
 
 class _Server(uvicorn.Server):
@@ -29,11 +36,16 @@ class _Server(uvicorn.Server):
 class GatewayServer:
     """Serves one ASGI application. Belongs to the loop in which it was started."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, unix_dir: str | None = None) -> None:
+        """`unix_dir`: the folder of the Unix socket, which only the user of the run can open."""
         config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", access_log=False)
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
         self.port = 0
+        self.unix_socket: Path | None = None
+        """Where it also listens, if `unix_dir` is given."""
+        if unix_dir is not None:
+            self.unix_socket = Path(unix_dir).expanduser().absolute() / f"{PREFIX}{os.getpid()}{SUFFIX}"
 
     @property
     def url(self) -> str:
@@ -45,9 +57,12 @@ class GatewayServer:
         listening = socket.socket()
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((HOST, 0))
-        listening.listen(2048)
+        listening.listen(BACKLOG)
         self.port = listening.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
+        sockets = [listening]
+        if self.unix_socket is not None:
+            sockets.append(_unix_listener(self.unix_socket))
+        self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="gateway")
         await within(self._begun(), START_S, owner="an agent loop worker", what="the gateway to listen")
 
     async def stop(self) -> None:
@@ -57,6 +72,8 @@ class GatewayServer:
         self._server.should_exit = True
         self._server.force_exit = True
         await asyncio.wait({self._task}, timeout=STOP_S)
+        if self.unix_socket is not None:
+            self.unix_socket.unlink(missing_ok=True)
 
     async def _begun(self) -> None:
         assert self._task is not None
@@ -66,3 +83,22 @@ class GatewayServer:
                 raise OSError("the gateway's server ended while it started")
             # uvicorn offers no event for it.
             await asyncio.sleep(POLL_S)
+
+
+def _unix_listener(path: Path) -> socket.socket:
+    """Return a socket that listens there. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for other in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
+        owner = other.name.removeprefix(PREFIX).removesuffix(SUFFIX)
+        if other == path or not Path("/proc", owner).exists():
+            other.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        listening.bind(str(path))
+        # Permission to write the file is permission to connect; each request needs a key as well.
+        path.chmod(0o600)
+        listening.listen(BACKLOG)
+    except BaseException:
+        listening.close()
+        raise
+    return listening

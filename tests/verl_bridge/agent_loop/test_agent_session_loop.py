@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,7 @@ from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import (
 from tests.conftest import Load
 from tests.fakes.environments import COUNTING, Counting
 
+httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
 pytestmark = pytest.mark.real_engine
@@ -357,6 +359,26 @@ def test_an_agent_sets_its_reward_only_if_it_may(module: ModuleType, monkeypatch
         assert output.reward_score == reward
     (output,) = Table(module, monkeypatch, **knobs, verify="echo '{\"reward\": -1}'").play(Engine())
     assert output.reward_score == -1.0, "the program that judges has the last word"
+
+
+async def through_a_socket(task: dict[str, Any], policy: Policy) -> float:
+    """Reach the policy without a network."""
+    transport = httpx.AsyncHTTPTransport(uds=policy.unix_socket)
+    async with (
+        httpx.AsyncClient(transport=transport) as http,
+        openai.AsyncOpenAI(base_url="http://policy/v1", api_key=policy.api_key, http_client=http) as client,
+    ):
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "first"}])
+    return 0.5
+
+
+def test_an_agent_without_a_network(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        gateway = GatewayConfig(unix_dir=folder)
+        table = Table(module, monkeypatch, agent=f"{AGENTS}:through_a_socket", gateway=gateway)
+        (output,) = table.play(Engine())
+        assert (output.extra_fields[END], output.reward_score) == ("done", 0.5)
+        assert [*Path(folder).iterdir()] == []
 
 
 def test_without_a_reward_the_reward_function_scores(

@@ -82,7 +82,8 @@ class Setup:
                 max_body_bytes=gateway.max_body_mb << 20,
                 keep_alive_s=gateway.keep_alive_s,
                 claims=claims,
-            ).app
+            ).app,
+            gateway.unix_dir,
         )
         self._starting = asyncio.Lock()
 
@@ -94,6 +95,11 @@ class Setup:
                 if self._address is not None and self._claims is not None:
                     await self._address.write(self._server.url, self._claims.key)
         return self._server.url
+
+    @property
+    def unix_socket(self) -> str | None:
+        """Return where the gateway also listens, if it does."""
+        return None if self._server.unix_socket is None else str(self._server.unix_socket)
 
     async def stop(self) -> None:
         """Stop the gateway."""
@@ -153,7 +159,7 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         started, end, why, reward = time.perf_counter(), DONE, "", None
         try:
             control = session.keys.control if setup.agent_may_reward else None
-            reached = Policy(f"{await setup.url()}/v1", session.keys.model, control)
+            reached = Policy(f"{await setup.url()}/v1", session.keys.model, control, setup.unix_socket)
             reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached, log))
             end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
         except AgentFailed as error:
