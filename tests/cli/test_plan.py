@@ -122,3 +122,21 @@ def test_a_user_error_is_one_line(
 ) -> None:
     assert main.main([*planned(path), *arguments]) == EXIT_USERS
     assert message in capsys.readouterr().err
+
+
+def test_progress_is_also_shown_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    search.plan(TRAINING, 4, max_lag=0, seeds=3, say=said.append)
+    assert said[0].endswith(" candidates for 4 devices") and said[1].startswith("simulating candidate 1 of ")
+    assert said[-2].startswith("simulating finalist ") and said[-1] == ""
+    for text in said:
+        plan._progress(text)
+    assert capsys.readouterr().err.splitlines() == said[:-1]
+
+
+def test_every_column_of_the_table_is_explained(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(planned(path)) == 0
+    shown = capsys.readouterr().out
+    (head,) = (line for line in shown.splitlines() if line.startswith("strategy "))
+    for column in ("depth", "pools", "step s", "speed-up", "95 %", "lag", "of bound"):
+        assert column in head and f"{column}: " in shown

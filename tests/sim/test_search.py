@@ -54,13 +54,13 @@ def test_a_long_tail_pays(long_tail: Plan) -> None:
 
 
 def test_a_plan_stays_the_one_that_was_recorded(long_tail: Plan) -> None:
-    """Recorded before the search was made faster; a faster one must find the same."""
+    """A faster search must find the same. Over 120 steps and three seeds, a lag of 3 takes 2.1 % longer."""
     setting, best = long_tail.found[0].candidate.setting, long_tail.found[0]
     knobs = setting.knobs
-    assert (knobs.strategy, knobs.staleness.max_lag, knobs.staleness.depth) == ("fully_async", 3, 2)
+    assert (knobs.strategy, knobs.staleness.max_lag, knobs.staleness.depth) == ("fully_async", 4, 2)
     assert {pool.name: pool.devices for pool in setting.placement.pools} == {"train": 8, "generate": 8}
-    assert best.step_s == pytest.approx(66.137479, rel=1e-6)
-    assert best.speedup == pytest.approx(2.6578, rel=1e-4)
+    assert best.step_s == pytest.approx(64.5208, rel=1e-5)
+    assert best.speedup == pytest.approx(2.72865, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_the_plan_of_a_measured_profile_stays_the_one_that_was_recorded() -> Non
     pools = best.candidate.setting.placement.pools
     assert {pool.name: pool.devices for pool in pools} == {"train": 4, "generate": 4}
     assert best.candidate.setting.knobs.staleness.max_lag == 4
-    assert best.step_s == pytest.approx(0.85888, rel=1e-5)
+    assert best.step_s == pytest.approx(0.81231, rel=1e-5)
 
 
 @pytest.fixture
@@ -77,9 +77,13 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """The settings that a search simulates, with a quarter less steps than usual as if steps were long."""
     settings: list[Setting] = []
 
-    def recorded(one: Setting) -> Outcome:
+    def recorded(one: Setting, over: tuple[int, int] | None) -> Outcome:
         settings.append(one)
-        return simulate(one)
+        assert over is not None
+        first, last = over
+        assert first == (1 if one.shared else one.knobs.staleness.max_lag + 1)
+        assert last == one.steps - (0 if one.shared else one.knobs.staleness.max_lag + 1)
+        return simulate(one, over)
 
     monkeypatch.setattr(candidates, "MEASURED_TURNS", 9 * 32 * 8)
     monkeypatch.setattr(search, "SIMULATED_TURNS", 1)
@@ -97,7 +101,10 @@ def test_long_simulations_are_fewer_and_shorter_and_find_as_good_a_plan(
     assert quick.verdict == long_tail.verdict
     assert len(set(simulated)) == len(simulated), "a setting was simulated twice"
     asynchronous = [one for one in simulated if not one.shared]
-    assert {one.steps - 3 * (one.knobs.staleness.max_lag + 1) for one in asynchronous} == {9}
+    for one in asynchronous:
+        batches = one.knobs.staleness.max_lag + 1
+        assert one.steps - 2 * batches == 9 // batches * batches
+    assert {one.steps for one in simulated if one.shared} == {9 + 1}
 
     thorough = long_tail.found[0]
     steps = thorough.outcomes[0].setting.steps

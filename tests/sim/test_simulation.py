@@ -5,14 +5,17 @@ independently.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
 import pytest
 
 from recipe.async_pipeline.config.placement import Placement, Pool
+from recipe.async_pipeline.core.items import StepBatch
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim.bound import bound_s
 from recipe.async_pipeline.sim.distribution import Lognormal
@@ -29,6 +32,7 @@ from recipe.async_pipeline.sim.profile import (
 )
 from recipe.async_pipeline.sim.search import synchronous
 from recipe.async_pipeline.sim.simulation import LEAST_STEPS, simulate, window
+from recipe.async_pipeline.sim.trainer import SimulatedTrainer
 from tests.sim.independent import Pipeline
 from tests.sim.workloads import profile, random_profile, setting
 
@@ -225,8 +229,57 @@ def test_device_seconds_add_up_and_idle_excludes_work() -> None:
         assert not any(reason.startswith("compute") for reason in outcome.idle[name])
 
 
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_ends_a_simulation_between_two_events(
+    number: signal.Signals, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coroutine that has been made and is not awaited yet would be a warning, which is an error here."""
+    finished: list[int] = []
+
+    async def update(self: SimulatedTrainer, batch: StepBatch) -> StepBatch:
+        if batch.step == 3:
+            signal.raise_signal(number)
+        finished.append(batch.step)
+        return batch
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    monkeypatch.setattr(SimulatedTrainer, "update", update)
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(error):
+            simulate(setting(profile(), steps=12))
+        assert signal.getsignal(signal.SIGTERM) is leave
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert finished == [1, 2, 3], "the handler has raised nothing where it was called, and the run has ended"
+
+
+@pytest.mark.parametrize("max_lag", range(9))
+def test_a_window_has_whole_bursts(max_lag: int) -> None:
+    burst = max_lag + 1
+    for steps in range(3 * burst + max(LEAST_STEPS, 2 * burst), 80):
+        first, last = window(steps, max_lag)
+        assert first == 2 * burst and (last - first) % burst == 0 and last - first >= LEAST_STEPS
+        assert steps - 2 * burst < last <= steps - burst, "as many as there are"
+
+
+def test_steps_in_bursts_are_averaged_over_whole_bursts() -> None:
+    """With a lag of 4, five batches are admitted at once: four are trained in a row, and the fifth waits."""
+    run = setting(profile(stages=Stages(update=Stage(fixed_s=0.1))), "n_step_ahead", max_lag=4, steps=40)
+    found = simulate(run)
+    ends = found.step_ends_s
+    took = [b - a for a, b in pairwise(ends)][10:35]
+    assert max(took) > 3 * min(took), "in bursts"
+    assert found.step_s == pytest.approx(fmean(took), rel=1e-9)
+    biased = simulate(run, over=(10, 14))
+    assert abs(biased.step_s / found.step_s - 1) > 0.1, "a window of four steps of five is not the mean"
+
+
 def test_too_few_steps_are_refused() -> None:
-    first, last = window(30, 3)
-    assert last - first >= LEAST_STEPS
     with pytest.raises(ConfigError, match="--steps must be at least 16 with max_lag 3, got 10"):
         window(10, 3)

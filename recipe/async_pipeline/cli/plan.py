@@ -89,10 +89,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(text: str) -> None:
-    """Overwrite the progress line on a terminal."""
+    """Write to stderr: one line that is overwritten on a terminal, otherwise a line each."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()
+    elif text:
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def as_json(found: Plan) -> dict[str, Any]:
@@ -160,6 +162,17 @@ def predicted_sync(found: Found) -> dict[str, Any]:
     }
 
 
+LEGEND = (
+    "depth: batches ahead of the one that trains; pools: stages and their devices",
+    "step s: simulated seconds of an optimizer step, mean over the seeds",
+    "speed-up: step time of the best synchronous layout, with the same batches, divided by step s",
+    "95 %: confidence interval of the speed-up, over the seeds",
+    "lag: policy versions between the one that wrote a sample and the one that it trains, mean",
+    "of bound: the shortest step that devices and dependencies allow, as a share of step s",
+)
+"""The columns of the table, in words."""
+
+
 def in_words(found: Plan, note: str) -> list[str]:
     """Return the plan as lines of text."""
     head = (
@@ -176,6 +189,7 @@ def in_words(found: Plan, note: str) -> list[str]:
         "",
         head,
         *(_row(one) for one in found.found),
+        *LEGEND,
         "",
         *explained(found),
     ]

@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from .bound import bound_terms, estimate_s, work_of
 from .layout import groups_of, knobs_of, placement_of, pools_of, shapes
 from .profile import Profile, Stage
-from .simulation import LEAST_STEPS
+from .simulation import LEAST_STEPS, whole_rounds
 from .trainer import Setting
 
 SPLITS = 24
@@ -22,6 +22,10 @@ MEASURED_STEPS = 12
 """Averaged steps of a simulation, at most; a finalist has twice as many."""
 MEASURED_TURNS = 160_000
 """Turns in the averaged steps of a simulation, about: steps with many turns differ little from each other."""
+FILL_IF_LONG = 1
+"""How often all batches in flight are trained before the averaged steps, if a step has many turns: after
+once, a step takes as long as later (docs/results/simulator.md). Other simulations wait for twice.
+"""
 WORK_BATCHES = 16
 """Batches whose responses an estimate averages over."""
 
@@ -80,7 +84,9 @@ def candidates_of(profile: Profile, devices: int, max_lag: int, seed: int) -> It
             work = work_of(profile, groups, WORK_BATCHES, seed)
             measured = measured_steps(profile, groups, seed)
             for knobs in strategies:
-                steps = 3 * (knobs.staleness.max_lag + 1) + measured
+                lag = knobs.staleness.max_lag
+                around = (FILL_IF_LONG + 1 if measured < MEASURED_STEPS else 3) * (lag + 1)
+                steps = around + whole_rounds(measured, lag)
                 setting = Setting(
                     profile=profile, placement=placement, knobs=knobs, groups=groups, steps=steps, seed=seed
                 )

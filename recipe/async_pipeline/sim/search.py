@@ -19,6 +19,7 @@ from typing import Literal
 from ..errors import ConfigError
 from .bound import bound_s, work_of
 from .candidates import (
+    FILL_IF_LONG,
     MEASURED_STEPS,
     WORK_BATCHES,
     Candidate,
@@ -28,7 +29,7 @@ from .candidates import (
 )
 from .layout import knobs_of, shared_placement
 from .profile import Profile
-from .simulation import LEAST_STEPS, Outcome, simulate
+from .simulation import LEAST_STEPS, Outcome, simulate, whole_rounds
 from .trainer import Setting
 
 DEFAULT_MAX_LAG = 4
@@ -127,20 +128,18 @@ def plan(
 
     best: list[tuple[float, Candidate]] = []
     ruled_out = 0
+    say(f"{len(candidates)} candidates for {devices} devices")
     for candidate in candidates:
         reached = min((seconds for seconds, _ in best), default=math.inf)
         if candidate.per_group(candidate.bound_s) >= reached:
             ruled_out += 1
         elif len(best) < _affordable(candidate.setting):
-            say(
-                f"{len(candidates)} candidates, simulating number {len(best) + 1} of at most "
-                f"{_affordable(candidate.setting)}"
-            )
+            say(f"simulating candidate {len(best) + 1} of at most {_affordable(candidate.setting)}")
             best.append((_first_s(candidate), candidate))
 
     found = []
     for number, candidate in enumerate(finalists := _finalists(best), start=1):
-        say(f"finalist {number} of {len(finalists)}, with {seeds} seeds")
+        say(f"simulating finalist {number} of {len(finalists)} and the synchronous layout, {seeds} seeds")
         found.append(_with_seeds(candidate, seeds))
     say("")
 
@@ -160,7 +159,8 @@ def plan(
 def synchronous(setting: Setting) -> Setting:
     """Return the setting with the same batches on all devices, which train and generate in turn."""
     placement = shared_placement(setting.profile, setting.placement.devices)
-    steps = max(2 * _measured(setting), LEAST_STEPS + 3)
+    measured = _measured(setting)
+    steps = measured + 1 if _is_long(setting) else max(2 * measured, LEAST_STEPS + 3)
     return replace(setting, placement=placement, knobs=knobs_of("on_policy"), steps=steps)
 
 
@@ -274,7 +274,8 @@ def _with_seeds(candidate: Candidate, seeds: int) -> Found:
     """Simulate a finalist with every seed, for more steps than before unless that takes too long."""
     setting = candidate.setting
     if not _is_long(setting):
-        setting = replace(setting, steps=setting.steps + MEASURED_STEPS)
+        more = whole_rounds(MEASURED_STEPS, setting.knobs.staleness.max_lag)
+        setting = replace(setting, steps=setting.steps + more)
     settings = [replace(setting, seed=setting.seed + i) for i in range(seeds)]
     return Found(
         candidate=candidate,
@@ -295,11 +296,26 @@ def _is_long(setting: Setting) -> bool:
 @lru_cache(maxsize=64)
 def _simulated_once(setting: Setting) -> Outcome:
     """Simulate and cache: finalists often have the same synchronous layout, and may have been simulated."""
-    return simulate(setting)
+    return simulate(setting, _window_if_long(setting))
+
+
+def _window_if_long(setting: Setting) -> tuple[int, int] | None:
+    """Return a window with fewer steps around it where steps have many turns, or None for the usual one.
+
+    The pipeline fills once instead of twice. Without lag nothing fills: all steps but the first are alike.
+    """
+    if not _is_long(setting):
+        return None
+    if setting.shared:
+        return 1, setting.steps
+    batches = setting.knobs.staleness.max_lag + 1
+    return FILL_IF_LONG * batches, setting.steps - batches
 
 
 def _affordable(setting: Setting) -> int:
     """Return how many candidates of this size may be simulated."""
+    if _is_long(setting):
+        return MIN_SIMULATED
     turns = setting.steps * work_of(setting.profile, setting.groups, WORK_BATCHES, setting.seed).turns
     return max(MIN_SIMULATED, min(SIMULATED, int(SIMULATED_TURNS // turns)))
 

@@ -6,12 +6,17 @@ A `core.schedule.Schedule` decides about order and age, as in a real run.
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
+from types import FrameType
+from typing import Any
 
 from ..core.clock import run_virtual
 from ..core.events import LogRecord
@@ -64,18 +69,29 @@ class Outcome:
         }
 
 
+def whole_rounds(steps: int, max_lag: int) -> int:
+    """Return the largest number of steps up to `steps` that can be averaged over, or the smallest one.
+
+    It is a multiple of `max_lag` + 1: a pipeline admits so many batches at once and may train them in bursts,
+    of which a window of another length has too few slow steps or too many.
+    """
+    burst = max_lag + 1
+    return max(steps // burst, -(-LEAST_STEPS // burst)) * burst
+
+
 def window(steps: int, max_lag: int) -> tuple[int, int]:
     """Return the steps after and until which to average, without filling and draining the pipeline.
 
     Raises ConfigError if too few steps remain.
     """
-    first, last = 2 * (max_lag + 1), steps - (max_lag + 1)
-    if last - first < LEAST_STEPS:
+    first, free = 2 * (max_lag + 1), steps - 3 * (max_lag + 1)
+    measured = whole_rounds(free, max_lag)
+    if measured > free:
         raise ConfigError(
-            f"--steps must be at least {first + max_lag + 1 + LEAST_STEPS} with max_lag {max_lag}, got "
-            f"{steps}; raise it"
+            f"--steps must be at least {steps - free + measured} with max_lag {max_lag}, got {steps}; raise "
+            "it"
         )
-    return first, last
+    return first, first + measured
 
 
 def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
@@ -92,7 +108,7 @@ def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
 
     started = time.perf_counter()
     with _collecting_seldom():
-        run_virtual(flow.run())
+        _run_unless_interrupted(flow.run())
 
     return Outcome(
         setting=setting,
@@ -119,6 +135,45 @@ class _Steps:
         if record.event == "TRAINED":
             self.ends_s.append(record.t)
             self.lags.append(float(record.fields["lag/mean"]))
+
+
+def _run_unless_interrupted(coro: Coroutine[Any, Any, object]) -> None:
+    """Run a coroutine in virtual time; Ctrl-C and SIGTERM cancel it and then have their usual effect.
+
+    A handler that raises would raise between any two instructions, also where a coroutine has been made but
+    is not awaited yet.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        run_virtual(coro)
+        return
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught: list[tuple[int, FrameType | None]] = []
+
+    async def run() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def note(number: int, frame: FrameType | None) -> None:
+            caught.append((number, frame))
+            loop.call_soon(task.cancel)
+
+        for number, handler in usual.items():
+            if callable(handler):
+                signal.signal(number, note)
+        await coro
+
+    try:
+        run_virtual(run())
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    for caught_number, frame in caught[:1]:
+        handler = usual[signal.Signals(caught_number)]
+        assert callable(handler)
+        handler(caught_number, frame)
 
 
 @contextmanager
