@@ -60,12 +60,12 @@ def test_the_ladder_shows_its_tolerance_and_differences() -> None:
 
 def test_weight_updates_show_the_stalls_of_each_way() -> None:
     ways = {
-        "ours": {"trainer_stall_s": {"median": 0.001}, "publication_s": {"median": 0.2}},
+        "dual_buffer": {"trainer_stall_s": {"median": 0.001}, "publication_s": {"median": 0.2}},
         "verls": {"trainer_stall_s": {"median": 0.5}},
         "ratio": 500.0,
     }
     assert values(figures.of_weight_updates({"replicas": {"1": ways}})) == {
-        "ours, trainer_stall ms": 1.0,
-        "ours, publication ms": 200.0,
+        "dual_buffer, trainer_stall ms": 1.0,
+        "dual_buffer, publication ms": 200.0,
         "verls, trainer_stall ms": 500.0,
     }
