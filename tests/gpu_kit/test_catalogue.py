@@ -60,6 +60,20 @@ def test_a_job_on_gpus_requires_two(options: Options, installed: Callable[..., N
     assert "but there is 1" in str(why_not(replace(options, devices=1))["job"])
 
 
+def test_an_engine_is_loaded_over_two_devices(options: Options, installed: Callable[..., None]) -> None:
+    toy = ("torch", "transformers", "pyarrow")
+    cpu = replace(options, device="cpu", devices=2)
+    installed(*toy)
+    assert why_not(options)["engine"] == "needs vllm or sglang"
+    installed(*toy, "sglang")
+    assert why_not(options)["engine"] is None and why_not(cpu)["engine"] == "needs CUDA devices"
+    command = catalogue.engine(options, options.folder / "engine.json")
+    assert command[3:5] == ("--engine", "sglang") and "/task/model" in command
+    installed(*toy, "sglang", "vllm")
+    assert catalogue.engine(options, Path("e"))[4] == "vllm"
+    assert "but there is 1" in str(why_not(replace(options, devices=1))["engine"])
+
+
 def test_the_wheel_has_no_configs(options: Options, installed: Callable[..., None], tmp_path: Path) -> None:
     installed(*catalogue.RUN)
     assert "run it from a clone" in str(why_not(replace(options, configs=tmp_path))["job"])

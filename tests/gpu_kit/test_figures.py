@@ -69,3 +69,10 @@ def test_weight_updates_show_the_stalls_of_each_way() -> None:
         "dual_buffer, publication ms": 200.0,
         "verls, trainer_stall ms": 500.0,
     }
+
+
+def test_the_engine_shows_its_times() -> None:
+    found = figures.of_engine(
+        {"engine": "vllm", "ranks": 2, "load_s": 30.0, "generate_s": 0.1, "tokens": [8, 8]}
+    )
+    assert values(found)["load_s"] == 30.0 and all(one.meaning for one in found[1:])

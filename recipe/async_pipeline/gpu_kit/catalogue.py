@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .figures import of_copies, of_delivery, of_environment, of_job, of_ladder, of_weight_updates
-from .steps import Options, Step
+from .figures import of_copies, of_delivery, of_engine, of_environment, of_job, of_ladder, of_weight_updates
+from .steps import Options, Step, lacking
 
 ARENA = ("torch", "msgspec", "numpy", "psutil", "xxhash")
 """Modules of the steps without verl: torch, and requirements of this package that are installed with it."""
@@ -45,6 +45,22 @@ def missing_for_job(options: Options) -> str | None:
     return None
 
 
+def engine_of() -> str | None:
+    """Return the installed engine, or None."""
+    return next((name for name in ("vllm", "sglang") if lacking([name]) is None), None)
+
+
+def missing_for_engine(options: Options) -> str | None:
+    """Return why no engine can be loaded over two devices, or None."""
+    if options.device != "cuda":
+        return "needs CUDA devices"
+    if engine_of() is None:
+        return "needs vllm or sglang"
+    if options.devices < 2:
+        return f"tensor parallelism needs two devices, but there is {options.devices}"
+    return None
+
+
 def missing_for_weight_updates(options: Options) -> str | None:
     """Return why weight updates of real engines cannot be measured, or None."""
     if options.device != "cpu":
@@ -67,6 +83,12 @@ def delivery(options: Options, written: Path) -> Sequence[str]:
     ranks = str(max(1, options.devices))
     module = (sys.executable, "-m", "recipe.async_pipeline.gpu_kit.delivery")
     return (*module, "--device", options.device, "--ranks", ranks, "--json", str(written))
+
+
+def engine(options: Options, written: Path) -> Sequence[str]:
+    module = (sys.executable, "-m", "recipe.async_pipeline.verl_bridge.engine_check")
+    what = ("--engine", str(engine_of()), "--model", str(options.model or options.task() / "model"))
+    return (*module, *what, "--ranks", "2", "--device", options.device, "--json", str(written))
 
 
 def job(options: Options, written: Path) -> Sequence[str]:
@@ -168,6 +190,15 @@ STEPS: tuple[Step, ...] = (
         command=delivery,
         needs=ARENA,
         figures=of_delivery,
+    ),
+    Step(
+        name="engine",
+        shows="the installed engine loads a checkpoint in bfloat16 over two devices, and generates",
+        limit_s=600.0,
+        command=engine,
+        needs=("torch", "transformers", "pyarrow"),
+        missing=missing_for_engine,
+        figures=of_engine,
     ),
     Step(
         name="ladder",

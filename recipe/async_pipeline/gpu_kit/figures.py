@@ -58,6 +58,19 @@ def of_delivery(found: Any) -> Figures:
     return [Figure(name, value, DELIVERED[name]) for name, value in found.items()]
 
 
+ENGINE = {
+    "engine": "",
+    "ranks": "devices that share the checkpoint",
+    "load_s": "seconds, with the start of the engine's processes",
+    "generate_s": "seconds of one response",
+    "tokens": "of each response",
+}
+
+
+def of_engine(found: Any) -> Figures:
+    return [Figure(name, value, ENGINE[name]) for name, value in found.items()]
+
+
 def of_job(found: Any) -> Figures:
     return [Figure(name, found[name], meaning) for name, meaning in OF_SUMMARY.items() if name in found]
 
