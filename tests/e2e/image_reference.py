@@ -2,18 +2,23 @@
 """Flow-GRPO of the image task as a synchronous loop in one process: no Ray, no verl, no pipeline.
 
 Each step: draw the images of all its prompts, score them, one optimizer step. What a job of the pipeline
-computes with `on_policy` must be this, bit for bit.
+computes with `on_policy` must be this, bit for bit. The model is wrapped by FSDP2 as there, because its hooks
+decide in which order autograd adds the gradients of a tensor that several blocks use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from recipe.async_pipeline.diffusion.frozen_parts import FrozenParts
 from recipe.async_pipeline.diffusion.model_folder import ModelFolder
@@ -46,6 +51,8 @@ class Result:
     rewards: list[float] = field(default_factory=list)
     """Mean of each step."""
     grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the model at the end."""
 
 
 def batches(task: Path, size: int, number: int) -> list[list[Row]]:
@@ -66,11 +73,27 @@ def train(path: Path, batches: Sequence[Sequence[Row]]) -> Result:
     folder = ModelFolder(path)
     model = diffusers.SD3Transformer2DModel.from_pretrained(folder.transformer, torch_dtype=torch.float32)
     frozen = FrozenParts.load(folder, max_sequence_length=MAX_TOKENS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.0)
-    result = Result(model)
-    for number, batch in enumerate(batches, 1):
-        _step(number, batch, folder, frozen, optimizer, result)
+    with _one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (*model.transformer_blocks, model):
+            fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.999), weight_decay=0.0)
+        result = Result(model)
+        for number, batch in enumerate(batches, 1):
+            _step(number, batch, folder, frozen, optimizer, result)
+        for name, weight in model.state_dict().items():
+            result.weights[name] = weight.to_local() if hasattr(weight, "to_local") else weight
     return result
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def _step(

@@ -73,7 +73,7 @@ ENGINES: Mapping[str, Callable[[str, int, str], Callable[[], list[int]]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Load and generate twice. Returns 1 if a response has not the length that was asked for, else 0."""
+    """Load and generate twice. Returns 1 if a response has not the requested length, else 0."""
     parser = argparse.ArgumentParser(prog="engine_check")
     parser.add_argument("--engine", choices=tuple(ENGINES), required=True)
     parser.add_argument("--model", required=True)
