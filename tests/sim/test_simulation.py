@@ -248,14 +248,16 @@ def test_a_signal_ends_a_simulation_between_two_events(
         raise SystemExit(128 + number)
 
     monkeypatch.setattr(SimulatedTrainer, "update", update)
-    before = signal.signal(signal.SIGTERM, leave)
+    # A shell starts commands in the background with SIGINT ignored.
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: leave}
+    before = {one: signal.signal(one, handler) for one, handler in handlers.items()}
     try:
         with pytest.raises(error):
             simulate(setting(profile(), steps=12))
-        assert signal.getsignal(signal.SIGTERM) is leave
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert {one: signal.getsignal(one) for one in handlers} == handlers
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
     assert finished == [1, 2, 3], "the handler has raised nothing where it was called, and the run has ended"
 
 
