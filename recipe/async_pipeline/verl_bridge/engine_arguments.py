@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,14 @@ def check_argument_names(engine: str, arguments: Mapping[str, Any]) -> None:
                 f"got {shown(str(key), value)}{hint(name.replace('-', '_'), sorted(known))}; correct the "
                 "name, or leave it out"
             )
+
+
+def find_spec(engine: str) -> ModuleSpec | None:
+    """Return where an engine is installed, or None.
+
+    Asks no other finder: on the CPU platform, one installs SGLang's stubs as soon as it is asked for SGLang.
+    """
+    return PathFinder.find_spec(engine)
 
 
 @cache
