@@ -9,7 +9,10 @@
 #       [hydra overrides]
 #   bash run_scripts/smoke_cpu.sh async_strategy=n_step_ahead trainer.total_training_steps=10
 #   bash run_scripts/smoke_cpu.sh actor_rollout_ref.actor.strategy=megatron
-#   bash run_scripts/smoke_cpu.sh --explain [hydra overrides]     says what that would be, and starts no run
+#   bash run_scripts/smoke_cpu.sh --explain [--task T] [--model M] [hydra overrides]
+#
+# --explain says what the run would be and starts none; it too sets up and makes the task (minutes, once). Options
+# come before overrides.
 #
 # Sets everything up first (once). Settings:
 #   ASYNC_PIPELINE_PYTHON   an interpreter with the stack, instead of .venv; skips setup.sh
@@ -26,7 +29,13 @@ fi
 
 TASK=addition
 MODEL=dense
-while [ "${1:-}" = --task ] || [ "${1:-}" = --model ]; do
+EXPLAIN=""
+while [ "${1:-}" = --task ] || [ "${1:-}" = --model ] || [ "${1:-}" = --explain ]; do
+  if [ "$1" = --explain ]; then
+    EXPLAIN=yes
+    shift
+    continue
+  fi
   case "$1 ${2:-}" in
     "--task addition" | "--task lake" | "--task lake_agent" | "--task openai_agent" | "--task calculator" | \
       "--task image") TASK="$2" ;;
@@ -41,6 +50,14 @@ while [ "${1:-}" = --task ] || [ "${1:-}" = --model ]; do
       ;;
   esac
   shift 2
+done
+for argument in "$@"; do
+  case "$argument" in
+    --task | --model | --explain)
+      echo "smoke_cpu.sh: $argument must come before the hydra overrides" >&2
+      exit 2
+      ;;
+  esac
 done
 
 cd "$ROOT"
@@ -72,8 +89,8 @@ for argument in "$@"; do
   [ "$argument" != actor_rollout_ref.actor.strategy=megatron ] || CHANGES+=(training_engine=megatron)
 done
 [ "$TASK" = addition ] || CHANGES+=("+task=$TASK")
-if [ "${1:-}" = --explain ]; then
-  exec "$PYTHON" -m recipe.async_pipeline explain "${CONFIG[@]}" "${CHANGES[@]}" "${@:2}"
+if [ -n "$EXPLAIN" ]; then
+  exec "$PYTHON" -m recipe.async_pipeline explain "${CONFIG[@]}" "${CHANGES[@]}" "$@"
 fi
 exec "$PYTHON" -m recipe.async_pipeline watch -- "$PYTHON" -m verl.trainer.main_ppo \
   "${CONFIG[@]}" +async_pipeline=True "${CHANGES[@]}" "$@"

@@ -130,3 +130,16 @@ def test_an_unknown_option_is_one_line(script: str, checkout: Checkout) -> None:
 def test_slurm_needs_the_checkout_that_it_was_submitted_in(checkout: Checkout) -> None:
     done = checkout.run("slurm.sh", "fsdp_vllm_dense.sh", SLURM_SUBMIT_DIR="/nowhere")
     assert done.returncode == 2 and "submit it in the checkout; /nowhere has no run_scripts/" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--explain", "--task", "lake"], ["--task", "lake", "--explain"]])
+def test_options_of_the_smoke_run_come_in_any_order_but_before_overrides(
+    options: list[str], checkout: Checkout
+) -> None:
+    given = {"ASYNC_PIPELINE_PYTHON": str(shutil.which("echo")), "ASYNC_PIPELINE_TASK": "made"}
+    done = checkout.run("smoke_cpu.sh", *options, "trainer.save_freq=1", **given)
+    assert done.returncode == 0 and " explain " in done.stdout
+    assert done.stdout.endswith(" +task=lake trainer.save_freq=1\n")
+    done = checkout.run("smoke_cpu.sh", "trainer.save_freq=1", *options, **given)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"smoke_cpu.sh: {options[0]} must come before the hydra overrides\n"

@@ -24,7 +24,7 @@ def test_faults_are_chosen_by_name() -> None:
     assert soak.kinds_of("burst, kill_run,burst", "addition") == ("burst", "kill_run")
     with pytest.raises(ConfigError, match="--faults: unknown 'earthquake'; choose from kill_engine, "):
         soak.kinds_of("burst,earthquake", "lake")
-    with pytest.raises(ConfigError, match="--faults: env_hung requires --task lake, got addition; add it"):
+    with pytest.raises(ConfigError, match="--faults: env_hung requires --task lake, got addition; name"):
         soak.kinds_of("burst,env_hung", "addition")
 
 

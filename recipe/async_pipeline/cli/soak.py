@@ -165,7 +165,10 @@ def kinds_of(text: str, task: Task) -> Sequence[str]:
         )
     for kind in kinds:
         if kind not in possible:
-            raise ConfigError(f"--faults: {kind} requires --task {FAULTS[kind].task}, got {task}; add it")
+            raise ConfigError(
+                f"--faults: {kind} requires --task {FAULTS[kind].task}, got {task}; name that task, or leave "
+                f"{kind} out"
+            )
     return kinds
 
 

@@ -190,7 +190,7 @@ def _spare_bytes(
     config: Mapping[str, Any], staging: str, parameters: int | None, nbytes: int | None
 ) -> int | None:
     if staging != "device":
-        return None if nbytes is None else 0
+        return 0
     if select(config, f"{_ROLLOUT}.quantization") == "fp8":
         return parameters  # a byte each, of whole tensors
     return None if nbytes is None else nbytes // int(select(config, f"{_ROLLOUT}.tensor_model_parallel_size"))

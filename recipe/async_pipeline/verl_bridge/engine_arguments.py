@@ -66,7 +66,7 @@ def check_argument_names(engine: str, arguments: Mapping[str, Any]) -> None:
 def find_spec(engine: str) -> ModuleSpec | None:
     """Return where an engine is installed, or None.
 
-    Asks no other finder: on the CPU platform, one installs SGLang's stubs as soon as it is asked for SGLang.
+    Other finders are not involved: on the CPU platform, one installs the stubs that SGLang needs.
     """
     return PathFinder.find_spec(engine)
 
