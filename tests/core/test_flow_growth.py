@@ -67,6 +67,8 @@ class ObservedTrainer(SimTrainer):
         self.recorder = RunRecorder(strategy="fully_async", max_lag=2, started_unix=0.0)
         self.parts: list[object] = []
         """What belongs to the run besides this trainer."""
+        self.files: list[EventFile] = []
+        """Their threads must not lag behind when objects are counted."""
         self.counted: dict[int, Held] = {}
 
     async def finish_step(self, batch: StepBatch, facts: Mapping[str, float]) -> None:
@@ -83,6 +85,8 @@ class ObservedTrainer(SimTrainer):
         for notes in (self.calls, self.trained, self.finished, self.discarded, self.cancelled):
             notes.clear()
         if batch.step in (EARLY, LATE):
+            for file in self.files:
+                file.sync()
             self.counted[batch.step] = held(self, *self.parts)
 
 
@@ -106,7 +110,7 @@ def test_a_run_ten_times_as_long_holds_no_more_objects(
     with EventFile(tmp_path / "events.jsonl") as events, EventFile(tmp_path / "ledger.jsonl") as ledger:
         flow.log.subscribe(events)
         flow.ledger.subscribe(ledger)
-        trainer.parts = [flow, observers]
+        trainer.parts, trainer.files = [flow, observers], [events, ledger]
         result = run_virtual(flow.run())
 
     assert (result.steps, result.weight_updates) == (STEPS, STEPS + 1)
