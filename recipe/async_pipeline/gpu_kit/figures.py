@@ -55,7 +55,7 @@ DELIVERED = {
 
 
 def of_delivery(found: Any) -> Figures:
-    return [Figure(name, value, DELIVERED[name]) for name, value in found.items()]
+    return _each(found, DELIVERED)
 
 
 ENGINE = {
@@ -68,11 +68,15 @@ ENGINE = {
 
 
 def of_engine(found: Any) -> Figures:
-    return [Figure(name, value, ENGINE[name]) for name, value in found.items()]
+    return _each(found, ENGINE)
 
 
 def of_job(found: Any) -> Figures:
-    return [Figure(name, found[name], meaning) for name, meaning in OF_SUMMARY.items() if name in found]
+    return _each(found, OF_SUMMARY)
+
+
+def _each(found: Any, meanings: Mapping[str, str]) -> Figures:
+    return [Figure(name, found[name], meaning) for name, meaning in meanings.items() if name in found]
 
 
 def of_ladder(found: Any) -> Figures:
