@@ -34,7 +34,7 @@ def test_files_of_commands_become_absolute(tmp_path: Path, monkeypatch: pytest.M
 
 def test_functions_stay_as_they_are() -> None:
     assert program_values(AgenticConfig()) == {}
-    assert program_values(AgenticConfig(agent="json:loads")) == {}
+    assert program_values(AgenticConfig(agent="json:dump")) == {}
 
 
 def test_external_runners_are_no_program_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,16 +53,44 @@ def test_external_runners_are_no_program_of_the_run(tmp_path: Path, monkeypatch:
         ("python 'x", r"must be a command, got .* \(No closing quotation\); correct its quotes"),
         ("no_such_module:run", "names module 'no_such_module', which cannot be found, .*; check PYTHONPATH"),
         ("no_such_package.module:run", "which cannot be found"),
+        ("jsno:dump", r"cannot be found, got 'jsno:dump' \(did you mean 'json'\?\); check PYTHONPATH"),
+        ("json.decodr:dump", r"\(did you mean 'json.decoder'\?\); check PYTHONPATH"),
+        ("json:dmup", r"which the module does not define \(did you mean 'dump'\?\); correct the name"),
+        ("json:JSONDecoder", None),
+        ("json.decoder:JSONDecoder", "which is a class; name a function"),
+        (
+            "json:loads",
+            r"can be called with 2 arguments, got 'json:loads', whose arguments are \(s, \*, cls=",
+        ),
+        (
+            "./my_agnet.sh --fast",
+            r"got './my_agnet.sh --fast' \(did you mean './my_agent.sh'\?\); correct it",
+        ),
+        ("pythn3 my_agent.py", r"\(did you mean 'python3'\?\); correct it"),
+        ("python3 -u my_agnet.py", r"no file /.*/my_agnet.py \(did you mean 'my_agent.py'\?\); correct it"),
+        ("python3 -m my_agnet", None),
+        ("python3 my_agent.py none.json", None),
+        ("bash -c my_agnet.sh", None),
     ],
 )
-def test_what_cannot_be_run(agent: str, why: str) -> None:
+def test_what_cannot_be_run(
+    agent: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("my_agent.py", "my_agent.sh", "python3", "bash"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    if why is None:
+        program_values(AgenticConfig(agent=agent))
+        return
     with pytest.raises(ConfigError, match=rf"agentic\.agent .*{why}"):
         program_values(AgenticConfig(agent=agent))
 
 
 def test_verify_is_checked_as_well() -> None:
     with pytest.raises(ConfigError, match=r"agentic\.verify must be"):
-        program_values(AgenticConfig(agent="json:loads", verify="no_such_program"))
+        program_values(AgenticConfig(agent="json:dump", verify="no_such_program"))
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,4 +98,4 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"requires json, no_such_package; pip install async_pipeline\[agen"
     ):
-        program_values(AgenticConfig(agent="json:loads"))
+        program_values(AgenticConfig(agent="json:dump"))

@@ -101,6 +101,13 @@ def test_a_knob_requires_what_it_is_for(knob: str, needed: tuple[str, ...]) -> N
         assert (found.gateway.max_chains if knob.startswith("gateway") else getattr(found, knob)) == value
 
 
+def test_arguments_of_an_environment_have_another_knob() -> None:
+    with pytest.raises(
+        ConfigError, match=r"must be the name of .* with size; set .*environment_kwargs\.NAME$"
+    ):
+        AsyncPipelineConfig.of({"agentic.environment": {"size": 4}})
+
+
 def test_redundancy_refuses_that_failures_fill_the_groups() -> None:
     values = {"agentic.redundancy": 2, "agentic.environment": "m:C"}
     assert AsyncPipelineConfig.of(values).agentic.redundancy == 2

@@ -11,12 +11,25 @@ from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.config.episode_plan import episodes_in_words
 
 
-def said(**knobs: Any) -> list[str]:
-    return list(episodes_in_words(AgenticConfig(**knobs)))
+def said(loop: str | None = None, multi_turn: dict[str, Any] | None = None, **knobs: Any) -> list[str]:
+    rollout = {"agent": {"default_agent_loop": loop}, "multi_turn": multi_turn or {}}
+    return list(episodes_in_words(AgenticConfig(**knobs), {"actor_rollout_ref": {"rollout": rollout}}))
 
 
-def test_single_responses_are_no_episodes() -> None:
-    assert said(attempts=3, redundancy=2) == []
+@pytest.mark.parametrize("loop", [None, "single_turn_agent"])
+def test_single_responses_are_no_episodes(loop: str | None) -> None:
+    assert said(loop, attempts=3, redundancy=2) == []
+
+
+def test_tools_of_verls_agent_loop() -> None:
+    keys = {"function_tool_path": "/t/tools.py", "format": "brackets", "max_assistant_turns": 2}
+    repeated = "one that fails is played 2 times at most, with its seed and without its group"
+    assert said("tool_agent", keys, tool_timeout_s=10.0) == [
+        "agent loop tool_agent with the tools of /t/tools.py, called in the format brackets",
+        "at most 2 turns; deadline of a turn none, an episode none, a tool call 10 s",
+        repeated,
+    ]
+    assert said("mine", keys) == ["agent loop mine", "deadline of a turn none, an episode none", repeated]
 
 
 def test_an_environment() -> None:

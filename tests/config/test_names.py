@@ -30,6 +30,29 @@ def test_every_new_path_is_a_knob_and_no_old_name_is() -> None:
     assert not {*RENAMED} & {*knob_paths()}
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("agentic.size", "agentic.environment_kwargs.size"),
+        ("agentic.environment_kwarg.size", "agentic.environment_kwargs.size"),
+        ("agentic.env_kwargs.map_name", "agentic.environment_kwargs.map_name"),
+        ("agentic.kwargs.max_lag", "agentic.environment_kwargs.max_lag"),
+        ("agentic.env.HOME", "agentic.agent_env.HOME"),
+        ("agentic.end.invalid", "agentic.ends.invalid"),
+        ("agentic.gateway.max_turns", "agentic.max_turns"),
+    ],
+)
+def test_arguments_are_sent_to_the_knob_that_takes_them(path: str, meant: str) -> None:
+    assert unknown(AsyncPipelineConfig, path).endswith(f"{path} is unknown (did you mean {meant!r}?)")
+
+
+def test_an_argument_that_the_config_lacks_is_no_unknown_key() -> None:
+    path = f"{OWN}.agentic.environment_kwargs.size"
+    assert (
+        unknown_key(path) == f"{path} is a knob that this config does not have; write +{path}=... to add it"
+    )
+
+
 def test_a_renamed_value_is_named_too() -> None:
     with pytest.raises(ConfigError, match="straggler; rename it; its value resume is now regenerate"):
         resolve(nested({f"{OWN}.stale": "resume"}))

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.config.user_classes import base_names, class_constant, find_class, schedule_at
+from recipe.async_pipeline.config.user_classes import (
+    base_names,
+    check_function,
+    class_constant,
+    find_class,
+    schedule_at,
+)
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.strategies import FullyAsync
 
@@ -37,6 +43,8 @@ Alias = Plain
 Silent = type("Silent", (), {})
 
 def function(): ...
+async def pair(task, policy, more=None, *, log=None): ...
+def strict(task, policy, *, log): ...
 """
 
 
@@ -47,6 +55,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_to_load.py").write_text("class Mine(list): ...\n1 / 0", encoding="utf-8")
     (tmp_path / "torn_to_find.py").write_text("class Plain(:\n", encoding="utf-8")
     (tmp_path / "open_to_find.py").write_text("def __getattr__(name): ...\n", encoding="utf-8")
+    (tmp_path / "package_to_seek").mkdir()
+    for name in ("__init__.py", "inner.py"):
+        (tmp_path / "package_to_seek" / name).write_text("", encoding="utf-8")
     (tmp_path / "package_to_find").mkdir()
     (tmp_path / "package_to_find" / "__init__.py").write_text("1 / 0", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -124,6 +135,34 @@ def test_what_is_no_strategy_is_one_line(target: str, words: str) -> None:
         schedule_at(target, "the.key")
     assert str(caught.value).startswith("the.key")
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "target", ["mine_to_find:Alias", "mine_to_find:Imported", "open_to_find:any", "mine_to_find:pair"]
+)
+def test_functions_that_take_two_arguments_or_may(target: str) -> None:
+    check_function(target, "p", 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mine_to_find:functoin", "which the module does not define (did you mean 'function'?)"),
+        ("mine_to_find:Plain", "which is a class; name a function"),
+        (
+            "mine_to_find:function",
+            "called with 2 arguments, got 'mine_to_find:function', whose arguments are ()",
+        ),
+        ("mine_to_find:strict", "whose arguments are (task, policy, *, log)"),
+        ("mine_to_fnid:pair", "cannot be found, got 'mine_to_fnid:pair' (did you mean 'mine_to_find'?)"),
+        ("package_to_seek.innr:f", "(did you mean 'package_to_seek.inner'?); check PYTHONPATH"),
+    ],
+)
+def test_functions_that_do_not_fit(target: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_function(target, "the.key", 2)
+    assert str(caught.value).startswith("the.key ") and words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_class_that_needs_no_base_class() -> None:

@@ -339,6 +339,7 @@ def test_a_knob_may_refer_to_the_environment_and_to_other_keys(
     launch: ModuleType, smoke: Smoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHON_OF_THE_AGENT", sys.executable)
+    Path("agent.py").write_text("")
     changes = {
         f"{OWN}.agentic.agent": "${oc.env:PYTHON_OF_THE_AGENT} agent.py",
         f"{OWN}.agentic.max_turns": "${actor_rollout_ref.rollout.n}",
@@ -567,6 +568,10 @@ ENVIRONMENT = f"{OWN}.agentic.environment"
         ({ENVIRONMENT: "no_such_module_here:Class"}, "agentic.environment names module .* cannot be found"),
         ({ENVIRONMENT: "tests.fakes.environments:Other"}, "agentic.environment .*Other"),
         (
+            {ENVIRONMENT: "frozen_lake", f"{ENVIRONMENT}_kwargs": {"siez": 5}},
+            r"environment_kwargs.siez must be an argument of frozen_lake, got 5 \(did you mean 'size'\?\)",
+        ),
+        (
             {ENVIRONMENT: "frozen_lake", f"{OWN}.reward.while_generating": False},
             "requires .*reward.while_generating=True, .* got False; set it",
         ),
@@ -581,7 +586,7 @@ ENVIRONMENT = f"{OWN}.agentic.environment"
         ({f"{OWN}.agentic.max_turns": 4}, "max_turns=4 requires .*environment or .*agentic.agent; set it"),
         ({f"{OWN}.agentic.agent": "no_such_program x"}, "agentic.agent must be module:function or a command"),
         (
-            {f"{OWN}.agentic.agent": "json:loads", f"{OWN}.reward.while_generating": False},
+            {f"{OWN}.agentic.agent": "json:dump", f"{OWN}.reward.while_generating": False},
             "agentic.agent requires .*reward.while_generating=True, .* got False; set it",
         ),
     ],
@@ -617,7 +622,7 @@ def test_an_agent_selects_its_agent_loop_and_its_program_is_found_from_any_folde
 def test_an_environment_of_gymnasium_requires_it(
     launch: ModuleType, smoke: Smoke, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checks = load("recipe.async_pipeline.verl_bridge.config_checks")
+    checks = load("recipe.async_pipeline.config.environment_arguments")
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"='CartPole-v1' requires gymnasium; pip install"):
         launch.checked(smoke({ENVIRONMENT: "CartPole-v1"}))

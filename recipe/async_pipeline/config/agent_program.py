@@ -3,17 +3,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..agents.runners import is_function
 from ..errors import ConfigError
 from .agentic import EXTERNAL, AgenticConfig, GatewayConfig
-from .user_classes import find_module
+from .paths import hint
+from .user_classes import check_function
 
 PACKAGES = ("starlette", "uvicorn")
+INTERPRETER = re.compile(r"python[\d.]*|bash|sh|dash|zsh|node")
+FLAGS = re.compile(r"-[a-zA-Z]+")
+ARGUMENT_FOLLOWS = frozenset("cemorWX")
+"""Options of interpreters after which the first word is something else than a script."""
+GIVEN = 2
+"""Arguments of an agent that is a function: the task and the policy."""
 
 
 def program_values(agentic: AgenticConfig) -> dict[str, str]:
@@ -32,7 +42,7 @@ def program_values(agentic: AgenticConfig) -> dict[str, str]:
         folder = Path(agentic.gateway.runners_dir or "").expanduser().absolute()
         values[f"{GatewayConfig.PATH}.runners_dir"] = str(folder)
     elif is_function(agentic.agent):
-        find_module(agentic.agent, path)
+        check_function(agentic.agent, path, GIVEN)
     else:
         values[path] = runnable(agentic.agent, path)
     if agentic.verify is not None:
@@ -42,9 +52,10 @@ def program_values(agentic: AgenticConfig) -> dict[str, str]:
 
 
 def runnable(command: str, path: str) -> str:
-    """Return a command with its program and its files as absolute paths. Raises ConfigError if it has none.
+    """Return a command with its program and its files as absolute paths.
 
-    `path`: the key, for errors.
+    `path`: the key, for errors. Raises ConfigError if its program, or the script that an interpreter is to
+    run, does not exist.
     """
     try:
         words = shlex.split(command)
@@ -55,7 +66,36 @@ def runnable(command: str, path: str) -> str:
     program = shutil.which(words[0]) if words else None
     if program is None:
         raise ConfigError(
-            f"{path} must be module:function or a command whose program exists, got {command!r}; correct it"
+            f"{path} must be module:function or a command whose program exists, got {command!r}"
+            f"{hint(words[0], _programs(words[0])) if words else ''}; correct it"
+        )
+    script = _script(words)
+    if script is not None and not Path(script).exists():
+        where = Path(script).absolute()
+        others = [one.name for one in where.parent.iterdir()] if where.parent.is_dir() else []
+        raise ConfigError(
+            f"{path} must be a command whose files exist, got {command!r}, but there is no file {where}"
+            f"{hint(where.name, others)}; correct it"
         )
     files = [str(Path(word).absolute()) if Path(word).exists() else word for word in words[1:]]
     return shlex.join([str(Path(program).absolute()), *files])
+
+
+def _script(words: Sequence[str]) -> str | None:
+    """Return the file that an interpreter is to run, or None if it is not obvious."""
+    if INTERPRETER.fullmatch(Path(words[0]).name) is None:
+        return None
+    for word in words[1:]:
+        if not word.startswith("-"):
+            return word
+        if FLAGS.fullmatch(word) is None or ARGUMENT_FOLLOWS & set(word):
+            return None
+    return None
+
+
+def _programs(name: str) -> list[str]:
+    """Return the names of programs where one of this name would be."""
+    folder = os.path.dirname(name)
+    folders = [folder] if folder else os.environ.get("PATH", "").split(os.pathsep)
+    found = [one.name for place in map(Path, folders) if place.is_dir() for one in place.iterdir()]
+    return [os.path.join(folder, one) for one in found]

@@ -142,6 +142,12 @@ class AgenticConfig:
     ends: EndPolicies = EndPolicies()
 
     def __post_init__(self) -> None:
+        if isinstance(self.environment, Mapping):
+            inside = ", ".join(map(str, self.environment))
+            raise ConfigError(
+                f"{self.PATH}.environment must be the name of an environment, got a section with {inside}; "
+                f"set its arguments as {self.PATH}.environment_kwargs.NAME"
+            )
         check_fields(self, self.PATH)
         if not is_finite(self.failure_reward):
             raise ConfigError(

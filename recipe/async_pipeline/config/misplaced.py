@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..redaction import shown
 from .aliases import FOREIGN
 from .fields import sections_of
-from .names import RENAMED, unknown
+from .names import RENAMED, mapping_knobs, unknown
 from .paths import OWN, RUNTIME, select, walk
 from .rollout_correction import PARAMETERS, POLICY_LOSS
 from .schema import AsyncPipelineConfig, knob_paths
@@ -168,6 +168,7 @@ def unknown_key(path: str) -> str:
     if not path.startswith(f"{OWN}."):
         return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
     knob = path.removeprefix(f"{OWN}.")
-    if knob in knob_paths() or knob in sections_of(AsyncPipelineConfig):
+    known = {*knob_paths(), *sections_of(AsyncPipelineConfig)}
+    if knob in known or knob.startswith(tuple(f"{one}." for one in mapping_knobs(AsyncPipelineConfig))):
         return f"{path} is a knob that this config does not have; write +{path}=... to add it"
     return unknown(AsyncPipelineConfig, knob)

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Mapping
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
+from ..agents.environment import BUILT_IN
 from ..core.bad_data import NO_SCORE
 from ..errors import ConfigError
 from ..redaction import shown
+from .environment_arguments import built_in_arguments
 from .fields import knobs_of, sections_of
 from .paths import OWN, walk
 
@@ -101,11 +104,36 @@ def unknown(root: type, path: str, got: str = "") -> str:
     if path == f"faults.bad_data.{NO_SCORE}":
         return f"{OWN}.{path} is unknown{got}; set {OWN}.reward.failure for responses without a score"
     paths = [knob.path for knob in knobs_of(root)]
-    near = _nearest(path, paths)
+    near = _in_mapping(root, path) or _nearest(path, paths)
     if near:
         return f"{OWN}.{path} is unknown{got} (did you mean {near!r}?)"
     close = ", ".join(_resembling(path, paths))
     return f"{OWN}.{path} is unknown{got}; nearest knobs: {close}; `async-pipeline explain --knobs` lists all"
+
+
+def mapping_knobs(root: type) -> list[str]:
+    """Return the paths of the knobs that hold names of the user's, such as arguments."""
+    return [knob.path for knob in knobs_of(root) if typing.get_origin(knob.kind) is Mapping]
+
+
+def _in_mapping(root: type, path: str) -> str | None:
+    """Return the place of a name that belongs into a knob with names of the user's, or None.
+
+    The section that it is in is misspelled, or it is an argument of an environment of this package.
+    """
+    parent, _, name = path.rpartition(".")
+    knobs, mappings = knobs_of(root), {one.rpartition(".")[2]: one for one in mapping_knobs(root)}
+    section = parent.rpartition(".")[2]
+    close = get_close_matches(section, mappings, n=1, cutoff=0.7)
+    if section and section not in sections_of(root):
+        close += [one for one in mappings if one.endswith(f"_{section}")]
+    if close:
+        return f"{mappings[close[0]]}.{name}"
+    arguments = {one for known in BUILT_IN for one in built_in_arguments(known)}
+    of_environments = mappings.get("environment_kwargs")
+    if of_environments is None or name not in arguments or name in {knob.name for knob in knobs}:
+        return None
+    return f"{of_environments}.{name}"
 
 
 def _resembling(path: str, paths: list[str]) -> list[str]:

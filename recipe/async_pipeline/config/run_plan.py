@@ -75,7 +75,7 @@ class Plan:
     correction: str
     """How the age of responses is corrected; starts with `none` if it is not."""
     episodes: tuple[str, ...]
-    """Facts about episodes in environments or of agents, as sentences; empty without them."""
+    """Facts about episodes in environments, of agents or with tools, as sentences; empty without them."""
     replicas: int
     tensor_parallel: int
     groups_per_step: int
@@ -147,7 +147,7 @@ def plan_of(
         old_logp=old_logp,
         loss=loss_in_words(config, old_logp, -(-batch // mini)),
         correction=correction_in_words(config, old_logp, knobs.staleness.max_lag - (oldest == 0)),
-        episodes=tuple(episodes_in_words(knobs.agentic)),
+        episodes=tuple(episodes_in_words(knobs.agentic, config)),
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,

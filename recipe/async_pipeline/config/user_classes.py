@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the user's classes, written `module:Class`: in their source, and strategies also by an import."""
+"""Find the user's classes and functions, written `module:Class`: in their source, and strategies also by an
+import.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import pkgutil
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -13,6 +16,8 @@ from ..core.schedule import Schedule
 from ..errors import ConfigError
 from ..strategies import STRATEGIES, schedule_class
 from .paths import hint
+
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def schedule_at(strategy: str, path: str) -> type[Schedule]:
@@ -45,16 +50,38 @@ def find_class(target: str, path: str, *, derived: bool = True) -> ast.ClassDef 
     module, _, name = target.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(f"{path} must read module:Class, got {target!r}; e.g. my_package.my_module:MyClass")
-    found = find_module(target, path)
-    if found.origin is None or not found.origin.endswith(".py"):
-        return None
-    try:
-        tree = ast.parse(Path(found.origin).read_bytes())
-    except (SyntaxError, ValueError) as error:
+    tree = _tree(target, path)
+    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", (ast.ClassDef,))
+    if isinstance(node, Function):
+        raise ConfigError(f"{path} names {target!r}, which is a function; name a class")
+    if derived and node is not None and not node.bases:
         raise ConfigError(
-            f"{path} names module {module!r}, which is not valid Python ({error}), got {target!r}; correct it"
-        ) from None
-    return _defined(name, tree, f"{path} names {target!r}", derived)
+            f"{path} names {target!r}, which has no base class; subclass Schedule for a strategy, "
+            "RoleStateMachine for a stage"
+        )
+    return node
+
+
+def check_function(target: str, path: str, arguments: int) -> None:
+    """Raises ConfigError if there is no such function, or if it cannot be called with so many arguments.
+
+    A function that its module imports, for example, is not in its source, and is not checked.
+    """
+    tree = _tree(target, path)
+    name = target.partition(":")[2]
+    node = None if tree is None else _defined(name, tree, f"{path} names {target!r}", Function)
+    if isinstance(node, ast.ClassDef):
+        raise ConfigError(f"{path} names {target!r}, which is a class; name a function")
+    if node is None or node.decorator_list:
+        return
+    args = node.args
+    places = len(args.posonlyargs) + len(args.args)
+    most = arguments if args.vararg else places
+    if not places - len(args.defaults) <= arguments <= most or None in args.kw_defaults:
+        raise ConfigError(
+            f"{path} must name a function that can be called with {arguments} arguments, got {target!r}, "
+            f"whose arguments are ({ast.unparse(args)}); change them"
+        )
 
 
 def find_module(target: str, path: str) -> ModuleSpec:
@@ -75,9 +102,37 @@ def find_module(target: str, path: str) -> ModuleSpec:
 
     if found is None:
         raise ConfigError(
-            f"{path} names module {module!r}, which cannot be found, got {target!r}; check PYTHONPATH"
+            f"{path} names module {module!r}, which cannot be found, got {target!r}"
+            f"{hint(module, _neighbours(module))}; check PYTHONPATH"
         )
     return found
+
+
+def _neighbours(module: str) -> Iterator[str]:
+    """Yield the modules that are where a module would be, if its package can be found."""
+    package, dot, _ = module.rpartition(".")
+    try:
+        found = importlib.util.find_spec(package) if package else None
+    except ModuleNotFoundError:
+        found = None
+    where = None if found is None else found.submodule_search_locations
+    if package and where is None:
+        return
+    yield from (f"{package}{dot}{one.name}" for one in pkgutil.iter_modules(where))
+
+
+def _tree(target: str, path: str) -> ast.Module | None:
+    """Return the source of the module of `module:name`, or None without one. Raises ConfigError."""
+    found = find_module(target, path)
+    if found.origin is None or not found.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(found.origin).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{path} names module {target.partition(':')[0]!r}, which is not valid Python ({error}), got "
+            f"{target!r}; correct it"
+        ) from None
 
 
 def class_constant(cls: ast.ClassDef | None, name: str) -> str | None:
@@ -110,23 +165,19 @@ def base_names(cls: ast.ClassDef | None) -> list[str]:
     ]
 
 
-def _defined(name: str, tree: ast.Module, what: str, derived: bool) -> ast.ClassDef | None:
-    """Return a class of a module, or None if other statements may define it. Raises ConfigError otherwise."""
+def _defined(
+    name: str, tree: ast.Module, what: str, wanted: tuple[type[ast.stmt], ...]
+) -> ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Return a class or function of a module, or None if other statements may define it.
+
+    `wanted`: what the name should be, for hints. Raises ConfigError if nothing defines it.
+    """
     open_ended, there = False, []
     for node in _statements(tree.body):
-        if isinstance(node, ast.ClassDef):
-            there.append(node.name)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name == name:
-                if derived and not node.bases:
-                    raise ConfigError(
-                        f"{what}, which has no base class; subclass Schedule for a strategy, "
-                        "RoleStateMachine for a stage"
-                    )
                 return node
-
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if node.name == name:
-                raise ConfigError(f"{what}, which is a function; name a class")
+            there += [node.name] if isinstance(node, wanted) else []
             open_ended |= node.name == "__getattr__"
 
         elif isinstance(node, ast.Import | ast.ImportFrom):

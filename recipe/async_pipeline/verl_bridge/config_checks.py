@@ -10,7 +10,6 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,11 +24,11 @@ from verl.trainer.ppo.rollout_corr_helper import (
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import validate_config
 
-from ..agents.environment import BUILT_IN
 from ..checkpoint.resume import check_keys
 from ..config.agent_program import program_values
 from ..config.aliases import BYPASS, FOREIGN
 from ..config.batch_sizes import check_batch_sizes
+from ..config.environment_arguments import check_environment
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
@@ -309,13 +308,12 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
 
 def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if the environment of the episodes cannot be found, or its rewards would be lost."""
-    name, path = knobs.agentic.environment, f"{OWN}.agentic.environment"
-    if name is None:
+    if knobs.agentic.environment is None:
         return
     if not knobs.reward.while_generating:
         raise ConfigError(
-            f"{path} requires {OWN}.reward.while_generating=True, because the rewards come from the "
-            "environment, got False; set it"
+            f"{OWN}.agentic.environment requires {OWN}.reward.while_generating=True, because the rewards "
+            "come from the environment, got False; set it"
         )
     estimator = str(config.algorithm.adv_estimator)
     if knobs.agentic.turn_rewards and estimator in OF_WHOLE_RESPONSES:
@@ -323,10 +321,7 @@ def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None
             f"{OWN}.agentic.turn_rewards requires an algorithm.adv_estimator that reads rewards by token, "
             f"got {estimator}, which adds up the rewards of a response; use gae or reinforce_plus_plus"
         )
-    if name not in BUILT_IN and ":" in name:
-        find_class(name, path, derived=False)
-    elif find_spec("gymnasium") is None:
-        raise ConfigError(f"{path}={name!r} requires gymnasium; pip install async_pipeline[agentic]")
+    check_environment(knobs.agentic)
 
 
 def _require_agent(knobs: AsyncPipelineConfig) -> None:

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A misspelled environment, or argument of one, is one line that names the key and what may be meant."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.config.agentic import AgenticConfig
+from recipe.async_pipeline.config.environment_arguments import (
+    Arguments,
+    arguments_in_source,
+    built_in_arguments,
+    check_environment,
+)
+from recipe.async_pipeline.errors import ConfigError
+
+SOURCE = """
+import sys
+sys.exit("this module must not be imported")
+
+class Bare:
+    def reset(self, seed, **task): ...
+
+class Room:
+    def __init__(self, width, *, height, door=None): ...
+"""
+
+
+def check(environment: str, **kwargs: Any) -> None:
+    check_environment(AgenticConfig(environment=environment, environment_kwargs=kwargs or None))
+
+
+def refusal(environment: str, **kwargs: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(environment, **kwargs)
+    line = str(caught.value)
+    assert line.startswith("trainer.v1.async_pipeline.agentic.environment") and "\n" not in line
+    return line
+
+
+def test_no_environment_is_nothing_to_check() -> None:
+    check_environment(AgenticConfig())
+
+
+@pytest.fixture
+def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rooms_to_find.py").write_text(SOURCE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("rooms")
+def test_arguments_of_a_custom_class_are_read_in_its_source() -> None:
+    check("rooms_to_find:Bare")
+    check("rooms_to_find:Room", width=1, height=2, door="left")
+    assert (
+        "environment_kwargs.heihgt must be an argument of rooms_to_find:Room, got 2 (did you mean "
+        in refusal("rooms_to_find:Room", width=1, heihgt=2)
+    )
+    assert "environment_kwargs.height must be set, because rooms_to_find:Room" in refusal(
+        "rooms_to_find:Room", width=1
+    )
+    assert refusal("rooms_to_find:Bare", width=1).endswith("got 1; it has none")
+    assert "does not define (did you mean 'Room'?)" in refusal("rooms_to_find:Rom")
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("class C: ...", Arguments(())),
+        ("class C(B): ...", None),
+        ("class C(metaclass=M): ...", None),
+        ("@dataclass\nclass C:\n  a: int", None),
+        ("class C:\n  @wrap\n  def __init__(self, a): ...", None),
+        ("class C:\n  def __new__(cls): ...\n  def __init__(self, a): ...", None),
+        ("class C(B):\n  def __init__(self, a, b=1, *, c, d=2): ...", Arguments((*"abcd",), (*"ac",))),
+        ("class C:\n  def __init__(self, /, a): ...", Arguments(("a",), ("a",))),
+        ("class C:\n  def __init__(self, *, a=1, **more): ...", Arguments(("a",), (), others=True)),
+    ],
+)
+def test_what_a_source_shows(source: str, found: Arguments | None) -> None:
+    (cls,) = ast.parse(source).body
+    assert isinstance(cls, ast.ClassDef)
+    assert arguments_in_source(cls) == found
+
+
+def test_other_arguments_may_be_passed_on(rooms: None, tmp_path: Path) -> None:
+    (tmp_path / "open_rooms.py").write_text("class C:\n  def __init__(self, **more): ...", encoding="utf-8")
+    check("open_rooms:C", anything=1)
+
+
+def test_the_arguments_of_built_in_environments() -> None:
+    assert built_in_arguments("frozen_lake") == ("size", "frozen", "slippery", "invalid", "invalid_reward")
+    assert built_in_arguments("CliffWalking-v1") == ("invalid", "invalid_reward")
+
+
+class TestOfGymnasium:
+    """Ids and arguments of gymnasium's environments."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self) -> None:
+        pytest.importorskip("gymnasium")
+
+    @pytest.mark.parametrize(
+        ("name", "kwargs"),
+        [
+            ("frozen_lake", {"size": 5, "slippery": True, "invalid": "continue"}),
+            ("CliffWalking-v1", {"is_slippery": True, "invalid_reward": -1.0}),
+            ("CliffWalking", {}),
+        ],
+    )
+    def test_what_can_be_made(self, name: str, kwargs: dict[str, Any]) -> None:
+        check(name, **kwargs)
+
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("frozen_lak", "frozen_lake"),
+            ("CliffWalkng-v1", "CliffWalking-v1"),
+            ("FrozenLake-v7", "FrozenLake-v1"),
+        ],
+    )
+    def test_an_id_that_does_not_exist(self, name: str, meant: str) -> None:
+        assert f"or an id of gymnasium, got {name!r} (did you mean {meant!r}?); correct it" in refusal(name)
+
+    def test_an_argument_that_does_not_exist(self) -> None:
+        assert "got 5 (did you mean 'size'?); it has size, frozen, " in refusal("frozen_lake", siez=5)
+        assert "(did you mean 'is_slippery'?)" in refusal("CliffWalking-v1", is_slipery=True)
+
+    @pytest.mark.parametrize(
+        ("name", "kwargs", "why"),
+        [
+            ("frozen_lake", {"invalid": "ends"}, "(ConfigError: invalid must be end or continue, got 'ends'"),
+            ("Pendulum-v1", {}, "must be Discrete or Text, got Box"),
+        ],
+    )
+    def test_what_cannot_be_made(self, name: str, kwargs: dict[str, Any], why: str) -> None:
+        line = refusal(name, **kwargs)
+        assert why in line and line.endswith("; correct them")
+
+    def test_environments_of_other_packages_are_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import gymnasium
+        from gymnasium.envs.registration import EnvSpec
+
+        spec = EnvSpec("Elsewhere-v0", entry_point="no_such_package:Elsewhere")
+        monkeypatch.setitem(gymnasium.registry, "Elsewhere-v0", spec)
+        check("Elsewhere-v0", anything=1)
