@@ -34,6 +34,8 @@ DOTTED = re.compile(r"\brecipe\.async_pipeline(?:\.\w+)+")
 KNOB = re.compile(r"\btrainer\.v1\.async_pipeline\.(\w+(?:\.\w+)*)")
 COMMAND = re.compile(r"\basync-pipeline ((?:[^`|&;()\n]|\\\n)+)")
 
+LINE = 120
+"""Longest line of prose: characters, outside of tables and code."""
 MADE_BY_A_RUN = ("outputs/", "my_project/")
 PLACEHOLDERS = ("patches/NNNN",)
 VERLS = ("workers/engine/", "verl/")
@@ -66,6 +68,28 @@ def broken(page: Path, target: str) -> str:
     if anchor and anchor not in anchors(found):
         return "no such heading"
     return ""
+
+
+def long_lines(text: str) -> list[str]:
+    """Return the lines of prose that are too long; one word, such as an address, cannot be wrapped."""
+    prose = FENCE.sub(lambda code: "\n" * code[0].count("\n"), text).splitlines()
+    return [
+        f"line {number} has {len(line)} characters: {line[:40]}..."
+        for number, line in enumerate(prose, start=1)
+        if len(line) > LINE and not line.lstrip().startswith(("|", "#")) and len(line.split()) > 2
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_prose_are_short(page: str) -> None:
+    assert long_lines(text_of(page)) == []
+
+
+def test_a_long_line_would_be_found() -> None:
+    word = "word " * 25
+    assert long_lines(f"# {word}\n| {word} |\n```\n{word}\n```\n{word.strip()}\n") == [
+        f"line 6 has 124 characters: {word[:40]}..."
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -30,6 +30,8 @@ from .schema import AsyncPipelineConfig, knob_paths
 COMMAND = "python -m recipe.async_pipeline.config.reference"
 YAML, DOCS = Path("configs/async_pipeline.yaml"), Path("docs/configuration.md")
 WIDTH = 110
+LINE = 120
+"""Longest line of prose in the pages."""
 DERIVED = "Default: "
 """Begins the last sentence of the docstring of a knob whose default depends on other keys."""
 _YAML_HEAD = f"""\
@@ -101,7 +103,8 @@ def render_docs() -> str:
     documents = _documents()
     parts = [_DOCS_HEAD]
     for title, knobs in _by_section().items():
-        parts.append(f"\n## `{title}`\n\n{documents[title]}\n\n" if title else "\n## Top level\n\n")
+        prose = "\n".join(_wrapped(documents[title], LINE)) if title else ""
+        parts.append(f"\n## `{title}`\n\n{prose}\n\n" if title else "\n## Top level\n\n")
         parts.append("| Knob | Values | Default | Meaning |\n|---|---|---|---|\n")
         for knob in knobs:
             meaning, default = _meaning(knob, documents[knob.path])
@@ -205,12 +208,16 @@ def _plain(value: Any) -> Any:
 
 
 def _comment(text: str, pad: str) -> list[str]:
+    return _wrapped(text, WIDTH, f"{pad}# ")
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     # Do not split names at dashes.
     return textwrap.wrap(
         text,
-        WIDTH,
-        initial_indent=f"{pad}# ",
-        subsequent_indent=f"{pad}# ",
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
