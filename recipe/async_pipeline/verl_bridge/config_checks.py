@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -355,7 +356,7 @@ def _require_verls_consent(review: Review) -> None:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             validate_config(config, need_reference_policy(config), use_critic=False)
-    except (AssertionError, ValueError, TypeError) as error:
+    except (AssertionError, ValueError, TypeError, InstantiationException) as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"verl refuses this config: {reason}; correct it") from None
 

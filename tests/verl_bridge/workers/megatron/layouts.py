@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run verl's Megatron engine in several layouts and compare it with transformers.
 
-Arguments: FOLDER LAYOUT... (`LAYOUTS`, and the ones of `replays`). The stack is imported once; the ranks of
-each layout are forked. Each rank writes what it measured to FOLDER/LAYOUT.RANK.json, or its traceback to
-FOLDER/LAYOUT.RANK.error. What holds for the installed Megatron in any layout is in FOLDER/upstream.json.
+Arguments: FOLDER LAYOUT... (`LAYOUTS`, and the ones of `replays` and `values`). The stack is imported once;
+the ranks of each layout are forked. Each rank writes what it measured to FOLDER/LAYOUT.RANK.json, or its
+traceback to FOLDER/LAYOUT.RANK.error. What holds for the installed Megatron in any layout is in
+FOLDER/upstream.json.
 """
 
 from __future__ import annotations
@@ -87,12 +88,17 @@ LAYOUTS = {
 def main(folder: Path, names: list[str]) -> int:
     """Return the number of ranks that failed."""
     started = time.monotonic()
-    from tests.verl_bridge.workers.megatron import replays, tiny_models
+    from tests.verl_bridge.workers.megatron import replays, tiny_models, values
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     upstream = import_stack()
-    known = LAYOUTS | replays.LAYOUTS
+    works = {
+        **dict.fromkeys(LAYOUTS, check),
+        **dict.fromkeys(replays.LAYOUTS, replays.check),
+        **dict.fromkeys(values.LAYOUTS, values.check),
+    }
+    known = LAYOUTS | replays.LAYOUTS | values.LAYOUTS
     for family in {known[name].family for name in names} | {"qwen3"}:
         tiny_models.make(family, folder)
     upstream["rotary_base"] = rotary_base(folder / "qwen3")
@@ -101,8 +107,7 @@ def main(folder: Path, names: list[str]) -> int:
     failed = 0
     for name in names:
         begun = time.monotonic()
-        work = replays.check if name in replays.LAYOUTS else check
-        failed += run_ranks(folder, name, known[name], work)
+        failed += run_ranks(folder, name, known[name], works[name])
         sys.stdout.write(f"{name}: {time.monotonic() - begun:.1f} s\n")
         sys.stdout.flush()
     return failed
@@ -200,6 +205,8 @@ def rank_main(folder: Path, name: str, layout: Layout, rank: int, work: Work) ->
 class Check:
     """One rank of one layout."""
 
+    model_type = "language_model"
+
     def __init__(self, folder: Path, name: str, layout: Layout) -> None:
         self.folder, self.name, self.layout = folder, name, layout
         self.path = str(folder / layout.family)
@@ -215,9 +222,11 @@ class Check:
         from recipe.async_pipeline.verl_bridge.workers.megatron.config import Float32EngineConfig
 
         engine = EngineRegistry.new(
-            "language_model",
+            self.model_type,
             "megatron",
-            model_config=HFModelConfig(path=self.path, use_remove_padding=self.layout.packed),
+            model_config=HFModelConfig(
+                path=self.path, use_remove_padding=self.layout.packed, model_type=self.model_type
+            ),
             engine_config=Float32EngineConfig(
                 dtype="float32",
                 use_dynamic_bsz=False,

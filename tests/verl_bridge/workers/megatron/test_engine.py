@@ -18,6 +18,7 @@ import pytest
 from tests import REPOSITORY
 from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT, LAYOUTS, LENGTHS
 from tests.verl_bridge.workers.megatron.replays import LAYOUTS as REPLAYS
+from tests.verl_bridge.workers.megatron.values import LAYOUTS as VALUES
 
 pytestmark = [
     pytest.mark.real_engine,
@@ -29,6 +30,7 @@ EXACT = 2e-6
 """Largest difference of log-probs between two implementations in float32."""
 STEP = 1e-3
 """The learning rate: what AdamW moves a weight in its first step."""
+KNOWN = LAYOUTS | REPLAYS | VALUES
 
 Measured = dict[str, list[dict[str, Any]]]
 
@@ -38,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all layouts; return the folder with what they measured."""
     folder = tmp_path_factory.mktemp("layouts")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder), *LAYOUTS, *REPLAYS],
+        [sys.executable, "-m", "tests.verl_bridge.workers.megatron.layouts", str(folder), *KNOWN],
         cwd=REPOSITORY,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -59,7 +61,7 @@ def ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
     for error in sorted(folder.glob(f"{name}.*.error")):
         pytest.fail(error.read_text(encoding="utf-8"))
-    files = [folder / f"{name}.{rank}.json" for rank in range((LAYOUTS | REPLAYS)[name].ranks)]
+    files = [folder / f"{name}.{rank}.json" for rank in range(KNOWN[name].ranks)]
     if not all(file.is_file() for file in files):
         pytest.fail(f"{name} did not end:\n{(folder / 'output.txt').read_text(encoding='utf-8')[-4000:]}")
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -151,3 +153,17 @@ def test_recorded_routing_is_replayed_after_the_routers_changed(folder: Path, na
         assert rank["native"] > 1000 * EXACT, "without a replay the outputs differ"
         ours, theirs = rank["grad_norm"]
         assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_critic_equals_transformers_layers_with_its_head(folder: Path, name: str) -> None:
+    """Values before and after a step, and the gradient norm; ranks that hold the head hold the same one."""
+    ranks = read(folder, name)
+    assert all(rank["heads"] for rank in ranks)
+    outputs = [rank for rank in ranks if rank["outputs"]]
+    assert outputs, "some rank has the outputs"
+    for rank in outputs:
+        assert rank["before"] < EXACT
+        ours, theirs = rank["grad_norm"]
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert rank["after"] < 2e-4 < 0.01 * rank["moved"], "the step did the same, and something"
