@@ -36,6 +36,10 @@ def test_an_unknown_key_gives_status_1(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text("max_steps: 3\nwarp_factor: 9\n")
     assert main.main(["translate", "roll", str(file)]) == 1
     assert "1 of 2 keys are unknown: warp_factor" in capsys.readouterr().out
+    assert main.main(["translate", "roll", str(file), "--overrides"]) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["+async_pipeline=true", "trainer.total_training_steps=3"]
+    assert err == "async-pipeline translate: 1 of 2 keys are unknown: warp_factor\n"
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,8 @@ def test_an_unknown_key_gives_status_1(tmp_path: Path, capsys: pytest.CaptureFix
         ("- 1\n", "must be a mapping of keys"),
         ("a: ${nowhere}\n", "replace the interpolation by its value"),
         ("a: [1\n", "cannot be read"),
+        ("", "must have keys, got an empty file"),
+        ("# nothing\n", "must have keys, got an empty file"),
     ],
 )
 def test_a_file_that_cannot_be_used_gives_status_2(
@@ -52,5 +58,6 @@ def test_a_file_that_cannot_be_used_gives_status_2(
     file = tmp_path / "a.yaml"
     file.write_text(text)
     assert main.main(["translate", "rllm", str(file)]) == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
     assert main.main(["translate", "rllm", str(tmp_path / "none.yaml")]) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         for line in overrides_of(found) if args.overrides else in_words(found):
             echo(line)
+        if args.overrides and found.unknown:
+            # Apart from the overrides, which are meant to be read by a program.
+            echo(f"async-pipeline translate: {unknown_in_words(found)}", file=sys.stderr)
     return 1 if found.unknown else 0
 
 
@@ -68,6 +72,8 @@ def read(file: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{file} must be a mapping of keys, got a {type(loaded).__name__}")
+    if not loaded:
+        raise ConfigError(f"{file} must have keys, got an empty file; give the configuration of a run")
     return {str(name): value for name, value in loaded.items()}
 
 
@@ -92,7 +98,12 @@ def in_words(found: TranslatedFile) -> Iterator[str]:
         yield from (f"  {line}" for line in found.missing)
     if found.unknown:
         yield ""
-        yield f"{len(found.unknown)} of {len(found.keys)} keys are unknown: {', '.join(found.unknown)}"
+        yield unknown_in_words(found)
+
+
+def unknown_in_words(found: TranslatedFile) -> str:
+    """Return one line that names the unknown keys."""
+    return f"{len(found.unknown)} of {len(found.keys)} keys are unknown: {', '.join(found.unknown)}"
 
 
 def as_json(found: TranslatedFile) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from recipe.async_pipeline.errors import ConfigError
 from tests.conftest import Load
 
 HERE = Path(__file__).parent
-ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+ROLLOUT, ACTOR, REF = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "ref"))
 ENVIRONMENTS = {
     "train_env_manager": {
         "group_size": 8,
@@ -165,6 +165,44 @@ def test_deepspeed_becomes_fsdp2_without_model_parallelism() -> None:
     kinds = {one.key: one.outcome.kind for one in found.keys}
     assert kinds[f"{CONFIG}.tensor_model_parallel_size"] == "differs"
     assert found.unknown == [f"{CONFIG}.zero"]
+
+
+def test_fsdp2_stays_fsdp2_with_its_settings() -> None:
+    settings: dict[str, Any] = {"fsdp_size": 16, "offload_policy": True, "reshard_after_forward": False}
+    found = with_training(
+        "roll_rlvr",
+        "fsdp2_train",
+        **settings,
+        param_dtype="bf16",
+        reduce_dtype="bf16",
+        wrap_policy={"wrap_embeddings": True},
+        apply_tiled_mlp=True,
+    )
+    assert found.overrides[f"{ACTOR}.strategy"] == found.overrides[f"{REF}.strategy"] == "fsdp2"
+    for name, value in settings.items():
+        assert found.overrides[f"{ACTOR}.fsdp_config.{name}"] == value
+    kinds = {one.key: one.outcome.kind for one in found.keys}
+    assert kinds[f"{CONFIG}.param_dtype"] == "nothing to do"
+    assert kinds[f"{CONFIG}.reduce_dtype"] == kinds[f"{CONFIG}.wrap_policy.wrap_embeddings"] == "by hand"
+    assert found.unknown == [f"{CONFIG}.apply_tiled_mlp"]
+    # DeepSpeed has no such key.
+    assert f"{CONFIG}.fsdp_size" in with_training("roll_rlvr", "deepspeed_train", fsdp_size=16).unknown
+
+
+def test_sizes_of_forward_passes_are_taken_over_or_asked_for() -> None:
+    size = "log_prob_micro_batch_size_per_gpu"
+    found = translated("roll_rlvr", reference={"infer_batch_size": 4})
+    assert (found.overrides[f"{ROLLOUT}.{size}"], found.overrides[f"{REF}.{size}"]) == (2, 4)
+    assert not any(size in line for line in found.missing)
+    document: Any = read(HERE / "roll_rlvr.yaml") | {"reference": {"device_mapping": "list(range(0,8))"}}
+    del document["actor_train"]["infer_batch_size"]
+    missing = translate_roll(document).missing
+    assert [line.split(":")[0] for line in missing[1:]] == [f"{ROLLOUT}.{size}", f"{REF}.{size}"]
+
+
+def test_checkpoints_go_to_the_output_folder() -> None:
+    found = translated("roll_rlvr", output_dir="./output", logging_dir="./output/logs")
+    assert found.overrides["trainer.default_local_dir"] == "./output" and found.unknown == []
 
 
 def test_another_strategy_of_training_is_by_hand() -> None:

@@ -35,8 +35,10 @@ from .rules import (
 )
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_REF = "actor_rollout_ref.ref"
 _AGENTIC = f"+{AgenticConfig.PATH}"
-_TRAIN, _TRANSFORMER = "actor_train.strategy_args", f"{_ACTOR}.megatron.override_transformer_config"
+_TRAIN, _INFER = "actor_train.strategy_args", "actor_infer.strategy_args.strategy_config"
+_TRANSFORMER = f"{_ACTOR}.megatron.override_transformer_config"
 MEGATRON = "megatron_train"
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -56,6 +58,10 @@ ENVIRONMENTS = {"frozen_lake": "frozen_lake"}
 ENGINES = {"vllm": "vllm", "sglang": "sglang"}
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus", "gae": "gae"}
 ALSO = {"+async_pipeline": True}
+FSDP = {"deepspeed_train": "fsdp2", "fsdp2_train": "fsdp2"}
+PRECISION = {"param_dtype": ("bf16", "bfloat16"), "reduce_dtype": ("fp32", "float32")}
+"""verl's defaults of mixed precision, as ROLL may spell them."""
+LOG_PROBS = "log_prob_micro_batch_size_per_gpu"
 DATA = "data.train_files and data.val_files: parquet with verl's columns"
 ENVIRONMENT = f"{_AGENTIC}.environment: frozen_lake, an id of gymnasium, or module:Class"
 
@@ -66,6 +72,11 @@ def translate_roll(document: Document) -> TranslatedFile:
     missing = [] if "data.train_files" in found.overrides else [DATA]
     if is_agentic(document) and f"{_AGENTIC}.environment" not in found.overrides:
         missing.append(ENVIRONMENT)
+    for worker, prefix in (("actor_train", _ROLLOUT), ("reference", _REF)):
+        if worker in document and f"{prefix}.{LOG_PROBS}" not in found.overrides:
+            missing.append(
+                f"{prefix}.{LOG_PROBS}: samples of a forward pass, ROLL's {worker}.infer_batch_size"
+            )
     return replace(found, missing=tuple(missing))
 
 
@@ -191,10 +202,35 @@ def _by_engine(megatron: Rule, other: Rule) -> Rule:
 def _engine(value: Any, document: Document) -> Outcome:
     if value == MEGATRON:
         return Outcome("set", {"model_engine": "megatron"}, "the reference follows the actor")
-    if value == "deepspeed_train":
-        paths = (f"{_ACTOR}.strategy", "actor_rollout_ref.ref.strategy")
-        return Outcome("set", dict.fromkeys(paths, "fsdp2"))
+    if value in FSDP:
+        return Outcome("set", dict.fromkeys((f"{_ACTOR}.strategy", f"{_REF}.strategy"), FSDP[value]))
     return Outcome("by hand", text="set actor_rollout_ref.actor.strategy=fsdp2, or model_engine=megatron")
+
+
+def _precision(name: str) -> Rule:
+    def rule(value: Any, document: Document) -> Outcome:
+        if value in PRECISION[name]:
+            return Outcome("nothing to do", text="verl's default")
+        text = f"set {name} in {_ACTOR}.fsdp_config.mixed_precision, next to the other dtypes there"
+        return Outcome("by hand", text=text)
+
+    return rule
+
+
+def _of_fsdp2(rule: Rule) -> Rule:
+    """Use a rule for files that train with FSDP2: other strategies have no such key."""
+    strategy = f"{_TRAIN}.strategy_name"
+    return lambda value, document: (rule if select(document, strategy) == "fsdp2_train" else _other)(
+        value, document
+    )
+
+
+def _other(value: Any, document: Document) -> Outcome:
+    """Say what becomes of a key of the training strategy that has no rule."""
+    if trains_with_megatron(document):
+        text = f"if it is a field of megatron-core's transformer config, set it in {_TRANSFORMER}"
+        return Outcome("by hand", text=text)
+    return _unknown(value, document)
 
 
 def _recompute(value: Any, document: Document) -> Outcome:
@@ -217,6 +253,8 @@ TABLE: Table = (
     ("pg_variant", to("+pg_variant")),
     ("seed", to("data.seed")),
     ("exp_name", to("trainer.experiment_name")),
+    ("output_dir", to("trainer.default_local_dir")),
+    ("logging_dir", nothing("a run writes its logs and figures into trainer.v1.async_pipeline.run_dir")),
     ("rollout_batch_size", _batch),
     ("val_batch_size", to("data.val_batch_size")),
     ("sequence_length", _sequence_length),
@@ -297,15 +335,20 @@ TABLE: Table = (
         f"{_TRAIN}.strategy_config.recompute_granularity",
         _by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
     ),
+    *(
+        (f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(to(f"{_ACTOR}.fsdp_config.{name}")))
+        for name in ("fsdp_size", "offload_policy", "reshard_after_forward")
+    ),
+    *((f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(_precision(name))) for name in PRECISION),
     (
-        f"{_TRAIN}.strategy_config.*",
-        _by_engine(
-            by_hand(f"if it is a field of megatron-core's transformer config, set it in {_TRANSFORMER}"),
-            _unknown,
+        f"{_TRAIN}.strategy_config.wrap_policy.*",
+        _of_fsdp2(
+            by_hand(f"set {_ACTOR}.fsdp_config.wrap_policy; by default the model's layers are wrapped")
         ),
     ),
+    (f"{_TRAIN}.strategy_config.*", _other),
     ("actor_train.device_mapping", _devices_of("trainer")),
-    ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu")),
+    ("actor_train.infer_batch_size", to(f"{_ROLLOUT}.{LOG_PROBS}")),
     # Generation.
     ("actor_infer.model_args.disable_gradient_checkpointing", nothing("engines compute no gradients")),
     ("actor_infer.model_args.dtype", one_of(DTYPES, f"{_ROLLOUT}.dtype", otherwise=f"set {_ROLLOUT}.dtype")),
@@ -322,25 +365,14 @@ TABLE: Table = (
         "actor_infer.strategy_args.strategy_name",
         one_of(ENGINES, f"{_ROLLOUT}.name", otherwise=f"set {_ROLLOUT}.name"),
     ),
-    (
-        "actor_infer.strategy_args.strategy_config.gpu_memory_utilization",
-        to(f"{_ROLLOUT}.gpu_memory_utilization"),
-    ),
-    (
-        "actor_infer.strategy_args.strategy_config.mem_fraction_static",
-        to(f"{_ROLLOUT}.gpu_memory_utilization"),
-    ),
-    (
-        "actor_infer.strategy_args.strategy_config.tensor_parallel_size",
-        to(f"{_ROLLOUT}.tensor_model_parallel_size"),
-    ),
-    (
-        "actor_infer.strategy_args.strategy_config.block_size",
-        to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size"),
-    ),
-    ("actor_infer.strategy_args.strategy_config.load_format", to(f"{_ROLLOUT}.load_format")),
+    (f"{_INFER}.gpu_memory_utilization", to(f"{_ROLLOUT}.gpu_memory_utilization")),
+    (f"{_INFER}.mem_fraction_static", to(f"{_ROLLOUT}.gpu_memory_utilization")),
+    (f"{_INFER}.tensor_parallel_size", to(f"{_ROLLOUT}.tensor_model_parallel_size")),
+    (f"{_INFER}.block_size", to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size")),
+    (f"{_INFER}.load_format", to(f"{_ROLLOUT}.load_format")),
     ("actor_infer.device_mapping", _devices_of(_ROLLOUT)),
     ("actor_infer.infer_batch_size", nothing("engines batch by themselves")),
+    ("reference.infer_batch_size", to(f"{_REF}.{LOG_PROBS}")),
     ("reference.*", by_hand("set actor_rollout_ref.ref and algorithm.use_kl_in_reward or actor.use_kl_loss")),
     # Environments.
     (f"{_ENVS}.group_size", to(f"{_ROLLOUT}.n")),
@@ -356,10 +388,7 @@ TABLE: Table = (
     ("custom_envs.*.env_config.is_slippery", _of_environment("slippery")),
     ("custom_envs.*.env_config.size", _of_environment("size")),
     ("custom_envs.*.env_config.p", _of_environment("frozen")),
-    (
-        "custom_envs.*.use_thread_lock",
-        nothing("see agentic.isolation"),
-    ),
+    ("custom_envs.*.use_thread_lock", nothing("see agentic.isolation")),
     ("custom_envs.*.env_manager_cls", nothing("the agent loop `environment` plays the episodes")),
     ("custom_envs.*", by_hand("an argument of the environment: set agentic.environment_kwargs")),
     ("env_monitor.hung_timeout", to(f"{_AGENTIC}.episode_timeout_s", as_=float)),
