@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,8 @@ def test_a_job_runs_under_watch_with_the_settings_of_a_cpu_run() -> None:
     assert "watch" in command
     assert "recipe.async_pipeline.verl_bridge.bench.job" in command
     assert command[-1] == "++a=1"
+    on_gpus = command_of(ARMS["verl_sync"].entry, ["++a=1"], "cuda")
+    assert on_gpus[0] == sys.executable and on_gpus == command[4:]
 
 
 @pytest.mark.parametrize(

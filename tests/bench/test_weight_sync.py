@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipe.async_pipeline.bench import weight_sync
 from recipe.async_pipeline.bench.runner import JobFailed
@@ -114,11 +115,14 @@ def test_ways_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert main([*command, "--ways", "verl_stock,dual_buffer"]) == 0
     assert main([*command, "--hosts", "2", "--delta"]) == 0
     assert main([*command, "--engine", "sglang", "--ways", "dual_buffer"]) == 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert main([*command, "--device", "cuda", "--ways", "dual_buffer"]) == 0
     assert ran == [
         (("verl_stock",), Engines(2)),
         (("dual_buffer",), Engines(2)),
         (("dual_buffer", "dual_buffer_host"), Engines(2, hosts=2, delta=True)),
         (("dual_buffer",), Engines(2, name="sglang")),
+        (("dual_buffer",), Engines(2, device="cuda")),
     ]
 
 
@@ -134,14 +138,26 @@ def test_ways_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (["--ways", "nccl"], "--ways must be different names of dual_buffer, dual_buffer_host, verl_stock"),
         (
             ["--hosts", "2", "--ways", "verl_stock"],
-            "dual_buffer, dual_buffer_host on two hosts, got 'verl_st",
+            "--ways must be different names of dual_buffer, dual_buffer_host on two hosts, got 'verl_st",
         ),
         (["--delta"], "--delta needs --hosts 2"),
+        (["--device", "cuda", "--engine", "sglang"], "--device cuda is implemented for --engine vllm on one"),
+        (["--device", "cuda", "--hosts", "2"], "--device cuda is implemented for --engine vllm on one host"),
     ],
 )
 def test_options_are_checked(option: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "weight-sync", *option]) == 2
-    assert message in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"async-pipeline bench weight-sync: {message}")
+
+
+def test_too_few_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert (
+        main(["bench", "weight-sync", "--device", "cuda", "--replicas", "1,2", "--tensor-parallel", "2"]) == 2
+    )
+    assert "needs 5 devices" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

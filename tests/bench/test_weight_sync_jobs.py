@@ -78,6 +78,20 @@ def test_sglang_gets_as_many_tokens_and_a_module_that_verls_workers_import(tmp_p
     assert not any(line.startswith(backend) for line in default)
 
 
+def test_on_gpus_verl_sends_weights_by_nccl_and_engines_size_their_memory(tmp_path: Path) -> None:
+    rollout = "++actor_rollout_ref.rollout"
+    staged, default, stock = (overrides_of(way, tmp_path, Engines(1, device="cuda")) for way in WAYS)
+    assert staged == default, "they run in one job"
+    for lines in (default, stock):
+        assert "++trainer.device='cuda'" in lines and "++ray_kwargs.ray_init.num_gpus=2" in lines
+        assert f"{rollout}.engine_kwargs.vllm.num_gpu_blocks_override=null" in lines
+        assert f"{rollout}.engine_kwargs.vllm.worker_extension_cls='{weight_sync_jobs.TIMED}'" in lines
+    assert f"{rollout}.checkpoint_engine.backend='nccl'" in stock
+    assert f"{rollout}.checkpoint_engine.custom_backend_module=null" in stock
+    assert f"{rollout}.engine_kwargs.vllm.distributed_executor_backend=null" in stock
+    assert not any("checkpoint_engine" in line for line in default)
+
+
 def test_ways_of_one_trainer_share_a_job() -> None:
     assert jobs_of(list(WAYS)) == [("dual_buffer", "dual_buffer_host"), ("verl_stock",)]
     assert jobs_of(["verl_stock", "dual_buffer_host"]) == [("verl_stock",), ("dual_buffer_host",)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from recipe.async_pipeline.bench.weight_sync_jobs import Engines, overrides_of
 from recipe.async_pipeline.gpu_kit import catalogue, steps
 from recipe.async_pipeline.gpu_kit.steps import Options
 from tests import REPOSITORY
@@ -74,6 +75,24 @@ def test_an_engine_is_loaded_over_two_devices(options: Options, installed: Calla
     assert "but there is 1" in str(why_not(replace(options, devices=1))["engine"])
 
 
+def test_weight_updates_are_measured_next_to_verls_manager(
+    options: Options, installed: Callable[..., None]
+) -> None:
+    cpu = replace(options, device="cpu", devices=2)
+    installed(*catalogue.ARENA)
+    assert "needs verl" in str(why_not(options)["weight-updates"])
+    installed(*catalogue.RUN)
+    assert why_not(cpu)["weight-updates"] is None
+    assert str(why_not(options)["weight-updates"]).startswith("needs cupy")
+    installed(*catalogue.RUN, "cupy")
+    assert why_not(options)["weight-updates"] is None
+    assert "but there is 1" in str(why_not(replace(options, devices=1))["weight-updates"])
+    for chosen in (options, cpu):
+        command = catalogue.weight_updates(chosen, options.folder / "w.json")
+        assert command[command.index("--device") + 1] == chosen.device
+        assert "--ways" not in command, "all of them, verl's manager included"
+
+
 def test_the_wheel_has_no_configs(options: Options, installed: Callable[..., None], tmp_path: Path) -> None:
     installed(*catalogue.RUN)
     assert "run it from a clone" in str(why_not(replace(options, configs=tmp_path))["job"])
@@ -114,13 +133,28 @@ def test_the_settings_of_the_jobs_on_gpus_are_accepted(
     model = REPOSITORY / "tests"  # a folder that exists; no model is read before the run
     command = step(replace(options, model=str(model)), options.folder / "job.json")
     settings = [one for one in command[command.index("--config-path") :] if one != "+async_pipeline=True"]
+    assert f"generate: {replicas}" in explained([*settings, "actor_rollout_ref.rollout.name=vllm"])
+
+
+@pytest.mark.slow
+def test_the_settings_of_weight_updates_on_gpus_are_accepted(options: Options) -> None:
+    pytest.importorskip("verl")
+    settings = overrides_of("dual_buffer", options.folder, Engines(1, device="cuda"))
+    # The small task is not made for it.
+    settings += [f"actor_rollout_ref.model.path={REPOSITORY / 'tests'}"]
+    found = explained(["--config-path", str(CONFIGS), "--config-name", "smoke_cpu", *settings])
+    assert "generate: 1 replica of 1 device" in found
+
+
+def explained(settings: Sequence[str]) -> str:
+    """Return what `explain` prints where no CPU platform is chosen."""
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     done = subprocess.run(
-        [*catalogue.OWN, "explain", *settings, "actor_rollout_ref.rollout.name=vllm"],
-        env={**environment, "PYTHONPATH": str(REPOSITORY)},
+        [*catalogue.OWN, "explain", *settings],
+        env={**environment, "PYTHONPATH": str(REPOSITORY), "ASYNC_PIPELINE_TASK": "/task"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert f"generate: {replicas}" in done.stdout
+    return done.stdout

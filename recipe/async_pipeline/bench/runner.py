@@ -120,11 +120,15 @@ def overrides_of(job: Job, workload: Workload, seed: int) -> list[str]:
     return [*task, *hydra_overrides(values)]
 
 
-def command_of(entry: str, overrides: Sequence[str]) -> list[str]:
-    """Return the command of a job: a module with CPU settings under `watch`, which ends all processes."""
+def command_of(entry: str, overrides: Sequence[str], device: str = "cpu") -> list[str]:
+    """Return the command of a job: a module under `watch`, which ends all processes.
+
+    On `cpu` it has the settings of a machine without accelerator.
+    """
     config = ["--config-path", str(CONFIGS), "--config-name", "smoke_cpu"]
     watch = [sys.executable, "-m", "recipe.async_pipeline", "watch", "--verbose", "--", sys.executable]
-    return with_cpu_settings([*watch, "-m", entry, *config, *overrides])
+    command = [*watch, "-m", entry, *config, *overrides]
+    return with_cpu_settings(command) if device == "cpu" else command
 
 
 def with_cpu_settings(command: Sequence[str]) -> list[str]:

@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rollout engine (default: %(default)s)",
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: one device for the trainer and --tensor-parallel for each replica; vLLM only, and not "
+        "verified on a GPU (default: %(default)s)",
+    )
+    parser.add_argument(
         "--params",
         default="100M",
         metavar="N",
@@ -108,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} must be >= {least}, got {getattr(args, option)}; choose another")
     if args.delta and args.hosts == 1:
         raise ConfigError("--delta needs --hosts 2: within one host, versions do not travel")
+    if args.device == "cuda":
+        require_devices(args, max(numbers) * args.tensor_parallel + 1)
     check_outputs(args.json, None, args.logs)
     parameters = parse_count(args.params)
 
@@ -117,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         "machine": machine(),
         "command": "async-pipeline " + " ".join(sys.argv[1:]),
         "engine": args.engine,
+        "device": args.device,
         "params": parameters,
         "tensor_parallel": args.tensor_parallel,
         "requests": args.requests,
@@ -135,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
             directory = root / f"{'+'.join(job)}-{number}"
             echo(f"[{turn}/{len(jobs)}] {', '.join(job)}, {number} replicas; log in {directory}")
             engines = Engines(
-                number, args.tensor_parallel, args.requests, args.hosts, args.delta, args.engine
+                number, args.tensor_parallel, args.requests, args.hosts, args.delta, args.engine, args.device
             )
             try:
                 rows[str(number)] |= run_ways(job, directory, task, engines, args.versions, echo)
@@ -148,6 +158,20 @@ def run(args: argparse.Namespace) -> int:
 
     echo("\n" + table(data))
     return 1 if failed else 0
+
+
+def require_devices(args: argparse.Namespace, devices: int) -> None:
+    """Raises ConfigError if the options cannot be combined with CUDA devices, or if there are too few."""
+    if args.engine != ENGINES[0] or args.hosts > 1:
+        raise ConfigError(
+            f"--device cuda is implemented for --engine {ENGINES[0]} on one host, got --engine {args.engine} "
+            f"--hosts {args.hosts}; leave the others out"
+        )
+    if torch.cuda.device_count() < devices:
+        raise ConfigError(
+            f"--device cuda needs {devices} devices, one for the trainer and the replicas', but torch finds "
+            f"{torch.cuda.device_count()}; use fewer replicas, or --device cpu"
+        )
 
 
 def parse_replicas(text: str) -> list[int]:

@@ -75,6 +75,8 @@ class Engines(NamedTuple):
     """Whether versions travel to the other host as differences; the replicas then compute in bfloat16."""
     name: str = ENGINES[0]
     """The rollout engine."""
+    device: str = "cpu"
+    """`cpu`, or `cuda`, where verl's manager sends weights by NCCL."""
 
 
 def jobs_of(ways: Sequence[str]) -> list[tuple[str, ...]]:
@@ -109,7 +111,7 @@ def run_ways(
         overrides = [*overrides_of(ways[0], directory, engines), *(hosts.overrides if hosts else [])]
         run_watched(
             directory,
-            [*(hosts.first.prefix if hosts else []), *command_of(ENTRY, overrides)],
+            [*(hosts.first.prefix if hosts else []), *command_of(ENTRY, overrides, engines.device)],
             hosts.environment if hosts else environment,
             counting=(PUBLICATION, updates, "weight update"),
             say=say,
@@ -154,6 +156,10 @@ def overrides_of(way: str, directory: Path, engines: Engines) -> list[str]:
         "trainer.default_local_dir": str(directory / "checkpoints"),
         **ENGINE_OVERRIDES[engines.name](way, engines),
     }
+    if engines.device == "cuda":
+        values |= ON_CUDA
+        if not ARMS[WAYS[way].arm].uses_pipeline:
+            values |= VERLS_ON_CUDA
     if engines.hosts == 1:
         values["ray_kwargs.ray_init.num_gpus"] = devices + 1
     if ARMS[WAYS[way].arm].uses_pipeline:
@@ -165,13 +171,27 @@ def overrides_of(way: str, directory: Path, engines: Engines) -> list[str]:
     return hydra_overrides(values)
 
 
+ON_CUDA: Mapping[str, Any] = {
+    "trainer.device": "cuda",
+    # Keys and values: a small share, since several copies of the weights are on the device.
+    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override": None,
+}
+VERLS_ON_CUDA: Mapping[str, Any] = {
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module": None,
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend": None,
+}
+"""verl's transport between devices, instead of the one that serves it on a CPU."""
+
+
 def _of_vllm(way: str, engines: Engines) -> dict[str, Any]:
     kwargs = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     values: dict[str, Any] = {
         f"{kwargs}.worker_extension_cls": TIMED,
         f"{kwargs}.num_gpu_blocks_override": _blocks(engines),
     }
-    if engines.tensor_parallel > 1:
+    if engines.tensor_parallel > 1 and engines.device == "cpu":
         # The engine core cannot be its own worker then.
         values[f"{kwargs}.distributed_executor_backend"] = "mp"
     return values

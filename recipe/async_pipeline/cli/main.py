@@ -144,10 +144,12 @@ def _exit(number: int, frame: object) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status; an unexpected error propagates."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    chosen = command = next((word for word in arguments if not word.startswith("-")), None)
 
     try:
         args = build_parser(chosen).parse_args(arguments)
+        if getattr(args, "instead", None) is not None:
+            command = f"{chosen} {args.instead}"
         with terminated():
             return int(importlib.import_module(SUBCOMMANDS[args.subcommand].module).run(args))
     except ModuleNotFoundError as error:
@@ -155,15 +157,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package in ("", "recipe"):
             raise
         echo(
-            f"async-pipeline {chosen}: it needs {package}, which is not installed for {sys.executable}; "
+            f"async-pipeline {command}: it needs {package}, which is not installed for {sys.executable}; "
             "`pip install -e .` installs this package's requirements, and `async-pipeline doctor` says what "
             "else is missing",
             file=sys.stderr,
         )
         return EXIT_USERS
     except KeyboardInterrupt:
-        echo(f"async-pipeline {chosen}: interrupted", file=sys.stderr)
+        echo(f"async-pipeline {command}: interrupted", file=sys.stderr)
         return EXIT_CTRL_C
     except AsyncPipelineError as error:
-        echo(f"async-pipeline {chosen}: {error}", file=sys.stderr)
+        echo(f"async-pipeline {command}: {error}", file=sys.stderr)
         return EXIT_USERS if isinstance(error, USERS) else EXIT_OURS

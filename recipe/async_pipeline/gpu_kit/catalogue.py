@@ -18,6 +18,8 @@ OWN = (sys.executable, "-m", "recipe.async_pipeline")
 JOB_STEPS = 20
 SIZES = {"cuda": "1", "cpu": "0.06"}
 """GiB of weights for the copies."""
+UPDATED = {"cuda": "500M", "cpu": "2M"}
+"""Parameters of the model whose weight updates are measured."""
 TOLERANCES = {"cuda": "1e-3", "cpu": "1e-5"}
 """Of the ladder: kernels of GPUs add up in an order that depends on the batch."""
 EXACT = {
@@ -63,8 +65,8 @@ def missing_for_engine(options: Options) -> str | None:
 
 def missing_for_weight_updates(options: Options) -> str | None:
     """Return why weight updates of real engines cannot be measured, or None."""
-    if options.device != "cpu":
-        return "`bench weight-sync` measures engines of the CPU platform only"
+    if options.device == "cuda" and lacking(["cupy"]) is not None:
+        return "needs cupy, with which verl's manager sends weights between devices"
     return missing_for_job(options)
 
 
@@ -101,8 +103,8 @@ def megatron_job(options: Options, written: Path) -> Sequence[str]:
 
 
 def weight_updates(options: Options, written: Path) -> Sequence[str]:
-    sizes = ("--params", "2M", "--replicas", "1", "--versions", "3")
-    return (*OWN, "bench", "weight-sync", *sizes, "--json", str(written))
+    sizes = ("--params", UPDATED[options.device], "--replicas", "1", "--versions", "3")
+    return (*OWN, "bench", "weight-sync", "--device", options.device, *sizes, "--json", str(written))
 
 
 def ladder(options: Options, written: Path) -> Sequence[str]:
