@@ -127,7 +127,7 @@ class TestOfGymnasium:
         assert f"or an id of gymnasium, got {name!r} (did you mean {meant!r}?); correct it" in refusal(name)
 
     def test_an_argument_that_does_not_exist(self) -> None:
-        assert "got 5 (did you mean 'size'?); it has size, frozen, " in refusal("frozen_lake", siez=5)
+        assert "got 5 (did you mean 'size'?); it has size, frozen, " in refusal("frozen_lake", sizze=5)
         assert "(did you mean 'is_slippery'?)" in refusal("CliffWalking-v1", is_slipery=True)
 
     @pytest.mark.parametrize(

@@ -572,8 +572,8 @@ ENVIRONMENT = f"{OWN}.agentic.environment"
         ({ENVIRONMENT: "no_such_module_here:Class"}, "agentic.environment names module .* cannot be found"),
         ({ENVIRONMENT: "tests.fakes.environments:Other"}, "agentic.environment .*Other"),
         (
-            {ENVIRONMENT: "frozen_lake", f"{ENVIRONMENT}_kwargs": {"siez": 5}},
-            r"environment_kwargs.siez must be an argument of frozen_lake, got 5 \(did you mean 'size'\?\)",
+            {ENVIRONMENT: "frozen_lake", f"{ENVIRONMENT}_kwargs": {"sizze": 5}},
+            r"environment_kwargs.sizze must be an argument of frozen_lake, got 5 \(did you mean 'size'\?\)",
         ),
         (
             {ENVIRONMENT: "frozen_lake", f"{OWN}.reward.while_generating": False},
