@@ -104,6 +104,14 @@ def test_what_the_cpu_cannot_run_is_refused_there_only(
         ({f"{MEGATRON}.use_mbridge": False}, "use_mbridge must be True"),
         ({f"{MEGATRON}.qat.enable": True}, "qat.enable must be False"),
         ({f"{MEGATRON}.router_replay.mode": "R2"}, "must be disabled for a model without experts, got R2"),
+        (
+            {f"{ACTOR}.optim.lr_warmup_steps": 60},
+            f"^{ACTOR}.optim.lr_warmup_steps must be < trainer.total_training_steps=60 .*, got 60; lower it$",
+        ),
+        (
+            {f"{ACTOR}.optim.lr_warmup_steps": 5, f"{ACTOR}.optim.lr_decay_steps": 4},
+            f"must be < {ACTOR}.optim.lr_decay_steps=4 with Megatron, got 5; lower",
+        ),
         ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank must be 0 with .*strategy=megatron, got 8"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 0}, "must be >= 1, got 0"),
         ({f"{MEGATRON}.tensor_model_parallel_size": 4}, r"model's 2 query groups \(num_key_value_heads"),

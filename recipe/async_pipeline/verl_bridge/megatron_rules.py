@@ -104,6 +104,7 @@ def _check_section(config: DictConfig, section: str, model: str) -> None:
             f"{megatron}.qat.enable must be False, got True; quantization-aware training is not supported yet"
         )
     _check_replay(config, section)
+    _check_warm_up(config, section)
     if rank := adapter_rank(config):
         raise ConfigError(
             f"{MODEL}.lora.rank must be 0 with {section}.strategy=megatron, got {rank}; adapters of Megatron "
@@ -161,6 +162,20 @@ def _check_replay(config: DictConfig, section: str) -> None:
             raise ConfigError(
                 f"{path} must be {required} with {replay}={mode}, got {value}; {reason}: set it"
             )
+
+
+def _check_warm_up(config: DictConfig, section: str) -> None:
+    """Raises ConfigError if the learning rate would not be warm before its schedule ends."""
+    optimizer, total = f"{section}.optim", "trainer.total_training_steps"
+    source = f"{optimizer}.lr_decay_steps"
+    steps = OmegaConf.select(config, source)
+    if steps is None:
+        source, steps = total, OmegaConf.select(config, total)
+    warm = OmegaConf.select(config, f"{optimizer}.lr_warmup_steps")
+    if isinstance(warm, int) and isinstance(steps, int) and warm >= steps:
+        raise ConfigError(
+            f"{optimizer}.lr_warmup_steps must be < {source}={steps} with Megatron, got {warm}; lower it"
+        )
 
 
 def has_experts(described: Mapping[str, Any]) -> bool:
