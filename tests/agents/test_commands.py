@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from recipe.async_pipeline.agents.commands import KEPT_BYTES, Finished, environment, run_command
+from recipe.async_pipeline.agents.commands import (
+    KEPT_BYTES,
+    Finished,
+    LeftBehind,
+    environment,
+    run_command,
+)
 from recipe.async_pipeline.agents.output_log import OutputLog
 from tests.fakes.waiting import until
 
@@ -102,6 +108,62 @@ def test_children_end_with_their_command(tmp_path: Path) -> None:
     finished = run(LEAVES_A_CHILD, tmp_path)
     assert finished.status == 0
     until(lambda: gone(int(finished.stdout)), "the child is killed")
+
+
+LEAVES_ITS_GROUP = (
+    "import subprocess, sys; "
+    "child = subprocess.Popen([sys.executable, '-I', '-c', 'import time; time.sleep(600)'], "
+    "start_new_session=True, stdin=-3, stdout=-3, stderr=-3); "
+    "print(child.pid, flush=True); "
+)
+
+
+def test_processes_that_left_their_group_are_counted(tmp_path: Path) -> None:
+    left = LeftBehind()
+    more = "subprocess.Popen(['true'], start_new_session=True); subprocess.Popen(['sleep', '600']); "
+    command = [sys.executable, "-I", "-c", LEAVES_ITS_GROUP + more + "sys.exit(3)"]
+    finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
+    survivor = int(finished.stdout)
+    try:
+        assert finished.status == 3 and not gone(survivor)
+        assert left.newly() == 1 and left.newly() == 0
+    finally:
+        os.kill(survivor, signal.SIGKILL)
+
+
+def test_processes_that_left_the_group_of_a_cancelled_command_are_counted(tmp_path: Path) -> None:
+    left, code = (
+        LeftBehind(),
+        LEAVES_ITS_GROUP + f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid)); child.wait()",
+    )
+
+    async def test() -> None:
+        running = run_command([sys.executable, "-I", "-c", code], tmp_path, {}, None, left)
+        task = asyncio.create_task(running)
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    survivor = int((tmp_path / "pid").read_text())
+    try:
+        assert left.newly() == 1 and not gone(survivor)
+    finally:
+        os.kill(survivor, signal.SIGKILL)
+
+
+def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, subprocess, sys, time\n"
+        "made = subprocess.run(['sh', '-c', 'true & echo $!'], capture_output=True, check=True).stdout\n"
+        "while pathlib.Path('/proc', made.decode().strip()).exists(): time.sleep(0.01)\n"
+    )
+    left = LeftBehind()
+    command = [sys.executable, "-I", "-c", code]
+    finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
+    assert (finished.status, left.newly()) == (0, 0), finished.in_words()
 
 
 def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:

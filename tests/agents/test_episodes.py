@@ -11,12 +11,15 @@ import pytest
 
 from recipe.async_pipeline.agents.episodes import (
     BLAME,
+    COUNTS,
     DONE,
     ENDS,
     FAILED_EPISODE,
+    PEAKS,
     POLICIES,
     EndPolicies,
     EpisodeRules,
+    counted_together,
     last_responses,
     metrics_of,
 )
@@ -111,6 +114,13 @@ def test_the_metrics_of_a_step_add_up_its_episodes() -> None:
     assert metrics_of(groups(one(1), redundant=1))["agentic/end/redundant"] == 1.0
 
 
+def test_the_episodes_of_recalled_groups_are_counted_in_the_step_that_trains_them() -> None:
+    (twice,), (never,) = groups(one(2), one(2), redundant=1), groups(one(2))
+    found = metrics_of([replace(twice, recalls=2), never])
+    assert found["agentic/end/recalled"] == 6.0
+    assert found["agentic/end/done"] == 3.0
+
+
 def test_waits_are_counted_by_episode_and_by_request() -> None:
     waits = [replace(one(3), model_s=float(i), env_s=i / 10) for i in range(1, 21)]
     (group,) = groups(*waits, one(3))
@@ -123,6 +133,30 @@ def test_waits_are_counted_by_episode_and_by_request() -> None:
     again = metrics_of([Group(uid="a", step=1, trajectories=(*rows, replace(waits[19], key="a_1_0")))])
     assert again["agentic/model_s/mean"] == 15.0, "conversations of one episode share its seconds"
     assert not {"agentic/model_s/mean", "agentic/gateway_ms_p95"} & metrics_of(groups(one(3))).keys()
+
+
+def test_versions_of_an_episode_are_counted_over_its_conversations() -> None:
+    first = replace(one(2), key="u_0_0", spans=((3, 0), (4, 2)))
+    second = replace(one(2), key="u_0_1", spans=((4, 0), (6, 1), (4, 5)))
+    other = replace(one(2), key="u_1_0", spans=((6, 0),))
+    found = metrics_of(
+        [Group(uid="u", step=1, trajectories=(first, second, other, replace(one(2), key="u_2_0")))]
+    )
+    assert found["agentic/versions_per_episode/mean"] == 2.0
+    assert found["agentic/versions_per_episode/max"] == 3.0
+
+
+def test_of_sessions_that_are_open_at_once_the_most_count() -> None:
+    counts = [
+        {"open_sessions": 3, "coalesced": 1},
+        {"open_sessions": 7},
+        {"open_sessions": 5, "coalesced": 1},
+    ]
+    assert counted_together(counts) == {"open_sessions": 7, "coalesced": 2}
+    told = [replace(group, counts=one) for group, one in zip([*groups(one(1))] * 3, counts, strict=True)]
+    found = metrics_of(told)
+    assert (found["agentic/open_sessions"], found["agentic/coalesced"]) == (7.0, 2.0)
+    assert not PEAKS.keys() & COUNTS.keys()
 
 
 def test_what_happened_in_episodes_is_counted_over_the_groups() -> None:

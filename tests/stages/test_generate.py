@@ -153,13 +153,13 @@ def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeR
     trainer.served = 0
     machine = alone("generate", trainer)
     queue = machine.pipeline.queue
-    arrived: list[tuple[str, float]] = []
+    arrived: list[tuple[str, float, int]] = []
 
     async def collect() -> None:
         async for group in machine.outputs[0]:
             queue.put(group)
             queue.take(1 if len(arrived) == 0 else 2)
-            arrived.append((group.uid, asyncio.get_running_loop().time()))
+            arrived.append((group.uid, asyncio.get_running_loop().time(), group.recalls))
 
     async def main() -> None:
         await send(machine, 2)
@@ -171,7 +171,7 @@ def test_a_group_that_holds_a_step_up_is_given_up_or_answered_again(alone: MakeR
     assert trainer.cancelled == ["p0"]
     assert machine.pipeline.fates.count("expired") == (straggler == "drop")
     assert ledger.regenerated == (straggler == "regenerate")
-    assert arrived == [("p1", 1.0), *([("p0", 3.0)] if straggler == "regenerate" else [])]
+    assert arrived == [("p1", 1.0, 0), *([("p0", 3.0, 1)] if straggler == "regenerate" else [])]
     recalled = [r.fields["fate"] for r in machine.pipeline.log.records if r.event == "RECALLED"]
     assert recalled == [straggler]
 

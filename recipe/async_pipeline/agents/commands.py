@@ -27,6 +27,22 @@ PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "S
 """Variables of the run that a command gets. All others, such as keys and tokens, it does not."""
 
 
+class LeftBehind:
+    """Counts what could not be ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Count some more."""
+        self._count += count
+
+    def newly(self) -> int:
+        """Return how many there are since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+
 class Finished(NamedTuple):
     """A command that has ended."""
 
@@ -62,33 +78,40 @@ def environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 async def run_command(
-    command: Sequence[str], cwd: Path, env: Mapping[str, str], log: OutputLog | None = None
+    command: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str],
+    log: OutputLog | None = None,
+    left: LeftBehind | None = None,
 ) -> Finished:
     """Run a command until it ends. If cancelled, it is killed with everything that it started.
 
-    `log` gets its output as it arrives.
+    `log` gets its output as it arrives; `left` counts processes that left its process group and still run.
     Raises OSError if the guard cannot be started. A command that cannot be started has the status 127.
     """
     loop = asyncio.get_running_loop()
     lifeline, ours = os.pipe()
+    reported, report = os.pipe()
     guard = Path(__file__).with_name("command_process.py")
 
     def start() -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
-                [sys.executable, "-I", "-S", str(guard), str(lifeline)],
-                pass_fds=(lifeline,),
+                [sys.executable, "-I", "-S", str(guard), str(lifeline), str(report)],
+                pass_fds=(lifeline, report),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         finally:
             os.close(lifeline)
+            os.close(report)
 
     try:
         process = await loop.run_in_executor(None, start)
     except BaseException:
         os.close(ours)
+        os.close(reported)
         raise
     transports: list[asyncio.BaseTransport] = []
     try:
@@ -108,6 +131,11 @@ async def run_command(
             transport.close()
         if process.returncode is None:
             await loop.run_in_executor(None, _reap, process)
+        # The guard, which alone had the other end, has ended: this does not block.
+        found = os.read(reported, 16)
+        os.close(reported)
+        if left is not None and found:
+            left.add(int(found))
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

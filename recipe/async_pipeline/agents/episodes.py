@@ -15,7 +15,6 @@ trained as if it were nor cost the other episodes of the group.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -30,6 +29,10 @@ DONE = "done"
 """The end of an episode that reached its own end."""
 REDUNDANT = "redundant"
 """The end of an episode that its group did not need: enough others had finished."""
+RECALLED = "recalled"
+"""The end of an episode that was given up with its whole group, because that held up a step. The ledger has
+the record of the group: `again` with the reason `stale`, or the fate `expired`.
+"""
 FAILED_EPISODE = "failed_episode"
 """The kind of bad data that a dropped episode is."""
 
@@ -76,6 +79,7 @@ BLAME: Mapping[str, Blame] = {
     "agent_failed": "agent",
     "deadline": "unknown",
     REDUNDANT: "none",
+    RECALLED: "none",
 }
 """All ends, and what is to blame for each."""
 ENDS = tuple(BLAME)
@@ -84,9 +88,12 @@ COUNTS: Mapping[str, str] = {
     "params_overridden": "requests that named sampling parameters, where the run's apply",
     "retokenized": "requests whose history had to be encoded again, because its template cannot be continued",
     "replayed_requests": "requests that were answered with what an earlier process had generated",
-    "left_behind": "environments that could not be ended, such as threads that hang",
+    "closed_late": "agents that were still running some seconds after the end of their session",
+    "left_behind": "what could not be ended: threads of environments, processes that left their group",
 }
 """What is counted in episodes besides their ends; metrics of a step, `agentic/*`."""
+PEAKS: Mapping[str, str] = {"open_sessions": "sessions that were open at once in one agent loop worker"}
+"""As `COUNTS`, but of several episodes the largest counts."""
 
 
 class EpisodeRules(NamedTuple):
@@ -115,6 +122,16 @@ class EpisodeRules(NamedTuple):
         return "again" if policy != "drop" and attempt < self.attempts else "drop"
 
 
+def counted_together(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return what happened in several episodes: sums, and the largest of `PEAKS`."""
+    found: dict[str, int] = {}
+    for one in counts:
+        for name, count in one.items():
+            before = found.get(name, 0)
+            found[name] = max(before, count) if name in PEAKS else before + count
+    return found
+
+
 def last_responses(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """Return the last response of each episode: an agent that changes its history leaves several."""
     found = list(trajectories)
@@ -130,15 +147,14 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     redundant = sum(group.redundant for group in step)
     turns = _turns_of_episodes(rows)
     repeated = sum(one.attempts - 1 for one in found)
-    noted = Counter[str]()
-    for group in step:
-        noted.update(group.counts)
-    incidents = repeated or redundant or noted.total() or any(one.end != DONE for one in found)
+    noted = counted_together(group.counts for group in step)
+    incidents = repeated or redundant or any(noted.values()) or any(one.end != DONE for one in found)
     if not incidents and max(turns, default=0) <= 1:
         return {}
 
     counts = {f"agentic/end/{end}": float(sum(one.end == end for one in found)) for end in ENDS}
     counts[f"agentic/end/{REDUNDANT}"] = float(redundant)
+    counts[f"agentic/end/{RECALLED}"] = float(sum(map(_recalled, step)))
     metrics = {"agentic/episodes": float(len(found)), "agentic/again": float(repeated), **counts}
     metrics |= {f"agentic/{name}": float(count) for name, count in noted.items()}
     if len(rows) > len(found):
@@ -148,6 +164,10 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
         metrics["agentic/success"] = succeeded / len(found)
     if turns:
         metrics |= {"agentic/turns/mean": fmean(turns), "agentic/turns/max": float(max(turns))}
+    versions = _versions_of_episodes(rows)
+    if versions:
+        most, mean = "agentic/versions_per_episode/max", "agentic/versions_per_episode/mean"
+        metrics |= {mean: fmean(versions), most: float(max(versions))}
     for name in ("model_s", "env_s"):
         waits = [wait for one in found if (wait := getattr(one, name)) is not None]
         if waits:
@@ -156,6 +176,11 @@ def metrics_of(groups: Iterable[Group]) -> dict[str, float]:
     if took_ms:
         metrics["agentic/gateway_ms_p95"] = _p95(took_ms)
     return metrics
+
+
+def _recalled(group: Group) -> int:
+    """Return how many episodes of a group were recalled: each time all that had been begun."""
+    return group.recalls * (len(last_responses(group.trajectories)) + group.redundant)
 
 
 def _p95(values: Iterable[float]) -> float:
@@ -172,3 +197,12 @@ def _turns_of_episodes(rows: Iterable[Trajectory]) -> list[int]:
             episode = episode_of(one.key)
             turns[episode] = turns.get(episode, 0) + one.turns
     return [*turns.values()]
+
+
+def _versions_of_episodes(rows: Iterable[Trajectory]) -> list[int]:
+    """Return how many versions have written each episode whose tokens' versions are known."""
+    versions: dict[str, set[int]] = {}
+    for one in rows:
+        if one.spans is not None:
+            versions.setdefault(episode_of(one.key), set()).update(version for version, _ in one.spans)
+    return [len(found) for found in versions.values()]

@@ -18,23 +18,19 @@ not used. Another kind of runner is a class with `run` and a line in `runner_of`
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import inspect
-import json
 import math
 import re
 import shlex
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..core.threads import in_new_thread
 from ..errors import AgentFailed, ConfigError, EnvironmentFailed
-from .commands import Finished, environment, run_command
+from .commands import Finished, LeftBehind, environment, run_command
+from .episode_folders import Folder
 from .output_log import OutputLog
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -78,6 +74,9 @@ class AgentSpec:
 class Runner(Protocol):
     """Runs an agent."""
 
+    left: LeftBehind
+    """Processes of its commands that could not be ended."""
+
     async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """Run it for one episode, and return its reward or None if it gave none.
 
@@ -105,7 +104,7 @@ class FunctionRunner:
             self._function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"the agent {spec.agent!r} cannot be imported: {error}; correct it") from error
-        self._spec = spec
+        self._spec, self.left = spec, LeftBehind()
 
     async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """See `Runner`. A thread cannot be stopped: it fails at its next request."""
@@ -122,21 +121,21 @@ class FunctionRunner:
         if self._spec.verify is None:
             return reward
         with Folder() as folder:
-            await folder.make(task)
-            return await verified(self._spec, folder, task, log)
+            await folder.make(TASK_FILE, task.shown)
+            return await verified(self._spec, folder, task, log, self.left)
 
 
 class CommandRunner:
     """Runs a command in a new folder, which is deleted when the episode has ended."""
 
     def __init__(self, spec: AgentSpec) -> None:
-        self._spec = spec
+        self._spec, self.left = spec, LeftBehind()
         self._command = shlex.split(spec.agent)
 
     async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """See `Runner`."""
         with Folder() as folder:
-            await folder.make(task)
+            await folder.make(TASK_FILE, task.shown)
             reached = {
                 "OPENAI_BASE_URL": policy.base_url,
                 "OPENAI_API_KEY": policy.api_key,
@@ -147,52 +146,34 @@ class CommandRunner:
                 reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
             if policy.unix_socket is not None:
                 reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
-            env = environment({**folder.variables(), **self._spec.env, **reached})
-            finished = await run_command(self._command, folder.path, env, log)
+            env = environment({**_variables(folder), **self._spec.env, **reached})
+            finished = await run_command(self._command, folder.path, env, log, self.left)
             if finished.status != 0:
                 raise AgentFailed(finished.in_words())
             if self._spec.verify is not None:
-                return await verified(self._spec, folder, task, log)
+                return await verified(self._spec, folder, task, log, self.left)
             return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
-class Folder:
-    """The folder of one episode. Leaving the context deletes it, in a thread."""
-
-    def __init__(self) -> None:
-        self.path = Path()
-
-    async def make(self, task: Task) -> None:
-        """Make it, with the task in a file."""
-
-        def make() -> Path:
-            path = Path(tempfile.mkdtemp(prefix="episode-"))
-            (path / TASK_FILE).write_text(json.dumps(task.shown, ensure_ascii=False), encoding="utf-8")
-            return path
-
-        self.path = await asyncio.get_running_loop().run_in_executor(None, make)
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables that name it."""
-        where = str(self.path)
-        return {"ASYNC_PIPELINE_TASK": str(self.path / TASK_FILE), "HOME": where, "TMPDIR": where}
-
-    def __enter__(self) -> Folder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.path != Path():
-            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, self.path, True)
+def _variables(folder: Folder) -> dict[str, str]:
+    """Return the variables that name a folder."""
+    where = str(folder.path)
+    return {"ASYNC_PIPELINE_TASK": str(folder.path / TASK_FILE), "HOME": where, "TMPDIR": where}
 
 
-async def verified(spec: AgentSpec, folder: Folder, task: Task, log: OutputLog | None = None) -> float:
+async def verified(
+    spec: AgentSpec,
+    folder: Folder,
+    task: Task,
+    log: OutputLog | None = None,
+    left: LeftBehind | None = None,
+) -> float:
     """Return the reward that the `verify` command prints. Raises EnvironmentFailed if it prints none."""
     assert spec.verify is not None
-    hidden = folder.path / HIDDEN_FILE
-    text = json.dumps({**task.shown, **task.hidden}, ensure_ascii=False)
-    await asyncio.get_running_loop().run_in_executor(None, lambda: hidden.write_text(text, encoding="utf-8"))
-    env = environment({**folder.variables(), **spec.env, "ASYNC_PIPELINE_TASK": str(hidden)})
-    finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log)
+    await folder.write(HIDDEN_FILE, {**task.shown, **task.hidden})
+    hidden = str(folder.path / HIDDEN_FILE)
+    env = environment({**_variables(folder), **spec.env, "ASYNC_PIPELINE_TASK": hidden})
+    finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log, left)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.in_words()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)

@@ -92,6 +92,8 @@ class Group:
     """Why it cannot be trained; empty if it can. The sample store does not hold flawed groups."""
     again: bool = False
     """Generate its responses again because of the flaw."""
+    recalls: int = 0
+    """How often its responses were given up and generated again, because it held up a step."""
     redundant: int = 0
     """Further episodes that were begun and ended, because enough others had finished."""
     counts: Mapping[str, int] = field(default_factory=dict)

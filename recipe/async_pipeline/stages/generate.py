@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..core.concurrent_stage import ConcurrentStage
 from ..core.items import Group, Prompt, PromptBatch
@@ -33,13 +34,14 @@ class GenerateStateMachine(ConcurrentStage):
 
     async def _answer(self, prompt: Prompt) -> Group | None:
         """Return the finished group, or None if it was given up because it held up a step."""
-        queue, uid = self.pipeline.queue, prompt.uid
+        queue, uid, recalls = self.pipeline.queue, prompt.uid, 0
         while True:
             recall = queue.watch(uid)
             group = await self.trainer.generate_group(prompt, recall)
             if recall.verdict is None:
                 if group is None:
                     raise StageProtocolError(f"generate: group {uid} came back empty, but was not recalled")
+                group = replace(group, recalls=recalls) if recalls else group
                 queue.arrive(group)
                 if not group.again:
                     self.pipeline.ledger.finish(group)
@@ -54,4 +56,5 @@ class GenerateStateMachine(ConcurrentStage):
             self.note("RECALLED", fate=recall.verdict)
             if recall.verdict == "drop":
                 return None
+            recalls += 1
             self.pipeline.ledger.answer_again(uid, "stale", self.pipeline.versions.served)

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...agents.episodes import counted_together
 from ...core.bad_data import Flaw
 from ...core.items import Trajectory
 from ...errors import RolloutError
@@ -116,12 +116,10 @@ def slowest_turns(samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
 
 def counted(samples: Sequence[Sample], replayed: Iterable[int]) -> dict[str, int]:
     """Return what happened in the episodes of a group. `replayed`: requests of each, see `Transcript`."""
-    counts = Counter[str]()
-    for sample in samples:
-        counts.update(sample.counts)
+    counts = counted_together(sample.counts for sample in samples)
     if again := sum(replayed):
         counts["replayed_requests"] = again
-    return dict(counts)
+    return counts
 
 
 def divided(

@@ -15,8 +15,10 @@ import socket
 from contextlib import nullcontext
 from pathlib import Path
 
+from ...agents.commands import LeftBehind
+from ...agents.episode_folders import Folder
 from ...agents.output_log import OutputLog
-from ...agents.runners import AgentSpec, Folder, Policy, Task, reward_of, verified
+from ...agents.runners import TASK_FILE, AgentSpec, Policy, Task, reward_of, verified
 from ...errors import AgentFailed
 from ...gateway.claims import ClaimLost, Claims
 from .episode_attempts import current_attempt
@@ -26,7 +28,7 @@ class ExternalRunner:
     """Offers each episode to the runners; see `agents.runners.Runner`."""
 
     def __init__(self, spec: AgentSpec, claims: Claims) -> None:
-        self._spec, self._claims = spec, claims
+        self._spec, self._claims, self.left = spec, claims, LeftBehind()
 
     async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
         """Return the reward that a runner reports. Raises AgentFailed if the runner fails or is gone."""
@@ -45,8 +47,8 @@ class ExternalRunner:
         if self._spec.verify is None:
             return reward
         with Folder() as folder:
-            await folder.make(task)
-            return await verified(self._spec, folder, task, log)
+            await folder.make(TASK_FILE, task.shown)
+            return await verified(self._spec, folder, task, log, self.left)
 
 
 class Address:
