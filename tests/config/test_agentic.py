@@ -97,7 +97,9 @@ def test_a_knob_requires_what_it_is_for(knob: str, needed: tuple[str, ...]) -> N
     with pytest.raises(ConfigError, match=rf"agentic.{knob.partition('.')[0]}=.* requires {either}; set it"):
         AsyncPipelineConfig.of({f"agentic.{knob}": value})
     for one in needed:
-        found = AsyncPipelineConfig.of({f"agentic.{knob}": value, f"agentic.{one}": KEYS[one][0]}).agentic
+        chains = {"agentic.gateway.max_chains": 1} if knob == "turn_rewards" and one == "agent" else {}
+        needs = {f"agentic.{one}": KEYS[one][0], **chains}
+        found = AsyncPipelineConfig.of({f"agentic.{knob}": value, **needs}).agentic
         assert (found.gateway.max_chains if knob.startswith("gateway") else getattr(found, knob)) == value
 
 
@@ -106,6 +108,14 @@ def test_arguments_of_an_environment_have_another_knob() -> None:
         ConfigError, match=r"must be the name of .* with size; set .*environment_kwargs\.NAME$"
     ):
         AsyncPipelineConfig.of({"agentic.environment": {"size": 4}})
+
+
+def test_rewards_of_turns_of_an_agent_require_one_conversation() -> None:
+    values = {"agentic.turn_rewards": True, "agentic.agent": "m:f"}
+    with pytest.raises(ConfigError, match=r"turn_rewards requires .*max_chains=1 .*, got 8; set it to 1"):
+        AsyncPipelineConfig.of(values)
+    assert AsyncPipelineConfig.of({**values, "agentic.gateway.max_chains": 1}).agentic.turn_rewards
+    assert AsyncPipelineConfig.of({"agentic.turn_rewards": True, "agentic.environment": "m:C"})
 
 
 def test_redundancy_refuses_that_failures_fill_the_groups() -> None:

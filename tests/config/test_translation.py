@@ -211,7 +211,7 @@ def test_every_knob_is_read() -> None:
         "agentic.agent": "external",
         "agentic.agent_env": {"A": "b"},
         "agentic.verify": "judge",
-        "agentic.gateway.max_chains": 2,
+        "agentic.gateway.max_chains": 1,
         "agentic.gateway.max_body_mb": 3,
         "agentic.gateway.keep_alive_s": 0.25,
         "agentic.max_turns": 3,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +70,9 @@ def test_only_the_control_key_rewards_ends_and_sees_the_session(serve: Serve, pl
                 "coalesced": 0,
                 "overridden": 0,
                 "reward": 2.0,
+                "turn_rewards": {},
                 "ended": None,
+                "seconds_left": None,
             }
             for _ in range(2):
                 ended = await http.post("/v1/session/end", json={"reason": "enough"}, headers=control)
@@ -88,6 +91,86 @@ def test_a_reward_that_is_no_number(serve: Serve, play: Play, body: bytes) -> No
             headers = bearer(at.session.keys.control)
             refused = await http.post("/v1/session/reward", content=body, headers=headers)
             assert refused.status_code == 422 and at.session.reward is None
+
+    play(test)
+
+
+def test_a_session_tells_how_long_its_episode_may_take(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
+            timed = Session(FakePolicy(), LIMITS, lambda: 12.5)
+            at.sessions.add(timed)
+            seen = (await http.get("/v1/session", headers=bearer(timed.keys.control))).json()
+            assert seen["seconds_left"] == 12.5
+
+    play(test)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/generate"])
+def test_a_policy_that_cannot_answer_is_503_with_a_time_and_then_410(
+    serve: Serve, play: Play, path: str
+) -> None:
+    body = {**BODY, "model": "policy", "max_tokens": 5, "prompt_ids": [1], "input": "go"}
+
+    async def test() -> None:
+        async with serve() as at, httpx.AsyncClient(base_url=at.url) as http:
+            headers = bearer(at.session.keys.model)
+            early = await http.post(path, json={"prompt_ids": "x"}, headers=headers)
+            assert early.status_code == 400 and "retry-after" not in early.headers
+            at.policy.error = RuntimeError("all replicas are gone")
+            found = await http.post(path, json=body, headers=headers)
+            assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+            assert found.headers["x-should-retry"] == "false"
+            late = await http.post(path, json=body, headers=headers)
+            assert late.status_code == 410 and "retry-after" not in late.headers
+
+    play(test)
+
+
+def test_turns_get_rewards_by_their_number_or_their_id(serve: Serve, play: Play) -> None:
+    limits = dataclasses.replace(LIMITS, turn_rewards=True)
+
+    async def test() -> None:
+        async with serve(FakePolicy("ab", "", "c"), limits) as at, httpx.AsyncClient(base_url=at.url) as http:
+            model, control = bearer(at.session.keys.model), bearer(at.session.keys.control)
+
+            async def give(**body: Any) -> Any:
+                return await http.post("/v1/session/reward", json=body, headers=control)
+
+            early = await give(reward=1.0, turn=1)
+            assert (early.status_code, at.session.turn_rewards.rewards) == (422, {})
+            messages, ids = list(BODY["messages"]), []
+            for path in (CHAT, "/v1/messages", "/v1/responses"):
+                body = {"model": "policy", "messages": messages, "input": messages, "max_tokens": 9}
+                answer = (await http.post(path, json=body, headers=model)).json()
+                ids.append(answer["id"])
+                said = at.session.chains.all[0].messages[-1]["content"]
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+            for reward, turn in ((5.0, 1), (0.5, ids[0]), (-1.0, ids[2]), (0.25, 2)):
+                assert (await give(reward=reward, turn=turn)).status_code == 200
+            for turn in (0, 4, -1, "chatcmpl-none", ""):
+                assert (await give(reward=1.0, turn=turn)).status_code == 422
+            seen = (await http.get("/v1/session", headers=control)).json()
+            assert seen["turn_rewards"] == {"1": 0.5, "2": 0.25, "3": -1.0} and seen["reward"] is None
+
+            (row,) = at.session.rows()
+            ends = [i for i, one in enumerate(row.response_ids) if one == END]
+            placed = at.session.turn_rewards.placed(row, None)
+            assert placed == [*zip(ends, (0.5, 0.25, -1.0), strict=True)]
+
+    play(test)
+
+
+def test_a_reward_of_a_turn_requires_the_knob(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        async with serve(FakePolicy("ab")) as at, httpx.AsyncClient(base_url=at.url) as http:
+            await http.post(CHAT, json=BODY, headers=bearer(at.session.keys.model))
+            body = {"reward": 1.0, "turn": 1}
+            found = await http.post("/v1/session/reward", json=body, headers=bearer(at.session.keys.control))
+            assert found.status_code == 422
+            assert "requires agentic.turn_rewards=True" in found.json()["error"]["message"]
+            (row,) = at.session.rows()
+            assert at.session.turn_rewards.placed(row, 1.0) == []
 
     play(test)
 

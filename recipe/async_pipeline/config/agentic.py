@@ -22,12 +22,11 @@ EXTERNAL = "external"
 """The agent of which programs outside of the run claim the tasks."""
 MAX_UNIX_DIR = 80
 """Bytes; Linux allows 107 for the path of a Unix socket, of which the name of the file takes some."""
-OF_BOTH = ("max_turns", "concurrency", "failure_reward")
+OF_BOTH = ("max_turns", "concurrency", "failure_reward", "turn_rewards")
 """Knobs that have an effect only with `environment` or `agent`."""
 OF_ENVIRONMENTS = (
     "environment_kwargs",
     "max_turn_tokens",
-    "turn_rewards",
     "isolation",
     "reset_ahead",
     "env_timeout_s",
@@ -118,8 +117,9 @@ class AgenticConfig:
     exceeds them is ended, and its episode ends as env_failed."""
     turn_rewards: bool = False
     """Give each step's reward of an environment to the turn before it (at its last token) instead of their
-    sum to the end of the response, so that a turn is credited only with what came after it. Requires an
-    adv_estimator that reads rewards by token, such as gae or reinforce_plus_plus; grpo adds them up."""
+    sum to the end of the response, so that a turn is credited only with what came after it; let agents have
+    rewards by turn (docs/agents.md). Requires an adv_estimator that reads rewards by token, such as gae or
+    reinforce_plus_plus; grpo adds them up. With an agent, it requires gateway.max_chains=1."""
     failure_reward: float = 0.0
     """The score of an episode whose end has the policy score; see ends."""
     turn_timeout_s: Seconds | None = None
@@ -158,6 +158,12 @@ class AgenticConfig:
             raise ConfigError(
                 f"{self.PATH}.agent={EXTERNAL} and {self.gateway.PATH}.runners_dir require each other, got "
                 f"agent={self.agent!r} and runners_dir={self.gateway.runners_dir!r}; set both"
+            )
+        if self.turn_rewards and self.agent is not None and self.gateway.max_chains > 1:
+            raise ConfigError(
+                f"{self.PATH}.turn_rewards requires {self.gateway.PATH}.max_chains=1 with an agent, because "
+                "rewards of one conversation are no credit for the turns of another, got "
+                f"{self.gateway.max_chains}; set it to 1"
             )
         if self.redundancy and self.ends.env_failed == "score":
             raise ConfigError(

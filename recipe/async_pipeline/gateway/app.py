@@ -4,7 +4,7 @@
     POST /v1/chat/completions, /v1/messages, /v1/responses    model key     a turn
     POST /v1/generate                                         model key     a turn, as tokens
     GET  /v1/models                                           model key     one model, `policy`
-    POST /v1/session/reward  {"reward": number}               control key   the last one counts
+    POST /v1/session/reward  {"reward": number, "turn": n}    control key   the last one of a turn counts
     POST /v1/session/end     {"reason": text}                 control key   idempotent
     GET  /v1/session                                          control key   what happened so far
     POST /v1/tasks/claim         {"wait_s": number}           run key       a task with its lease, or 204
@@ -35,7 +35,7 @@ from ..errors import RequestRefused, WaitTimeout
 from .claims import Claims
 from .dialects import DIALECTS
 from .registry import Sessions
-from .sessions import Reply, Session, TokenReply, digest_of
+from .sessions import UNAVAILABLE, Reply, Session, TokenReply, digest_of
 from .task_routes import Handler, TaskRoutes, key_of
 from .wire import Dialect, Read, decoded, texts
 
@@ -43,6 +43,8 @@ MODEL = "policy"
 READ_S = 60.0
 """Seconds that a client may take to send a body."""
 NO_RETRY = {"x-should-retry": "false"}
+RETRY_AFTER_S = 1
+"""Of a 503, for clients that try it again: by then the session has ended, and says why."""
 JSON = "application/json"
 RETRY = "x-stainless-retry-count"
 """With it, OpenAI's and Anthropic's clients number their attempts at one request."""
@@ -56,6 +58,7 @@ class _Generate(msgspec.Struct):
 
 class _Reward(msgspec.Struct):
     reward: float
+    turn: int | str | None = None
 
 
 class _End(msgspec.Struct):
@@ -101,7 +104,7 @@ class Gateway:
                 return await self._turn(dialect, request)
             except RequestRefused as error:
                 body = dialect.error(error.status, str(error))
-                return Response(body, error.status, NO_RETRY, JSON)
+                return Response(body, error.status, _headers(error), JSON)
 
         return handle
 
@@ -114,7 +117,7 @@ class Gateway:
                 return Response(msgspec.json.encode(found), 200, media_type=JSON)
             except RequestRefused as error:
                 body = {"error": {"message": str(error), "type": "invalid_request_error"}}
-                return Response(msgspec.json.encode(body), error.status, NO_RETRY, JSON)
+                return Response(msgspec.json.encode(body), error.status, _headers(error), JSON)
 
         return handle_or_refuse
 
@@ -190,19 +193,24 @@ class Gateway:
             "coalesced": counts.coalesced,
             "overridden": counts.overridden,
             "reward": session.reward,
+            "turn_rewards": {str(turn): one for turn, one in sorted(session.turn_rewards.rewards.items())},
             "ended": session.ended,
+            "seconds_left": session.seconds_left(),
         }
 
     async def _reward(self, request: Request) -> Any:
         session = self._session_of(request, controls=True)
         body = await self._body(request)
         try:
-            reward = decoded(body, _Reward).reward
+            found = decoded(body, _Reward)
         except RequestRefused as error:
             raise RequestRefused(str(error), status=422) from error
-        if not math.isfinite(reward):
-            raise RequestRefused(f"reward must be a finite number, got {reward}", status=422)
-        session.reward = reward
+        if not math.isfinite(found.reward):
+            raise RequestRefused(f"reward must be a finite number, got {found.reward}", status=422)
+        if found.turn is None:
+            session.reward = found.reward
+        else:
+            session.turn_rewards.give(found.turn, found.reward)
         return {}
 
     async def _end(self, request: Request) -> Any:
@@ -243,6 +251,10 @@ _MODEL = {
     "display_name": MODEL,
     "created_at": "1970-01-01T00:00:00Z",
 }
+
+
+def _headers(error: RequestRefused) -> dict[str, str]:
+    return NO_RETRY if error.status != UNAVAILABLE else {**NO_RETRY, "retry-after": str(RETRY_AFTER_S)}
 
 
 def _is_retry(request: Request) -> bool:

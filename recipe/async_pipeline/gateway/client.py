@@ -71,9 +71,12 @@ class Client:
         body = {"prompt_ids": prompt_ids, "max_tokens": max_tokens, "stop": stop}
         return Turn(**self._call("/v1/generate", body))
 
-    def reward(self, value: float) -> None:
-        """Set the reward of the episode. Raises as `generate`."""
-        self._call("/v1/session/reward", {"reward": value})
+    def reward(self, value: float, turn: int | str | None = None) -> None:
+        """Set the reward of a turn, by its number from 1 or the id of its answer, or else of the episode.
+
+        Raises as `generate`.
+        """
+        self._call("/v1/session/reward", {"reward": value, "turn": turn})
 
     def end(self, reason: str = "ended") -> None:
         """End the episode. Raises as `generate`."""

@@ -26,8 +26,12 @@ from ..core.deadline import within
 from ..errors import RequestRefused, WaitTimeout
 from .chains import Answer, Chains, Request, Row
 from .conversation import Message, Said, ToolCall
+from .turn_rewards import TurnRewards
 
 DONE, RECALLED = "done", "recalled"
+"""Reasons that agents read, named as the ends of their episodes in `agents.episodes`."""
+UNAVAILABLE = 503
+"""Status of the refusal of a request whose session is ending after an error of the rollout."""
 
 
 class CannotAppend(ValueError):  # noqa: N818 - a condition of a model's template, not a failure
@@ -104,6 +108,8 @@ class SessionLimits:
     max_turns: int = 16
     max_chains: int = 8
     turn_timeout_s: float | None = None
+    turn_rewards: bool = False
+    """Turns may have rewards: there is one conversation, and the estimator reads rewards by token."""
 
 
 @dataclass
@@ -130,11 +136,19 @@ class Keys:
 class Session:
     """One episode of an agent. Belongs to the event loop and the context that it was made in."""
 
-    def __init__(self, policy: Policy, limits: SessionLimits) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        limits: SessionLimits,
+        seconds_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """`seconds_left`: until the deadline of the episode; None without one."""
+        self.seconds_left = seconds_left
         self.keys, self.counts = Keys(), Counts()
         self.chains = Chains(limits.max_chains)
         self.reward: float | None = None
-        """What the holder of the control key wrote last."""
+        """What the holder of the control key wrote last, besides `turn_rewards`."""
+        self.turn_rewards = TurnRewards(allowed=limits.turn_rewards)
         self.ended: str | None = None
         """Why the session has ended."""
         self.limit_hit = ""
@@ -182,10 +196,11 @@ class Session:
                 request.commit(token_ids, kept, answer._replace(whole=whole), said.as_message())
         finally:
             request.abandon()
-        self._answered(time.perf_counter() - received - engine_s)
+        name = secrets.token_hex(12)
+        self._answered(time.perf_counter() - received - engine_s, name, len(token_ids), answer)
         cut = not answer.whole and said.stop is None
         return Reply(
-            id=secrets.token_hex(12),
+            id=name,
             said=said,
             finish="tool_calls" if said.calls else "length" if cut else "stop",
             prompt_tokens=len(token_ids),
@@ -211,7 +226,7 @@ class Session:
                 request.commit(token_ids, len(request.known), answer, None)
         finally:
             request.abandon()
-        self._answered(time.perf_counter() - received - engine_s)
+        self._answered(time.perf_counter() - received - engine_s, "", len(token_ids), answer)
         versions = [
             max((start, version) for version, start in answer.spans if start <= at)[1]
             for at in range(len(answer.token_ids))
@@ -289,7 +304,7 @@ class Session:
 
     def _failed(self, error: BaseException) -> RequestRefused:
         self.end("failed", error)
-        return RequestRefused("the policy cannot answer: the episode is ending", status=503)
+        return RequestRefused("the policy cannot answer: the episode is ending", status=UNAVAILABLE)
 
     def _settle(self, digest: bytes, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
@@ -304,8 +319,9 @@ class Session:
                 f"this session has used its {self._limits.max_turns} turns (agentic.max_turns)", end="turns"
             )
 
-    def _answered(self, took_s: float) -> None:
+    def _answered(self, took_s: float, name: str, start: int, answer: Answer) -> None:
         self.counts.turns += 1
+        self.turn_rewards.answered(name, start, start + len(answer.token_ids))
         self.took_ms.append(round(1e3 * took_s, 3))
         self.limit_hit = ""
 

@@ -309,18 +309,18 @@ def _require_reward_function(config: DictConfig, knobs: AsyncPipelineConfig) -> 
 
 def _require_environment(config: DictConfig, knobs: AsyncPipelineConfig) -> None:
     """Raises ConfigError if the environment of the episodes cannot be found, or its rewards would be lost."""
+    estimator = str(config.algorithm.adv_estimator)
+    if knobs.agentic.turn_rewards and estimator in OF_WHOLE_RESPONSES:
+        raise ConfigError(
+            f"{OWN}.agentic.turn_rewards requires an algorithm.adv_estimator that reads rewards by token, "
+            f"got {estimator}, which adds up the rewards of a response; use gae or reinforce_plus_plus"
+        )
     if knobs.agentic.environment is None:
         return
     if not knobs.reward.while_generating:
         raise ConfigError(
             f"{OWN}.agentic.environment requires {OWN}.reward.while_generating=True, because the rewards "
             "come from the environment, got False; set it"
-        )
-    estimator = str(config.algorithm.adv_estimator)
-    if knobs.agentic.turn_rewards and estimator in OF_WHOLE_RESPONSES:
-        raise ConfigError(
-            f"{OWN}.agentic.turn_rewards requires an algorithm.adv_estimator that reads rewards by token, "
-            f"got {estimator}, which adds up the rewards of a response; use gae or reinforce_plus_plus"
         )
     check_environment(knobs.agentic)
 

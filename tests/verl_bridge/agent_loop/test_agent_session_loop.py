@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -20,7 +22,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from recipe.async_pipeline.agents.env_pool import EnvironmentPool, PoolLimits
-from recipe.async_pipeline.agents.episodes import COUNTS, EndPolicies, EpisodeRules
+from recipe.async_pipeline.agents.episodes import COUNTS, PEAKS, EndPolicies, EpisodeRules
 from recipe.async_pipeline.agents.runners import Policy
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed, WaitTimeout
@@ -361,6 +363,32 @@ def test_an_agent_sets_its_reward_only_if_it_may(module: ModuleType, monkeypatch
     assert output.reward_score == -1.0, "the program that judges has the last word"
 
 
+async def rewards_turns(task: dict[str, Any], policy: Policy) -> float:
+    """Play three turns, reward two of them, and return a reward of the end."""
+    assert policy.control_key is not None
+    control, texts = Client(policy.base_url, policy.control_key), ["go"]
+    for turn in (1, 2, 3):
+        texts += [await says(policy, *texts), "on"]
+        if turn != 2:
+            await asyncio.get_running_loop().run_in_executor(None, control.reward, turn / 4, turn)
+    return 2.0
+
+
+def test_rewards_of_turns_are_at_their_last_tokens(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = GatewayConfig(agent_may_reward=True, max_chains=1)
+    knobs = {"agent": f"{AGENTS}:rewards_turns", "gateway": gateway, "turn_rewards": True}
+    (output,) = Table(module, monkeypatch, **knobs).play(Engine(3))
+    ends = [i for i, one in enumerate(output.response_ids) if one == EOS and output.response_mask[i]]
+    scores = output.as_dict()["rm_scores"].tolist()
+    assert {i: one for i, one in enumerate(scores) if one} == {ends[0]: 0.25, ends[2]: 2.75}
+    assert output.reward_score == sum(scores) == 3.0
+    assert output.extra_fields["turn_scores"] == [0.25, 0.75, 2.0]
+    (judged,) = Table(module, monkeypatch, **knobs, verify="echo '{\"reward\": -1}'").play(Engine(3))
+    assert judged.as_dict()["rm_scores"].sum() == judged.reward_score == -1.0
+
+
 async def through_a_socket(task: dict[str, Any], policy: Policy) -> float:
     """Reach the policy without a network."""
     transport = httpx.AsyncHTTPTransport(uds=policy.unix_socket)
@@ -410,10 +438,47 @@ async def insists(task: dict[str, Any], policy: Policy) -> None:
 def test_what_happened_in_a_session_is_counted(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:insists").play(Engine())
     counts = output.extra_fields[NOTED]
-    assert counts == {"retries_coalesced": 1, "params_overridden": 1, "retokenized": 0}
-    assert counts.keys() <= COUNTS.keys()
+    happened = {"retries_coalesced": 1, "params_overridden": 1, "retokenized": 0}
+    assert counts == {**happened, "open_sessions": 1}
+    assert happened.keys() <= COUNTS.keys() and "open_sessions" in PEAKS
     (took_ms,) = output.extra_fields[TOOK_MS]
     assert took_ms > 0, "of the one request that an engine answered"
+
+
+async def stays(task: dict[str, Any], policy: Policy) -> None:
+    """Continue after the end of the session."""
+    assert policy.control_key is not None
+    await says(policy, "first")
+    control = Client(policy.base_url, policy.control_key)
+    await asyncio.get_running_loop().run_in_executor(None, control.end)
+    await asyncio.sleep(3600)
+
+
+def test_an_agent_that_continues_after_its_session_is_stopped_and_counted(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE_S", 0.1)
+    knobs = {"agent": f"{AGENTS}:stays", "gateway": GatewayConfig(agent_may_reward=True)}
+    (output,) = Table(module, monkeypatch, **knobs).play(Engine())
+    assert output.extra_fields[NOTED]["closed_late"] == 1
+
+
+def test_a_program_that_leaves_a_process_behind_is_counted(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pid = tmp_path / "pid"
+    leaves = f"""
+    import subprocess
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
+    open({str(pid)!r}, "w").write(str(left.pid))
+"""
+    (tmp_path / "agent.py").write_text(textwrap.dedent(ASKS + leaves))
+    table = Table(module, monkeypatch, agent=f"{sys.executable} {tmp_path / 'agent.py'}")
+    try:
+        (output,) = table.play(Engine())
+        assert output.extra_fields[NOTED]["left_behind"] == 1
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_a_recalled_episode_ends_its_session(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,24 @@ def test_time_that_is_excused_does_not_count() -> None:
     assert waited == [100.0]
 
 
+@pytest.mark.parametrize("timeout_s", [None, 10])
+def test_an_attempt_tells_how_much_time_is_left(timeout_s: float | None) -> None:
+    async def waits() -> None:
+        attempt = current_attempt()
+        assert attempt is not None
+        left.append(attempt.seconds_left())
+        await asyncio.sleep(3)
+        with attempt.excused():
+            await asyncio.sleep(100)
+            left.append(attempt.seconds_left())
+        await asyncio.sleep(1)
+        left.append(attempt.seconds_left())
+
+    left: list[float | None] = []
+    assert played(waits, timeout_s=timeout_s) == []
+    assert left == ([None] * 3 if timeout_s is None else [10, 7, 6])
+
+
 def test_failed_attempts_are_handed_over_with_their_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episode_attempts, "without_secrets", lambda text: text.replace("swordfish-7", "***"))
 

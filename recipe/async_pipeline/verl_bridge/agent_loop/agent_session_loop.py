@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
+from ...agents.commands import LeftBehind
 from ...agents.episodes import DONE
 from ...agents.output_log import OutputLog
 from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of
@@ -32,7 +34,7 @@ from ...gateway.claims import Claims
 from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
 from ..run_config import knobs_of
-from .environment_loop import plain, seed_of
+from .environment_loop import RewardedTurns, plain, seed_of
 from .episode_attempts import END, NOTED, TOOK_MS, WHY, current_attempt
 from .external_runner import Address, ExternalRunner
 from .session_policy import SessionPolicy
@@ -71,9 +73,12 @@ class Setup:
             max_turns=knobs.max_turns,
             max_chains=gateway.max_chains,
             turn_timeout_s=knobs.turn_timeout_s,
+            turn_rewards=knobs.turn_rewards,
         )
         self.seed = int(OmegaConf.select(config, "data.seed") or 0)
         self.tool_parser: str | None = OmegaConf.select(config, "actor_rollout_ref.rollout.multi_turn.format")
+        self.closed_late = LeftBehind()
+        """Agents that did not end in time."""
         self.to_play = asyncio.Semaphore(knobs.concurrency)
         self.sessions = Sessions()
         self._server = GatewayServer(
@@ -100,6 +105,11 @@ class Setup:
     def unix_socket(self) -> str | None:
         """Return where the gateway also listens, if it does."""
         return None if self._server.unix_socket is None else str(self._server.unix_socket)
+
+    def incidents(self) -> dict[str, int]:
+        """Return what could not be ended in time since the last call; see `agents.episodes.COUNTS`."""
+        found = {"closed_late": self.closed_late.newly(), "left_behind": self.runner.left.newly()}
+        return {name: count for name, count in found.items() if count}
 
     async def stop(self) -> None:
         """Stop the gateway."""
@@ -151,16 +161,18 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         self, setup: Setup, sampling_params: Mapping[str, Any], row: Mapping[str, Any]
     ) -> list[AgentLoopOutput]:
         policy = SessionPolicy(self, sampling_params, setup.tool_parser)
-        session = Session(policy, setup.limits)
-        setup.sessions.add(session)
         log, attempt = OutputLog(), current_attempt()
+        session = Session(policy, setup.limits, *(() if attempt is None else (attempt.seconds_left,)))
+        setup.sessions.add(session)
+        open_now = len(setup.sessions)
         if attempt is not None:
             attempt.log = log
         started, end, why, reward = time.perf_counter(), DONE, "", None
         try:
             control = session.keys.control if setup.agent_may_reward else None
             reached = Policy(f"{await setup.url()}/v1", session.keys.model, control, setup.unix_socket)
-            reward = await _unless_over(session, setup.runner.run(task_of(row, setup.seed), reached, log))
+            running = setup.runner.run(task_of(row, setup.seed), reached, log)
+            reward = await _unless_over(session, running, setup.closed_late)
             end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
         except AgentFailed as error:
             # An agent that does not expect its limits fails at them, which is the policy's fault.
@@ -177,36 +189,49 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         rows = session.rows()
         if not rows:
             raise AgentFailed("the agent ended without an answer of the policy")
-        if session.reward is not None and not setup.verifies:
-            reward = session.reward
+        rewarded: list[tuple[int, float]] = []
+        if not setup.verifies:
+            reward = reward if session.reward is None else session.reward
+            rewarded = session.turn_rewards.placed(rows[-1], reward)
         seconds = time.perf_counter() - started
         spent = {
             "generate_sequences": policy.generate_s,
             "tool_calls": max(0.0, seconds - policy.generate_s),
             "num_preempted": -1,
         }
-        outputs = [output_of(one, spent) for one in rows]
-        outputs[-1].reward_score = reward
+        outputs = [output_of(one, spent, rewarded) for one in rows]
+        outputs[-1].reward_score = sum(one for _, one in rewarded) if rewarded else reward
         outputs[-1].extra_fields.update(
-            {END: end, WHY: why, NOTED: counts_of(session), TOOK_MS: session.took_ms}
+            {
+                END: end,
+                WHY: why,
+                NOTED: {**counts_of(session), **setup.incidents(), "open_sessions": open_now},
+                TOOK_MS: session.took_ms,
+            }
         )
         return outputs
 
 
-async def _unless_over(session: Session, running: Any) -> float | None:
-    """Await an agent. Raises the error that ended its session, if one did, and stops the agent then."""
+async def _unless_over(session: Session, running: Any, late: LeftBehind) -> float | None:
+    """Await an agent. Raises the error that ended its session, if one did, and stops the agent then.
+
+    `late` counts an agent that does not end in time.
+    """
     task: asyncio.Task[float | None] = asyncio.ensure_future(running)
+    is_late = False
     try:
         both: set[asyncio.Future[Any]] = {task, session.over}
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and session.over.exception() is None:
             await asyncio.wait({task}, timeout=GRACE_S)
+            is_late = not task.done()
         if session.over.done() and (error := session.over.exception()) is not None:
             raise error
         return task.result() if task.done() else None
     finally:
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_S)
+        late.add(is_late or not task.done())
 
 
 def counts_of(session: Session) -> dict[str, int]:
@@ -235,9 +260,12 @@ def task_of(row: Mapping[str, Any], run_seed: int) -> Task:
     return Task(shown, hidden)
 
 
-def output_of(row: Row, spent: Mapping[str, Any]) -> AgentLoopOutput:
-    """Return one conversation for verl."""
-    return AgentLoopOutput(
+def output_of(
+    row: Row, spent: Mapping[str, Any], rewarded: Sequence[tuple[int, float]] = ()
+) -> AgentLoopOutput:
+    """Return one conversation for verl. `rewarded`: position and reward of each turn that has one."""
+    made = partial(RewardedTurns, turn_rewards=list(rewarded)) if rewarded else AgentLoopOutput
+    return made(
         prompt_ids=row.prompt_ids,
         response_ids=row.response_ids,
         response_mask=row.mask,
@@ -247,7 +275,7 @@ def output_of(row: Row, spent: Mapping[str, Any]) -> AgentLoopOutput:
         extra_fields={
             ROW_SPANS: row.spans,
             ROW_TURNS: row.answers,
-            "turn_scores": [],
+            "turn_scores": [reward for _, reward in rewarded],
             "tool_rewards": [],
             "reward_extra_info": {},
         },

@@ -16,6 +16,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -128,10 +129,8 @@ class Episode:
         """Return it for verl. The response has at least one token."""
         start = len(self.token_ids) - len(self.mask)
         told = {"turn_scores": self.rewards, "tool_rewards": [], "reward_extra_info": {}}
-        made, more = AgentLoopOutput, {}
-        if turn_rewards:
-            made = RewardedTurns
-            more["turn_rewards"] = [*zip(self.rewarded, self.rewards, strict=True)]
+        rewarded = [*zip(self.rewarded, self.rewards, strict=True)]
+        made = partial(RewardedTurns, turn_rewards=rewarded) if turn_rewards else AgentLoopOutput
         return made(
             prompt_ids=self.token_ids[:start],
             response_ids=self.token_ids[start:][:length],
@@ -141,7 +140,6 @@ class Episode:
             num_turns=2 * self.turns,
             metrics=self.metrics,
             extra_fields={**self.extra_fields, **told, END: self.end, WHY: self.why},
-            **more,
         )
 
 

@@ -64,6 +64,18 @@ class Attempt:
         self._scoring = False
         self._excused_s = 0.0
         self._excused_since: float | None = None
+        self._began: float | None = None
+
+    def begin(self) -> None:
+        """Start its time."""
+        self._began = _now()
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until its deadline; None without one."""
+        limit_s = self._episodes.timeout_s
+        if limit_s is None or self._began is None:
+            return None
+        return max(0.0, limit_s - (_now() - self._began - self.excused_s()))
 
     def returned(self, responses: Sequence[Any]) -> None:
         """Take what the agent loop returned: what follows has no deadline, and its errors end the run.
@@ -198,7 +210,7 @@ class Episodes:
         """
         self.rules, self.failure_reward = rules, failure_reward
         self.turn_timeout_s = turn_timeout_s
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     async def play(
         self,
@@ -228,11 +240,12 @@ class Episodes:
             number += 1
 
     async def _play(self, attempt: Attempt, begin: Callable[[int], Awaitable[None]]) -> None:
+        attempt.begin()
         with _as_current(attempt):
             try:
                 await within(
                     begin(attempt.number),
-                    self._timeout_s,
+                    self.timeout_s,
                     owner="an agent loop",
                     what="an episode to end",
                     excused_s=attempt.excused_s,
