@@ -13,9 +13,9 @@ import pytest
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.dialects import DIALECTS
 from recipe.async_pipeline.gateway.sessions import Ask, Session
-from tests.fakes.agent_policy import LIMITS, FakePolicy
+from tests.fakes.agent_policy import END, LIMITS, FakePolicy
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 from tests.fakes.agent_clients import CLIENTS, STATUS_ERRORS  # noqa: E402
 
@@ -92,6 +92,58 @@ def test_tools(serve: Serve, play: Play, api: str, stream: bool) -> None:
             (tools,) = at.policy.tools
             assert tools[0]["function"]["name"] == "add"
             assert tools[0]["function"]["parameters"]["properties"]["x"]["type"] == "integer"
+
+    play(test)
+
+
+async def call_over_chat(client: Any, results: list[str]) -> list[str]:
+    """Answer each call with a result, over OpenAI's chat completions. Returns the arguments of the calls."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    messages: list[Any] = [{"role": "user", "content": "go"}]
+    written = []
+    for result in results:
+        answer = await client.chat.completions.create(model="any", messages=messages, tools=[tool])
+        (call,) = answer.choices[0].message.tool_calls
+        written.append(call.function.arguments)
+        said = answer.choices[0].message.model_dump(exclude_none=True)
+        messages += [said, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    await client.chat.completions.create(model="any", messages=messages, tools=[tool])
+    return written
+
+
+async def call_over_responses(client: Any, results: list[str]) -> list[str]:
+    """The same over OpenAI's responses."""
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    items: list[Any] = [{"role": "user", "content": "go"}]
+    written = []
+    for result in results:
+        answer = await client.responses.create(model="any", input=items, tools=[tool])
+        (call,) = (one for one in answer.output if one.type == "function_call")
+        written.append(call.arguments)
+        items += [one.model_dump(exclude_none=True) for one in answer.output]
+        items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+    await client.responses.create(model="any", input=items, tools=[tool])
+    return written
+
+
+@pytest.mark.parametrize("calling", [call_over_chat, call_over_responses])
+@pytest.mark.parametrize("arguments", ['{"x": 4', "x=4", '{"x": nan}', "4", '"x"', ""])
+def test_malformed_arguments_of_a_call_reach_the_agent_and_do_not_end_its_session(
+    serve: Serve, play: Play, calling: Any, arguments: str
+) -> None:
+    """The policy has to learn from them, and the history is what it wrote."""
+
+    async def test() -> None:
+        policy = FakePolicy(f"adding[add {arguments}]", '[add {"x": 5}]', "done")
+        async with serve(policy) as at:
+            url, key = f"{at.url}/v1", at.session.keys.model
+            async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                assert await calling(client, ["invalid JSON", "5"]) == [arguments, '{"x": 5}']
+            (row,) = at.session.rows()
+            assert row.answers == 3 and at.session.counts.tokenized_again == 0
+            first = [*f"adding[add {arguments}]".encode(), END]
+            assert row.response_ids[: len(first)] == first
+            assert b"<tool>invalid JSON" in bytes(token for token in row.response_ids if token < 256)
 
     play(test)
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -124,3 +125,81 @@ def test_a_tool_whose_schema_verl_does_not_know(module: ModuleType) -> None:
 def test_the_first_stop_text_ends_an_answer(module: ModuleType) -> None:
     said = read(module, "one STOP two END", [], ("END", "STOP"))
     assert (said.text, said.stop) == ("one ", "STOP")
+
+
+class Family(NamedTuple):
+    """How the models of a family write a conversation."""
+
+    opened: dict[str, str]
+    """Before the text of a message, by its role."""
+    closed: str
+    """After a message, the assistant's included."""
+    end: str
+    """The token at which the engine stops."""
+
+
+_CHATML = ("<|im_start|>", "<|im_end|>\n", "<|im_end|>")
+FAMILIES = {
+    "qwen2": Family({role: f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")}, *_CHATML[1:]),
+    "qwen3": Family({role: f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")}, *_CHATML[1:]),
+    "minimax_m2": Family(
+        {"user": "]~b]user\n", "assistant": "]~b]ai\n", "tool": "]~b]tool\n"}, "[e~[\n", "[e~["
+    ),
+    # The next message begins with the token that ends a turn.
+    "glm4_moe": Family(
+        {"user": "<|user|>\n", "assistant": "<|assistant|>\n", "tool": "<|observation|>\n"}, "", "<|user|>"
+    ),
+    "deepseek_v3": Family(
+        {"user": "<\uff5cUser\uff5c>", "assistant": "<\uff5cAssistant\uff5c>", "tool": "<\uff5ctool\uff5c>"},
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    ),
+    # A family that verl has no builder for.
+    "llama": Family(
+        {role: f"<|header|>{role}<|text|>\n\n" for role in ("user", "assistant", "tool")},
+        "<|eot|>",
+        "<|eot|>",
+    ),
+}
+SPECIAL = re.compile(r"<\|[^|<]*\|?>|<\uff5c[^<]*?\uff5c>|\]~b\]|\[e~\[")
+
+
+def tokenizer_of(family: Family) -> Any:
+    """Return the toy's tokenizer with the special tokens and the turns of a family."""
+    texts = "".join((*family.opened.values(), family.closed, family.end))
+    tokenizer = make_tokenizer()
+    specials = sorted({*SPECIAL.findall(texts), "<|observation|>", "<|user|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": specials, "eos_token": family.end})
+    opened = ", ".join(f"{role!r}: {text!r}" for role, text in family.opened.items())
+    tokenizer.chat_template = (
+        f"{{%- set opened = {{{opened}, 'system': ''}} -%}}"
+        "{%- for message in messages -%}"
+        f"{{{{- opened[message['role']] + message['content'] + {family.closed!r} -}}}}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- opened['assistant'] -}}{%- endif -%}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("replies", [["user"] * 3, ["tool", "user", "tool"]])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_separator_between_turns_is_lost(module: ModuleType, model_type: str, replies: list[str]) -> None:
+    """Otherwise the policy reads from its second turn on what its template never writes."""
+    from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+    family = FAMILIES[model_type]
+    tokenizer = tokenizer_of(family)
+    policy = policy_of(module, builder=create_continuous_token_builder(tokenizer, hf_model_type=model_type))
+    messages: list[dict[str, Any]] = [user("begin")]
+    tokens = asyncio.run(policy.begin(messages, []))
+    for i, role in enumerate(replies):
+        answer = tokenizer.encode(f"answer {i}", add_special_tokens=False)
+        written = [*tokens, *answer, tokenizer.convert_tokens_to_ids(family.end)]
+        history = [*messages, {"role": "assistant", "content": f"answer {i}"}]
+        reply = {"role": role, "content": f"reply {i}"}
+        tokens, kept = asyncio.run(policy.append(history, [reply], written, []))
+        messages = [*history, reply]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(tokens) == whole
+        assert tokens == tokenizer.encode(whole, add_special_tokens=False)
+        assert tokens[:kept] == written[:kept] and kept >= len(written) - 1
