@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.e2e.conftest import make_task
 from tests.e2e.image_sabotage import ADAPTER, BUFFER, FOLDER, KILLED, TENSOR
 from tests.e2e.job import ROOT, Event, Job, check_events, interrupt, run_job, smoke_command
 from tests.e2e.weights import saved_shards, saved_weights
+from tests.fakes.alias_values import GERL_SCRIPTS
 
 pytestmark = pytest.mark.e2e
 pytest.importorskip("diffusers")
@@ -76,18 +79,25 @@ def check_pictures(job: Job, steps: int) -> None:
     assert page.count("<img ") == 4 * steps and f"version {steps - 1}" in page
 
 
-def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Path, tmp_path: Path) -> None:
-    """So every ratio is exactly 1, although their bound is 1e-3."""
-    recomputed = ("trainer.v1.async_pipeline.training.old_logp=trainer",)
-    job = train(image_task, tmp_path / "run", "on_policy", 5, "trainer.test_freq=5", *recomputed)
-    summary = check_images(job, "on_policy", 5)
+RECOMPUTED = "trainer.v1.async_pipeline.training.old_logp=trainer"
+
+
+def check_agreement(job: Job, steps: int) -> None:
+    """Sampler and trainer have the same log-probs, bit for bit, in every step, and the weights move."""
+    summary = check_images(job, "on_policy", steps)
     assert summary["rollout_corr_kl_max"] == 0.0
     rows = [row["data"] for row in job.metrics() if "actor/ppo_kl" in row["data"]]
-    assert len(rows) == 5
+    assert len(rows) == steps
     for row in rows:
         assert row["actor/ppo_kl"] == row["actor/pg_clipfrac"] == 0.0
         assert row["training/rollout_probs_diff_max"] == 0.0
         assert row["actor/grad_norm"] > 0
+
+
+def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Path, tmp_path: Path) -> None:
+    """So every ratio is exactly 1, although their bound is 1e-3."""
+    job = train(image_task, tmp_path / "run", "on_policy", 5, "trainer.test_freq=5", RECOMPUTED)
+    check_agreement(job, 5)
     validated = [row["data"] for row in job.metrics() if any(k.startswith("val-core") for k in row["data"])]
     assert validated, "samples without noise are scored"
     check_pictures(job, 5)
@@ -158,6 +168,63 @@ def test_two_ranks_that_are_killed_and_resumed_are_the_synchronous_loop(
     resumes.ended_well(last, steps, GROUPS)
     assert " resumed from " in last.output and audit_file(run_dir).processes == 2
     check_reference(image_task, steps, last, saved_shards(checkpoints, steps, 2), ROUNDING)
+
+
+ON_THIS_MACHINE = {
+    "trainer.device": "cpu",
+    "trainer.total_training_steps": 3,
+    "trainer.total_epochs": 100,
+    "trainer.val_before_train": False,
+    "trainer.test_freq": 3,
+    "trainer.save_freq": -1,
+    "trainer.logger": ["file"],
+    "data.dataloader_num_workers": 0,
+    "data.max_prompt_length": 8,
+    "data.val_max_samples": 4,
+    "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+    "actor_rollout_ref.rollout.dtype": "float32",
+    "actor_rollout_ref.rollout.image_height": 16,
+    "actor_rollout_ref.rollout.image_width": 16,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "reward.num_workers": 1,
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "+ray_kwargs.ray_init.num_gpus": 3,
+    "+ray_kwargs.ray_init.include_dashboard": False,
+    "ray_kwargs.ray_init.num_cpus": 64,
+    "trainer.v1.async_pipeline.diffusion.max_sequence_length": 6,
+    "trainer.v1.async_pipeline.faults.strict_observers": True,
+}
+"""What a script for GPUs and a large model must change for two cores and the small one."""
+
+
+@pytest.mark.nightly
+def test_a_script_of_gerl_runs_from_the_entry_point_for_images(image_task: Path, tmp_path: Path) -> None:
+    """One device trains an adapter and two draw, by noise of kind cps, as the script says."""
+    script, run_dir = GERL_SCRIPTS["3p_a1_r2"], tmp_path / "run"
+    keys = {
+        **script.keys,
+        **ON_THIS_MACHINE,
+        "data.train_files": str(image_task / "train.parquet"),
+        "data.val_files": str(image_task / "val.parquet"),
+        "actor_rollout_ref.model.path": str(image_task / "model"),
+        "reward.custom_reward_function.path": "pkg://recipe.async_pipeline.toy.image_reward",
+        "trainer.v1.async_pipeline.run_dir": str(run_dir),
+    }
+    overrides = [f"{path}={json.dumps(value)}" for path, value in keys.items()]
+    command = [sys.executable, "-m", "recipe.async_pipeline.verl_bridge.main_flowgrpo", *overrides]
+    job = run_job(command, run_dir, image_task)
+    assert job.status == 0, job.output[-3000:]
+    summary = job.summary
+    assert (summary["status"], summary["strategy"], summary["steps"]) == ("completed", "one_step_off", 3)
+    assert summary["lag_max"] <= summary["max_lag"] == 1
+    assert summary["served_version"] == summary["trainer_version"] == 3
+    assert (summary["groups_trained"], summary["samples_trained"]) == (3 * script.batch, 3 * script.batch * 8)
+    assert (summary["groups_failed"], summary["groups_in_flight"]) == (0, 0)
+    assert summary["tensors_proved"] > 0
+    check_events(job)
+    # The data are scored while other images are drawn, and every step moves the adapter.
+    rows = [row["data"] for row in job.metrics() if "actor/grad_norm" in row["data"]]
+    assert len(rows) == 3 and all(row["actor/grad_norm"] > 0 for row in rows)
 
 
 def sabotage(folder: Path, monkeypatch: pytest.MonkeyPatch, *faults: str) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -133,6 +133,75 @@ NESTED: dict[str, Any] = {
     f"{ACTOR}.diffusion_loss.clip_ratio": 1e-5,
 }
 """A script with nested ones."""
+
+_OF_EACH_SCRIPT: dict[str, Any] = {
+    "algorithm.adv_estimator": "flow_grpo",
+    "data.val_max_samples": 32,
+    "data.max_prompt_length": 512,
+    "data.truncation": "error",
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+    "actor_rollout_ref.model.lora_rank": 32,
+    "actor_rollout_ref.model.lora_alpha": 64,
+    f"{ACTOR}.optim.lr": 1e-4,
+    f"{ACTOR}.optim.weight_decay": 1e-4,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 8,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ACTOR}.kl_loss_coef": 0,
+    f"{ACTOR}.fsdp_config.param_offload": False,
+    f"{ACTOR}.fsdp_config.optimizer_offload": False,
+    f"{ACTOR}.fsdp_config.dtype": "float16",
+    f"{ACTOR}.fsdp_config.fsdp_size": 1,
+    f"{LOSS}.loss_mode": "flow_grpo",
+    f"{ROLLOUT}.name": "diffusers",
+    f"{ROLLOUT}.n": 8,
+    f"{ROLLOUT}.guidance_scale": 1.0,
+    f"{ROLLOUT}.noise_level": 0.8,
+    f"{ROLLOUT}.sde_type": "cps",
+    f"{ROLLOUT}.sde_window_size": 3,
+    f"{ROLLOUT}.sde_window_range": [0, 5],
+    f"{ROLLOUT}.dtype": "float16",
+    f"{ROLLOUT}.free_cache_engine": False,
+    f"{ROLLOUT}.mode": "async",
+    "reward_model.reward_manager": "diffusion-batch",
+    "trainer.logger": ["console", "wandb"],
+    "trainer.project_name": "flow_grpo",
+    "trainer.experiment_name": "sd35_m_ocr_fast",
+    "trainer.save_freq": 100,
+    "trainer.test_freq": 5,
+    "trainer.total_epochs": 15,
+}
+
+GERL_REFUSED: dict[str, Any] = {"data.data_source": "ocr", "data.reward_fn": ["paddle-ocr"]}
+"""Settings of these scripts that have no meaning here."""
+
+
+class Sizes(NamedTuple):
+    """In what GeRL's scripts differ: devices of actor and rollout, prompts of a step and of a mini-batch."""
+
+    actors: int
+    rollouts: int
+    batch: int
+    mini_batch: int
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Every setting of a script but the files, the model and `GERL_REFUSED`."""
+        return {
+            **_OF_EACH_SCRIPT,
+            "data.train_batch_size": self.batch,
+            f"{ACTOR}.ppo_mini_batch_size": self.mini_batch,
+            f"{ACTOR}.n_gpus_per_node": self.actors,
+            f"{ROLLOUT}.n_gpus_per_node": self.rollouts,
+        }
+
+
+GERL_SCRIPTS: dict[str, Sizes] = {
+    "2p_a1_r1": Sizes(1, 1, 8, 4),
+    "3p_a1_r2": Sizes(1, 2, 8, 4),
+    "3p_a2_r1": Sizes(2, 1, 16, 8),
+}
+"""The scripts of separate devices that GeRL has for Flow-GRPO-Fast, by the end of their names."""
 
 
 def nested(*pairs: tuple[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ def test_a_guarded_reward_function_gets_the_picture_too(launch: ModuleType, imag
         ({"actor_rollout_ref.actor.use_kl_loss": True}, "use_kl_loss .* must be False with .*, got True"),
         ({"algorithm.adv_estimator": "gae"}, "adv_estimator must be one without a critic with .*, got gae"),
         ({"reward.custom_reward_function.path": None}, "must name a function of images with .*, got None"),
+        ({"reward.reward_manager.name": "dapo"}, "reward_manager.name must be naive .*, got 'dapo'; leave"),
+        ({"reward_model.reward_manager": "prime"}, "reward_manager must be None with .*, got 'prime'; leave"),
         ({f"{OWN}.agentic.environment": "frozen_lake"}, "agentic.environment must be left out with"),
         ({f"{OWN}.diffusion.sde_type": "cps"}, "rollout_is must be null with .*sde_type=cps.*, got 'token'"),
         (

@@ -22,6 +22,9 @@ AGENT_LOOP = "diffusion"
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MODEL_CONFIG = "recipe.async_pipeline.verl_bridge.workers.diffusion_model.DiffusionModelConfig"
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.visual"
+GERL_REWARDS = "diffusion-batch"
+"""What scripts of GeRL call their reward manager of images; pictures are scored one by one here too."""
+_OWN_REWARDS = "leave it out; pictures have another reward manager"
 _FOR_IMAGES = f"with {ROLLOUT}.name={ENGINE}"
 
 
@@ -135,6 +138,8 @@ RULES = (
     ("actor_rollout_ref.actor.strategy", ("fsdp2",), "set it"),
     (f"{MODEL}.lora.merge", (False, None), "leave it out, since adapters are served as they are"),
     ("reward.reward_model.enable", (False, None), "have the reward function ask a server of rewards"),
+    ("reward.reward_manager.name", ("naive", GERL_REWARDS), _OWN_REWARDS),
+    ("reward_model.reward_manager", (None, GERL_REWARDS), _OWN_REWARDS),
     ("algorithm.filter_groups.enable", (False, None), "leave it out"),
 )
 """Keys with the values that image policies support."""
