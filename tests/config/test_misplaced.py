@@ -117,6 +117,18 @@ def test_a_knob_one_level_too_high_is_misplaced(section: str, name: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("section", "place"),
+    [
+        ({"name": "sglang"}, r"actor_rollout_ref\.rollout$"),
+        ({"max_open_requests": 4}, r"trainer\.v1\.async_pipeline\.rollout"),
+    ],
+)
+def test_a_section_that_verl_has_too_belongs_where_its_keys_do(section: dict[str, Any], place: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^rollout\S* is misplaced, got .*; it belongs at {place}"):
+        resolve({"rollout": section})
+
+
+@pytest.mark.parametrize(
     ("section", "words"),
     [
         (

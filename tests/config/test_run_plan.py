@@ -24,7 +24,7 @@ def config(model: Path, **rollout: Any) -> dict[str, Any]:
         "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
         "actor_rollout_ref": {
             "model": {"path": str(model)},
-            "actor": {"ppo_mini_batch_size": 8},
+            "actor": {"ppo_mini_batch_size": 8, "strategy": "fsdp2"},
             "rollout": {
                 "name": "vllm",
                 "n": 8,
@@ -145,6 +145,7 @@ def layers(tmp_path: Path) -> Path:
 
 def test_the_engine_and_its_devices_are_named(model: Path) -> None:
     text = "\n".join(in_words(planned(config(model, name="sglang"), knobs())))
+    assert "\ntraining        FSDP2, weights sharded over 2 devices\n" in text
     assert "\nengine          SGLang, tensor parallelism over 2 devices\n" in text
     text = "\n".join(in_words(planned(config(model, tensor_model_parallel_size=1), knobs())))
     assert "\nengine          vLLM, one device for each replica\n" in text

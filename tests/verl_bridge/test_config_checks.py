@@ -97,9 +97,19 @@ def test_a_run_cannot_have_fewer_replicas_than_it_starts_with(launch: ModuleType
 
 @pytest.mark.parametrize("path", [f"{ROLLOUT}.n_gpus_per_node", "trainer.nnodes", "trainer.n_gpus_per_node"])
 def test_ray_must_have_the_devices(launch: ModuleType, smoke: Smoke, path: str) -> None:
-    with pytest.raises(ConfigError, match=r"ray_kwargs\.ray_init\.num_gpus must cover .* together 5, got 2"):
+    wanted = (
+        r"ray_kwargs\.ray_init\.num_gpus must be at least 5, the devices of the run \(train \d, generate \d\)"
+    )
+    with pytest.raises(ConfigError, match=f"{wanted}, got 2; set it to 5"):
         launch.checked(smoke({path: 4}))
     launch.checked(smoke({path: 4, "ray_kwargs.ray_init.num_gpus": None, **MICRO_OF_FOUR}))
+
+
+def test_tensor_parallelism_names_all_settings_in_one_message(launch: ModuleType, smoke: Smoke) -> None:
+    two = {f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    with pytest.raises(ConfigError, match=r"2 devices with .*n_gpus_per_node.*ray_init\.num_gpus=3$"):
+        launch.checked(smoke(two))
+    launch.checked(smoke({**two, f"{ROLLOUT}.n_gpus_per_node": 2, "ray_kwargs.ray_init.num_gpus": 3}))
 
 
 MODEL = "reward.reward_model"
@@ -129,7 +139,10 @@ JUDGE: dict[str, Any] = {
             {f"{MODEL}.rollout.tensor_model_parallel_size": 3},
             "tensor_model_parallel_size must divide its 2 devices, got 3",
         ),
-        ({"ray_kwargs.ray_init.num_gpus": 3}, "and a reward model, together 4, got 3"),
+        (
+            {"ray_kwargs.ray_init.num_gpus": 3},
+            r"at least 4, the devices of the run \(train 1, generate 1, reward model 2\), got 3",
+        ),
     ],
 )
 def test_a_reward_model_has_its_own_devices(

@@ -130,9 +130,19 @@ def test_to_look_for_an_engine_does_not_install_its_stubs(monkeypatch: pytest.Mo
 
 
 def test_a_section_of_no_engine_is_refused() -> None:
-    check_engine_names(dict.fromkeys(ENGINES, {}))
+    check_engine_names(dict.fromkeys(ENGINES, {}), "vllm")
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglng must be .*\(did you mean 'sglang'\?\); corr"):
-        check_engine_names({"sglng": {"attention_backend": "fa3"}})
+        check_engine_names({"sglng": {"attention_backend": "fa3"}}, "vllm")
+
+
+@pytest.mark.parametrize(("chosen", "other"), [("vllm", "sglang"), ("sglang", "vllm"), ("diffusers", "vllm")])
+def test_arguments_of_another_engine_are_not_ignored(chosen: str, other: str) -> None:
+    check_engine_names({other: {"seed": None}, chosen: {"seed": 1}} if chosen in ENGINES else {}, chosen)
+    with pytest.raises(
+        ConfigError,
+        match=rf"engine_kwargs\.{other}\.seed requires \S+\.name={other}, got \S+\.name={chosen}, which",
+    ):
+        check_engine_names({other: {"skip": None, "seed": 1}}, chosen)
 
 
 @pytest.mark.real_engine

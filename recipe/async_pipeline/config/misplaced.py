@@ -41,6 +41,10 @@ ALSO_VERLS = ("strategy", "agent")
 """Knobs whose names are also keys of verl's below `LIKELY`: of its actor, and of its rollout."""
 
 
+VERLS_SECTIONS = {"rollout": "actor_rollout_ref.rollout"}
+"""Sections of this package whose names verl uses too, and verl's places of them."""
+
+
 def reject_misplaced(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError if a key of this package is misspelled, or is where no code reads it."""
     if select(raw, RUNTIME) is not None:
@@ -113,9 +117,16 @@ def _reject_common(raw: Mapping[str, Any]) -> None:
     for path, places in wrong:
         value = select(raw, path)
         if value is not None:
+            if path in VERLS_SECTIONS and not _has_own_knob(path, value):
+                places = [VERLS_SECTIONS[path]]
             raise ConfigError(
                 f"{path} is misplaced, got {shown(path, value)}; it belongs at {' or '.join(places)}"
             )
+
+
+def _has_own_knob(section: str, value: Any) -> bool:
+    """Return whether a section has a knob of this package."""
+    return isinstance(value, Mapping) and any(f"{section}.{name}" in knob_paths() for name in value)
 
 
 def _check_async_training(raw: Mapping[str, Any]) -> None:
@@ -163,8 +174,13 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
                 )
 
 
-def unknown_key(path: str) -> str:
-    """Return the one-line message for a path that hydra does not find in the config."""
+def unknown_key(path: str, near: str | None = None) -> str:
+    """Return the one-line message for a path that hydra does not find in the config.
+
+    `near`: the key of verl's of which it is a misspelling; with a `+`, it would be refused as well.
+    """
+    if near is not None:
+        return f"{path} is not a key of this config; did you mean {near!r}?"
     if not path.startswith(f"{OWN}."):
         return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
     knob = path.removeprefix(f"{OWN}.")

@@ -22,7 +22,7 @@ from .paths import OWN, select
 from .placement import Placement
 from .rollout_correction import correction_in_words, loss_in_words
 from .schema import AsyncPipelineConfig
-from .settings_file import STALE
+from .training_engine import training_in_words
 from .user_classes import base_names, class_constant, find_class
 
 ARENAS = 2
@@ -52,13 +52,15 @@ class Plan:
     """Groups of a step that may have the full lag."""
     order: str
     straggler: str
-    sync_every: int
-    in_flight: str
+    weight_sync_every: int
+    in_flight_policy: str
     load_staging: str
     delta: bool
     """Other hosts get differences between versions where that is less."""
     engine: str
     """verl's name of the rollout engine."""
+    training: str
+    """The training engine, and how it divides a model."""
     adapter_rank: int
     """Rank of the LoRA adapters; 0 if all weights are trained."""
     adapters_alone: bool
@@ -133,11 +135,12 @@ def plan_of(
         oldest_groups=oldest,
         order=_order(knobs.strategy),
         straggler=knobs.staleness.straggler,
-        sync_every=knobs.weight_sync.every,
-        in_flight=knobs.weight_sync.in_flight_policy,
+        weight_sync_every=knobs.weight_sync.every,
+        in_flight_policy=knobs.weight_sync.in_flight_policy,
         load_staging=staging,
         delta=knobs.weight_sync.delta,
         engine=engine,
+        training=training_in_words(config, train),
         adapter_rank=adapter_rank(config),
         adapters_alone=alone,
         custom_stages=tuple(knobs.custom_stages),
@@ -225,10 +228,8 @@ def _order(strategy: str) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the figures of `explain --json`. The names of this output do not change."""
-    figures = asdict(plan) | {"placement": plan.placement.as_list()}
-    figures["straggler"] = STALE[plan.straggler]
-    return {"stale" if name == "straggler" else name: value for name, value in figures.items()}
+    """Return the figures of `explain --json`."""
+    return asdict(plan) | {"placement": plan.placement.as_list()}
 
 
 def in_words(plan: Plan) -> list[str]:
@@ -256,13 +257,14 @@ def in_words(plan: Plan) -> list[str]:
         }[plan.straggler]
         lines.append(f"                an unfinished group that holds up a step is {what}")
 
-    every = "every step" if plan.sync_every == 1 else f"every {plan.sync_every} steps"
+    every = "every step" if plan.weight_sync_every == 1 else f"every {plan.weight_sync_every} steps"
     if plan.custom_stages:
         lines.append(f"custom stages   {', '.join(plan.custom_stages)}")
     lines += [
+        f"training        {plan.training}",
         f"engine          {_ENGINES.get(plan.engine, plan.engine)}, {_parallel(plan.tensor_parallel)}",
         *_adapters(plan),
-        f"weights         updated {every}; requests in flight during an update: {plan.in_flight}",
+        f"weights         updated {every}; requests in flight during an update: {plan.in_flight_policy}",
         f"                staged {_STAGED[plan.load_staging]}{_DELTA if plan.delta else ''}",
         f"validation      {plan.validation}",
         f"old log-probs   {_OLD_LOGP[plan.old_logp]}",

@@ -78,9 +78,17 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
     generate = placement.pool_of("generate")
     assert generate is not None
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    check_replicas(
-        generate, tp, f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.n_gpus_per_node, or its pool"
-    )
+    # The number describes a new cluster; one that runs already has its own.
+    joins = address_to_join(config) is not None
+    there = None if joins else OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
+    needed = placement.devices + reward_model_devices(config)
+
+    devices = f"{ROLLOUT}.n_gpus_per_node, or its pool"
+    more = sum(-part % tp for part in generate.per_node) if tp >= 1 else 0
+    if more and there is not None and needed + more > there:
+        # Otherwise the next try would fail for this reason.
+        devices += f", and ray_kwargs.ray_init.num_gpus={needed + more}"
+    check_replicas(generate, tp, f"{ROLLOUT}.tensor_model_parallel_size", devices)
     _check_fleet(generate.devices // tp, knobs.fleet.max_replicas)
 
     critic = placement.pool_of("critic")
@@ -97,15 +105,13 @@ def check_devices(config: DictConfig, placement: Placement, knobs: AsyncPipeline
             "algorithm.adv_estimator=gae to use one"
         )
 
-    # The number describes a new cluster; one that runs already has its own.
-    joins = address_to_join(config) is not None
-    there = None if joins else OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    needed = placement.devices + reward_model_devices(config)
     if there is not None and needed > there:
+        pools = {pool.name: pool.devices for pool in placement.pools}
+        pools |= {"reward model": extra} if (extra := reward_model_devices(config)) else {}
+        each = ", ".join(f"{name} {devices}" for name, devices in pools.items())
         raise ConfigError(
-            "ray_kwargs.ray_init.num_gpus must cover trainer.{nnodes,n_gpus_per_node} and "
-            f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}, or all pools, and a reward model, together {needed}, got "
-            f"{there}; raise it, or use fewer devices"
+            f"ray_kwargs.ray_init.num_gpus must be at least {needed}, the devices of the run ({each}), got "
+            f"{there}; set it to {needed}, or use fewer devices"
         )
 
     _check_loads(config, placement, knobs)

@@ -32,13 +32,23 @@ AS_OPTIONS = ("vllm",)
 """verl starts these through their command line, where `-` equals `_`; the others by keyword arguments."""
 
 
-def check_engine_names(sections: Mapping[str, Any]) -> None:
-    """Raises ConfigError if `rollout.engine_kwargs` has a section that verl never reads."""
+def check_engine_names(sections: Mapping[str, Any], chosen: str) -> None:
+    """Raises ConfigError if `rollout.engine_kwargs` has a section that verl does not read.
+
+    `chosen`: the engine of the run. Values of None are not passed on to an engine.
+    """
     for name, value in sections.items():
         if name not in ENGINES:
             raise ConfigError(
                 f"{ROLLOUT}.engine_kwargs.{name} must be the section of an engine ({', '.join(ENGINES)}), "
                 f"got {shown(str(name), value)}{hint(str(name), ENGINES)}; correct the name, or leave it out"
+            )
+        given = [key for key, one in value.items() if one is not None] if isinstance(value, Mapping) else []
+        if given and name != chosen:
+            path = f"{ROLLOUT}.engine_kwargs.{name}.{given[0]}"
+            raise ConfigError(
+                f"{path} requires {ROLLOUT}.name={name}, got {ROLLOUT}.name={chosen}, which ignores it; "
+                "leave it out, or choose that engine"
             )
 
 

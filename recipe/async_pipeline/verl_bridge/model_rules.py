@@ -60,7 +60,9 @@ def check_model(config: DictConfig) -> None:
     _check_precision(config, described)
     _check_heads(config, described)
     _check_pictures(config, described)
-    check_engine_names(OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {})
+    check_engine_names(
+        OmegaConf.select(config, f"{ROLLOUT}.engine_kwargs") or {}, str(config.actor_rollout_ref.rollout.name)
+    )
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang(config)
         check_sglang_adapters(config, _text_model(described))

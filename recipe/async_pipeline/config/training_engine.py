@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training engine of a run, and how it divides a model over its devices, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .paths import select
+
+ACTOR = "actor_rollout_ref.actor"
+SHARDED = {"fsdp": "FSDP", "fsdp2": "FSDP2"}
+DIVIDING = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+}
+"""Kinds of parallelism that share one copy of a model, and their keys below `actor.megatron`."""
+EXPERTS = {"expert": "expert_model_parallel_size", "expert-tensor": "expert_tensor_parallel_size"}
+"""Kinds that divide experts over ranks which are data-parallel otherwise."""
+
+
+def training_in_words(config: Mapping[str, Any], devices: int) -> str:
+    """Return the engine that trains on this many devices, and its parallel sizes."""
+    strategy = str(select(config, f"{ACTOR}.strategy"))
+    if strategy == "megatron":
+        return _megatron(config, devices)
+    size = select(config, f"{ACTOR}.fsdp_config.fsdp_size")
+    shared = devices if size is None or not 0 < int(size) < devices else int(size)
+    copies = f", {devices // shared} copies" if shared < devices else ""
+    text = f"{SHARDED.get(strategy, strategy)}, weights sharded over {_count(shared)}{copies}"
+    ulysses = int(select(config, f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+    return text + (f", sequences over {ulysses} (Ulysses)" if ulysses > 1 else "")
+
+
+def _megatron(config: Mapping[str, Any], devices: int) -> str:
+    sizes = {
+        kind: int(select(config, f"{ACTOR}.megatron.{name}") or 1)
+        for kind, name in {**DIVIDING, **EXPERTS}.items()
+    }
+    model = 1
+    for kind in DIVIDING:
+        model *= sizes[kind]
+    parallel = [f"{kind}-parallel {size}" for kind, size in sizes.items() if size > 1]
+    return ", ".join(["Megatron", *parallel, f"data-parallel {devices // model}"])
+
+
+def _count(devices: int) -> str:
+    return "one device" if devices == 1 else f"{devices} devices"
