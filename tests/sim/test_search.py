@@ -8,13 +8,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from recipe.async_pipeline.cli.plan import as_json
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.sim import candidates, search
 from recipe.async_pipeline.sim.candidates import candidates_of
 from recipe.async_pipeline.sim.layout import groups_of, knobs_of, placement_of, pools_of
 from recipe.async_pipeline.sim.profile import Profile, load
 from recipe.async_pipeline.sim.search import Plan, judge, overrides, plan, synchronous
-from recipe.async_pipeline.sim.simulation import Outcome, simulate
+from recipe.async_pipeline.sim.simulation import Outcome, TooSlow, simulate
 from recipe.async_pipeline.sim.trainer import Setting
 from tests.sim.workloads import LONG_TAIL, TRAINING
 
@@ -77,19 +78,22 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Setting]:
     """The settings that a search simulates, with a quarter less steps than usual as if steps were long."""
     settings: list[Setting] = []
 
-    def recorded(one: Setting, over: tuple[int, int] | None) -> Outcome:
+    def recorded(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> Outcome:
         settings.append(one)
         assert over is not None
         first, last = over
         assert first == (1 if one.shared else one.knobs.staleness.max_lag + 1)
         assert last == one.steps - (0 if one.shared else one.knobs.staleness.max_lag + 1)
-        return simulate(one, over)
+        return simulate(one, over, slowest_s)
 
+    as_if_long(monkeypatch)
+    monkeypatch.setattr(search, "simulate", recorded)
+    return settings
+
+
+def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "MEASURED_TURNS", 9 * 32 * 8)
     monkeypatch.setattr(search, "SIMULATED_TURNS", 1)
-    monkeypatch.setattr(search, "simulate", recorded)
-    search._simulated_once.cache_clear()
-    return settings
 
 
 @pytest.mark.slow
@@ -111,6 +115,32 @@ def test_long_simulations_are_fewer_and_shorter_and_find_as_good_a_plan(
     chosen = quick.found[0].candidate
     again = simulate(replace(chosen.setting, steps=steps)).step_s
     assert chosen.per_group(again) <= 1.05 * thorough.candidate.per_group(thorough.outcomes[0].step_s)
+
+
+@pytest.mark.slow
+def test_slow_candidates_are_given_up_without_an_effect_on_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[Setting] = []
+
+    def noted(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> Outcome:
+        try:
+            return simulate(one, over, slowest_s)
+        except TooSlow:
+            given_up.append(one)
+            raise
+
+    def patient(one: Setting, over: tuple[int, int] | None, slowest_s: float) -> Outcome:
+        return simulate(one, over)
+
+    as_if_long(monkeypatch)
+    # Few candidates that are simulated here are slower than the best by more.
+    monkeypatch.setattr(search, "AS_GOOD", 0.0)
+    monkeypatch.setattr(search, "simulate", noted)
+    quick = plan(LONG_TAIL, 16, max_lag=4)
+    monkeypatch.setattr(search, "simulate", patient)
+    thorough = plan(LONG_TAIL, 16, max_lag=4)
+    assert given_up
+    assert as_json(quick) == as_json(thorough)
+    assert quick.simulated == thorough.simulated and quick.ruled_out == thorough.ruled_out
 
 
 @pytest.mark.slow

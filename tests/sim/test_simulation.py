@@ -31,7 +31,7 @@ from recipe.async_pipeline.sim.profile import (
     Validation,
 )
 from recipe.async_pipeline.sim.search import synchronous
-from recipe.async_pipeline.sim.simulation import LEAST_STEPS, simulate, window
+from recipe.async_pipeline.sim.simulation import LEAST_STEPS, TooSlow, simulate, window
 from recipe.async_pipeline.sim.trainer import SimulatedTrainer
 from tests.sim.independent import Pipeline
 from tests.sim.workloads import profile, random_profile, setting
@@ -280,6 +280,24 @@ def test_steps_in_bursts_are_averaged_over_whole_bursts() -> None:
     assert found.step_s == pytest.approx(fmean(took), rel=1e-9)
     biased = simulate(run, over=(10, 14))
     assert abs(biased.step_s / found.step_s - 1) > 0.1, "a window of four steps of five is not the mean"
+
+
+def test_a_given_window_is_the_end_of_the_simulation() -> None:
+    """The steps before its end are as in the whole run, and nothing after it is simulated."""
+    run = setting(random_profile(3), "fully_async", max_lag=2, generate=3, steps=24)
+    whole, ended = simulate(run), simulate(run, over=(3, 9))
+    assert ended.step_ends_s == whole.step_ends_s[:9] and len(whole.step_ends_s) == 24
+    assert ended.events < 0.7 * whole.events
+    assert ended.accounting.wall_s == pytest.approx(ended.step_ends_s[-1])
+    assert ended.lag_max <= 2
+
+
+def test_a_simulation_is_given_up_when_its_step_is_certain_to_be_too_slow() -> None:
+    run = setting(random_profile(3), "fully_async", max_lag=2, generate=3, steps=24)
+    step_s = simulate(run, over=(3, 9)).step_s
+    assert simulate(run, over=(3, 9), slowest_s=step_s * 1.001).step_s == step_s
+    with pytest.raises(TooSlow):
+        simulate(run, over=(3, 9), slowest_s=step_s * 0.999)
 
 
 def test_too_few_steps_are_refused() -> None:

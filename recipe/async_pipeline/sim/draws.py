@@ -7,7 +7,7 @@ not by luck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 CHUNK = 256
 """Prompts that are drawn together; changing it changes the draws of a seed."""
+KEPT_CHUNKS = 32
+"""Chunks whose costs are kept, because a search simulates the same prompts in many layouts. With 16 responses
+of 12 turns each, a chunk is about 3 MB.
+"""
 
 
 class AnswerCost(NamedTuple):
@@ -64,14 +68,15 @@ class Draws:
     def __init__(self, profile: Profile, seed: int) -> None:
         self.profile, self._seed = profile, seed
         self._chunk = lru_cache(maxsize=2)(self._draw)
-        self._ready: dict[int, list[GroupCost]] = {}
+        self._at = -1
+        self._ready: Sequence[GroupCost] = ()
 
     def group(self, number: int) -> GroupCost:
         """Return the costs of one prompt's responses. Cheapest when called in order."""
         at, index = divmod(number, CHUNK)
-        if at not in self._ready:
-            self._ready = {at: list(self._as_costs(self.chunk(at)))}
-        return self._ready[at][index]
+        if at != self._at:
+            self._at, self._ready = at, _costs(self.profile, self._seed, at)
+        return self._ready[index]
 
     def chunk(self, at: int) -> Chunk:
         """Return the CHUNK groups from number `at` x CHUNK on, as arrays."""
@@ -101,13 +106,19 @@ class Draws:
             fails=random.random(CHUNK) < self.profile.failures.group,
         )
 
-    def _as_costs(self, chunk: Chunk) -> Iterator[GroupCost]:
-        observed = self.profile.answers.observation_tokens
-        columns = (chunk.tokens, chunk.prompt_tokens, chunk.turns, chunk.tool_s, chunk.reward_s)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for of_group, fails in zip(rows, chunk.fails.tolist(), strict=True):
-            answers = [_answer(observed, *of_one) for of_one in zip(*of_group, strict=True)]
-            yield GroupCost(tuple(answers), fails)
+
+@lru_cache(maxsize=KEPT_CHUNKS)
+def _costs(profile: Profile, seed: int, at: int) -> Sequence[GroupCost]:
+    """Return the groups of a chunk, which are the same in all layouts."""
+    return tuple(_as_costs(Draws(profile, seed).chunk(at), profile.answers.observation_tokens))
+
+
+def _as_costs(chunk: Chunk, observed: float) -> Iterator[GroupCost]:
+    columns = (chunk.tokens, chunk.prompt_tokens, chunk.turns, chunk.tool_s, chunk.reward_s)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for of_group, fails in zip(rows, chunk.fails.tolist(), strict=True):
+        answers = [_answer(observed, *of_one) for of_one in zip(*of_group, strict=True)]
+        yield GroupCost(tuple(answers), fails)
 
 
 def _waits(of: Distribution, random: np.random.Generator, shape: tuple[int, ...]) -> Floats:

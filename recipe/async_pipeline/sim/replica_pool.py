@@ -42,6 +42,7 @@ class ReplicaPool:
         """When a response sends its next turn, or a group is done."""
         self._order = count()
         self._touched: dict[Replica, None] = {}
+        self._ended = False
 
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop), "engines are modelled in virtual time only"
@@ -61,6 +62,11 @@ class ReplicaPool:
             self._give_up(group)
             raise
         return [Served(answer.first, answer.last, tuple(answer.spans)) for answer in group.answers]
+
+    def end(self) -> None:
+        """Forget all requests; the tasks that wait for them will be cancelled."""
+        self._ended = True
+        self._checks, self._heap = [], []
 
     def stall(self, replica: Replica, seconds: float) -> None:
         """Stop a replica for `seconds`."""
@@ -215,6 +221,8 @@ class ReplicaPool:
 
     def _give_up(self, group: Group) -> None:
         """Remove a group's responses from their replicas."""
+        if self._ended:
+            return
         now = self._loop.time()
         for answer in group.answers:
             runs = answer.replica is not None and answer.last < 0 and self._is_open(answer)

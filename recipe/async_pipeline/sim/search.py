@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -29,7 +28,7 @@ from .candidates import (
 )
 from .layout import knobs_of, shared_placement
 from .profile import Profile
-from .simulation import LEAST_STEPS, Outcome, simulate, whole_rounds
+from .simulation import LEAST_STEPS, Outcome, TooSlow, simulate, whole_rounds
 from .trainer import Setting
 
 DEFAULT_MAX_LAG = 4
@@ -126,6 +125,7 @@ def plan(
             f"{profile.batch.answers} samples evenly; use another number of devices or another batch"
         )
 
+    outcomes = Outcomes()
     best: list[tuple[float, Candidate]] = []
     ruled_out = 0
     say(f"{len(candidates)} candidates for {devices} devices")
@@ -135,12 +135,14 @@ def plan(
             ruled_out += 1
         elif len(best) < _affordable(candidate.setting):
             say(f"simulating candidate {len(best) + 1} of at most {_affordable(candidate.setting)}")
-            best.append((_first_s(candidate), candidate))
+            best.append((outcomes.first_s(candidate, reached * (1 + AS_GOOD)), candidate))
 
+    finalists = _finalists(best, outcomes)
     found = []
-    for number, candidate in enumerate(finalists := _finalists(best), start=1):
-        say(f"simulating finalist {number} of {len(finalists)} and the synchronous layout, {seeds} seeds")
-        found.append(_with_seeds(candidate, seeds))
+    # Seed by seed, because all layouts share the responses of a seed, which are kept for a while.
+    for i in range(seeds):
+        say(f"simulating {len(finalists)} finalists and their synchronous layout, seed {i + 1} of {seeds}")
+        found = [_with_seeds(candidate, i + 1, outcomes) for candidate in finalists]
     say("")
 
     found = sorted(found, key=lambda f: f.candidate.per_group(f.step_s))
@@ -247,30 +249,56 @@ def _generating(sync: Outcome) -> float:
     )
 
 
-def _finalists(best: Sequence[tuple[float, Candidate]]) -> list[Candidate]:
+class Outcomes:
+    """The simulations of a search, each made once.
+
+    Finalists often have the same synchronous layout, and were simulated as candidates.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Setting, Outcome] = {}
+
+    def of(self, setting: Setting, slowest_s: float = math.inf) -> Outcome:
+        """Return the outcome of a setting.
+
+        Raises TooSlow if its step is known to take more than `slowest_s`, so that nothing depends on it.
+        """
+        if setting not in self._known:
+            self._known[setting] = simulate(setting, _window_if_long(setting), slowest_s)
+        return self._known[setting]
+
+    def first_s(self, candidate: Candidate, limit_s: float = math.inf) -> float:
+        """Return the seconds per group of a candidate's first simulation.
+
+        Returns infinity for a long simulation that was given up because it takes more than `limit_s`.
+        """
+        setting = candidate.setting
+        slowest_s = limit_s * setting.groups if _is_long(setting) else math.inf
+        try:
+            return candidate.per_group(self.of(setting, slowest_s).step_s)
+        except TooSlow:
+            return math.inf
+
+
+def _finalists(best: Sequence[tuple[float, Candidate]], outcomes: Outcomes) -> list[Candidate]:
     """Return the best few, and the best with batches in prompt order, which is easier to reason about.
 
     Where a simulation is long, candidates slower than the best with the same responses are left out.
     """
-    ordered = [candidate for _, candidate in sorted(best, key=lambda pair: pair[0])]
-    first = ordered[0]
-    finalists = ordered[:FINALISTS]
+    ordered = sorted(best, key=lambda pair: pair[0])
+    first_s, first = ordered[0]
+    limit_s = first_s * (1 + AS_GOOD) if _is_long(first.setting) else math.inf
+    finalists = [candidate for seconds, candidate in ordered[:FINALISTS] if seconds <= limit_s]
+
     if first.setting.knobs.strategy == "fully_async":
         knobs = replace(first.setting.knobs, strategy="n_step_ahead")
-        finalists.append(replace(first, setting=replace(first.setting, knobs=knobs)))
-
-    if not _is_long(first.setting):
-        return finalists
-    limit = _first_s(first) * (1 + AS_GOOD)
-    return [candidate for candidate in finalists if _first_s(candidate) <= limit]
+        in_order = replace(first, setting=replace(first.setting, knobs=knobs))
+        if limit_s == math.inf or outcomes.first_s(in_order, limit_s) <= limit_s:
+            finalists.append(in_order)
+    return finalists
 
 
-def _first_s(candidate: Candidate) -> float:
-    """Return the seconds per group of a candidate's first simulation."""
-    return candidate.per_group(_simulated_once(candidate.setting).step_s)
-
-
-def _with_seeds(candidate: Candidate, seeds: int) -> Found:
+def _with_seeds(candidate: Candidate, seeds: int, outcomes: Outcomes) -> Found:
     """Simulate a finalist with every seed, for more steps than before unless that takes too long."""
     setting = candidate.setting
     if not _is_long(setting):
@@ -279,8 +307,8 @@ def _with_seeds(candidate: Candidate, seeds: int) -> Found:
     settings = [replace(setting, seed=setting.seed + i) for i in range(seeds)]
     return Found(
         candidate=candidate,
-        outcomes=tuple(_simulated_once(setting) for setting in settings),
-        sync=tuple(_simulated_once(synchronous(setting)) for setting in settings),
+        outcomes=tuple(outcomes.of(setting) for setting in settings),
+        sync=tuple(outcomes.of(synchronous(setting)) for setting in settings),
     )
 
 
@@ -291,12 +319,6 @@ def _measured(setting: Setting) -> int:
 def _is_long(setting: Setting) -> bool:
     """Return whether a simulation has so many turns that it averages over fewer steps than others."""
     return _measured(setting) < MEASURED_STEPS
-
-
-@lru_cache(maxsize=64)
-def _simulated_once(setting: Setting) -> Outcome:
-    """Simulate and cache: finalists often have the same synchronous layout, and may have been simulated."""
-    return simulate(setting, _window_if_long(setting))
 
 
 def _window_if_long(setting: Setting) -> tuple[int, int] | None:

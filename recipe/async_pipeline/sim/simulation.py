@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
@@ -38,13 +39,13 @@ class Outcome:
     step_s: float
     """Mean over the steps of the window."""
     step_ends_s: tuple[float, ...]
-    """End of every step."""
+    """End of every step that was simulated."""
     lag_mean: float
     """Mean lag of the window's trajectories."""
     lag_max: int
-    """Largest lag of the whole run."""
+    """Largest lag of the simulated steps."""
     accounting: Accounting
-    """Device-seconds of the whole run."""
+    """Device-seconds of the simulated steps."""
     events: int
     """Log records and events of the engines."""
     wall_s: float
@@ -94,21 +95,32 @@ def window(steps: int, max_lag: int) -> tuple[int, int]:
     return first, first + measured
 
 
-def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
-    """Run a simulation; average over `over` (first, last) instead of the window.
+class TooSlow(Exception):
+    """A simulation was given up: its steps take longer than the limit."""
 
-    Raises ConfigError if there are too few steps for the lag; errors of the flow propagate.
+
+def simulate(setting: Setting, over: tuple[int, int] | None = None, slowest_s: float = math.inf) -> Outcome:
+    """Run a simulation; average over the window.
+
+    With `over` (first, last), average over these steps and end with the last of them: batches in flight after
+    it are not finished.
+
+    Raises ConfigError if there are too few steps for the lag, and TooSlow as soon as it is certain that the
+    mean step takes more than `slowest_s`; errors of the flow propagate.
     """
     first, last = over or window(setting.steps, setting.knobs.staleness.max_lag)
     trainer = SimulatedTrainer(setting)
     flow = AsyncTrainingFlow(trainer, keep_records=1)
-    accountant, steps = Accountant(), _Steps()
+    accountant = Accountant()
+    steps = _Steps(first, last if over else None, slowest_s * (last - first))
     flow.log.subscribe(accountant)
     flow.log.subscribe(steps)
 
     started = time.perf_counter()
     with _collecting_seldom():
-        _run_unless_interrupted(flow.run())
+        _run_unless_interrupted(steps.run(flow, trainer))
+    if len(steps.ends_s) < last:
+        raise TooSlow
 
     return Outcome(
         setting=setting,
@@ -123,18 +135,47 @@ def simulate(setting: Setting, over: tuple[int, int] | None = None) -> Outcome:
 
 
 class _Steps:
-    """Subscriber of the event log: the end of each step, and the lag of its trajectories."""
+    """Subscriber of the event log: the end of each step, and the lag of its trajectories.
 
-    def __init__(self) -> None:
+    It can end the run before all steps are trained.
+    """
+
+    def __init__(self, first: int, last: int | None, limit_s: float) -> None:
+        """End the run with step `last`, and `limit_s` after the end of step `first` at the latest."""
         self.ends_s: list[float] = []
         self.lags: list[float] = []
         self.records = 0
+        self._first, self._last, self._limit_s = first, last, limit_s
+        self._end: Callable[[], None] = lambda: None
+        self._ended = False
 
     def __call__(self, record: LogRecord) -> None:
         self.records += 1
-        if record.event == "TRAINED":
-            self.ends_s.append(record.t)
-            self.lags.append(float(record.fields["lag/mean"]))
+        if self._ended or record.event != "TRAINED":
+            return
+        self.ends_s.append(record.t)
+        self.lags.append(float(record.fields["lag/mean"]))
+        if len(self.ends_s) == self._last:
+            self._end()
+        elif len(self.ends_s) == self._first and self._limit_s < math.inf:
+            asyncio.get_running_loop().call_later(self._limit_s, self._end)
+
+    async def run(self, flow: AsyncTrainingFlow, trainer: SimulatedTrainer) -> None:
+        """Run a flow to the end of the last step or until the limit."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end() -> None:
+            self._ended = True
+            trainer.end()
+            task.cancel()
+
+        self._end = end
+        try:
+            await flow.run()
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
 
 
 def _run_unless_interrupted(coro: Coroutine[Any, Any, object]) -> None:

@@ -131,6 +131,11 @@ class SimulatedTrainer:
         """Events of the engines so far."""
         return self._pool.events if self._pool is not None else 0
 
+    def end(self) -> None:
+        """Prepare for a cancellation of the run: unfinished responses are not given up one by one."""
+        if self._pool is not None:
+            self._pool.end()
+
     # Facts and decisions.
 
     def roles(self) -> Sequence[str]:
