@@ -14,15 +14,17 @@ import pytest
 
 from recipe.async_pipeline.cli import task
 from recipe.async_pipeline.errors import ConfigError
-from recipe.async_pipeline.toy.build import Measured, Toy, ToySpec
+from recipe.async_pipeline.toy.build import Measured, Spec, Toy, ToySpec
+from recipe.async_pipeline.toy.image_build import ImageSpec
+from recipe.async_pipeline.toy.image_model import FluxModelSpec
 
 
 @pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ToySpec, Path]]:
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Spec, Path]]:
     """Replaces the making by a record of what was requested for."""
-    calls: list[tuple[ToySpec, Path]] = []
+    calls: list[tuple[Spec, Path]] = []
 
-    def ensure(spec: ToySpec, root: Path, *, report: Callable[[str], None], fill: object = None) -> Toy:
+    def ensure(spec: Spec, root: Path, *, report: Callable[[str], None], fill: object = None) -> Toy:
         calls.append((spec, root))
         report("working")
         return Toy(dir=root / "made", measured=Measured(accuracy_after_warmup=0.25, seconds=1.5))
@@ -38,7 +40,7 @@ def run(*words: str) -> int:
 
 
 def test_the_defaults(
-    requested: list[tuple[ToySpec, Path]],
+    requested: list[tuple[Spec, Path]],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -53,7 +55,7 @@ def test_the_defaults(
 
 
 def test_every_option(
-    requested: list[tuple[ToySpec, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    requested: list[tuple[Spec, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run("make", "--dir", str(tmp_path), "--seed", "3", "--untied", "--json") == 0
     assert requested == [(ToySpec.of(seed=3, tied=False), tmp_path.resolve())]
@@ -63,15 +65,27 @@ def test_every_option(
     assert Path(printed["reward"]).name == "reward.py"
 
 
-def test_a_mixture_of_experts(requested: list[tuple[ToySpec, Path]], tmp_path: Path) -> None:
+def test_a_mixture_of_experts(requested: list[tuple[Spec, Path]], tmp_path: Path) -> None:
     assert run("make", "--dir", str(tmp_path), "--model", "moe") == 0
     assert requested == [(ToySpec.of(seed=0, tied=True, moe=True), tmp_path.resolve())]
     with pytest.raises(ConfigError, match="--model must be dense with --task lake, got moe"):
         run("make", "--task", "lake", "--model", "moe")
 
 
+def test_a_family_of_image_models(
+    requested: list[tuple[Spec, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "find_spec", lambda name: name)
+    for words in ((), ("--family", "sd3"), ("--family", "flux")):
+        assert run("make", "--dir", str(tmp_path), "--task", "image", *words) == 0
+    flux = ImageSpec(model=FluxModelSpec())
+    assert [spec for spec, _ in requested] == [ImageSpec(), ImageSpec(), flux]
+    with pytest.raises(ConfigError, match="--family must be left out with --task lake, got flux"):
+        run("make", "--task", "lake", "--family", "flux")
+
+
 @pytest.mark.parametrize("words", [(), ("make", "--tied", "--untied"), ("make", "--seed", "x")])
-def test_a_wrong_call_is_a_usage_error(requested: list[tuple[ToySpec, Path]], words: tuple[str, ...]) -> None:
+def test_a_wrong_call_is_a_usage_error(requested: list[tuple[Spec, Path]], words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as stopped:
         run(*words)
     assert stopped.value.code == 2

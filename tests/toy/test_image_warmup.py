@@ -10,7 +10,7 @@ import pytest
 
 from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.toy.image import SCENES, SIDE, WORDS, ImageTask, Scene
-from recipe.async_pipeline.toy.image_model import MAX_TOKENS, ImageModelSpec, make_pipeline
+from recipe.async_pipeline.toy.image_model import MAX_TOKENS, FluxModelSpec, ImageModelSpec, make_pipeline
 from recipe.async_pipeline.toy.image_reward import compute_score
 from recipe.async_pipeline.toy.image_warmup import SQUARE, ImageWarmupSpec, paint, train_flow, train_vae
 
@@ -31,10 +31,10 @@ def test_a_painted_scene_scores_itself(scene: Scene) -> None:
     assert compute_score("", shown, scene.answer)["score"] == 1.0
 
 
-@pytest.fixture(scope="module")
-def pipeline() -> Any:
+@pytest.fixture(scope="module", params=[ImageModelSpec, FluxModelSpec], ids=lambda spec: spec.family)
+def pipeline(request: pytest.FixtureRequest) -> Any:
     pytest.importorskip("diffusers")
-    return make_pipeline(ImageModelSpec(num_layers=1, num_heads=2, text_size=16), WORDS, 0)
+    return make_pipeline(request.param(num_layers=1, num_heads=2, text_size=16), WORDS, 0)
 
 
 @pytest.mark.real_engine
@@ -54,8 +54,7 @@ def test_each_part_is_trained_by_its_own_steps(pipeline: Any) -> None:
 
     vae = weights(pipeline.vae)
     conditions = FrozenParts(pipeline, MAX_TOKENS).encode([scene.prompt for scene in SCENES])
-    parts = (pipeline.transformer, pipeline.vae, conditions, ImageTask(), spec)
-    train_flow(*parts, seed=0, report=said.append)
+    train_flow(pipeline, conditions, ImageTask(), spec, seed=0, report=said.append)
     assert all(torch.equal(a, b) for a, b in zip(vae, weights(pipeline.vae), strict=True))
     moved = zip(transformer, weights(pipeline.transformer), strict=True)
     assert any(not torch.equal(a, b) for a, b in moved)

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="dense",
         help="for addition: a dense model, or a mixture of experts (default: %(default)s)",
     )
+    make.add_argument(
+        "--family",
+        choices=("sd3", "flux"),
+        default="sd3",
+        help="for image: a pipeline of Stable Diffusion 3, or of FLUX (default: %(default)s)",
+    )
     make.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
 
     embeddings = make.add_mutually_exclusive_group()
@@ -64,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     root, report = args.root.resolve(), partial(echo, file=sys.stderr)
     if args.task != "addition" and args.model != "dense":
         raise ConfigError(f"--model must be dense with --task {args.task}, got {args.model}; leave it out")
+    if args.task != "image" and args.family != "sd3":
+        raise ConfigError(f"--family must be left out with --task {args.task}, got {args.family}")
     toy = ensure_toy(_spec_of(args), root, report=report)
     echo(json.dumps(toy.as_dict(), indent=2) if args.as_json else str(toy.dir))
     return 0
@@ -84,6 +92,7 @@ def _spec_of(args: argparse.Namespace) -> Spec:
         if find_spec("diffusers") is None:
             raise ConfigError("--task image requires diffusers; pip install async_pipeline[diffusion]")
         from recipe.async_pipeline.toy.image_build import ImageSpec
+        from recipe.async_pipeline.toy.image_model import FluxModelSpec, ImageModelSpec
 
-        return ImageSpec(seed=args.seed)
+        return ImageSpec(seed=args.seed, model=FluxModelSpec() if args.family == "flux" else ImageModelSpec())
     return ToySpec.of(seed=args.seed, tied=args.tied, moe=args.model == "moe")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of the image task: prompts, and a warmed-up pipeline of Stable Diffusion 3's parts."""
+"""The directory of the image task: prompts, and a warmed-up pipeline of Stable Diffusion 3 or FLUX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ImageSpec(Spec):
 
     @property
     def label(self) -> str:
-        return f"sd3-{self.model.side}px"
+        return f"{self.model.family}-{self.model.side}px"
 
     def fill(self, work: Path, report: Callable[[str], None]) -> float:
         """Make data and pipeline in `work`; return the mean score of its samples.
@@ -55,8 +55,7 @@ class ImageSpec(Spec):
             frozen = FrozenParts(pipeline, MAX_TOKENS)
             conditions = frozen.encode([scene.prompt for scene in SCENES])
             train_flow(
-                pipeline.transformer,
-                pipeline.vae,
+                pipeline,
                 conditions,
                 self.task,
                 self.warmup,

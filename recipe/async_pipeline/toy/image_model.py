@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Stable Diffusion 3 pipeline with random weights, of every part that a real one has, and 0.4 M parameters.
+"""Pipelines of Stable Diffusion 3 and FLUX with random weights, of every part that real ones have.
 
-A transformer, a VAE, two CLIP towers and a T5 tower, their tokenizers and the scheduler, saved as diffusers
-saves a pipeline.
+A transformer, a VAE, CLIP towers (two, or one) and a T5 tower, their tokenizers and the scheduler, saved as
+diffusers saves a pipeline; 0.4 M parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from recipe.async_pipeline.errors import ConfigError
 
@@ -24,7 +24,9 @@ CHAT_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- en
 
 @dataclass(frozen=True, kw_only=True)
 class ImageModelSpec:
-    """Shape of the pipeline."""
+    """Shape of a pipeline of Stable Diffusion 3."""
+
+    family: ClassVar[str] = "sd3"
 
     num_layers: int = 2
     """Blocks of the transformer."""
@@ -48,28 +50,58 @@ class ImageModelSpec:
         if self.side < 4 or self.side % 4:
             raise ConfigError(f"model side must be a multiple of 4 pixels, got {self.side}")
 
+    def pipeline(self, tokenizer: PreTrainedTokenizerFast) -> Any:
+        """Build the pipeline with weights from torch's random state."""
+        from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-def make_pipeline(spec: ImageModelSpec, words: Sequence[str], seed: int) -> Any:
-    """Build the pipeline with weights drawn from `seed`; the caller's random state is preserved."""
-    import torch
-    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer, vae = _transformer(spec), _vae(spec)
-        tokenizer = make_word_tokenizer(words)
-        pipeline = StableDiffusion3Pipeline(
+        transformer, vae = _sd3(self), _vae(self)
+        return StableDiffusion3Pipeline(
             transformer=transformer,
             vae=vae,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            text_encoder=_clip(spec, tokenizer),
-            text_encoder_2=_clip(spec, tokenizer),
-            text_encoder_3=_t5(spec, tokenizer),
+            text_encoder=_projecting_clip(self, tokenizer),
+            text_encoder_2=_projecting_clip(self, tokenizer),
+            text_encoder_3=_t5(self, tokenizer),
             tokenizer=tokenizer,
             tokenizer_2=tokenizer,
             tokenizer_3=tokenizer,
         )
-    return pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxModelSpec(ImageModelSpec):
+    """Shape of a pipeline of FLUX.1: guidance is an input, and the shift follows from the image's size."""
+
+    family: ClassVar[str] = "flux"
+
+    num_single_layers: int = 2
+    """Blocks that see text and image as one sequence, after the `num_layers` that do not."""
+
+    def pipeline(self, tokenizer: PreTrainedTokenizerFast) -> Any:
+        """Build the pipeline with weights from torch's random state."""
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+        transformer, vae = _flux(self), _vae(self)
+        return FluxPipeline(
+            transformer=transformer,
+            vae=vae,
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15
+            ),
+            text_encoder=_clip(self, tokenizer),
+            text_encoder_2=_t5(self, tokenizer),
+            tokenizer=tokenizer,
+            tokenizer_2=tokenizer,
+        )
+
+
+def make_pipeline(spec: ImageModelSpec, words: Sequence[str], seed: int) -> Any:
+    """Build the pipeline with weights drawn from `seed`; the caller's random state is preserved."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return spec.pipeline(make_word_tokenizer(words))
 
 
 def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
@@ -95,7 +127,7 @@ def make_word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _transformer(spec: ImageModelSpec) -> Any:
+def _sd3(spec: ImageModelSpec) -> Any:
     from diffusers import SD3Transformer2DModel
 
     return SD3Transformer2DModel(
@@ -110,6 +142,22 @@ def _transformer(spec: ImageModelSpec) -> Any:
         caption_projection_dim=16 * spec.num_heads,
         pooled_projection_dim=2 * spec.text_size,
         pos_embed_max_size=spec.side // 2,
+    )
+
+
+def _flux(spec: FluxModelSpec) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        in_channels=4 * spec.latent_channels,  # patches of 2 x 2
+        num_layers=spec.num_layers,
+        num_single_layers=spec.num_single_layers,
+        num_attention_heads=spec.num_heads,
+        attention_head_dim=16,
+        joint_attention_dim=2 * spec.text_size,
+        pooled_projection_dim=spec.text_size,
+        axes_dims_rope=(4, 6, 6),
+        guidance_embeds=True,
     )
 
 
@@ -131,10 +179,22 @@ def _vae(spec: ImageModelSpec) -> Any:
     )
 
 
-def _clip(spec: ImageModelSpec, tokenizer: PreTrainedTokenizerFast) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+def _projecting_clip(spec: ImageModelSpec, tokenizer: PreTrainedTokenizerFast) -> Any:
+    from transformers import CLIPTextModelWithProjection
 
-    config = CLIPTextConfig(
+    return CLIPTextModelWithProjection(_clip_config(spec, tokenizer))
+
+
+def _clip(spec: ImageModelSpec, tokenizer: PreTrainedTokenizerFast) -> Any:
+    from transformers import CLIPTextModel
+
+    return CLIPTextModel(_clip_config(spec, tokenizer))
+
+
+def _clip_config(spec: ImageModelSpec, tokenizer: PreTrainedTokenizerFast) -> Any:
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.text_size,
         projection_dim=spec.text_size,
@@ -146,7 +206,6 @@ def _clip(spec: ImageModelSpec, tokenizer: PreTrainedTokenizerFast) -> Any:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return CLIPTextModelWithProjection(config)
 
 
 def _t5(spec: ImageModelSpec, tokenizer: PreTrainedTokenizerFast) -> Any:

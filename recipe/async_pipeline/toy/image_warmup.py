@@ -113,8 +113,7 @@ def train_vae(vae: Any, spec: ImageWarmupSpec, *, seed: int, report: Callable[[s
 
 
 def train_flow(
-    transformer: Any,
-    vae: Any,
+    pipeline: Any,
     conditions: Sequence[dict[str, torch.Tensor]],
     task: ImageTask,
     spec: ImageWarmupSpec,
@@ -122,14 +121,15 @@ def train_flow(
     seed: int,
     report: Callable[[str], None],
 ) -> None:
-    """Train the transformer in place by flow matching; `conditions` of each scene of `SCENES`."""
+    """Train a pipeline's transformer in place by flow matching; `conditions` of each scene of `SCENES`."""
     import torch
     from torch.nn.functional import mse_loss
 
-    from recipe.async_pipeline.diffusion.families import StableDiffusion3, stacked
+    from recipe.async_pipeline.diffusion.families import family_of, stacked
     from recipe.async_pipeline.diffusion.schedule import shifted
 
-    family, rng, noise = StableDiffusion3(), random.Random(seed), torch.Generator().manual_seed(seed)
+    transformer, vae, family = pipeline.transformer, pipeline.vae, family_of(type(pipeline).__name__)
+    rng, noise = random.Random(seed), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=spec.flow_learning_rate, weight_decay=0.0)
     cycle = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, spec.flow_learning_rate, total_steps=spec.flow_steps
