@@ -21,6 +21,7 @@ from ..config.run_plan import as_json, in_words, plan_of
 from ..console import echo
 from ..errors import ConfigError
 from ..patching.verl_source import find_verl_root
+from .verl_keys import near_key
 
 ALL = "all"
 """The value of `--knobs` without a section."""
@@ -101,4 +102,4 @@ def _composed(folder: Path | None, name: str, overrides: list[str]) -> Any:
             return compose(config_name=name, overrides=[f"hydra.searchpath=[file://{verl}]", *overrides])
     except (HydraException, ValueError) as error:
         first = str(error).split("\n")[0]
-        raise ConfigError(overrides_in_words(first) or first) from None
+        raise ConfigError(overrides_in_words(first, near_key) or first) from None

@@ -29,6 +29,7 @@ from ..observe.table import MARK, TRANSIENT
 from ..processes import adopt_orphans, descendants, end_all, send_signal
 from ..redaction import LineRedactor
 from ..weight_sync.segment_names import sweep_orphans
+from .verl_keys import near_key
 
 STOP_S = 20.0
 """Seconds for an interrupted command to end by itself."""
@@ -92,7 +93,7 @@ class Screen:
             self._open(Path(found[1]))
         self._file(text)
         self.tail.append(text)
-        if complaint := overrides_in_words(text):
+        if complaint := overrides_in_words(text, near_key):
             self.cause, self.users_mistake = complaint, True
 
         mark = text.find(MARK)

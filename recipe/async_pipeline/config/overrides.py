@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from .misplaced import unknown_key
 from .paths import OWN
@@ -17,10 +18,13 @@ _UNREADABLE = re.compile(
 )
 
 
-def in_words(complaint: str) -> str | None:
-    """Return one line for the first line of a complaint of hydra, or None if it is about something else."""
+def in_words(complaint: str, near: Callable[[str], str | None] = lambda path: None) -> str | None:
+    """Return one line for the first line of a complaint of hydra, or None if it is about something else.
+
+    `near` returns the key of verl's of which a path is a misspelling, or None.
+    """
     if found := _NO_SUCH_KEY.match(complaint):
-        return unknown_key(found[1])
+        return unknown_key(found[1], near(found[1]))
     if found := _PRESENT.match(complaint):
         return f"+{found[1]} must not have a +, because this config has the key; write {found[1]}=..."
     if found := _UNREADABLE.match(complaint):

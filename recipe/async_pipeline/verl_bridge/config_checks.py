@@ -47,6 +47,7 @@ from .config_rules import check_devices, check_sections, check_verl_config, has_
 from .diffusers_rules import check_images
 from .model_rules import ROLLOUT
 from .reward.executor import FILE, PACKAGE, Function
+from .spelling import check_spelling
 from .workers.loss_registry import OffPolicyLossConfig
 
 FOREIGN_PATHS = tuple(key.path for key in FOREIGN)
@@ -380,6 +381,7 @@ CHECKS: tuple[Callable[[Review], None], ...] = (
     lambda review: _require_environment(review.config, review.knobs),
     lambda review: _require_agent(review.knobs),
     _apply_translation,
+    lambda review: check_spelling(review.config),
     lambda review: check_verl_config(review.config),
     lambda review: check_images(review.config, review.knobs, critic=has_critic(review.config)),
     lambda review: _require_stages_that_fit(review.config, review.knobs),

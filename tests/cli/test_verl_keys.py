@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of verl's keys that resemble a misspelled one, without an import of verl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipe.async_pipeline.cli import verl_keys
+from recipe.async_pipeline.cli.verl_keys import near_key
+from recipe.async_pipeline.config.overrides import in_words
+from recipe.async_pipeline.errors import PatchError
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "verl" / "trainer" / "config"
+    folder.mkdir(parents=True)
+    text = "trainer: {total_training_steps: null}\nactor_rollout_ref: {rollout: {name: vllm}}\n"
+    (folder / "_generated_ppo_trainer.yaml").write_text(text)
+    monkeypatch.setattr(verl_keys, "find_verl_root", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("tree")
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("trainer.total_training_stesp", "total_training_steps"),
+        ("actor_rollout_ref.rollout.nmea", "name"),
+        ("trianer", "trainer"),
+        ("trainer.nope", None),
+        ("nowhere.name", None),
+        ("trainer.v1.async_pipeline.name", None),
+    ],
+)
+def test_a_misspelled_key_has_a_near_one(path: str, near: str | None) -> None:
+    assert near_key(path) == near
+
+
+@pytest.mark.usefixtures("tree")
+def test_a_misspelled_key_is_not_advised_with_a_plus() -> None:
+    complaint = "Could not override 'actor_rollout_ref.rollout.nmea'."
+    assert in_words(complaint, near_key) == (
+        "actor_rollout_ref.rollout.nmea is not a key of this config; did you mean 'name'?"
+    )
+    assert "write +trainer.nope=... to add it" in str(
+        in_words("Could not override 'trainer.nope'.", near_key)
+    )
+
+
+def test_without_verl_nothing_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Path:
+        raise PatchError("verl is not importable here")
+
+    monkeypatch.setattr(verl_keys, "find_verl_root", missing)
+    assert near_key("trainer.total_training_stesp") is None

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Misspelled keys in verl's sections are refused, and what verl or the user's code may read is not."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recipe.async_pipeline.errors import ConfigError
+from tests.verl_bridge.conftest import Smoke
+
+pytestmark = pytest.mark.real_engine
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "meant"),
+    [
+        (f"{ROLLOUT}.nmea", "sglang", "name"),
+        (f"{ROLLOUT}.multi_turn.enablee", True, "enable"),
+        (f"{ACTOR}.ppo_mini_batch_sise", 8, "ppo_mini_batch_size"),
+        (f"{ACTOR}.fsdp_config.fdsp_size", 2, "fsdp_size"),
+        ("trainer.total_training_stesp", 3, "total_training_steps"),
+        ("algorithm.adv_estimatro", "gae", "adv_estimator"),
+    ],
+)
+def test_a_misspelled_key_of_verl_is_refused(
+    launch: ModuleType, smoke: Smoke, path: str, value: Any, meant: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{path} is unknown, got \S+; did you mean '{meant}'\?$"):
+        launch.checked(smoke({path: value}))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        # verl's configuration has it.
+        f"{ACTOR}.use_prefix_grouper",
+        # Code of the user may read it: it resembles nothing.
+        "trainer.notify_address",
+        # Not a section of a dataclass.
+        f"{ROLLOUT}.val_kwargs.extra_body.temperaturee",
+        "actor_rollout_ref.model.override_config.hidden_sise",
+        "data.trian_note",
+    ],
+)
+def test_keys_that_other_code_may_read_are_not_refused(
+    load_spelling: ModuleType, smoke: Smoke, path: str
+) -> None:
+    load_spelling.check_spelling(smoke({path: 1}, switched_on=False))
+
+
+@pytest.fixture
+def load_spelling(load: Any) -> Any:
+    return load("recipe.async_pipeline.verl_bridge.spelling")
+
+
+def test_a_section_whose_class_is_unknown_is_left_alone(load_spelling: ModuleType, smoke: Smoke) -> None:
+    config = smoke({f"{ROLLOUT}._target_": "nowhere.Class", f"{ROLLOUT}.nmea": 1}, switched_on=False)
+    load_spelling.check_spelling(config)
+    config = smoke({f"{ROLLOUT}._target_": "json.dumps", f"{ROLLOUT}.nmea": 1}, switched_on=False)
+    load_spelling.check_spelling(config)
+
+
+def test_a_near_name_that_occurs_in_verl_is_not_a_misspelling(load_spelling: ModuleType) -> None:
+    assert load_spelling.near_key("strategi", frozenset({"strategy"})) == "strategy"
+    assert load_spelling.near_key("strategy", frozenset({"strategy_"})) is None
+    assert load_spelling.near_key("warp_factor", frozenset({"strategy"})) is None
