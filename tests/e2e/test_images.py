@@ -94,6 +94,15 @@ def check_agreement(job: Job, steps: int) -> None:
         assert row["actor/grad_norm"] > 0
 
 
+@pytest.mark.nightly
+def test_flux_is_trained_as_it_is_drawn(tmp_path: Path) -> None:
+    """A guidance-distilled FLUX: its guidance is an input, and its latents travel as sequences of patches."""
+    task = make_task("--task", "image", "--family", "flux")
+    job = train(task, tmp_path / "run", "on_policy", 3, RECOMPUTED)
+    check_agreement(job, 3)
+    check_pictures(job, 3)
+
+
 def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Path, tmp_path: Path) -> None:
     """So every ratio is exactly 1, although their bound is 1e-3."""
     job = train(image_task, tmp_path / "run", "on_policy", 5, "trainer.test_freq=5", RECOMPUTED)

@@ -110,6 +110,7 @@ class Pipeline:
 
     def trainer(self) -> Steps:
         stages, devices = self.profile.stages, self.setting.devices_of("train")
+        assert stages.logp is not None
         yield self.env.timeout(stages.gather.seconds(0, devices))
         self.env.process(self.publish(0))
         for step in range(1, self.setting.steps + 1):

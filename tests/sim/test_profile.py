@@ -108,6 +108,8 @@ def test_a_stage_scales_with_devices_and_tokens() -> None:
 
 def test_roles_are_the_stages_with_a_cost() -> None:
     assert profile().roles() == ("train", "logp", "generate")
+    of_rollout = Stages(update=Stage(), logp=None)
+    assert msgspec.structs.replace(profile(), stages=of_rollout).roles() == ("train", "generate")
     critic = Stages(update=Stage(), ref_logp=Stage(), values=Stage(), critic=Stage())
     assert msgspec.structs.replace(random_profile(1), stages=critic).roles() == (
         "train",

@@ -217,6 +217,7 @@ def figures(setting: Setting) -> tuple[Outcome, dict[str, Any]]:
     bound = max(bound_terms(setting).values())
     return outcome, {
         "step_s": round(outcome.step_s, 6),
+        "device_s": round(outcome.step_s * setting.placement.devices, 6),
         "bound_s": round(bound, 6),
         "overlap_efficiency": round(min(1.0, bound / outcome.step_s), 4),
         "speedup_vs_sync": round(sync.step_s / outcome.step_s, 4),
@@ -257,6 +258,8 @@ def in_words(outcome: Outcome, facts: dict[str, Any]) -> list[str]:
         f"{setting.replicas} replica(s)",
         f"step          {outcome.step_s:.4g} s; the lower bound is {facts['bound_s']:.4g} s ({limit}), "
         f"efficiency {facts['overlap_efficiency']:.0%}{_lucky(facts)}",
+        f"cost          {facts['device_s']:.4g} device-seconds per step, "
+        f"{outcome.samples_per_device_s:.4g} samples per device-second",
         f"speed-up      {facts['speedup_vs_sync']:.2f} x the best synchronous layout on the same devices",
         f"lag           {outcome.lag_mean:.2f} on average, {outcome.lag_max} at most, "
         f"{setting.knobs.staleness.max_lag} allowed",

@@ -195,7 +195,8 @@ class Stages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The stages, on training devices or separate pools; draw, assemble, advantage, finish on the host."""
 
     update: Stage
-    logp: Stage = NOTHING
+    logp: Stage | None = NOTHING
+    """None if the rollout's log-probs are the old ones, which cost nothing."""
     ref_logp: Stage | None = None
     """None without a reference policy."""
     values: Stage | None = None
@@ -320,7 +321,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def roles(self) -> tuple[str, ...]:
         """Return the stages that compute on devices, named as in `placement.PLACED`."""
-        there = {"ref_logp": self.stages.ref_logp, "critic": self.stages.critic}
+        there = {
+            "logp": self.stages.logp,
+            "ref_logp": self.stages.ref_logp,
+            "critic": self.stages.critic,
+        }
         return tuple(
             role
             for role in ("train", "logp", "ref_logp", "critic", "generate")

@@ -66,7 +66,7 @@ class Setting:
     @property
     def old_logp(self) -> str:
         """One of `schema.OldLogp`."""
-        return proximal_policy(self.knobs, self.placement, bypass=False)
+        return proximal_policy(self.knobs, self.placement, bypass=self.profile.stages.logp is None)
 
     @property
     def schedule(self) -> Schedule:
