@@ -84,6 +84,8 @@ def test_the_mixture_with_sglang_has_two_replicas_of_two_and_a_batch_of_128(
     """The first layout that this pipeline had: tensor 1, pipeline 1, expert 4, SGLang tensor 2."""
     shown = explained["megatron_sglang_moe.sh",].stdout
     assert "generate: 2 replicas of 2 devices" in shown and "128 prompts x" in shown
+    assert "Megatron, expert-parallel 4, data-parallel 4" in shown
+    assert "tensor-parallel" not in shown and "pipeline-parallel" not in shown
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

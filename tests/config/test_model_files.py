@@ -26,3 +26,10 @@ def test_the_shapes_of_all_files(tmp_path: Path) -> None:
 def test_a_model_on_another_machine_has_no_size(tmp_path: Path) -> None:
     assert tensor_shapes(tmp_path / "nowhere") == {}
     assert count_parameters(tmp_path / "nowhere") is None
+
+
+def test_of_a_pipeline_of_diffusers_the_transformer_counts(tmp_path: Path) -> None:
+    for part, size in (("transformer", 7), ("vae", 100)):
+        (tmp_path / part).mkdir()
+        save_file({"a": torch.zeros(size)}, tmp_path / part / "diffusion_pytorch_model.safetensors")
+    assert count_parameters(tmp_path) == 7

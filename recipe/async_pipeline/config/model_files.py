@@ -10,10 +10,12 @@ from pathlib import Path
 
 
 def tensor_shapes(model: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a model by its name, or nothing without files."""
-    return {
-        name: shape for file in sorted(model.glob("*.safetensors")) for name, shape in _shapes(file).items()
-    }
+    """Return the shape of each tensor of a model by its name, or nothing without files.
+
+    Of a pipeline of diffusers, which has a folder for each of its parts, the transformer's.
+    """
+    files = sorted(model.glob("*.safetensors")) or sorted(model.glob("transformer/*.safetensors"))
+    return {name: shape for file in files for name, shape in _shapes(file).items()}
 
 
 def count_parameters(model: Path) -> int | None:

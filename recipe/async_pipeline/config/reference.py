@@ -225,12 +225,16 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 def _foreign_rows() -> Iterator[str]:
     yield f"| {_list(SWITCHES)} | the switch; no line is printed |\n"
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for key in FOREIGN:
         name = key.path.rpartition(".")[2]
-        if key.meaning and name not in seen:
-            seen.add(name)
-            same = [other.path for other in FOREIGN if other.path.rpartition(".")[2] == name]
+        if key.meaning and (name, key.meaning) not in seen:
+            seen.add((name, key.meaning))
+            same = [
+                other.path
+                for other in FOREIGN
+                if other.path.rpartition(".")[2] == name and other.meaning in ("", key.meaning)
+            ]
             yield f"| {_list(same)} | {key.meaning} |\n"
 
 

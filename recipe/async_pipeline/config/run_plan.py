@@ -22,7 +22,7 @@ from .paths import OWN, select
 from .placement import Placement
 from .rollout_correction import correction_in_words, loss_in_words
 from .schema import AsyncPipelineConfig
-from .training_engine import training_in_words
+from .training_engine import data_parallel, training_in_words
 from .user_classes import base_names, class_constant, find_class
 
 ARENAS = 2
@@ -157,7 +157,7 @@ def plan_of(
         answers_per_group=n,
         redundancy=knobs.agentic.redundancy,
         mini_batches_per_step=-(-batch // mini),
-        answers_per_mini_batch_and_rank=mini * n / train,
+        answers_per_mini_batch_and_rank=mini * n / data_parallel(config, train),
         padding_per_step=-batch % mini * n,
         groups_at_once=batch * depth + oldest,
         answers_at_once=(batch * depth + oldest) * (n + knobs.agentic.redundancy),

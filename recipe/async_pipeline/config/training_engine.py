@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from .paths import select
@@ -33,16 +34,27 @@ def training_in_words(config: Mapping[str, Any], devices: int) -> str:
     return text + (f", sequences over {ulysses} (Ulysses)" if ulysses > 1 else "")
 
 
-def _megatron(config: Mapping[str, Any], devices: int) -> str:
-    sizes = {
+def data_parallel(config: Mapping[str, Any], devices: int) -> int:
+    """Return how many ranks of the engine that trains on this many devices read different rows."""
+    if str(select(config, f"{ACTOR}.strategy")) == "megatron":
+        shared = prod(_sizes(config)[kind] for kind in DIVIDING)
+    else:
+        shared = int(select(config, f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+    return max(1, devices // shared)
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return Megatron's parallel sizes."""
+    return {
         kind: int(select(config, f"{ACTOR}.megatron.{name}") or 1)
         for kind, name in {**DIVIDING, **EXPERTS}.items()
     }
-    model = 1
-    for kind in DIVIDING:
-        model *= sizes[kind]
+
+
+def _megatron(config: Mapping[str, Any], devices: int) -> str:
+    sizes = _sizes(config)
     parallel = [f"{kind}-parallel {size}" for kind, size in sizes.items() if size > 1]
-    return ", ".join(["Megatron", *parallel, f"data-parallel {devices // model}"])
+    return ", ".join(["Megatron", *parallel, f"data-parallel {data_parallel(config, devices)}"])
 
 
 def _count(devices: int) -> str:

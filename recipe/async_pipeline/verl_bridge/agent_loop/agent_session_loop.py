@@ -37,6 +37,7 @@ from ..run_config import knobs_of
 from .environment_loop import RewardedTurns, plain, seed_of
 from .episode_attempts import END, NOTED, TOOK_MS, WHY, current_attempt
 from .external_runner import Address, ExternalRunner
+from .row_place import place_of
 from .session_policy import SessionPolicy
 from .version_spans import ROW_SPANS, ROW_TURNS
 
@@ -249,7 +250,7 @@ def task_of(row: Mapping[str, Any], run_seed: int) -> Task:
     info = plain(row.get("extra_info") or {})
     shown = {
         "messages": plain(list(row["raw_prompt"])),
-        "seed": seed_of(info, row.get("index"), run_seed),
+        "seed": seed_of(info, place_of(row), run_seed),
         "task": info.get("task") or {},
     }
     hidden = {

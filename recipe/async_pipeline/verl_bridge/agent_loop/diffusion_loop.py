@@ -25,6 +25,7 @@ from ..rollout.diffusers.fields import CONDITIONS, LATENTS, PICTURE
 from ..workers.diffusion_model import CONDITION, Denoising
 from .episode_attempts import current_attempt
 from .partial_rollouts import RecordingClient
+from .row_place import place_of
 
 NAME = "diffusion"
 COLUMNS = "diffusion_columns"
@@ -94,7 +95,7 @@ class DiffusionLoop(AgentLoopBase):  # type: ignore[misc]
         return self._scored_later or (self._shows and int(row["session_id"]) == 0)
 
     def _sampling(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        place = (self._seed, int(row["global_steps"]), int(row["index"]))
+        place = (self._seed, int(row["global_steps"]), place_of(row))
         trained = current_attempt() is not None
         window = self._windows.of(seed_of("window", *place), place[1]) if trained else None
         kind = "train" if trained else "val"

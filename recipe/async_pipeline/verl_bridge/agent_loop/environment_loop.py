@@ -32,6 +32,7 @@ from ...agents.episodes import DONE
 from ...errors import ConfigError, EnvironmentFailed
 from ..run_config import knobs_of
 from .episode_attempts import END, NOTED, WHY, current_attempt
+from .row_place import place_of
 
 NAME = "environment"
 Message = dict[str, Any]
@@ -158,7 +159,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
         """
         setup = self.setup()
         info = plain(row.get("extra_info") or {})
-        playing = setup.pool.episode(seed_of(info, row.get("index"), setup.seed), info.get("task") or {})
+        playing = setup.pool.episode(seed_of(info, place_of(row), setup.seed), info.get("task") or {})
 
         attempt = current_attempt()
         async with AsyncExitStack() as stack:
@@ -268,11 +269,11 @@ def with_observation(prompt: list[Message], observation: str) -> list[Message]:
     return [*prompt[:-1], {**prompt[-1], "content": "\n\n".join(texts)}]
 
 
-def seed_of(info: Mapping[str, Any], index: Any, run_seed: int) -> int:
-    """Return the seed of a row: its own `extra_info.seed`, or one that follows from its index."""
+def seed_of(info: Mapping[str, Any], place: Any, run_seed: int) -> int:
+    """Return the seed of a row: its own `extra_info.seed`, or one that follows from its place."""
     if info.get("seed") is not None:
         return int(info["seed"])
-    digest = hashlib.sha256(f"{run_seed} {index}".encode()).digest()
+    digest = hashlib.sha256(f"{run_seed} {place}".encode()).digest()
     # gymnasium takes seeds of 32 bits.
     return int.from_bytes(digest[:4], "big")
 
