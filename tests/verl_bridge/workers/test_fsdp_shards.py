@@ -6,14 +6,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
-from multiprocessing.connection import Client
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +17,12 @@ from msgspec.structs import replace
 
 from recipe.async_pipeline.weight_sync.arena import ArenaReader, Part
 from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
-from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
-from recipe.async_pipeline.weight_sync.shares import Bucket
-from recipe.async_pipeline.weight_sync.transport import header_of
+from recipe.async_pipeline.weight_sync.manifest import joined
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.fakes.private_mounts import may_unshare
 from tests.fakes.sharded_model import VERSIONS, make_model, train
-from tests.fakes.waiting import until
+from tests.fakes.training_hosts import TrainingHost, training_hosts
 
 pytestmark = pytest.mark.real_engine
 LIMIT_S = 300.0
@@ -67,27 +61,6 @@ def test_adapters_are_published_without_their_base(printed: dict[str, list[str]]
 # Several hosts.
 
 
-class Host:
-    """A transport from a training host in another mount namespace, over its socket."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def ask(self, *question: Any) -> Any:
-        with Client(self.path) as connection:
-            connection.send(question)
-            return None if question[0] == "next" else connection.recv()
-
-    async def announced(self) -> Announcement:
-        found = decode_announcement(await asyncio.to_thread(self.ask, "announced"))
-        assert not isinstance(found, Failure)
-        return found
-
-    async def bucket(self, bucket: Bucket, attempt: int, base: int | None = None) -> tuple[bytes, Any]:
-        payload = await asyncio.to_thread(self.ask, "bucket", bucket.sequence)
-        return header_of(await self.announced(), bucket.sequence, bucket.share), payload
-
-
 def expected_version(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
     """Return the weights of a version, as the ranks of `gather_on_hosts.py` train them."""
     train(model, version)
@@ -101,35 +74,13 @@ def expected_version(model: torch.nn.Module, version: int) -> dict[str, torch.Te
 @pytest.mark.parametrize(("hosts", "count"), [(2, 2), (2, 4)])
 def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts: int, count: int) -> None:
     script = REPOSITORY / "tests" / "verl_bridge" / "gather_on_hosts.py"
-    private = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-    python = [sys.executable, str(script)]
-    processes = [
-        subprocess.Popen(
-            [
-                "unshare",
-                "-m",
-                "bash",
-                "-c",
-                private,
-                "_",
-                *python,
-                str(host),
-                str(hosts),
-                str(count),
-                str(tmp_path),
-            ],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+    commands = [
+        [sys.executable, str(script), str(host), str(hosts), str(count), str(tmp_path)]
         for host in range(hosts)
     ]
 
-    async def main() -> None:
+    async def main(asked: list[TrainingHost]) -> None:
         memory, reader = HostMemory("the consumer's"), this_process("a test")
-        asked = [Host(tmp_path / f"host-{host}") for host in range(hosts)]
         try:
             model = make_model()
             for version in range(VERSIONS):
@@ -147,24 +98,8 @@ def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts
         finally:
             await memory.close()
 
-    until(
-        lambda: all((tmp_path / f"host-{host}").exists() for host in range(hosts)) or ended(processes),
-        "a share of each host",
-        LIMIT_S,
-    )
-    try:
-        asyncio.run(main())
-        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    assert [process.returncode for process in processes] == [0] * hosts, errors
-
-
-def ended(processes: list[subprocess.Popen[str]]) -> bool:
-    return any(process.poll() is not None for process in processes)
+    with training_hosts(commands, tmp_path, ENVIRONMENT, LIMIT_S) as asked:
+        asyncio.run(main(asked))
 
 
 def assembled(parts: list[list[Part]]) -> dict[str, torch.Tensor]:

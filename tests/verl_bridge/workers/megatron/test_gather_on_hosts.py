@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron ranks on two hosts write what they hold into the memory of their host."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from recipe.async_pipeline.weight_sync.arena import ArenaReader
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
+from recipe.async_pipeline.weight_sync.manifest import joined
+from tests.fakes.private_mounts import may_unshare
+from tests.fakes.training_hosts import TrainingHost, training_hosts
+from tests.verl_bridge.workers.megatron.gather_cost import LAYOUTS
+from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT
+
+pytestmark = [
+    pytest.mark.real_engine,
+    pytest.mark.skipif(find_spec("megatron") is None, reason="no megatron"),
+    pytest.mark.skipif(not may_unshare(), reason="private mounts require root"),
+]
+VERSIONS = 2
+LIMIT_S = 300.0
+"""Ranks import verl and Megatron first."""
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensor_and_expert_parallel_ranks_on_two_hosts_publish_what_each_holds(
+    tmp_path: Path, name: str
+) -> None:
+    module = "tests.verl_bridge.workers.megatron.gather_on_hosts"
+    commands = [
+        [sys.executable, "-m", module, str(host), str(tmp_path), name, str(VERSIONS)] for host in range(2)
+    ]
+
+    async def main(asked: list[TrainingHost]) -> None:
+        memory, reader = HostMemory("the consumer's"), this_process("a test")
+        try:
+            for version in range(VERSIONS):
+                shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(asked)]
+                manifest = await memory.fetch(Request(joined(shares), asked, LIMIT_S), reader)
+                found = ArenaReader().tensors(manifest)
+                expected = torch.load(tmp_path / f"{version}.pt", weights_only=True)
+                assert set(found) == set(expected)
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+                files = [host.ask("files") for host in asked]
+                assert not set(files[0]) & set(files[1]) and all(files)
+                sizes = [share.num_bytes for share in shares]
+                assert max(sizes) < 0.8 * sum(sizes), "no host has everything"
+                for host in asked:
+                    host.ask("next")
+        finally:
+            await memory.close()
+
+    with training_hosts(commands, tmp_path, ENVIRONMENT, LIMIT_S) as asked:
+        asyncio.run(main(asked))
