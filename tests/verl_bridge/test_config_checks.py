@@ -74,10 +74,9 @@ def test_what_verl_itself_refuses_is_one_line(launch: ModuleType, smoke: Smoke) 
         ConfigError, match="^verl refuses this config: validation gen temperature .*; correct it$"
     ):
         launch.checked(smoke(greedy))
-    # verl composes other defaults for each training engine; this one has the other's.
-    other_engine = {"actor_rollout_ref.actor._target_": "verl.workers.config.McoreActorConfig"}
-    with pytest.raises(ConfigError, match="^verl refuses this config: .*keyword argument 'fsdp_config'.*$"):
-        launch.checked(smoke(other_engine))
+    unknown = {"actor_rollout_ref.actor.checkpoint.zzz": 1}
+    with pytest.raises(ConfigError, match="^verl refuses this config: .*keyword argument 'zzz'.*$"):
+        launch.checked(smoke(unknown))
 
 
 MICRO_OF_FOUR = {

@@ -67,6 +67,12 @@ def test_the_strategy_alone_does_not_select_verls_config(rules: ModuleType, smok
         rules.check_megatron(smoke({f"{ACTOR}.strategy": "megatron"}), critic=False)
 
 
+def test_verls_config_alone_does_not_select_the_engine(rules: ModuleType, smoke: Smoke) -> None:
+    mixed = smoke({f"{ACTOR}._target_": "verl.workers.config.McoreActorConfig"})
+    with pytest.raises(ConfigError, match="strategy must be megatron with model_engine=megatron, got fsdp2"):
+        rules.check_megatron(mixed, critic=False)
+
+
 def test_missing_packages_are_named(
     rules: ModuleType, megatron: Smoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,13 @@ CPU_ONLY = (
 
 def check_megatron(config: DictConfig, *, critic: bool) -> None:
     """Raises ConfigError for settings of Megatron that cannot work."""
+    for section in (ACTOR, CRITIC) if critic else (ACTOR,):
+        engine = OmegaConf.select(config, f"{section}.strategy")
+        if engine != "megatron" and config_class(config, section).startswith("Mcore"):
+            raise ConfigError(
+                f"{section}.strategy must be megatron with model_engine=megatron, got {engine}; set both, by "
+                "training_engine=megatron in this package's configurations"
+            )
     found = []
     for section, model in _sections(config, critic=critic):
         found.append(section)
