@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,31 @@ def test_orphans_that_end_are_reaped_while_the_command_runs(tmp_path: Path) -> N
     command = [sys.executable, "-I", "-c", code]
     finished = asyncio.run(asyncio.wait_for(run_command(command, tmp_path, environment({}), None, left), 60))
     assert (finished.status, left.newly()) == (0, 0), finished.in_words()
+
+
+def test_a_killed_guard_does_not_block_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process that was forked meanwhile may still have the end that the guard reports to."""
+    pipe, held = os.pipe, list[int]()
+
+    def held_open() -> tuple[int, int]:
+        ends = pipe()
+        held.append(os.dup(ends[1]))
+        if len(held) == 2:
+            monkeypatch.setattr(os, "pipe", pipe)
+        return ends
+
+    monkeypatch.setattr(os, "pipe", held_open)
+    left, found = LeftBehind(), list[Finished]()
+    command = ["sh", "-c", "kill -9 $PPID; sleep 600"]
+    running = run_command(command, tmp_path, environment({}), None, left)
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(running)), daemon=True)
+    thread.start()
+    thread.join(60)
+    for end in held:
+        os.close(end)
+    assert [one.status for one in found] == [-signal.SIGKILL] and left.newly() == 0
 
 
 def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -10,18 +10,25 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
 
-from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement
+import torch
+from msgspec.structs import replace
+
+from recipe.async_pipeline.weight_sync.arena import ArenaReader
+from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
+from recipe.async_pipeline.weight_sync.manifest import Announcement, Failure, decode_announcement, joined
 from recipe.async_pipeline.weight_sync.shares import Bucket
 from recipe.async_pipeline.weight_sync.transport import header_of
 from tests import REPOSITORY
 from tests.fakes.waiting import until
 
+MOST = 0.8
+"""Largest share of a version on one of two hosts: none has everything."""
 PRIVATE = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
@@ -79,3 +86,25 @@ def training_hosts(
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert [process.returncode for process in processes] == [0] * len(processes), errors
+
+
+async def versions_of(
+    hosts: Sequence[TrainingHost], count: int, limit_s: float
+) -> AsyncIterator[dict[str, torch.Tensor]]:
+    """Yield the tensors of so many versions, as a consumer on another host gets them.
+
+    Asserts that the hosts share no file and that each has a part only.
+    """
+    memory, reader = HostMemory("the consumer's"), this_process("a test")
+    try:
+        for _ in range(count):
+            shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(hosts)]
+            yield ArenaReader().tensors(await memory.fetch(Request(joined(shares), hosts, limit_s), reader))
+            files = [host.ask("files") for host in hosts]
+            assert not set(files[0]) & set(files[1]) and all(files)
+            sizes = [share.num_bytes for share in shares]
+            assert max(sizes) < MOST * sum(sizes)
+            for host in hosts:
+                host.ask("next")
+    finally:
+        await memory.close()

@@ -92,6 +92,7 @@ async def run_command(
     loop = asyncio.get_running_loop()
     lifeline, ours = os.pipe()
     reported, report = os.pipe()
+    os.set_blocking(reported, False)
     guard = Path(__file__).with_name("command_process.py")
 
     def start() -> subprocess.Popen[bytes]:
@@ -131,8 +132,10 @@ async def run_command(
             transport.close()
         if process.returncode is None:
             await loop.run_in_executor(None, _reap, process)
-        # The guard, which alone had the other end, has ended: this does not block.
-        found = os.read(reported, 16)
+        # The guard has ended. It reports nothing if it was killed.
+        found = b""
+        with suppress(BlockingIOError):
+            found = os.read(reported, 16)
         os.close(reported)
         if left is not None and found:
             left.add(int(found))

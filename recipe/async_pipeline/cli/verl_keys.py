@@ -6,13 +6,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+from ..config.names import ALIKE
 from ..config.paths import OWN, select
 from ..contract.config_keys import keys_of_tree
 from ..errors import PatchError
 from ..patching.verl_source import find_verl_root
-
-ALIKE = 0.75
-"""Smallest similarity of a misspelled name and the name that is meant, as in `verl_bridge/spelling.py`."""
 
 
 def near_key(path: str) -> str | None:

@@ -17,6 +17,8 @@ from .environment_arguments import built_in_arguments
 from .fields import knobs_of, sections_of
 from .paths import OWN, walk
 
+ALIKE = 0.75
+"""Smallest similarity of a misspelled key of verl's and the one that is meant."""
 RENAMED: Mapping[str, str] = {
     "max_lag": "staleness.max_lag",
     "depth": "staleness.depth",

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from ..config.names import ALIKE
 from ..config.paths import select
 from ..config.rollout_correction import POLICY_LOSS
 from ..errors import ConfigError
@@ -31,8 +32,6 @@ PLAIN = ("trainer",)
 CHECKED_ELSEWHERE = (POLICY_LOSS,)
 """Sections that have keys of this package too."""
 COMPOSED = ("_generated_ppo_trainer.yaml", "_generated_ppo_megatron_trainer.yaml")
-ALIKE = 0.75
-"""Smallest similarity of a misspelled name and the name that is meant."""
 
 
 def check_spelling(config: DictConfig) -> None:

