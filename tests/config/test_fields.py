@@ -17,6 +17,7 @@ from recipe.async_pipeline.errors import ConfigError
 class Inner:
     word: Literal["a", "b"] = "a"
     share: Annotated[float, Bounds(above=0, most=1, remedy="1 is all")] | None = None
+    either: Literal[False, True, "some"] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Outer:
 
 def test_knobs_are_listed_with_their_sections() -> None:
     paths = [knob.path for knob in knobs_of(Outer)]
-    assert paths == ["count", "switch", "name", "items", "table", "inner.word", "inner.share"]
+    assert paths == ["count", "switch", "name", "items", "table", "inner.word", "inner.share", "inner.either"]
     assert sections_of(Outer) == {"inner": Inner}
     assert knobs_of(Outer)[5].choices == ("a", "b")
     assert str(knobs_of(Outer)[6].bounds) == "> 0 and at most 1"
@@ -51,6 +52,11 @@ def test_knobs_are_listed_with_their_sections() -> None:
         ({"inner.share": 0}, "x.inner.share must be > 0 and at most 1, got 0; 1 is all"),
         ({"inner.share": float("nan")}, "x.inner.share must be > 0 and at most 1, got nan; 1 is all"),
         ({"inner.share": "1"}, "x.inner.share must be a number, got '1'; 1 is all"),
+        ({"inner.either": 1}, "x.inner.either must be one of False, True, some, got 1; False is the default"),
+        (
+            {"inner.either": "True"},
+            "x.inner.either must be one of False, True, some, got 'True'; False is the default",
+        ),
     ],
 )
 def test_a_wrong_value_names_path_rule_value_and_remedy(values: dict[str, Any], message: str) -> None:
@@ -60,6 +66,7 @@ def test_a_wrong_value_names_path_rule_value_and_remedy(values: dict[str, Any], 
 
 
 def test_values_reach_their_sections_and_none_means_the_default() -> None:
-    made = build(Outer, {"count": None, "items": ["a"], "table": {"k": 1}, "inner.share": 0.5})
-    assert made == Outer(items=("a",), table={"k": 1}, inner=Inner(share=0.5))
+    values = {"count": None, "items": ["a"], "table": {"k": 1}, "inner.share": 0.5, "inner.either": True}
+    made = build(Outer, values)
+    assert made == Outer(items=("a",), table={"k": 1}, inner=Inner(share=0.5, either=True))
     check_fields(made, "x")

@@ -462,6 +462,7 @@ def test_switches_that_disagree_are_refused() -> None:
         ("weight_sync.load_staging", "gpu"),
         ("weight_sync.reuse_prefixes", "yes"),
         ("weight_sync.reuse_prefixes", 1),
+        ("weight_sync.reuse_prefixes", "True"),
         ("weight_sync.max_concurrent_loads", 0),
         ("weight_sync.max_concurrent_loads", "all"),
         ("weight_sync.verify_tensors", 0),
@@ -592,6 +593,14 @@ def test_a_written_default_counts_as_the_users_choice(pairs: tuple[tuple[str, An
     with pytest.raises(ConfigError) as caught:
         resolve(nested(*pairs))
     assert_one_line(caught, "keep one of them", *(path for path, _ in pairs))
+
+
+@pytest.mark.parametrize("reuse", [True, "session"])
+def test_responses_that_restart_do_not_use_old_prefixes(reuse: bool | str) -> None:
+    pairs = (f"{OWN}.weight_sync.reuse_prefixes", reuse), (f"{OWN}.weight_sync.in_flight_policy", "abort")
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested(*pairs))
+    assert_one_line(caught, "weight_sync.in_flight_policy must be keep or drain", f"reuse_prefixes={reuse}")
 
 
 def test_a_threshold_uses_the_steps_per_weight_update_of_either_key() -> None:

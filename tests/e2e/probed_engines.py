@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from recipe.async_pipeline.core.items import LoadReport
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine
+from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Salts, VersionedEngine
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
 PIECE_BYTES = 1 << 16
@@ -21,7 +21,7 @@ class ProbedEngine(Protocol):
 
     async def stage(self, manifest: bytes) -> list[str]: ...
 
-    async def load(self, manifest: bytes) -> Loaded: ...
+    async def load(self, manifest: bytes, salts: Salts | None = None) -> Loaded: ...
 
     async def answer(
         self, prompt: list[int], tokens: int, temperature: float = 0.0
@@ -31,11 +31,15 @@ class ProbedEngine(Protocol):
     async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
         """Return the log-probs of tokens that follow a prompt."""
 
+    async def cached(self, prompt: list[int], tokens: int) -> int:
+        """Write so many tokens, and return how many tokens of the prompt came from the cache."""
+
     def shutdown(self) -> None: ...
 
 
 class Vllm:
-    def __init__(self, model_dir: str, max_len: int) -> None:
+    def __init__(self, model_dir: str, max_len: int, at_once: int = 64, block: int | None = None) -> None:
+        """`at_once`: requests that it answers at the same time; `block`: tokens of a block of the cache."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -47,6 +51,8 @@ class Vllm:
             dtype="float32",
             enforce_eager=True,
             max_model_len=max_len,
+            max_num_seqs=at_once,
+            block_size=block,
             worker_extension_cls=EXTENSION,
             distributed_executor_backend=IN_PROCESS,
             seed=0,
@@ -58,11 +64,12 @@ class Vllm:
         boards: list[str] = await self._engine.collective_rpc("stage_snapshot", 60.0, (manifest,))
         return boards
 
-    async def load(self, manifest: bytes) -> Loaded:
+    async def load(self, manifest: bytes, salts: Salts | None = None) -> Loaded:
         from recipe.async_pipeline.verl_bridge.rollout.vllm.engine import progress_by_name
 
         core = self._engine.engine_core
-        reports, progress = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, 60.0)
+        answer = await core.call_utility_async("load_snapshot", manifest, PIECE_BYTES, 60.0, salts)
+        reports, progress = answer
         return Loaded([LoadReport(**report) for report in reports], progress_by_name(progress))
 
     async def answer(
@@ -75,6 +82,13 @@ class Vllm:
         part = [output.outputs[0] async for output in asked if output.outputs][-1]
         chosen = [entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)]
         return list(part.token_ids), chosen
+
+    async def cached(self, prompt: list[int], tokens: int) -> int:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        asked = self._engine.generate({"prompt_token_ids": prompt}, params, request_id=uuid.uuid4().hex)
+        return int([output async for output in asked][-1].num_cached_tokens)
 
     async def score(self, prompt: list[int], tokens: list[int]) -> list[float]:
         from vllm import SamplingParams
@@ -92,7 +106,10 @@ class Vllm:
 class SGLang:
     _of_each_request: Mapping[str, Any] = {}
 
-    def __init__(self, model_dir: str, max_len: int, **arguments: Any) -> None:
+    def __init__(
+        self, model_dir: str, max_len: int, at_once: int = 64, block: int | None = None, **arguments: Any
+    ) -> None:
+        """`at_once`: requests that it answers at the same time; its cache has no blocks."""
         from recipe.async_pipeline.verl_bridge.rollout.sglang import scheduler
         from recipe.async_pipeline.verl_bridge.rollout.sglang.arguments import cpu_arguments
         from recipe.async_pipeline.verl_bridge.rollout.sglang.engine import serve_versions
@@ -112,7 +129,7 @@ class SGLang:
             mem_fraction_static=0.3,
             disable_cuda_graph=True,
             context_length=max_len,
-            **cpu_arguments(arguments, 64, max_len),
+            **cpu_arguments({"max_running_requests": at_once, **arguments}, 64, max_len),
         )
         self._served = serve_versions(self._engine.tokenizer_manager, TypeBasedDispatcher)
         self.versioned = self._served.versioned
@@ -121,8 +138,8 @@ class SGLang:
         boards: list[str] = await self._served.calls.call("stage", manifest)
         return boards
 
-    async def load(self, manifest: bytes) -> Loaded:
-        return await self._served.load(manifest, PIECE_BYTES)
+    async def load(self, manifest: bytes, salts: Salts | None = None) -> Loaded:
+        return await self._served.load(manifest, PIECE_BYTES, salts)
 
     async def answer(
         self, prompt: list[int], tokens: int, temperature: float = 0.0
@@ -135,6 +152,10 @@ class SGLang:
         params = {"temperature": 0, "max_new_tokens": 1}
         output = await self._ask([*prompt, *tokens], params, logprob_start_len=0)
         return [one[0] for one in output["meta_info"]["input_token_logprobs"][len(prompt) :]]
+
+    async def cached(self, prompt: list[int], tokens: int) -> int:
+        output = await self._ask(prompt, {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True})
+        return int(output["meta_info"]["cached_tokens"])
 
     async def _ask(self, prompt: list[int], params: dict[str, Any], **more: Any) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -162,7 +183,11 @@ class SGLangWithAdapters(SGLang):
         from recipe.async_pipeline.verl_bridge.rollout.sglang import lora
 
         modules = lora.target_modules("all-linear")
-        arguments = {"max_lora_rank": rank, "lora_target_modules": modules, "max_loras_per_batch": lora.SLOTS}
+        arguments: dict[str, Any] = {
+            "max_lora_rank": rank,
+            "lora_target_modules": modules,
+            "max_loras_per_batch": lora.SLOTS,
+        }
         super().__init__(model_dir, max_len, enable_lora=True, **arguments)
         self._of_each_request = {"lora_path": lora.served_reference().lora_name}
 
@@ -173,4 +198,4 @@ class SGLangWithAdapters(SGLang):
         await self._engine.tokenizer_manager.lora_registry.register(lora.served_reference())
 
 
-ENGINES: dict[str, Callable[[str, int], ProbedEngine]] = {"vllm": Vllm, "sglang": SGLang}
+ENGINES: dict[str, Callable[..., ProbedEngine]] = {"vllm": Vllm, "sglang": SGLang}

@@ -130,6 +130,20 @@ def test_after_many_loads_the_engine_says_what_a_fresh_model_says(versions: dict
     assert versions["versions"] == len(WAYS) * of_a_way + 1, "no load was left out"
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_version_uses_prefixes_of_others_only_if_it_may(tied_task: Path, engine: str) -> None:
+    report = run("prefix_probe.py", tied_task, engine, VERL_PLATFORM="cpu")
+    assert set(report) == {"False", "session", "True"}
+    for reuse, case in report.items():
+        reused = {name for name, tokens in case.items() if tokens}
+        of_others = {"next version", "waited during the load"} if reuse == "True" else set()
+        its_own = {name for name in case if "its session" in name} if reuse != "False" else set()
+        assert reused == {"same version", *of_others, *its_own}, report
+        if its_own:
+            # What its second turn has read was computed by a later version.
+            assert case["its session, next but one"] > case["its session, next version"], report
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("versions", [(engine, MANY) for engine in ENGINES], indirect=True)
 @pytest.mark.parametrize("way", WAYS)

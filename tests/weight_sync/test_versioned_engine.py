@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
-from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, VersionedEngine, recorded_spans
+from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Salts, VersionedEngine, recorded_spans
 from tests.fakes.async_llm import AsyncLLM
 from tests.fakes.timed_engine import LOG_PROB, PROMPT, Answer, PlainEngine
 from tests.fakes.tokenizer_manager import TokenizerManager
@@ -29,11 +29,16 @@ each_engine = pytest.mark.parametrize("engine_class", ENGINES, ids=["vllm", "sgl
 
 
 async def answer(
-    engine: Any, name: str, tokens: int, after: float = 0.0, seed: int | None = None
+    engine: Any,
+    name: str,
+    tokens: int,
+    after: float = 0.0,
+    seed: int | None = None,
+    session: int | None = None,
 ) -> tuple[Answer, list[tuple[int, int]]]:
     """A response and its spans."""
     await asyncio.sleep(after)
-    with recorded_spans() as spans:
+    with recorded_spans(session) as spans:
         said = await engine.ask(name, tokens, seed)
     return said, [(version, start) for version, start in spans]
 
@@ -193,7 +198,7 @@ def test_prefixes_of_other_versions_are_hit_only_if_they_may(engine_class: Any, 
         shared = []
         for version in range(2):
             await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes=reuse)
-            shared.append(versioned.shares_prefixes)
+            shared.append(versioned.salts(version + 1) is None)
             await answer(engine, f"r{version}", 2)
         clock.cancel()
         return shared
@@ -201,6 +206,32 @@ def test_prefixes_of_other_versions_are_hit_only_if_they_may(engine_class: Any, 
     assert run_virtual(main()) == [reuse, reuse]
     first, second = (sent.salt for sent in engine.sent)
     assert (first == second) == reuse
+
+
+@each_engine
+def test_a_session_uses_its_own_prefixes_only(engine_class: Any) -> None:
+    engine = engine_class()
+
+    async def main() -> None:
+        versioned = engine.serve_versions()
+        clock = asyncio.create_task(engine.run())
+        for version in range(3):
+            await versioned.load(version, engine.loading(version, 0.0), "keep", reuse_prefixes="session")
+            await answer(engine, f"first of {version}", 2)
+            for began in range(version + 1):
+                await answer(engine, f"of {began}, later, {version}", 2, session=began)
+        await versioned.load(3, engine.loading(3, 0.0), "keep")
+        await answer(engine, "of 0, no longer", 2, session=0)
+        clock.cancel()
+
+    run_virtual(main())
+    salts = [sent.salt for sent in engine.sent]
+    assert salts == ["v0", "v0", "v1", "v0", "v1", "v2", "v0", "v1", "v2", "v3"]
+
+
+def test_a_request_that_waited_during_a_load_begins_with_the_new_version() -> None:
+    salts = Salts("v1", "v2")
+    assert [salts.renewed(one) for one in ("v1", "5eedf00d", "v0", None)] == ["v2", "v2", "v0", None]
 
 
 @each_engine

@@ -4,7 +4,7 @@
 Only a field's annotation says what it accepts:
 
     max_lag: Annotated[int, Bounds(least=0)] = 1        a number within bounds
-    straggler: Literal["wait", "drop"] = "wait"         one of these words
+    straggler: Literal["wait", "drop"] = "wait"         one of these words (or truth values)
     depth: int | None = None                            None: derived from other knobs
     staleness: StalenessConfig = StalenessConfig()      a section with its own knobs
 
@@ -73,7 +73,7 @@ class Knob(NamedTuple):
         return self.path.rpartition(".")[2]
 
     @property
-    def choices(self) -> tuple[str, ...]:
+    def choices(self) -> tuple[str | bool, ...]:
         """Words that the knob accepts, or nothing if it accepts other values."""
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is Literal else ()
 
@@ -87,8 +87,8 @@ class Knob(NamedTuple):
 
     def _violated(self, value: Any) -> str | None:
         if self.choices:
-            is_choice = isinstance(value, str) and value in self.choices
-            return None if is_choice else f"one of {', '.join(self.choices)}"
+            is_choice = any(type(value) is type(one) and value == one for one in self.choices)
+            return None if is_choice else f"one of {', '.join(str(one) for one in self.choices)}"
 
         if self.kind is bool:
             return None if isinstance(value, bool) else "True or False"

@@ -184,7 +184,7 @@ def _by_section() -> dict[str, list[Knob]]:
 def _values(knob: Knob) -> str:
     """Describe the values that a knob accepts."""
     if knob.choices:
-        return ", ".join(f"`{choice}`" for choice in knob.choices)
+        return ", ".join(f"`{json.dumps(choice)}`".replace('"', "") for choice in knob.choices)
     names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
     if knob.kind in names:
         return f"{names[knob.kind]} {_bounds(knob)}".strip()

@@ -161,9 +161,11 @@ class WeightSyncConfig:
     max_concurrent_loads: Annotated[int, Bounds(least=1, remedy="leave it out for the default")] | None = None
     """Replicas that load a version at the same time, while the others generate; all prepare it at once.
     Default: all if their last loads took at most 0.25 s each, else an eighth of them, at least one."""
-    reuse_prefixes: bool = False
-    """Let new requests use prefixes that earlier versions cached. It saves work where prompts share long
-    prefixes, but responses then depend on keys and values of other versions, which no record shows."""
+    reuse_prefixes: Literal[False, True, "session"] = False
+    """Which requests may use prefixes that earlier versions cached: none (False), the later turns of an
+    episode those of the episode (session), or all (True). It saves reading long conversations again after
+    each update, and with True long common prompts too, but tokens then depend on keys and values of other
+    versions, which no record shows. With session, no episode begins with such keys and values."""
     verify_tensors: Positive = 16
     """Tensors whose served values are compared with the trainer's after each load. The sample rotates until
     all tensors are covered; embeddings are compared every time."""
@@ -178,6 +180,11 @@ class WeightSyncConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, self.PATH)
+        if self.reuse_prefixes and self.in_flight_policy == "abort":
+            raise ConfigError(
+                f"{self.PATH}.in_flight_policy must be keep or drain with reuse_prefixes="
+                f"{self.reuse_prefixes}, got 'abort': what restarts would use the old keys and values"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

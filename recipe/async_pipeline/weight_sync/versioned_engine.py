@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mappi
 from contextlib import aclosing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 from uuid import uuid4
 
 from ..core.deadline import within
@@ -34,6 +34,8 @@ Request = TypeVar("Request")
 Output = TypeVar("Output")
 """What an engine's own `generate` returns."""
 _Request = TypeVar("_Request", contravariant=True)
+Reuse = Literal[False, True, "session"]
+"""Which requests may use keys and values of earlier versions: none, all, or those of a session its own."""
 
 
 class Span(NamedTuple):
@@ -59,7 +61,23 @@ class LoadMode(NamedTuple):
 
     in_flight: str = "keep"
     stage: str = "host"
-    reuse_prefixes: bool = False
+    reuse_prefixes: Reuse = False
+
+
+class Salts(NamedTuple):
+    """The salts of the requests that begin before and after a load."""
+
+    replaced: str
+    new: str
+
+    def renewed(self, salt: str | None) -> str | None:
+        """Return the salt of a request that has waited in the engine during the load, without a step.
+
+        It uses prefixes of the new version, which writes all of it. The salt of an earlier version is kept:
+        it is a session's.
+        """
+        is_of_session = salt is not None and salt.startswith("v") and salt != self.replaced
+        return salt if salt is None or is_of_session else self.new
 
 
 Load = Callable[[], Awaitable[Loaded]]
@@ -182,16 +200,22 @@ class _Answer:
         return [span for span in self.spans if span.start < self.total] or self.spans[:1]
 
 
-_recording: ContextVar[list[Span] | None] = ContextVar(
-    "spans of the answer that this task waits for", default=None
-)
+class _Recording(NamedTuple):
+    spans: list[Span]
+    session: int | None
+
+
+_recording: ContextVar[_Recording | None] = ContextVar("the answer that this task waits for", default=None)
 
 
 @contextmanager
-def recorded_spans() -> Iterator[list[Span]]:
-    """Yield a list that receives the spans of the one response generated inside."""
+def recorded_spans(session: int | None = None) -> Iterator[list[Span]]:
+    """Yield a list that receives the spans of the one response generated inside.
+
+    `session`: the version that began the first response of its session; None if this is the first one.
+    """
     spans: list[Span] = []
-    token = _recording.set(spans)
+    token = _recording.set(_Recording(spans, session))
     try:
         yield spans
     finally:
@@ -213,14 +237,14 @@ class VersionedEngine(Generic[Request, Output]):
         self._unknown = False
         """A load has begun and has not succeeded yet, so it is unknown which weights fill the cache."""
         self._paused = False
-        self._salting = True
+        self._reuse: Reuse = False
         self._follow = True
         """Receive outputs token by token, so that a response stopped by a load is counted as far as it
         was seen.
         """
 
     async def load(
-        self, version: int, load: Load, in_flight: str, *, reuse_prefixes: bool = False
+        self, version: int, load: Load, in_flight: str, *, reuse_prefixes: Reuse = False
     ) -> tuple[Loaded, int]:
         """Run `load` when the requests in flight allow it; return its result and the tokens to be read
         again.
@@ -229,7 +253,7 @@ class VersionedEngine(Generic[Request, Output]):
         stays paused with all its requests until a later load succeeds.
         """
         self._settled.clear()
-        self._unknown, self._follow, self._salting = True, in_flight == "abort", not reuse_prefixes
+        self._unknown, self._follow, self._reuse = True, in_flight == "abort", reuse_prefixes
         stopped = {name: len(a.before) for name, a in self._answers.items()} if in_flight == "abort" else {}
         for name in stopped:
             self._answers[name].interrupted = True
@@ -272,18 +296,21 @@ class VersionedEngine(Generic[Request, Output]):
         self._paused = True
         await self._engine.pause(mode)
 
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether a version may reuse keys and values of another one, as the newest load says."""
-        return not self._salting
+    def salts(self, version: int) -> Salts | None:
+        """Return the salts before and after the load of a version; None if requests have no salts."""
+        return None if self._reuse is True else Salts(salt_of(self.version), salt_of(version))
 
-    @property
-    def salt(self) -> str | None:
-        """Return the salt of requests that begin now: a version does not reuse keys and values of another
+    def salt(self, session: int | None = None) -> str | None:
+        """Return the salt of a request that begins now: a version does not reuse keys and values of another
         one, unless allowed.
+
+        The requests of a session keep the salt of the first one, if they may. Sessions of the same prompt
+        that began with the same version still share its prefix. `session`: see `recorded_spans`.
         """
-        if not self._salting:
+        if self._reuse is True:
             return None
+        if self._reuse == "session" and session is not None:
+            return salt_of(session)
         return uuid4().hex if self._unknown else salt_of(self.version)
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -294,7 +321,7 @@ class VersionedEngine(Generic[Request, Output]):
         """
         record = _recording.get()
         if record is None:
-            async with aclosing(self._engine.attempt(request, Attempt(salt=self.salt))) as outputs:
+            async with aclosing(self._engine.attempt(request, Attempt(salt=self.salt()))) as outputs:
                 async for output in outputs:
                     yield output
             return
@@ -307,7 +334,8 @@ class VersionedEngine(Generic[Request, Output]):
         try:
             while True:
                 answer.begin_attempt(self.version)
-                how = Attempt(answer.said, self.salt, self._follow, text=False, sent=sent)
+                salt = self.salt(record.session)
+                how = Attempt(answer.said, salt, self._follow, text=False, sent=sent)
                 async with aclosing(self._engine.attempt(request, how)) as outputs:
                     async for output in outputs:
                         if answer.take(self._engine.part(output), self._engine.finished(output)):
@@ -320,7 +348,7 @@ class VersionedEngine(Generic[Request, Output]):
                     answer.before.append(answer.part)
         finally:
             del self._answers[name]
-            record[:] = answer.written_spans()
+            record.spans[:] = answer.written_spans()
 
     async def written(
         self, request_ids: Sequence[str]

@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 from recipe.async_pipeline.agents.episodes import EndPolicies, EpisodeRules
 from recipe.async_pipeline.errors import VersionNotServed
 from recipe.async_pipeline.verl_bridge.agent_loop.episode_attempts import Episodes
+from recipe.async_pipeline.verl_bridge.agent_loop.version_spans import kept_turns
 from recipe.async_pipeline.verl_bridge.rollout.router import ADMITTED, Router
 from tests.conftest import Load
 
@@ -46,6 +47,7 @@ class Balancer:
         self.servers = servers
         self.given_up: list[str] = []
         self.requested: list[str] = []
+        self.asked: list[dict[str, Any]] = []
         self.released: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -76,6 +78,7 @@ class Balancer:
 
         def generate(**kwargs: Any) -> Any:
             self.requested.append(name)
+            self.asked.append(kwargs)
             return asyncio.ensure_future(respond())
 
         give_up = SimpleNamespace(remote=lambda request: self.given_up.append(f"{name}: {request}"))
@@ -111,9 +114,12 @@ SHARE = 2
 """Requests that one worker may have open on one replica."""
 
 
-def client_of(module: ModuleType, balancer: Balancer) -> Any:
+def client_of(module: ModuleType, balancer: Balancer, reuse: bool | str = False) -> Any:
     rollout = SimpleNamespace(name="vllm", prompt_length=4, response_length=10)
-    v1 = SimpleNamespace(async_pipeline=SimpleNamespace(faults=SimpleNamespace(wait_timeout_s=WAIT_S)))
+    knobs = SimpleNamespace(
+        faults=SimpleNamespace(wait_timeout_s=WAIT_S), weight_sync=SimpleNamespace(reuse_prefixes=reuse)
+    )
+    v1 = SimpleNamespace(async_pipeline=knobs)
     config = SimpleNamespace(
         actor_rollout_ref=SimpleNamespace(rollout=rollout), trainer=SimpleNamespace(v1=v1)
     )
@@ -164,6 +170,30 @@ def test_the_caller_gets_the_last_death(module: ModuleType, death: Exception) ->
     with pytest.raises(type(death)):
         generate(module, balancer)
     assert balancer.requested == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("reuse", "sent"), [(False, [None] * 3), (True, [None] * 3), ("session", [None, 4, 4])]
+)
+def test_later_turns_say_which_version_began_their_session(
+    module: ModuleType, reuse: bool | str, sent: list[int | None]
+) -> None:
+    versions = iter([4, 5, 6])
+
+    async def turn() -> Any:
+        spans = [[next(versions), 0], [9, 1]]
+        return SimpleNamespace(extra_fields={"version_spans": spans}, token_ids=[1, 2])
+
+    balancer = Balancer(a=turn)
+
+    async def main() -> None:
+        client = client_of(module, balancer, reuse)
+        with kept_turns():
+            for _ in range(3):
+                await client.generate("r", prompt_ids=[1], sampling_params={})
+
+    asyncio.run(main())
+    assert [asked.get("session") for asked in balancer.asked] == sent
 
 
 def test_an_error_of_a_request_is_no_failure_of_its_episode(module: ModuleType) -> None:

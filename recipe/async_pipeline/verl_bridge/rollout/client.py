@@ -22,7 +22,7 @@ from ...core.deadline import within
 from ...errors import VersionNotServed, WaitTimeout
 from ..agent_loop.episode_attempts import current_attempt
 from ..agent_loop.partial_rollouts import Open, Transcript, continued
-from ..agent_loop.version_spans import take_turn
+from ..agent_loop.version_spans import take_turn, taken_turns
 from ..direct_calls import ConnectionLost, DirectActors
 from ..ray_calls import ASK_S, cause_of
 from ..run_config import ReadOnce, open_requests_of
@@ -50,6 +50,7 @@ class PipelineLLMClient(LLMServerClient):
         super().__init__(*args, **kwargs)
         share = open_requests_of(self.config).share
         self.config = ReadOnce(self.config)
+        self._sessions_reuse = self.config.trainer.v1.async_pipeline.weight_sync.reuse_prefixes == "session"
         self._server_of: dict[str, str] = {}
         self._direct = DirectActors("generate")
         self._asked: dict[str, tuple[ray.actor.ActorHandle, str]] = {}
@@ -77,6 +78,8 @@ class PipelineLLMClient(LLMServerClient):
         died during this request. Other errors propagate at once.
         """
         started, attempt = time.perf_counter(), current_attempt()
+        if self._sessions_reuse and (turns := taken_turns()):
+            kwargs["session"] = int(turns[0].spans[0][0])
         answering = (
             self._ask(request_id, **kwargs)
             if transcript is None

@@ -25,7 +25,7 @@ from ...weight_sync.host_memory import this_process
 from ...weight_sync.manifest import Ticket, encode
 from ...weight_sync.preparation import Preparation
 from ...weight_sync.staging import await_staged
-from ...weight_sync.versioned_engine import Loaded, LoadMode, VersionedEngine, recorded_spans
+from ...weight_sync.versioned_engine import Loaded, LoadMode, Salts, VersionedEngine, recorded_spans
 from ..control_calls import CONTROL, GIVE_UP, LOAD, ControlCalls, control
 from ..direct_calls import Address, DirectCalls
 from ..host_memory_service import HostMemories
@@ -85,8 +85,11 @@ class VersionedServer(ControlCalls):
         )
 
     @abstractmethod
-    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
-        """Load a version between two steps of the engine.
+    async def _load_into_engine(
+        self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None
+    ) -> Loaded:
+        """Load a version between two steps of the engine. Requests that wait for their first step get the
+        salt of the new version; see `Salts`.
 
         Raises WeightSyncError, ProofError, or what `_death` returns if the engine dies.
         """
@@ -167,7 +170,8 @@ class VersionedServer(ControlCalls):
 
         async def load() -> Loaded:
             # Engines do not notify callers that their process has ended.
-            loading = self._load_into_engine(prepared.manifest, piece_bytes, timeout_s)
+            salts = self._versioned.salts(version)
+            loading = self._load_into_engine(prepared.manifest, piece_bytes, timeout_s, salts)
             what = f"its engine to load version {version}"
             return await self._within(timeout_s, unless_broken(loading, self._death), what)
 
@@ -240,10 +244,13 @@ class VersionedServer(ControlCalls):
         """
         return await self._versioned.written(request_ids)
 
-    async def generate(self, *args: Any, admitted: int | None = None, **kwargs: Any) -> TokenOutput:
+    async def generate(
+        self, *args: Any, admitted: int | None = None, session: int | None = None, **kwargs: Any
+    ) -> TokenOutput:
         """Generate as verl does, and return the versions that wrote the response instead of the last one.
 
-        Raises VersionNotServed if this replica serves an older version than `admitted`.
+        `session`: see `recorded_spans`. Raises VersionNotServed if this replica serves an older version than
+        `admitted`.
         """
         request_id = kwargs["request_id"]
         await self._starts.turn()
@@ -256,7 +263,7 @@ class VersionedServer(ControlCalls):
         self._answering[request_id] = task
         self._open.begin(time.perf_counter())
         try:
-            with recorded_spans() as spans:
+            with recorded_spans(session) as spans:
                 output: TokenOutput = await super().generate(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._open.end(time.perf_counter())

@@ -13,6 +13,7 @@ from recipe.async_pipeline.errors import ProofError, WeightSyncError
 from recipe.async_pipeline.verl_bridge.rollout.sglang.calls import Failure
 from recipe.async_pipeline.verl_bridge.rollout.sglang.rank import EngineRank, _Outcome
 from recipe.async_pipeline.weight_sync.manifest import Manifest, encode
+from recipe.async_pipeline.weight_sync.versioned_engine import Salts
 
 
 def request(rid: str, tokens: int = 0, *, finished: bool = False, **more: Any) -> Any:
@@ -84,10 +85,11 @@ def test_what_was_written() -> None:
 def test_requests_without_a_step_use_the_prefixes_of_the_new_version() -> None:
     waiting, retracted, shared = request("a"), request("b", 2), request("c", extra_key=None)
     adapted, running = request("d", extra_key="v1x", lora_id="x"), request("e")
-    engine = scheduler(running_batch=batch(running), waiting_queue=[waiting, retracted, shared, adapted])
-    rank(engine)._keep_prefixes_apart(2)
-    keys = [one.extra_key for one in (waiting, retracted, shared, adapted, running)]
-    assert keys == ["v2", "v1", None, "v2x", "v1"]
+    of_session, of_adapted_session = request("f", extra_key="v0"), request("g", extra_key="v0x", lora_id="x")
+    queue = [waiting, retracted, shared, adapted, of_session, of_adapted_session]
+    rank(scheduler(running_batch=batch(running), waiting_queue=queue))._keep_prefixes_apart(Salts("v1", "v2"))
+    keys = [one.extra_key for one in (*queue, running)]
+    assert keys == ["v2", "v1", None, "v2x", "v0", "v0x", "v1"]
 
 
 def test_a_failure_of_another_rank_is_raised_on_all() -> None:
@@ -96,7 +98,7 @@ def test_a_failure_of_another_rank_is_raised_on_all() -> None:
     mine = rank(scheduler(), others=[failed])
     mine._load = lambda *arguments: _Outcome({})  # type: ignore[method-assign]
     with pytest.raises(ProofError, match="^v1: other values$"):
-        mine.load(encode(manifest), 64, False)
+        mine.load(encode(manifest), 64, None)
 
 
 def test_any_error_of_a_load_is_an_outcome() -> None:

@@ -94,7 +94,7 @@ class Cell:
             staged = all(boards)
             if staged:
                 asyncio.run(asyncio.wait_for(await_staged(boards, version), 60))
-        reports, _ = load_snapshot(self.core, manifest, 1 << 16, 60.0)
+        reports, _ = load_snapshot(self.core, manifest, 1 << 16, 60.0, None)
         proved = [report["tensors_proved"] for report in reports]
         return {"published": len(weights), "proved": proved, "staged": staged}
 

@@ -19,7 +19,7 @@ from ....diffusion.frozen_parts import FrozenParts
 from ....diffusion.step_engine import Request, Sampling, StepEngine
 from ....diffusion.windows import Window
 from ....weight_sync.manifest import decode
-from ....weight_sync.versioned_engine import Loaded, VersionedEngine
+from ....weight_sync.versioned_engine import Loaded, Salts, VersionedEngine
 from ...cpu_platform import is_cpu
 from ...workers.diffusion_model import DiffusionModelConfig
 from ..versioned_server import VersionedServer
@@ -141,7 +141,9 @@ class PipelineDiffusersServer(VersionedServer, ImageServer):
         self.serve_control_calls()
         return f"images of replica {self.replica_rank}, server {self.node_rank}"
 
-    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
+    async def _load_into_engine(
+        self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None
+    ) -> Loaded:
         version = decode(manifest).version
         report, progress = await self._engine.load(version, lambda: self._rank.load(manifest, piece_bytes))
         return Loaded([report], progress)

@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from ....core.items import LoadReport
-from ....weight_sync.versioned_engine import Attempt, Loaded, Part, VersionedEngine, Written, derived_seed
+from ....weight_sync.versioned_engine import (
+    Attempt,
+    Loaded,
+    Part,
+    Salts,
+    VersionedEngine,
+    Written,
+    derived_seed,
+)
 from .calls import Reply, SchedulerCalls
 
 POLL_S = 0.02
@@ -33,10 +41,9 @@ class Served(NamedTuple):
     versioned: VersionedEngine[Any, dict[str, Any]]
     calls: SchedulerCalls
 
-    async def load(self, manifest: bytes, piece_bytes: int) -> Loaded:
+    async def load(self, manifest: bytes, piece_bytes: int, salts: Salts | None = None) -> Loaded:
         """Load a version between two steps of the engine. Raises WeightSyncError or ProofError."""
-        shared = self.versioned.shares_prefixes
-        reports, progress = await self.calls.call("load", manifest, piece_bytes, shared)
+        reports, progress = await self.calls.call("load", manifest, piece_bytes, salts)
         return Loaded([LoadReport(**of_rank) for of_rank in reports], progress_by_name(progress))
 
 

@@ -21,7 +21,7 @@ from ....weight_sync.manifest import decode
 from ....weight_sync.map_check import Share, check_union
 from ....weight_sync.proof import Prover
 from ....weight_sync.staging import StagingBoard
-from ....weight_sync.versioned_engine import salt_of
+from ....weight_sync.versioned_engine import Salts
 from .calls import Failure
 
 Gather = Callable[[Any], list[Any]]
@@ -76,7 +76,7 @@ class EngineRank:
         return board.name if staging else None
 
     def load(
-        self, manifest: bytes, piece_bytes: int, share_prefixes: bool
+        self, manifest: bytes, piece_bytes: int, salts: Salts | None
     ) -> tuple[list[dict[str, float]], dict[str, int]]:
         """Load and verify one version.
 
@@ -91,8 +91,8 @@ class EngineRank:
         version = decode(manifest).version
         if shares:
             check_union(version, shares)
-        if not share_prefixes:
-            self._keep_prefixes_apart(version)
+        if salts is not None:
+            self._keep_prefixes_apart(salts)
         return [outcome.report or {} for outcome in outcomes], dict(self._progress())
 
     def _load(self, manifest: bytes, piece_bytes: int) -> _Outcome:
@@ -114,11 +114,13 @@ class EngineRank:
         )
         return _Outcome(asdict(report), proved.share)
 
-    def _keep_prefixes_apart(self, version: int) -> None:
+    def _keep_prefixes_apart(self, salts: Salts) -> None:
         """Have requests that wait for their first step use prefixes of the new version only."""
         for request in self._scheduler.waiting_queue:
             if not request.output_ids and request.extra_key is not None:
-                request.extra_key = salt_of(version) + (request.lora_id or "")
+                adapter = request.lora_id or ""
+                salt = request.extra_key.removesuffix(adapter)
+                request.extra_key = f"{salts.renewed(salt)}{adapter}"
 
     def written(self, ids: list[str]) -> dict[str, tuple[list[int], list[float] | None]]:
         """Return tokens and log-probs of live requests so far; omit unknown ids."""

@@ -14,7 +14,7 @@ from verl.workers.rollout.sglang_rollout import async_sglang_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from ....errors import EngineDeadError
-from ....weight_sync.versioned_engine import Loaded
+from ....weight_sync.versioned_engine import Loaded, Salts
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of
 from . import lora, scheduler
@@ -70,8 +70,10 @@ class PipelineSGLangServer(VersionedServer, SGLangHttpServer):
         self._versioned = self._served.versioned
         self.serve_control_calls()
 
-    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
-        return await self._served.load(manifest, piece_bytes)
+    async def _load_into_engine(
+        self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None
+    ) -> Loaded:
+        return await self._served.load(manifest, piece_bytes, salts)
 
     async def _stage_boards(self, manifest: bytes, timeout_s: float) -> list[str | None]:
         boards: list[str | None] = await self._served.calls.call("stage", manifest)

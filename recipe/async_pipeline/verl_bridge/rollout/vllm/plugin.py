@@ -10,6 +10,7 @@ vLLM loads this module in each of its processes, so it imports nothing that they
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 IN_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -29,13 +30,16 @@ def register() -> None:
 
 
 def load_snapshot(
-    core: Any, manifest: bytes, piece_bytes: int, timeout_s: float
+    core: Any, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Sequence[str] | None
 ) -> tuple[list[dict[str, float]], dict[str, int]]:
     """Load a version. Returns each rank's report, and the output tokens of each live request.
 
-    Raises ProofError if the ranks together do not serve all that was published.
+    `salts` are the fields of `Salts`, or None if requests have no salts. Raises ProofError if the ranks
+    together do not serve all that was published.
     """
     answers = core.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
+    if salts is not None:
+        keep_prefixes_apart(core.scheduler.requests.values(), salts)
     progress = {name: request.num_output_tokens for name, request in core.scheduler.requests.items()}
     for _, in_batch, _ in answers:
         progress |= {name: tokens for name, tokens in in_batch.items() if name in progress}
@@ -46,3 +50,16 @@ def load_snapshot(
 
         check_union(decode(manifest).version, shares)
     return [report for report, _, _ in answers], progress
+
+
+def keep_prefixes_apart(requests: Iterable[Any], salts: Sequence[str]) -> None:
+    """Have requests that wait for their first step use prefixes of the new version only."""
+    from ....weight_sync.versioned_engine import Salts
+
+    for request in requests:
+        if request.num_computed_tokens or request.num_output_tokens:
+            continue
+        salt = Salts(*salts).renewed(request.cache_salt)
+        if salt != request.cache_salt:
+            request.cache_salt, request.block_hashes = salt, []
+            request.update_block_hashes()

@@ -9,7 +9,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
 from ....core.items import LoadReport
-from ....weight_sync.versioned_engine import Loaded
+from ....weight_sync.versioned_engine import Loaded, Salts
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of
 from . import prefork
@@ -50,9 +50,11 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
         self._versioned = serve_versions(self.engine)
         self.serve_control_calls()
 
-    async def _load_into_engine(self, manifest: bytes, piece_bytes: int, timeout_s: float) -> Loaded:
+    async def _load_into_engine(
+        self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None
+    ) -> Loaded:
         core = self.engine.engine_core
-        answer = await core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s)
+        answer = await core.call_utility_async("load_snapshot", manifest, piece_bytes, timeout_s, salts)
         reports, progress = answer
         return Loaded([LoadReport(**of_rank) for of_rank in reports], progress_by_name(progress))
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prefixes a real engine reuses across loads. Run as a script: MODEL_DIR ENGINE; prints one JSON
+object: by case, how many tokens of a prompt came from the cache.
+
+The engine answers one request at a time, so that others wait in it during a load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.manifest import encode
+from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Reuse, recorded_spans
+from tests.e2e.probed_engines import ENGINES
+
+MAX_LEN = 250
+BLOCK = 32
+"""Tokens of a block of vLLM's cache; only whole ones are reused."""
+
+
+class Probe:
+    def __init__(self, model_dir: str, engine: str) -> None:
+        self.engine = ENGINES[engine](model_dir, MAX_LEN, at_once=1, block=BLOCK)
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.weights = model.state_dict()
+        self.writer = ArenaWriter(1 << 20, 16, torch.float32)
+        self.version = -1
+
+    async def publish(self, reuse: Reuse) -> None:
+        self.version += 1
+        ticket = self.writer.gather(self.version, self.weights.items())
+        manifest = encode(await asyncio.to_thread(await_manifest, ticket, 60.0))
+        versioned, version = self.engine.versioned, self.version
+
+        async def load() -> Loaded:
+            return await self.engine.load(manifest, versioned.salts(version))
+
+        await versioned.load(version, load, "keep", reuse_prefixes=reuse)
+
+    async def cached(self, prompt: list[int], session: int | None = None, tokens: int = 1) -> int:
+        """Return how many tokens of the prompt the engine did not compute, because it had them."""
+        with recorded_spans(session):
+            return await self.engine.cached(prompt, tokens)
+
+
+def prompt_of(number: int, blocks: int = 2) -> list[int]:
+    """Return a prompt of so many blocks and a token; another one for each number."""
+    return [20 + number, *(10 + (number + i) % 40 for i in range(BLOCK * blocks))]
+
+
+async def case_of(probe: Probe, reuse: Reuse, mine: int) -> dict[str, int]:
+    """Play a session, and others with the same prompts, over four versions. `mine`: of its prompts."""
+    await probe.publish(reuse)
+    other, short, long = prompt_of(mine), prompt_of(mine + 1), prompt_of(mine + 1, blocks=4)
+    began = probe.version
+    found = {"first": await probe.cached(other), "same version": await probe.cached(other)}
+    await probe.cached(short)
+    await probe.publish(reuse)
+    found["next version"] = await probe.cached(other)
+    found["its session, next version"] = await probe.cached(long, began)
+    await probe.publish(reuse)
+    found["its session, next but one"] = await probe.cached(long, began)
+
+    # A request that waits in the engine during a load is written by the new version.
+    await probe.cached(other)
+    busy = prompt_of(mine + 2)
+    running = asyncio.create_task(probe.cached(busy, tokens=MAX_LEN - len(busy) - 2))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(probe.cached(other))
+    of_session = asyncio.create_task(probe.cached(long, began))
+    await asyncio.sleep(0.05)
+    assert not running.done(), "it is too fast to let others wait"
+    await probe.publish(reuse)
+    found["waited during the load"] = await waiting
+    found["its session, waited"] = await of_session
+    await running
+    return found
+
+
+async def run(model_dir: str, engine: str) -> dict[str, Any]:
+    probe = Probe(model_dir, engine)
+    modes: tuple[Reuse, ...] = (False, "session", True)
+    found = {str(reuse): await case_of(probe, reuse, 3 * i) for i, reuse in enumerate(modes)}
+    probe.writer.close()
+    probe.engine.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\nREPORT " + json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2]))) + "\n")
