@@ -7,12 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from recipe.async_pipeline.config.scheduling import schedule_of
-from recipe.async_pipeline.config.schema import (
-    AsyncPipelineConfig,
-    StalenessConfig,
-    TrainingConfig,
-    WeightSyncConfig,
-)
+from recipe.async_pipeline.config.schema import AsyncPipelineConfig, StalenessConfig, TrainingConfig
+from recipe.async_pipeline.config.weight_sync import WeightSyncConfig
 from recipe.async_pipeline.core.schedule import Schedule
 from recipe.async_pipeline.strategies import FullyAsync, NStepAhead
 

@@ -17,10 +17,8 @@ from recipe.async_pipeline.config.loss_modes import LOSS_OF_VARIANT
 from recipe.async_pipeline.config.misplaced import SWITCHES
 from recipe.async_pipeline.config.paths import MODE, OWN, PATCH_FREE, select
 from recipe.async_pipeline.config.schema import (
-    SHORT_COMMIT_S,
     AsyncPipelineConfig,
     canonical_strategy,
-    concurrent_loads,
     knob_paths,
 )
 from recipe.async_pipeline.config.translation import Translation, is_enabled, resolve
@@ -559,22 +557,6 @@ def test_any_config_resolves_or_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("asked", "replicas", "at_once"),
-    [(None, 1, 1), (None, 7, 1), (None, 16, 2), (None, 512, 64), (3, 16, 3), (9, 4, 4)],
-)
-def test_an_eighth_of_the_replicas_load_at_once_by_default(
-    asked: int | None, replicas: int, at_once: int
-) -> None:
-    assert concurrent_loads(asked, replicas) == at_once
-    assert concurrent_loads(asked, replicas, SHORT_COMMIT_S + 0.01) == at_once
-
-
-@pytest.mark.parametrize(("asked", "at_once"), [(None, 24), (2, 2), (99, 24)])
-def test_short_loads_take_no_turns_by_default(asked: int | None, at_once: int) -> None:
-    assert concurrent_loads(asked, 24, SHORT_COMMIT_S) == at_once
-
-
-@pytest.mark.parametrize(
     "pairs",
     [
         ((f"{OWN}.weight_sync.in_flight_policy", "keep"), ("partial_rollout", False)),
@@ -593,14 +575,6 @@ def test_a_written_default_counts_as_the_users_choice(pairs: tuple[tuple[str, An
     with pytest.raises(ConfigError) as caught:
         resolve(nested(*pairs))
     assert_one_line(caught, "keep one of them", *(path for path, _ in pairs))
-
-
-@pytest.mark.parametrize("reuse", [True, "session"])
-def test_responses_that_restart_do_not_use_old_prefixes(reuse: bool | str) -> None:
-    pairs = (f"{OWN}.weight_sync.reuse_prefixes", reuse), (f"{OWN}.weight_sync.in_flight_policy", "abort")
-    with pytest.raises(ConfigError) as caught:
-        resolve(nested(*pairs))
-    assert_one_line(caught, "weight_sync.in_flight_policy must be keep or drain", f"reuse_prefixes={reuse}")
 
 
 def test_a_threshold_uses_the_steps_per_weight_update_of_either_key() -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
+from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.errors import WeightSyncError
 from recipe.async_pipeline.weight_sync.versioned_engine import Loaded, Salts, VersionedEngine, recorded_spans

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from ..config.placement import Placement, proximal_policy
 from ..config.scheduling import schedule_of
-from ..config.schema import AsyncPipelineConfig, concurrent_loads
+from ..config.schema import AsyncPipelineConfig
+from ..config.weight_sync import concurrent_loads
 from ..core.degradation import Caution, Change
 from ..core.flow import GRAPH
 from ..core.flow_state import FlowState

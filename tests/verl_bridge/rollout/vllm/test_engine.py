@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.config.schema import IN_FLIGHT_POLICIES
+from recipe.async_pipeline.config.weight_sync import IN_FLIGHT_POLICIES
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.weight_sync.versioned_engine import recorded_spans
 from tests.fakes.async_llm import AsyncLLM, Params
