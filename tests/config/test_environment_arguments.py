@@ -148,3 +148,13 @@ class TestOfGymnasium:
         spec = EnvSpec("Elsewhere-v0", entry_point="no_such_package:Elsewhere")
         monkeypatch.setitem(gymnasium.registry, "Elsewhere-v0", spec)
         check("Elsewhere-v0", anything=1)
+
+
+def test_a_server_of_openenv_needs_the_names_of_its_fields() -> None:
+    fields = {"action": "message", "observation": "echoed_message"}
+    check("ws://127.0.0.1:8000", **fields)
+    check("https://host/space", **fields, invalid="continue", invalid_reward=-1.0)
+    assert "environment_kwargs.action must be set" in refusal("ws://127.0.0.1:8000", observation="x")
+    assert "did you mean 'observation'" in refusal("ws://127.0.0.1:8000", **fields, obsrvation="x")
+    assert "must read ws://HOST:PORT, got 'ftp://host'" in refusal("ftp://host", **fields)
+    assert "invalid must be end or continue" in refusal("ws://127.0.0.1:8000", **fields, invalid="ignore")

@@ -23,6 +23,8 @@ BUILT_IN: Mapping[str, str] = {"frozen_lake": "recipe.async_pipeline.agents.froz
 """Environments of this package, by the name that a config may use."""
 GYMNASIUM = "recipe.async_pipeline.agents.gym_environment:GymEnvironment"
 """The adapter for any other name, which then is an id of gymnasium."""
+OPEN_ENV = "recipe.async_pipeline.agents.open_env:OpenEnvEnvironment"
+"""The adapter for URLs."""
 
 
 Isolation = Literal["process", "thread", "inline"]
@@ -62,26 +64,31 @@ class EnvironmentSpec:
     """Which environment to make, with plain values only, which a process can receive."""
 
     name: str
-    """A name of `BUILT_IN`, `module:Class`, or an id of gymnasium."""
+    """A name of `BUILT_IN`, `module:Class`, the URL of a server of OpenEnv, or an id of gymnasium."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the class."""
 
     def make(self) -> TextEnvironment:
         """Return a new environment. Raises ConfigError if there is no such class."""
-        target = BUILT_IN.get(self.name, self.name)
-        if ":" not in target:
-            target, kwargs = GYMNASIUM, {"id": self.name, **self.kwargs}
-        else:
-            kwargs = dict(self.kwargs)
+        target, kwargs = BUILT_IN.get(self.name, self.name), dict(self.kwargs)
+        if is_url(target):
+            target, kwargs = OPEN_ENV, {"url": self.name, **kwargs}
+        elif ":" not in target:
+            target, kwargs = GYMNASIUM, {"id": self.name, **kwargs}
         module, _, name = target.partition(":")
         try:
             made: TextEnvironment = getattr(importlib.import_module(module), name)(**kwargs)
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"the environment {self.name!r} cannot be imported ({error}); write {', '.join(BUILT_IN)}, "
-                "module:Class, or an id of gymnasium"
+                "module:Class, ws://HOST:PORT, or an id of gymnasium"
             ) from error
         return made
+
+
+def is_url(name: str) -> bool:
+    """Return whether an environment is named by its URL."""
+    return "://" in name
 
 
 class Player:

@@ -81,8 +81,8 @@ class AgenticConfig:
 
     environment: str | None = None
     """Play each response as an episode in this environment, with the agent loop `environment`: frozen_lake,
-    an id of gymnasium, or `module:Class` of a custom one (docs/agents.md). Its rewards are the scores.
-    Default: the agent loops that verl's keys and the data set name."""
+    an id of gymnasium, the URL of a server of OpenEnv, or `module:Class` of a custom one (docs/agents.md).
+    Its rewards are the scores. Default: the agent loops that verl's keys and the data set name."""
     environment_kwargs: Mapping[str, Any] | None = None
     """Arguments of the environment, plain values. Default: no arguments."""
     agent: str | None = None

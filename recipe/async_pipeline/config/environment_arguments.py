@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from ..agents.environment import BUILT_IN, GYMNASIUM, EnvironmentSpec
+from ..agents.environment import BUILT_IN, GYMNASIUM, OPEN_ENV, EnvironmentSpec, is_url
 from ..errors import ConfigError
 from .agentic import AgenticConfig
 from .paths import hint
@@ -40,6 +40,9 @@ def check_environment(knobs: AgenticConfig) -> None:
     if knobs.environment is None:
         return
     name, given = knobs.environment, dict(knobs.environment_kwargs or {})
+    if is_url(name):
+        _check_server(name, given)
+        return
     if name not in BUILT_IN and ":" in name:
         found = find_class(name, NAME, derived=False)
         _check_names(name, given, None if found is None else arguments_in_source(found))
@@ -64,6 +67,20 @@ def check_environment(knobs: AgenticConfig) -> None:
             f"{NAME} must be an environment that can be made, got {name!r}{shown}, which cannot ("
             f"{type(error).__name__}: {reason}); correct them"
         ) from None
+
+
+def _check_server(name: str, given: Mapping[str, Any]) -> None:
+    """Check the adapter's arguments. Only the workers can connect to the server, perhaps."""
+    if find_spec("websockets") is None:
+        raise ConfigError(f"{NAME}={name!r} requires websockets; pip install async_pipeline[agentic]")
+    module, _, cls = OPEN_ENV.partition(":")
+    adapter = getattr(importlib.import_module(module), cls)
+    names = tuple(name for name in _named(adapter) if name != "url")
+    _check_names("an environment of OpenEnv", given, Arguments(names, ("action", "observation")))
+    try:
+        adapter(name, **given)
+    except ConfigError as error:
+        raise ConfigError(f"{NAME}={name!r} with {ARGUMENTS}={given!r}: {error}") from None
 
 
 def built_in_arguments(name: str) -> tuple[str, ...]:
@@ -117,8 +134,8 @@ def _entry_point(name: str) -> str:
     found = [one for one in gymnasium.registry if name in (one, one.rpartition("-v")[0])]
     if not found:
         raise ConfigError(
-            f"{NAME} must be {', '.join(BUILT_IN)}, module:Class, or an id of gymnasium, got {name!r}"
-            f"{hint(name, [*BUILT_IN, *gymnasium.registry])}; correct it"
+            f"{NAME} must be {', '.join(BUILT_IN)}, module:Class, ws://HOST:PORT, or an id of gymnasium, got "
+            f"{name!r}{hint(name, [*BUILT_IN, *gymnasium.registry])}; correct it"
         )
     return str(gymnasium.registry[found[-1]].entry_point)
 
