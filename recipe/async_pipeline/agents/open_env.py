@@ -81,7 +81,7 @@ class OpenEnvEnvironment:
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        # A server without room for a session says so before it is asked, and closes the connection.
+        # A server without room for a session sends an error first, and closes the connection.
         with suppress(ConnectionClosed):
             await self._socket.send(json.dumps({"type": kind, "data": data}))
         found = json.loads(await self._socket.recv())

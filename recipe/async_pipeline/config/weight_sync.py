@@ -45,8 +45,8 @@ class WeightSyncConfig:
     """Replicas that load a version at the same time, while the others generate; all prepare it at once.
     Default: all if their last loads took at most 0.25 s each, else an eighth of them, at least one."""
     reuse_prefixes: Literal[False, True, "session"] = False
-    """Which requests may use prefixes that earlier versions cached: none (False), the later turns of an
-    episode those of the episode (session), or all (True). It saves reading long conversations again after
+    """Which requests may use prefixes that earlier versions cached: none (False), later turns of an episode
+    the prefixes of the episode (session), or all (True). It saves reading long conversations again after
     each update, and with True long common prompts too, but tokens then depend on keys and values of other
     versions, which no record shows. With session, no episode begins with such keys and values."""
     verify_tensors: Positive = 16

@@ -35,7 +35,7 @@ Output = TypeVar("Output")
 """What an engine's own `generate` returns."""
 _Request = TypeVar("_Request", contravariant=True)
 Reuse = Literal[False, True, "session"]
-"""Which requests may use keys and values of earlier versions: none, all, or those of a session its own."""
+"""Which requests may use keys and values of earlier versions: none, all, or a session its own ones."""
 
 
 class Span(NamedTuple):
