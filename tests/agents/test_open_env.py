@@ -17,6 +17,8 @@ from recipe.async_pipeline.errors import ConfigError, EnvironmentFailed
 
 pytest.importorskip("websockets")
 
+from websockets.exceptions import ConnectionClosed  # noqa: E402
+
 from tests.fakes.open_env_server import counting_server  # noqa: E402
 
 FIELDS = {"action": "number", "observation": "text"}
@@ -73,6 +75,16 @@ def test_errors_of_the_server_are_the_environments(kwargs: dict[str, str], text:
 
     with pytest.raises(RuntimeError, match=why):
         play(episode, **kwargs)
+
+
+def test_a_closed_connection_costs_one_episode() -> None:
+    async def episodes(environment: OpenEnvEnvironment) -> str:
+        await environment.reset(1)
+        with pytest.raises(ConnectionClosed):
+            await environment.step("0")
+        return await environment.reset(2)
+
+    assert play(episodes) == "at 2"
 
 
 def test_a_server_without_room_says_so() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that speaks OpenEnv's protocol: count up to a number, by writing the next one."""
+"""A server that speaks OpenEnv's protocol: count up by writing the next number; 0 closes the connection."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ async def counting_server(capacity: int = 8) -> AsyncIterator[str]:
         try:
             async for message in connection:
                 asked = json.loads(message)
+                if asked["type"] == "step" and asked["data"]["number"] == "0":
+                    return
                 if asked["type"] == "reset":
                     count = asked["data"]["seed"] + asked["data"].get("skip", 0)
                     answer = observation(count, None)

@@ -55,7 +55,8 @@ class OpenEnvEnvironment:
 
         Raises ConnectionError if the server does not answer, RuntimeError if it reports an error.
         """
-        if self._socket is None:
+        # A server may close a session that waits for long.
+        if self._socket is None or self._socket.close_code is not None:
             self._socket = await self._connect()
         found = await self._ask("reset", {"seed": seed, **task})
         return self._show(_result(found))
