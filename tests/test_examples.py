@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from recipe.async_pipeline.agents.episode_folders import Folder
 from recipe.async_pipeline.agents.frozen_lake import FrozenLake
 from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, runner_of
 from recipe.async_pipeline.gateway.registry import Sessions
@@ -87,7 +88,8 @@ def test_an_agent_plays_the_lake_of_the_environment(lake_agent: ModuleType, agen
             AgentSpec(agent=agent, env={"PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "")})
         )
         task = Task({"messages": [], "seed": seed, "task": {}}, {})
-        found = await runner.run(task, Policy(f"{server.url}/v1", session.keys.model))
+        with Folder() as folder:
+            found = await runner.run(task, Policy(f"{server.url}/v1", session.keys.model), folder)
         if lake_agent.CLIENT is not None:  # no episode closes it: it serves all
             await lake_agent.CLIENT.close()
         await server.stop()

@@ -47,6 +47,8 @@ def test_it_plays_episodes_one_after_another(isolation: Isolation, spec: Environ
             await host.step("raise")
         with pytest.raises(EnvironmentFailed, match="step: SystemExit: 3"):
             await host.step("exit")
+        with pytest.raises(EnvironmentFailed, match="step: CancelledError: by itself"):
+            await host.step("cancel")
         with pytest.raises(EnvironmentFailed, match="must return a Step"):
             await host.step("nonsense")
         assert await host.reset(8, {}) == "seed 8 episode 2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import sys
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, is_function, runner_of
+from recipe.async_pipeline.agents.episode_folders import Folder
+from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task, is_function, runner_of, verified
 from recipe.async_pipeline.errors import AgentFailed, ConfigError, EnvironmentFailed
 
 POLICY = Policy("http://127.0.0.1:1/v1", "sk-model-x")
@@ -21,8 +23,15 @@ TASK = Task({"messages": [{"role": "user", "content": "go"}], "seed": 3, "task":
 HERE = __name__
 
 
-def played(agent: str, **more: Any) -> float | None:
-    return asyncio.run(asyncio.wait_for(runner_of(AgentSpec(agent=agent, **more)).run(TASK, POLICY), 60))
+def played(agent: str, policy: Policy = POLICY, **more: Any) -> float | None:
+    spec = AgentSpec(agent=agent, **more)
+
+    async def episode() -> float | None:
+        with Folder() as folder:
+            reward = await runner_of(spec).run(TASK, policy, folder)
+            return reward if spec.verify is None else await verified(spec, folder, TASK)
+
+    return asyncio.run(asyncio.wait_for(episode(), 60))
 
 
 def python(code: str) -> str:
@@ -125,14 +134,12 @@ def test_a_command_gets_its_task_and_the_policy(tmp_path: Path) -> None:
 
 def test_a_command_that_may_set_its_reward_has_the_control_key() -> None:
     code = "import json, os; print(json.dumps({'reward': len(os.environ['ASYNC_PIPELINE_CONTROL_KEY'])}))"
-    runner = runner_of(AgentSpec(agent=python(code)))
-    assert asyncio.run(runner.run(TASK, POLICY._replace(control_key="four"))) == 4.0
+    assert played(python(code), policy=POLICY._replace(control_key="four")) == 4.0
 
 
 def test_a_command_learns_of_the_unix_socket() -> None:
     code = "import json, os; print(json.dumps({'reward': len(os.environ['ASYNC_PIPELINE_UNIX_SOCKET'])}))"
-    runner = runner_of(AgentSpec(agent=python(code)))
-    assert asyncio.run(runner.run(TASK, POLICY._replace(unix_socket="/a/b"))) == 4.0
+    assert played(python(code), policy=POLICY._replace(unix_socket="/a/b")) == 4.0
 
 
 @pytest.mark.parametrize(
@@ -174,6 +181,31 @@ def test_verify_judges_a_function_too() -> None:
 
 
 @pytest.mark.parametrize(
+    "forges",
+    [
+        "open('json.py', 'w').write('print(1)')",
+        "os.mkfifo('verify.json')",
+        f"os.symlink({os.devnull!r}, 'verify.json')",
+        "os.chmod('.', 0o500)",
+    ],
+)
+def test_what_an_agent_leaves_in_its_folder_does_not_judge_it(forges: str) -> None:
+    judge = shlex.join([sys.executable, "-c", VERIFY])
+    assert played(python(f"import os; {forges}"), verify=judge) == 0.0
+
+
+def test_verify_has_a_separate_home() -> None:
+    code = (
+        "import json, os; home = os.environ['HOME']; assert home == os.environ['TMPDIR'] != os.getcwd(); "
+        "assert os.environ['ASYNC_PIPELINE_TASK'].startswith(home + '/'); "
+        "assert os.environ['PYTHONNOUSERSITE'] == '1'; "
+        "assert 'verify.json' not in os.listdir(); "
+        "print(json.dumps({'reward': int('mark' in os.listdir() and 'mark' not in os.listdir(home))}))"
+    )
+    assert played("touch mark", verify=python(code), env={"ASYNC_PIPELINE_TASK": "none"}) == 1.0
+
+
+@pytest.mark.parametrize(
     ("code", "why"),
     [("raise SystemExit('broken')", "verify: exit status 1: broken"), ("print('fine')", "verify must print")],
 )
@@ -184,7 +216,8 @@ def test_a_verify_that_fails_is_not_the_agents_fault(code: str, why: str) -> Non
 
 def test_an_agent_that_hangs_in_a_thread_does_not_hold_up_its_episode() -> None:
     async def test() -> None:
-        task = asyncio.create_task(runner_of(AgentSpec(agent="agents_of_tests:hanging")).run(TASK, POLICY))
+        runner = runner_of(AgentSpec(agent="agents_of_tests:hanging"))
+        task = asyncio.create_task(runner.run(TASK, POLICY, Folder()))
         await asyncio.get_running_loop().run_in_executor(None, begun.wait)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -35,6 +35,8 @@ class Counting:
             raise RuntimeError("in a step")
         if text == "exit":
             sys.exit(3)
+        if text == "cancel":
+            raise asyncio.CancelledError("by itself")
         if text == "die":
             os._exit(4)
         if text == "hang":

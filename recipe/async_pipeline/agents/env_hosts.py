@@ -18,12 +18,13 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..core.threads import in_thread_of
 from ..errors import EnvironmentFailed
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
 
+T = TypeVar("T")
 CLOSE_S = 5.0
 """Seconds that an environment gets to close itself."""
 
@@ -48,17 +49,28 @@ class InlineHost:
         self._player = Player(spec)
 
     async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
-        return await self._player.reset(seed, task)
+        return await self._call(self._player.reset(seed, task))
 
     async def step(self, text: str) -> Step:
-        return await self._player.step(text)
+        return await self._call(self._player.step(text))
 
     async def close(self) -> bool:
         try:
-            await asyncio.wait_for(self._player.close(), CLOSE_S)
+            await asyncio.wait_for(self._call(self._player.close()), CLOSE_S)
         except (EnvironmentFailed, asyncio.TimeoutError):
             return False
         return True
+
+    async def _call(self, answering: Coroutine[Any, Any, T]) -> T:
+        """Await it in a new task, which tells the caller's cancellation from the environment's own."""
+        task = asyncio.ensure_future(answering)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        return task.result()
 
 
 class ThreadHost:

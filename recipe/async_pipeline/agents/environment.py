@@ -10,6 +10,7 @@ after another. Methods may be coroutines.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import math
@@ -118,8 +119,9 @@ class Player:
             call: Callable[..., Any] = getattr(self._environment, method)
             result = call(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
-        # An environment may also call exit(), which must not end the process of others.
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - an environment may raise anything
+        # An environment may also call exit(), which must not end the process of others, or await a task that
+        # it has cancelled: this one is only cancelled by a host that needs no answer.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - any code
             raise EnvironmentFailed(f"{method}: {type(error).__name__}: {error}") from error
 
 

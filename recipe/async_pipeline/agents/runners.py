@@ -11,9 +11,9 @@
 With `agentic.gateway.agent_may_reward`, an agent also gets the control key of its session
 (`policy.control_key`, ASYNC_PIPELINE_CONTROL_KEY), with which it sets the reward over HTTP.
 
-A `verify` command runs after the agent, in the agent's folder, and prints the reward; then the agent's own is
-not used. Another kind of runner is a class with `run` and a line in `runner_of`. The one for `external` is in
-`verl_bridge`, because such programs claim their tasks from the gateway.
+A `verify` command runs after the agent has ended, in the agent's folder, and prints the reward; then the
+agent's own is not used. Another kind of runner is a class with `run` and a line in `runner_of`. The one for
+`external` is in `verl_bridge`, because such programs claim their tasks from the gateway.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..core.threads import in_new_thread
@@ -35,6 +36,8 @@ from .output_log import OutputLog
 
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 TASK_FILE, HIDDEN_FILE = "task.json", "verify.json"
+NO_MODULES_OF_AGENTS = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+"""Has Python find no modules in the folder in which it runs."""
 
 
 class Policy(NamedTuple):
@@ -77,10 +80,13 @@ class Runner(Protocol):
     left: LeftBehind
     """Processes of its commands that could not be ended."""
 
-    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
+    async def run(
+        self, task: Task, policy: Policy, folder: Folder, log: OutputLog | None = None
+    ) -> float | None:
         """Run it for one episode, and return its reward or None if it gave none.
 
-        `log` gets the output of commands. Raises AgentFailed. If cancelled, the agent is stopped, as far as
+        `folder` is for its files, and is made if it needs one; `log` gets the output of commands. Raises
+        AgentFailed. If cancelled, the agent is stopped, as far as
         it can be.
         """
 
@@ -104,9 +110,11 @@ class FunctionRunner:
             self._function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"the agent {spec.agent!r} cannot be imported: {error}; correct it") from error
-        self._spec, self.left = spec, LeftBehind()
+        self.left = LeftBehind()
 
-    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
+    async def run(
+        self, task: Task, policy: Policy, folder: Folder, log: OutputLog | None = None
+    ) -> float | None:
         """See `Runner`. A thread cannot be stopped: it fails at its next request."""
         try:
             if inspect.iscoroutinefunction(self._function):
@@ -117,48 +125,42 @@ class FunctionRunner:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an agent may raise anything
             raise AgentFailed(f"{type(error).__name__}: {error}") from error
-        reward = reward_of(found.get("reward") if isinstance(found, Mapping) else found, AgentFailed)
-        if self._spec.verify is None:
-            return reward
-        with Folder() as folder:
-            await folder.make(TASK_FILE, task.shown)
-            return await verified(self._spec, folder, task, log, self.left)
+        return reward_of(found.get("reward") if isinstance(found, Mapping) else found, AgentFailed)
 
 
 class CommandRunner:
-    """Runs a command in a new folder, which is deleted when the episode has ended."""
+    """Runs a command in the folder of its episode."""
 
     def __init__(self, spec: AgentSpec) -> None:
         self._spec, self.left = spec, LeftBehind()
         self._command = shlex.split(spec.agent)
 
-    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
+    async def run(
+        self, task: Task, policy: Policy, folder: Folder, log: OutputLog | None = None
+    ) -> float | None:
         """See `Runner`."""
-        with Folder() as folder:
-            await folder.make(TASK_FILE, task.shown)
-            reached = {
-                "OPENAI_BASE_URL": policy.base_url,
-                "OPENAI_API_KEY": policy.api_key,
-                "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": policy.api_key,
-            }
-            if policy.control_key is not None:
-                reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
-            if policy.unix_socket is not None:
-                reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
-            env = environment({**_variables(folder), **self._spec.env, **reached})
-            finished = await run_command(self._command, folder.path, env, log, self.left)
-            if finished.status != 0:
-                raise AgentFailed(finished.in_words())
-            if self._spec.verify is not None:
-                return await verified(self._spec, folder, task, log, self.left)
-            return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
+        await folder.make(TASK_FILE, task.shown)
+        reached = {
+            "OPENAI_BASE_URL": policy.base_url,
+            "OPENAI_API_KEY": policy.api_key,
+            "ANTHROPIC_BASE_URL": policy.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": policy.api_key,
+        }
+        if policy.control_key is not None:
+            reached["ASYNC_PIPELINE_CONTROL_KEY"] = policy.control_key
+        if policy.unix_socket is not None:
+            reached["ASYNC_PIPELINE_UNIX_SOCKET"] = policy.unix_socket
+        env = environment({**_variables(folder, TASK_FILE), **self._spec.env, **reached})
+        finished = await run_command(self._command, folder.path, env, log, self.left)
+        if finished.status != 0:
+            raise AgentFailed(finished.in_words())
+        return reward_of((finished.last_object() or {}).get("reward"), AgentFailed)
 
 
-def _variables(folder: Folder) -> dict[str, str]:
-    """Return the variables that name a folder."""
+def _variables(folder: Folder, file: str) -> dict[str, str]:
+    """Return the variables that name a folder and the task in it."""
     where = str(folder.path)
-    return {"ASYNC_PIPELINE_TASK": str(folder.path / TASK_FILE), "HOME": where, "TMPDIR": where}
+    return {"ASYNC_PIPELINE_TASK": str(folder.path / file), "HOME": where, "TMPDIR": where}
 
 
 async def verified(
@@ -168,12 +170,20 @@ async def verified(
     log: OutputLog | None = None,
     left: LeftBehind | None = None,
 ) -> float:
-    """Return the reward that the `verify` command prints. Raises EnvironmentFailed if it prints none."""
+    """Return the reward that the `verify` command prints, in the folder of an agent that has ended.
+
+    Raises EnvironmentFailed if it prints none.
+    """
     assert spec.verify is not None
-    await folder.write(HIDDEN_FILE, {**task.shown, **task.hidden})
-    hidden = str(folder.path / HIDDEN_FILE)
-    env = environment({**_variables(folder), **spec.env, "ASYNC_PIPELINE_TASK": hidden})
-    finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log, left)
+    if folder.path == Path():
+        await folder.make(TASK_FILE, task.shown)
+    # What the agent has written must not decide what runs here, or where the ground truth is written.
+    with Folder() as own:
+        await own.make(HIDDEN_FILE, {**task.shown, **task.hidden})
+        own_variables = _variables(own, HIDDEN_FILE)
+        env = environment({**NO_MODULES_OF_AGENTS, **own_variables, **spec.env})
+        env["ASYNC_PIPELINE_TASK"] = own_variables["ASYNC_PIPELINE_TASK"]
+        finished: Finished = await run_command(shlex.split(spec.verify), folder.path, env, log, left)
     if finished.status != 0:
         raise EnvironmentFailed(f"verify: {finished.in_words()}")
     reward = reward_of((finished.last_object() or {}).get("reward"), EnvironmentFailed)

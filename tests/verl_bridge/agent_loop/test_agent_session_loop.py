@@ -282,6 +282,47 @@ def test_an_agent_at_a_limit(
     assert bool(output.extra_fields[WHY]) == (agent == "endless")
 
 
+JUDGE = "echo '{\"reward\": -1}'"
+"""A `verify` that is content with nothing."""
+
+
+@pytest.mark.parametrize("agent", ["endless", "careful"])
+def test_verify_judges_an_agent_at_a_limit(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:{agent}", max_turns=3, verify=JUDGE)
+    (output,) = table.play(Engine(turns=100))
+    assert (output.extra_fields[END], output.reward_score) == ("turns", -1.0)
+
+
+def test_a_verify_that_fails_at_a_limit_is_no_reward(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:endless", max_turns=3, verify="false")
+    with pytest.raises(EnvironmentFailed, match="verify: exit status 1"):
+        table.play(Engine(turns=100))
+
+
+async def gives_up(task: dict[str, Any], policy: Policy) -> None:
+    """Await a task that it has cancelled itself."""
+    await says(policy, "first")
+    waiting = asyncio.create_task(asyncio.sleep(3600))
+    waiting.cancel()
+    await waiting
+
+
+def gives_up_in_a_thread(task: dict[str, Any], policy: Policy) -> None:
+    asyncio.run(gives_up(task, policy))
+
+
+@pytest.mark.parametrize("agent", ["gives_up", "gives_up_in_a_thread"])
+def test_a_cancellation_of_the_agents_own_is_its_failure(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    with pytest.raises(AgentFailed, match="raised CancelledError"):
+        Table(module, monkeypatch, agent=f"{AGENTS}:{agent}").play(Engine())
+
+
 def test_a_last_turn_that_is_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent", response_length=3).play(Engine())
     assert (output.extra_fields[END], len(output.response_ids)) == ("cut_off", 3)
@@ -461,6 +502,8 @@ def test_an_agent_that_continues_after_its_session_is_stopped_and_counted(
     knobs = {"agent": f"{AGENTS}:stays", "gateway": GatewayConfig(agent_may_reward=True)}
     (output,) = Table(module, monkeypatch, **knobs).play(Engine())
     assert output.extra_fields[NOTED]["closed_late"] == 1
+    (judged,) = Table(module, monkeypatch, **knobs, verify=JUDGE).play(Engine())
+    assert judged.reward_score == -1.0, "the control key does not replace it"
 
 
 def test_a_program_that_leaves_a_process_behind_is_counted(

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.agents.runners import AgentSpec, Policy, Task
+from recipe.async_pipeline.agents.episode_folders import Folder
+from recipe.async_pipeline.agents.runners import Policy, Task
 from recipe.async_pipeline.errors import AgentFailed, RequestRefused
 from recipe.async_pipeline.gateway.claims import Claims
 from recipe.async_pipeline.gateway.client import ClaimedTask
@@ -31,13 +32,10 @@ def module(load: Load) -> ModuleType:
     return load("recipe.async_pipeline.verl_bridge.agent_loop.external_runner")
 
 
-def with_runner(
-    module: ModuleType, runs: Callable[[Any, Claims, str], Coroutine[Any, Any, None]], **spec: Any
-) -> None:
+def with_runner(module: ModuleType, runs: Callable[[Any, Claims, str], Coroutine[Any, Any, None]]) -> None:
     async def test() -> None:
         claims = Claims(60)
-        runner = module.ExternalRunner(AgentSpec(agent="external", **spec), claims)
-        running = asyncio.create_task(runner.run(TASK, POLICY))
+        running = asyncio.create_task(module.ExternalRunner(claims).run(TASK, POLICY, Folder()))
         found = await claims.claim(30)
         assert found is not None
         assert found.task == {**TASK.shown, "base_url": "http://x/v1", "api_key": "k"}
@@ -57,8 +55,9 @@ def test_the_reward_is_what_the_runner_reports(module: ModuleType) -> None:
 def test_a_runner_that_may_set_the_reward_gets_the_control_key(module: ModuleType) -> None:
     async def test() -> None:
         claims = Claims(60)
-        runner = module.ExternalRunner(AgentSpec(agent="external"), claims)
-        running = asyncio.create_task(runner.run(TASK, POLICY._replace(control_key="c")))
+        running = asyncio.create_task(
+            module.ExternalRunner(claims).run(TASK, POLICY._replace(control_key="c"), Folder())
+        )
         found = await claims.claim(30)
         assert found is not None
         task = ClaimedTask("http://x", json.loads(json.dumps(found._asdict())))
@@ -67,14 +66,6 @@ def test_a_runner_that_may_set_the_reward_gets_the_control_key(module: ModuleTyp
         assert await running is None
 
     asyncio.run(asyncio.wait_for(test(), 60))
-
-
-def test_a_command_verifies_what_the_runner_did(module: ModuleType) -> None:
-    async def runs(running: Any, claims: Claims, lease: str) -> None:
-        claims.finish(lease, 0.5)
-        assert await running == -1.0
-
-    with_runner(module, runs, verify="echo '{\"reward\": -1}'")
 
 
 def test_a_runner_that_fails_is_an_agent_that_failed(module: ModuleType) -> None:

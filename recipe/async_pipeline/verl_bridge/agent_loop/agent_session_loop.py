@@ -2,7 +2,7 @@
 """The agent loop `agent_session`: a program plays the episode, and reaches the policy over HTTP.
 
     row ─► session, two keys ─► agent ──HTTP──► gateway of this process ─► session ─► engines
-                                  └─ ends ─► verify ─► reward          └─ chains ─► rows of training
+             ended, also at a limit ─► verify ─► reward                └─ chains ─► rows of training
 
 The gateway is part of the agent loop worker: from here, requests take the way of any agent loop, with
 versions, transcripts, recall and replicas that may die. A session has one row for each of its conversations;
@@ -24,9 +24,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 from ...agents.commands import LeftBehind
+from ...agents.episode_folders import Folder
 from ...agents.episodes import DONE
 from ...agents.output_log import OutputLog
-from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of
+from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verified
 from ...config.agentic import EXTERNAL
 from ...errors import AgentFailed, ConfigError
 from ...gateway.chains import Row
@@ -62,12 +63,12 @@ class Setup:
         if knobs.agent is None:
             raise ConfigError(f"the agent loop {NAME} requires {knobs.PATH}.agent; set it")
         rollout, gateway = config.actor_rollout_ref.rollout, knobs.gateway
-        spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=dict(knobs.agent_env or {}))
+        spec = self.spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=dict(knobs.agent_env or {}))
         claims = Claims(gateway.lease_s) if knobs.agent == EXTERNAL else None
         self._claims = claims
         self._address = None if gateway.runners_dir is None else Address(gateway.runners_dir)
-        self.runner: Runner = runner_of(spec) if claims is None else ExternalRunner(spec, claims)
-        self.verifies, self.agent_may_reward = knobs.verify is not None, gateway.agent_may_reward
+        self.runner: Runner = runner_of(spec) if claims is None else ExternalRunner(claims)
+        self.agent_may_reward = gateway.agent_may_reward
         self.limits = SessionLimits(
             prompt_tokens=int(rollout.prompt_length),
             response_tokens=int(rollout.response_length),
@@ -168,32 +169,29 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         open_now = len(setup.sessions)
         if attempt is not None:
             attempt.log = log
-        started, end, why, reward = time.perf_counter(), DONE, "", None
-        try:
-            control = session.keys.control if setup.agent_may_reward else None
-            reached = Policy(f"{await setup.url()}/v1", session.keys.model, control, setup.unix_socket)
-            running = setup.runner.run(task_of(row, setup.seed), reached, log)
-            reward = await _unless_over(session, running, setup.closed_late)
-            end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
-        except AgentFailed as error:
-            # An agent that does not expect its limits fails at them, which is the policy's fault.
-            if session.limit_hit not in LIMITS or not session.chains.all:
+        started, task = time.perf_counter(), task_of(row, setup.seed)
+        with Folder() as folder:
+            try:
+                control = session.keys.control if setup.agent_may_reward else None
+                reached = Policy(f"{await setup.url()}/v1", session.keys.model, control, setup.unix_socket)
+                running = setup.runner.run(task, reached, folder, log)
+                end, why, reward = await _ended(session, running, setup.closed_late)
+            except asyncio.CancelledError:
+                session.end(RECALLED)
                 raise
-            end, why = session.limit_hit, str(error)
-        except asyncio.CancelledError:
-            session.end(RECALLED)
-            raise
-        finally:
-            await session.close()
-            setup.sessions.remove(session)
+            finally:
+                await session.close()
+                setup.sessions.remove(session)
 
-        rows = session.rows()
-        if not rows:
-            raise AgentFailed("the agent ended without an answer of the policy")
-        rewarded: list[tuple[int, float]] = []
-        if not setup.verifies:
-            reward = reward if session.reward is None else session.reward
-            rewarded = session.turn_rewards.placed(rows[-1], reward)
+            rows = session.rows()
+            if not rows:
+                raise AgentFailed("the agent ended without an answer of the policy")
+            rewarded: list[tuple[int, float]] = []
+            if setup.spec.verify is not None:
+                reward = await verified(setup.spec, folder, task, log, setup.runner.left)
+            else:
+                reward = reward if session.reward is None else session.reward
+                rewarded = session.turn_rewards.placed(rows[-1], reward)
         seconds = time.perf_counter() - started
         spent = {
             "generate_sequences": policy.generate_s,
@@ -213,6 +211,22 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         return outputs
 
 
+async def _ended(session: Session, running: Any, late: LeftBehind) -> tuple[str, str, float | None]:
+    """Await an agent. Returns the end of its episode, why it failed at a limit, and its reward.
+
+    Raises as `_unless_over`, and AgentFailed.
+    """
+    try:
+        reward = await _unless_over(session, running, late)
+    except AgentFailed as error:
+        # An agent that does not expect its limits fails at them, which is the policy's fault.
+        if session.limit_hit not in LIMITS or not session.chains.all:
+            raise
+        return session.limit_hit, str(error), None
+    end = session.limit_hit if session.limit_hit in LIMITS else CUT_OFF if session.cut_off else DONE
+    return end, "", reward
+
+
 async def _unless_over(session: Session, running: Any, late: LeftBehind) -> float | None:
     """Await an agent. Raises the error that ended its session, if one did, and stops the agent then.
 
@@ -228,6 +242,8 @@ async def _unless_over(session: Session, running: Any, late: LeftBehind) -> floa
             is_late = not task.done()
         if session.over.done() and (error := session.over.exception()) is not None:
             raise error
+        if task.cancelled():
+            raise AgentFailed("the agent raised CancelledError, although nothing had cancelled it")
         return task.result() if task.done() else None
     finally:
         task.cancel()

@@ -18,7 +18,7 @@ from pathlib import Path
 from ...agents.commands import LeftBehind
 from ...agents.episode_folders import Folder
 from ...agents.output_log import OutputLog
-from ...agents.runners import TASK_FILE, AgentSpec, Policy, Task, reward_of, verified
+from ...agents.runners import Policy, Task, reward_of
 from ...errors import AgentFailed
 from ...gateway.claims import ClaimLost, Claims
 from .episode_attempts import current_attempt
@@ -27,10 +27,12 @@ from .episode_attempts import current_attempt
 class ExternalRunner:
     """Offers each episode to the runners; see `agents.runners.Runner`."""
 
-    def __init__(self, spec: AgentSpec, claims: Claims) -> None:
-        self._spec, self._claims, self.left = spec, claims, LeftBehind()
+    def __init__(self, claims: Claims) -> None:
+        self._claims, self.left = claims, LeftBehind()
 
-    async def run(self, task: Task, policy: Policy, log: OutputLog | None = None) -> float | None:
+    async def run(
+        self, task: Task, policy: Policy, folder: Folder, log: OutputLog | None = None
+    ) -> float | None:
         """Return the reward that a runner reports. Raises AgentFailed if the runner fails or is gone."""
         reached = {name: value for name, value in policy._asdict().items() if value is not None}
         offer = await self._claims.offer({**task.shown, **reached})
@@ -39,16 +41,11 @@ class ExternalRunner:
             # The wait for a runner is not the episode's.
             with nullcontext() if attempt is None else attempt.excused():
                 await offer.claimed
-            reward = reward_of(await offer.ended, AgentFailed)
+            return reward_of(await offer.ended, AgentFailed)
         except ClaimLost as error:
             raise AgentFailed(str(error)) from error
         finally:
             self._claims.withdraw(offer)
-        if self._spec.verify is None:
-            return reward
-        with Folder() as folder:
-            await folder.make(TASK_FILE, task.shown)
-            return await verified(self._spec, folder, task, log, self.left)
 
 
 class Address:
