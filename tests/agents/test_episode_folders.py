@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from recipe.async_pipeline.agents import episode_folders
-from recipe.async_pipeline.agents.episode_folders import Folder, delete_abandoned
+from recipe.async_pipeline.agents.episode_folders import MARK, PREFIX, Folder, delete_abandoned
 from tests.fakes.waiting import until
 
 OWNER = """
@@ -47,8 +49,8 @@ def test_a_folder_is_deleted_with_its_episode(place: Path) -> None:
             assert names(place) == []
             await folder.make("task.json", {"text": "x"})
             (name,) = names(place)
-            assert folder.path == place / name and name.startswith("episode-")
-            assert names(folder.path) == ["task.json"]
+            assert folder.path == place / name and name.startswith(PREFIX)
+            assert sorted(names(folder.path)) == [MARK, "task.json"]
             assert delete_abandoned(place) == 0 and names(place) == [name], "it has an owner"
 
     asyncio.run(test())
@@ -98,11 +100,53 @@ def test_a_process_looks_once_in_each_place(place: Path, monkeypatch: pytest.Mon
 
 def test_what_is_no_folder_of_an_episode_stays(place: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (place / "episode-link").symlink_to(elsewhere)
-    (place / "episode-file").write_text("")
-    (place / "new-episode-begun").mkdir()
-    (place / "other").mkdir()
+    (elsewhere / MARK).touch()
+    (place / f"{PREFIX}link").symlink_to(elsewhere)
+    (place / f"{PREFIX}file").write_text("")
+    for name in (f"new-{PREFIX}begun", "episode-1", "other", f"{PREFIX}foreign"):
+        (place / name).mkdir()
+    for name in (f"new-{PREFIX}begun", "episode-1", "other"):
+        (place / name / MARK).touch()
     assert delete_abandoned(place) == 0
-    assert len(names(place)) == 4 and elsewhere.is_dir()
-    (place / "episode-abandoned").mkdir()
-    assert delete_abandoned(place) == 1 and len(names(place)) == 4
+    assert len(names(place)) == 6 and (elsewhere / MARK).exists()
+    (place / f"{PREFIX}abandoned").mkdir()
+    (place / f"{PREFIX}abandoned" / MARK).touch()
+    assert delete_abandoned(place) == 1 and len(names(place)) == 6
+
+
+def test_a_folder_whose_making_is_cancelled_is_deleted_with_its_lock(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, release = threading.Event(), threading.Event()
+    mkdtemp = tempfile.mkdtemp
+
+    def slow(**options: str) -> str:
+        begun.set()
+        release.wait()
+        return mkdtemp(**options)
+
+    async def story() -> None:
+        async def own() -> None:
+            with Folder() as folder:
+                await folder.make("task.json", {})
+
+        owning = asyncio.create_task(own())
+        await asyncio.get_running_loop().run_in_executor(None, begun.wait)
+        owning.cancel()
+        await asyncio.wait({owning})
+        assert owning.cancelled()
+        release.set()
+        while names(place) or open_folders(place):  # noqa: ASYNC110 - a file system has no event for it
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", slow)
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def open_folders(place: Path) -> list[str]:
+    """Return the folders in a place that this process has open."""
+    found = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(os.readlink(file))
+    return [name for name in found if name.startswith(f"{place}/")]

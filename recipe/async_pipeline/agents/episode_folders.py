@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folders in which agents run: one for each episode, deleted with it, also after a kill of their owner.
 
-    new-episode-XXX ──lock, rename──► episode-XXX ──end of the episode──► deleted by its owner
-                                          └─ its owner is killed: the kernel drops the lock ──► deleted by the
-                                             next process that makes such a folder in the same place
+    new-PREFIX-XXX ──mark, lock, rename──► PREFIX-XXX ──end of the episode──► deleted by its owner
+                                              └─ its owner is killed: the kernel drops the lock ──► deleted by
+                                                 the next process that makes such a folder in the same place
 
-A lock, and not the number of a process, tells whether a folder has an owner: containers number their
-processes independently, and may share a folder for temporary files.
+Folders of other programs may have the same prefix: only one that has the mark inside is deleted. A lock, and
+not the number of a process, tells whether a folder has an owner: containers number their processes
+independently, and may share a folder for temporary files.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PREFIX = "episode-"
+PREFIX = "async_pipeline-episode-"
+MARK = ".async_pipeline_episode"
+"""An empty file in each folder."""
 _UNNAMED = f"new-{PREFIX}"
 """Until a folder is locked: others leave it alone."""
 _swept: set[str] = set()
@@ -35,39 +38,44 @@ class Folder:
     def __init__(self) -> None:
         self.path = Path()
         self._lock: int | None = None
+        self._making: asyncio.Future[None] | None = None
 
     async def make(self, name: str, content: Mapping[str, Any]) -> None:
         """Make it, with an object in a file. The first one of a process also deletes the abandoned ones."""
-        await asyncio.get_running_loop().run_in_executor(None, self._make)
-        await self.write(name, content)
-
-    async def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write an object into a file."""
         text = json.dumps(content, ensure_ascii=False)
-        file = self.path / name
-        await asyncio.get_running_loop().run_in_executor(
-            None, lambda: file.write_text(text, encoding="utf-8")
-        )
+        self._making = asyncio.get_running_loop().run_in_executor(None, self._make, name, text)
+        # A thread cannot be stopped: the folder is deleted when it has been made.
+        await asyncio.shield(self._making)
 
     def __enter__(self) -> Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.path != Path():
-            asyncio.get_running_loop().run_in_executor(None, self._delete)
+        if self._making is None:
+            return
+        if self._making.done():
+            self._delete_in_thread()
+        else:
+            self._making.add_done_callback(self._delete_in_thread)
 
-    def _make(self) -> None:
+    def _delete_in_thread(self, *_: object) -> None:
+        asyncio.get_running_loop().run_in_executor(None, self._delete)
+
+    def _make(self, name: str, text: str) -> None:
         place = tempfile.gettempdir()
         with _sweeping:
             if place not in _swept:
                 _swept.add(place)
                 delete_abandoned(Path(place))
-        made = Path(tempfile.mkdtemp(prefix=_UNNAMED))
-        self._lock = _locked(made)
-        self.path = made.rename(made.with_name(made.name.removeprefix("new-")))
+        self.path = Path(tempfile.mkdtemp(prefix=_UNNAMED))
+        (self.path / MARK).touch()
+        self._lock = _locked(self.path)
+        self.path = self.path.rename(self.path.with_name(self.path.name.removeprefix("new-")))
+        (self.path / name).write_text(text, encoding="utf-8")
 
     def _delete(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self.path != Path():
+            shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
 
@@ -78,6 +86,8 @@ def delete_abandoned(place: Path) -> int:
     for folder in place.glob(f"{PREFIX}*"):
         try:
             if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.geteuid():
+                continue
+            if not (folder / MARK).is_file():
                 continue
         except OSError:  # another process has deleted it
             continue
