@@ -34,7 +34,7 @@ def test_actions_are_numbers() -> None:
     cliff.close()
 
 
-@pytest.mark.parametrize("text", ["", "up", "4", "-1", "1.0", "²", "1 2"])
+@pytest.mark.parametrize("text", ["", "up", "4", "-1", "1.0", "²", "1 2", "--3", "-", "9" * 19, "1" * 5000])
 @pytest.mark.parametrize(("invalid", "over"), [("end", True), ("continue", False)])
 def test_any_other_text_is_invalid(text: str, invalid: Any, over: bool) -> None:
     cliff = GymEnvironment(CLIFF, invalid=invalid, invalid_reward=-0.5)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from ..errors import ConfigError
 from .environment import Step
 
+NUMBER = re.compile(r"-?[0-9]{1,18}")
+"""An action; more digits do not fit into the 64 bits of gymnasium's numbers."""
 MISSING = "gymnasium is not installed; pip install async_pipeline[agentic]"
 
 
@@ -87,6 +90,6 @@ class GymEnvironment:
         space, said = self.environment.action_space, text.strip()
         if type(space).__name__ == "Text":
             return said if said in space else None
-        if not said.lstrip("-").isdecimal() or not said.isascii():
+        if NUMBER.fullmatch(said) is None:
             return None
         return int(said) if int(said) in space else None
