@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.sessions import CannotAppend
 from recipe.async_pipeline.toy.tokenizer import make_tokenizer
 from tests.conftest import Load
+from tests.fakes.model_families import FAMILIES, tokenizer_of
 
 pytestmark = pytest.mark.real_engine
 TOKENIZER = make_tokenizer()
@@ -125,60 +125,6 @@ def test_a_tool_whose_schema_verl_does_not_know(module: ModuleType) -> None:
 def test_the_first_stop_text_ends_an_answer(module: ModuleType) -> None:
     said = read(module, "one STOP two END", [], ("END", "STOP"))
     assert (said.text, said.stop) == ("one ", "STOP")
-
-
-class Family(NamedTuple):
-    """How the models of a family write a conversation."""
-
-    opened: dict[str, str]
-    """Before the text of a message, by its role."""
-    closed: str
-    """After a message, the assistant's included."""
-    end: str
-    """The token at which the engine stops."""
-
-
-_CHATML = ("<|im_start|>", "<|im_end|>\n", "<|im_end|>")
-FAMILIES = {
-    "qwen2": Family({role: f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")}, *_CHATML[1:]),
-    "qwen3": Family({role: f"<|im_start|>{role}\n" for role in ("user", "assistant", "tool")}, *_CHATML[1:]),
-    "minimax_m2": Family(
-        {"user": "]~b]user\n", "assistant": "]~b]ai\n", "tool": "]~b]tool\n"}, "[e~[\n", "[e~["
-    ),
-    # The next message begins with the token that ends a turn.
-    "glm4_moe": Family(
-        {"user": "<|user|>\n", "assistant": "<|assistant|>\n", "tool": "<|observation|>\n"}, "", "<|user|>"
-    ),
-    "deepseek_v3": Family(
-        {"user": "<\uff5cUser\uff5c>", "assistant": "<\uff5cAssistant\uff5c>", "tool": "<\uff5ctool\uff5c>"},
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-        "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    ),
-    # A family that verl has no builder for.
-    "llama": Family(
-        {role: f"<|header|>{role}<|text|>\n\n" for role in ("user", "assistant", "tool")},
-        "<|eot|>",
-        "<|eot|>",
-    ),
-}
-SPECIAL = re.compile(r"<\|[^|<]*\|?>|<\uff5c[^<]*?\uff5c>|\]~b\]|\[e~\[")
-
-
-def tokenizer_of(family: Family) -> Any:
-    """Return the toy's tokenizer with the special tokens and the turns of a family."""
-    texts = "".join((*family.opened.values(), family.closed, family.end))
-    tokenizer = make_tokenizer()
-    specials = sorted({*SPECIAL.findall(texts), "<|observation|>", "<|user|>"})
-    tokenizer.add_special_tokens({"additional_special_tokens": specials, "eos_token": family.end})
-    opened = ", ".join(f"{role!r}: {text!r}" for role, text in family.opened.items())
-    tokenizer.chat_template = (
-        f"{{%- set opened = {{{opened}, 'system': ''}} -%}}"
-        "{%- for message in messages -%}"
-        f"{{{{- opened[message['role']] + message['content'] + {family.closed!r} -}}}}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- opened['assistant'] -}}{%- endif -%}"
-    )
-    return tokenizer
 
 
 @pytest.mark.parametrize("replies", [["user"] * 3, ["tool", "user", "tool"]])

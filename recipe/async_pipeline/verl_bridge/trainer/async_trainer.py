@@ -51,6 +51,7 @@ from ...redaction import redacted
 from ...weight_sync.manifest import Ticket as WeightTicket
 from .. import checkpoint_engine as _checkpoint_engine  # noqa: F401 - registers `dual_buffer`
 from .. import plugin
+from ..agent_loop import template_check
 from ..agent_loop.manager import PushAgentLoopManager
 from ..interrupts import until_cancelled
 from ..reward import worker_manager
@@ -129,6 +130,7 @@ class AsyncPipelineTrainer(PPOTrainer):
         finally:
             self.trainer_mode = mode
         self.prompts = PromptSource(self._next_train_batch, self.train_dataloader)
+        template_check.warn(self.config, self.tokenizer, say)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
