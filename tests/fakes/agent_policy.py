@@ -12,8 +12,8 @@ from typing import Any
 
 from recipe.async_pipeline.errors import RequestRefused
 from recipe.async_pipeline.gateway.chains import Answer
-from recipe.async_pipeline.gateway.conversation import Message, Said
-from recipe.async_pipeline.gateway.sessions import CannotAppend, SessionLimits, tool_call
+from recipe.async_pipeline.gateway.conversation import Message, Said, tool_call
+from recipe.async_pipeline.gateway.sessions import CannotAppend, SessionLimits
 
 END = 257
 LIMITS = SessionLimits(prompt_tokens=10_000, response_tokens=100_000)
@@ -31,6 +31,8 @@ def rendered(message: Mapping[str, Any]) -> bytes:
 
 class FakePolicy:
     """Answers with texts in order, then with bytes that follow from the prompt."""
+
+    vocabulary = END + 1
 
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)

@@ -10,6 +10,7 @@ policy did not mean, makes no difference here.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -49,6 +50,11 @@ class Said(NamedTuple):
         if self.calls:
             message["tool_calls"] = [call.as_message() for call in self.calls]
         return message
+
+
+def tool_call(name: str, arguments: str) -> ToolCall:
+    """Return a call with a new id."""
+    return ToolCall("call_" + secrets.token_hex(12), name, arguments)
 
 
 def parsed(arguments: str) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,11 +44,16 @@ class Client:
         )
 
 
-def policy_of(module: ModuleType, tokens: list[int] | None = None, builder: Any = None, **params: Any) -> Any:
+def policy_of(
+    module: ModuleType, tokens: list[int] | None = None, builder: Any = None, path: str = "", **params: Any
+) -> Any:
+    from omegaconf import OmegaConf
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
     tokenizer = TOKENIZER
+    config = {"actor_rollout_ref": {"model": {"path": path or None}}}
     loop = SimpleNamespace(
+        config=OmegaConf.create(config),
         continuous_token_builder=builder or create_continuous_token_builder(tokenizer, hf_model_type="qwen2"),
         tokenizer=tokenizer,
         server_manager=Client(tokens or []),
@@ -103,6 +109,17 @@ def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
         "prompt_ids": [5],
         "sampling_params": {"stop_token_ids": [7], "max_tokens": 9, "stop": ["STOP"]},
     }
+
+
+def test_an_answer_is_whole_at_any_token_at_which_the_engine_stops(
+    module: ModuleType, tmp_path: Path
+) -> None:
+    from transformers import GenerationConfig, LlamaConfig
+
+    LlamaConfig(vocab_size=300).save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=[EOS, 7]).save_pretrained(tmp_path)
+    policy = policy_of(module, [1, 7], path=str(tmp_path))
+    assert policy.vocabulary == 300 and asyncio.run(policy.generate("r", [5], 9, [])).whole
 
 
 def read(module: ModuleType, text: str, tools: list[Any], stop: tuple[str, ...] = ()) -> Any:

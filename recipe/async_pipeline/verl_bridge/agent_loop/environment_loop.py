@@ -32,6 +32,7 @@ from ...agents.episodes import DONE
 from ...errors import ConfigError, EnvironmentFailed
 from ..run_config import knobs_of
 from .episode_attempts import END, NOTED, WHY, current_attempt
+from .model_tokens import tokens_of, turn_ends
 from .row_place import place_of
 
 NAME = "environment"
@@ -249,7 +250,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
 
     def _is_whole(self, said: list[int], sampling_params: Mapping[str, Any]) -> bool:
         """Return whether the policy ended the turn itself."""
-        ends = {self.tokenizer.eos_token_id, *(sampling_params.get("stop_token_ids") or ())}
+        ends = turn_ends(tokens_of(self.config, self.tokenizer), sampling_params)
         return bool(said) and (said[-1] in ends or bool(sampling_params.get("stop")))
 
 

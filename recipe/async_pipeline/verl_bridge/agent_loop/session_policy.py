@@ -15,8 +15,9 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 
 from ...errors import RequestRefused
 from ...gateway.chains import Answer
-from ...gateway.conversation import Message, Said, ToolCall
-from ...gateway.sessions import CannotAppend, tool_call
+from ...gateway.conversation import Message, Said, ToolCall, tool_call
+from ...gateway.sessions import CannotAppend
+from .model_tokens import tokens_of, turn_ends
 from .prompt_tokens import SHORT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,13 @@ class SessionPolicy:
         self._parser = (
             None if tool_parser is None else ToolParser.get_tool_parser(tool_parser, self._tokenizer)
         )
-        self._ends = {self._tokenizer.eos_token_id, *(self._sampling.get("stop_token_ids") or ())}
+        if self._parser is not None and self._parser.stop_token_ids:
+            known = self._sampling.get("stop_token_ids") or ()
+            self._sampling["stop_token_ids"] = [*known, *self._parser.stop_token_ids]
+        model = tokens_of(loop.config, self._tokenizer)
+        self.vocabulary = model.vocabulary
+        """How many tokens the model has."""
+        self._ends = turn_ends(model, self._sampling)
         self.generate_s = 0.0
         """Seconds with the engines."""
 
@@ -74,18 +81,14 @@ class SessionPolicy:
         params = {**self._sampling, "max_tokens": max_tokens}
         if stop:
             params["stop"] = [*(self._sampling.get("stop") or ()), *stop]
-        if self._parser is not None and self._parser.stop_token_ids:
-            known = self._sampling.get("stop_token_ids") or ()
-            params["stop_token_ids"] = [*known, *self._parser.stop_token_ids]
         started = time.perf_counter()
         output = await self._client.generate(
             request_id=request_id, prompt_ids=list(token_ids), sampling_params=params
         )
         self.generate_s += time.perf_counter() - started
         tokens = list(output.token_ids)
-        ends = self._ends | set(params.get("stop_token_ids") or ())
         spans = [(int(version), int(at)) for version, at in output.extra_fields.get("version_spans") or ()]
-        whole = bool(tokens) and tokens[-1] in ends
+        whole = bool(tokens) and tokens[-1] in self._ends
         return Answer(tokens, None if output.log_probs is None else list(output.log_probs), spans, whole)
 
     async def read(self, token_ids: Sequence[int], tools: Tools, stop: Sequence[str]) -> Said:
