@@ -103,6 +103,29 @@ def test_turns_are_limited_and_the_limit_is_remembered_until_an_answer() -> None
     played(test)
 
 
+def test_a_limit_is_remembered_when_a_request_from_before_it_is_answered() -> None:
+    async def test() -> None:
+        policy = FakePolicy()
+        policy.gate.clear()
+        session = Session(policy, dataclasses.replace(LIMITS, max_turns=2, max_chains=1))
+
+        async def request(text: str) -> Any:
+            return await session.once(text.encode(), lambda: session.turn(ask(text)), again=False)
+
+        first = asyncio.create_task(request("q"))
+        await settled()
+        with pytest.raises(RequestRefused, match="conversations"):
+            await request("q2")
+        policy.gate.set()
+        said = (await first).said.text
+        assert session.limit_hit == "chains"
+        more = ask("q", said, "next")
+        await session.once(b"q3", lambda: session.turn(more), again=False)
+        assert session.limit_hit == "", "the agent copes with it"
+
+    played(test)
+
+
 def test_limits_of_the_run_cut_an_answer_off_but_limits_of_the_agent_do_not() -> None:
     async def test() -> None:
         session = Session(FakePolicy("abcdef", "abcdef", "a"), dataclasses.replace(LIMITS, response_tokens=4))
@@ -174,9 +197,22 @@ def test_an_equal_request_that_is_new_is_another_sample() -> None:
         assert session.counts.coalesced == 0
         retried = await session.once(b"q", lambda: session.turn(ask("q")), again=True)
         assert retried is replies[1], "the latest one"
-        await session.once(b"other", lambda: session.turn(ask("o")), again=False)
-        await session.once(b"q", lambda: session.turn(ask("q")), again=True)
-        assert len(policy.prompts) == 4, "an older body may be stale, so it is sampled again"
+
+    played(test)
+
+
+def test_requests_in_flight_that_are_sent_again_cost_one_generation_each() -> None:
+    async def test() -> None:
+        policy = FakePolicy("one", "two")
+        session = Session(policy, LIMITS)
+
+        async def sent(text: str, *, again: bool) -> str:
+            reply = await session.once(text.encode(), lambda: session.turn(ask(text)), again=again)
+            return str(reply.said.text)
+
+        assert await asyncio.gather(sent("a", again=False), sent("b", again=False)) == ["one", "two"]
+        assert [await sent(text, again=True) for text in "aba"] == ["one", "two", "one"]
+        assert len(policy.prompts) == 2 and session.counts.coalesced == 3
 
     played(test)
 
@@ -267,6 +303,10 @@ def test_tokens_in_and_versions_out() -> None:
         assert row.response_ids == [*b"abc", END, 5, *b"d", END] and row.spans == [(0, 0), (0, 5), (4, 6)]
         with pytest.raises(RequestRefused, match="at least one token"):
             await session.turn_of_tokens([], None)
+        for wrong in (-1, END + 1, 1 << 70):
+            with pytest.raises(RequestRefused, match=f"must be between 0 and 257, got {wrong}$"):
+                await session.turn_of_tokens([1, wrong, 2], None)
+        assert session.ended is None and len(policy.prompts) == 2
 
     played(test)
 

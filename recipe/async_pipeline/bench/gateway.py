@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 class BytePolicy:
     """One token a byte; the engine waits and writes the same answer each time."""
 
+    vocabulary = 256
+
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
 

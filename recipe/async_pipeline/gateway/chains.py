@@ -129,11 +129,6 @@ class Request:
         self.identities: list[Hashable] = []
         self.open = True
 
-    @property
-    def forks(self) -> bool:
-        """Whether it begins another chain."""
-        return not self._grows
-
     def room(self, length: int, prompt_limit: int, response_limit: int) -> int:
         """Return how many tokens may be written after `length` tokens of the request."""
         start = self.chain.start if self.known else length

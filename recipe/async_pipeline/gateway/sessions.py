@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..core.deadline import within
 from ..errors import RequestRefused, WaitTimeout
 from .chains import Answer, Chains, Request, Row
-from .conversation import Message, Said, ToolCall
+from .conversation import Message, Said
 from .turn_rewards import TurnRewards
 
 DONE, RECALLED = "done", "recalled"
@@ -40,6 +40,10 @@ class CannotAppend(ValueError):  # noqa: N818 - a condition of a model's templat
 
 class Policy(Protocol):
     """What answers the requests of a session: a tokenizer and the engines."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Return how many tokens the model has; engines fail at other ids."""
 
     async def begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a whole request. Raises RequestRefused if the chat template refuses it."""
@@ -152,7 +156,7 @@ class Session:
         self.ended: str | None = None
         """Why the session has ended."""
         self.limit_hit = ""
-        """The limit that the last request exceeded; empty after one that was answered."""
+        """The limit that a request exceeded; empty if one that began later was answered."""
         self.cut_off = False
         """Whether the limits of the run cut the last answer off."""
         self.took_ms: list[float] = []
@@ -165,7 +169,10 @@ class Session:
         self._context = contextvars.copy_context()
         self._open: dict[bytes, asyncio.Future[Any]] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._served: tuple[bytes, Any] | None = None
+        self._served: dict[bytes, Any] = {}
+        """The last answer to each request, by its digest: at most `max_turns`."""
+        self._limits_hit = 0
+        """Requests that were refused at a limit."""
 
     async def turn(self, ask: Ask, received: float | None = None) -> Reply:
         """Answer a request. `received`: when its body had arrived, by `time.perf_counter`; default: now.
@@ -218,6 +225,10 @@ class Session:
         received = time.perf_counter() if received is None else received
         if not token_ids:
             raise RequestRefused("prompt_ids must have at least one token, got none")
+        known = self._policy.vocabulary
+        for one in (min(token_ids), max(token_ids)):
+            if not 0 <= one < known:
+                raise RequestRefused(f"prompt_ids must be between 0 and {known - 1}, got {one}")
         self._count_turn()
         request = self.chains.open_tokens(token_ids)
         try:
@@ -242,10 +253,10 @@ class Session:
         session has ended, and what `begin` raises.
         """
         self.check_open()
-        if again and self._served is not None and self._served[0] == digest:
-            self.counts.coalesced += 1
-            return self._served[1]
         task = self._open.get(digest) if again else None
+        if task is None and again and digest in self._served:
+            self.counts.coalesced += 1
+            return self._served[digest]
         if task is None:
             task = self._context.run(asyncio.ensure_future, self._bounded(begin))
             self._open[digest] = task
@@ -289,12 +300,18 @@ class Session:
         return self.chains.rows(self._limits.prompt_tokens)
 
     async def _bounded(self, begin: Callable[[], Awaitable[Any]]) -> Any:
+        before = self._limits_hit
         try:
-            return await within(
+            answer = await within(
                 begin(), self._limits.turn_timeout_s, owner="a session", what="the policy to answer"
             )
+            # A request that was in flight at the refusal does not show that the agent copes with it.
+            if self._limits_hit == before:
+                self.limit_hit = ""
+            return answer
         except RequestRefused as error:
             self.limit_hit = error.end or self.limit_hit
+            self._limits_hit += bool(error.end)
             raise
         except WaitTimeout as error:
             self.end("deadline", error)
@@ -311,7 +328,7 @@ class Session:
         if self._open.get(digest) is task:
             del self._open[digest]
         if not task.cancelled() and task.exception() is None:
-            self._served = (digest, task.result())
+            self._served[digest] = task.result()
 
     def _count_turn(self) -> None:
         if self.counts.turns + len(self._tasks) > self._limits.max_turns:
@@ -323,7 +340,6 @@ class Session:
         self.counts.turns += 1
         self.turn_rewards.answered(name, start, start + len(answer.token_ids))
         self.took_ms.append(round(1e3 * took_s, 3))
-        self.limit_hit = ""
 
     async def _tokens(self, request: Request, ask: Ask) -> tuple[list[int], int]:
         if not request.known:
@@ -360,22 +376,12 @@ def ended(reason: str) -> RequestRefused:
     return RequestRefused(f"the session has ended: {reason}", status=410)
 
 
-def tool_call(name: str, arguments: str) -> ToolCall:
-    """Return a call with a new id."""
-    return ToolCall("call_" + secrets.token_hex(12), name, arguments)
-
-
 def digest_of(*parts: bytes) -> bytes:
     """Return what tells requests apart."""
     made = hashlib.blake2b(digest_size=16)
     for part in parts:
         made.update(len(part).to_bytes(8, "big") + part)
     return made.digest()
-
-
-def now() -> int:
-    """Return the time of day in seconds, as APIs name it `created`."""
-    return int(time.time())
 
 
 def _hashable(value: Any) -> Hashable:

@@ -8,6 +8,7 @@ of them, and so are the tests (`tests/gateway/test_dialects.py`).
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -69,6 +70,11 @@ def event(data: Any, name: str | None = None) -> bytes:
     """Return a server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def now() -> int:
+    """Return the time of day in seconds, as APIs name it `created`."""
+    return int(time.time())
 
 
 def refuse(reasons: Mapping[str, bool], why: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from ...errors import RequestRefused
 from ..conversation import Message
-from ..sessions import Ask, Reply, now
+from ..sessions import Ask, Reply
 from ..wire import (
     CHANGES_SAMPLING,
     Read,
@@ -18,6 +18,7 @@ from ..wire import (
     checked,
     decoded,
     event,
+    now,
     refuse,
     text_of,
     texts,

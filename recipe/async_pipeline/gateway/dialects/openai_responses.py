@@ -10,8 +10,8 @@ import msgspec
 
 from ...errors import RequestRefused
 from ..conversation import Message
-from ..sessions import Ask, Reply, now
-from ..wire import CHANGES_SAMPLING, Read, checked, decoded, event, refuse, text_of, tool_of
+from ..sessions import Ask, Reply
+from ..wire import CHANGES_SAMPLING, Read, checked, decoded, event, now, refuse, text_of, tool_of
 
 SAMPLING = ("temperature", "top_p")
 TEXTS = ("input_text", "output_text", "text", "refusal")
