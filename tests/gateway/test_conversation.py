@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.gateway.conversation import Said, ToolCall, identity, parsed
+from recipe.async_pipeline.gateway.conversation import Said, ToolCall, identity, parsed, tool_call
 
 
 def assistant(content: Any, *calls: tuple[str, Any], **more: Any) -> dict[str, Any]:
@@ -60,3 +60,13 @@ def test_a_turn_as_a_message_is_the_same_as_what_the_agent_sends_back() -> None:
 @pytest.mark.parametrize(("text", "value"), [('{"a": 1}', {"a": 1}), ("[1]", "[1]"), ("", ""), ("{", "{")])
 def test_arguments(text: str, value: Any) -> None:
     assert parsed(text) == value
+
+
+def test_half_a_character_is_replaced() -> None:
+    assert parsed(r'{"\ud83d": ["a\udc00b", "\ud83d\ude00"]}') == {"\ufffd": ["a\ufffdb", "\U0001f600"]}
+    assert tool_call("\ud83d", '{"x": "\ud83d"}')[1:] == ("\ufffd", '{"x": "\ufffd"}')
+
+
+def test_arguments_that_are_too_deep_stay_text() -> None:
+    deep = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert parsed(deep) == deep

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import pytest
 
 from recipe.async_pipeline.errors import RequestRefused
+from recipe.async_pipeline.gateway.conversation import identities
 from recipe.async_pipeline.gateway.dialects import DIALECTS
 from recipe.async_pipeline.gateway.sessions import Ask, Session
 from tests.fakes.agent_policy import END, LIMITS, FakePolicy
@@ -124,6 +126,26 @@ async def call_over_responses(client: Any, results: list[str]) -> list[str]:
         items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
     await client.responses.create(model="any", input=items, tools=[tool])
     return written
+
+
+@each
+def test_half_a_character_in_the_arguments_of_a_call_reaches_the_agent_as_its_replacement(
+    serve: Serve, play: Play, api: str, stream: bool
+) -> None:
+    """JSON can name it, but no wire can hold it."""
+
+    async def test() -> None:
+        policy = FakePolicy('[add {"x": "\\ud83d."}]', "done")
+        async with serve(policy) as at:
+            client = CLIENTS[api](at.url, at.session.keys.model, stream=stream)
+            first = await client.say([("user", "go")], tools=True)
+            call, name, arguments = first.calls[0]
+            assert (name, arguments) == ("add", {"x": "\ufffd."})
+            await client.say([("user", "go"), first.entry(), ("tool", call, "?")], tools=True)
+            await client.close()
+            assert [row.answers for row in at.session.rows()] == [2]
+
+    play(test)
 
 
 @pytest.mark.parametrize("calling", [call_over_chat, call_over_responses])
@@ -247,6 +269,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "go"},
 }
 OF_PATH = {one.path: one for one in DIALECTS}
+CALLS = {"type": "tool_use", "id": "c", "name": "f", "input": "{}"}
 REFUSED = [
     ("/v1/chat/completions", {"n": 2}, "n: the policy would be sampled"),
     ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "response_format: the policy"),
@@ -268,6 +291,8 @@ REFUSED = [
     ("/v1/messages", {"messages": [{"role": "tool", "content": ""}]}, "role must be user or assistant"),
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of type 'image'"),
     ("/v1/messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "must be a custom one"),
+    ("/v1/messages", {"messages": [{"role": "assistant", "content": [CALLS]}]}, "must be an object, got str"),
+    ("/v1/responses", {"text": {"format": "json"}}, "Expected `object | null`, got `str`"),
     ("/v1/responses", {"previous_response_id": "r"}, "previous_response_id: responses are not kept"),
     ("/v1/responses", {"conversation": "c"}, "conversation: responses are not kept"),
     ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}, "text.format: the policy"),
@@ -289,10 +314,104 @@ def test_what_cannot_be_honoured_is_refused_with_its_name(
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": 3, "input": 3}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": 3, "input": 3}', b'{"x": ' + b"[" * 10_000]
+)
 def test_a_body_of_another_form_is_refused(path: str, body: bytes) -> None:
     with pytest.raises(RequestRefused, match="invalid request|not valid JSON"):
         OF_PATH[path].read(body)
+
+
+CALL = {"name": "f", "arguments": "{}"}
+TOOL = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+FULL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": CALL}]},
+            {"role": "tool", "content": "b", "tool_call_id": "c"},
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "stream_options": {"include_usage": True},
+        "stop": ["s"],
+    },
+    "/v1/messages": {
+        "system": [{"type": "text", "text": "a"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": [{**CALLS, "input": {"x": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "b"}]},
+        ],
+        "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+        "stop_sequences": ["s"],
+    },
+    "/v1/responses": {
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", **CALL},
+            {"type": "function_call_output", "call_id": "c", "output": "b"},
+        ],
+        "tools": [{"type": "function", **TOOL}],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+    },
+}
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Yield a value of JSON with each of its parts, once, replaced by each other kind of value."""
+    yield from ("x", 3, -0.5, None, True, [], ["x"], [[3]], {}, {"x": []}, {"type": 3}, {"type": {}})
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for at, part in parts:
+        for other in variants(part):
+            changed = copy(value)
+            changed[at] = other
+            yield changed
+
+
+@pytest.mark.parametrize("path", FULL)
+def test_any_body_is_read_or_refused(path: str) -> None:
+    """Anything else would be an error of the gateway, which clients repeat."""
+    count = 0
+    for body in variants(FULL[path]):
+        try:
+            read = OF_PATH[path].read(json.dumps(body).encode())
+            identities(read.ask.messages)
+            count += 1
+        except RequestRefused as error:
+            assert "\n" not in str(error)
+    assert count > 50, "many are harmless"
+
+
+def test_calls_of_the_history_have_mappings_as_chat_templates_expect() -> None:
+    called = {"name": "f", "arguments": '{"x": [1]}'}
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": [1]}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": called}]}]}),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": [block]}], "max_tokens": 1}),
+        ("/v1/responses", {"input": [{"type": "function_call", "call_id": "c", **called}]}),
+    ):
+        (message,) = OF_PATH[path].read(json.dumps(body).encode()).ask.messages
+        assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": [1]}}
+
+
+def test_one_call_at_a_time_is_no_rule_of_the_run_and_is_counted() -> None:
+    for path, given in (
+        ("/v1/chat/completions", {"parallel_tool_calls": False}),
+        ("/v1/messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+        ("/v1/responses", {"parallel_tool_calls": False}),
+    ):
+        read = OF_PATH[path].read(json.dumps(BODIES[path] | given).encode())
+        assert read.ask.overridden == ("parallel_tool_calls",)
+
+
+def test_a_limit_of_no_token_is_not_taken_for_none() -> None:
+    body = BODIES["/v1/chat/completions"] | {"max_completion_tokens": 0, "max_tokens": 5}
+    assert OF_PATH["/v1/chat/completions"].read(json.dumps(body).encode()).ask.max_tokens == 0
 
 
 def test_the_sampling_parameters_of_the_agent_are_counted() -> None:

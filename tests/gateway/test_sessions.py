@@ -71,6 +71,18 @@ def test_limits_of_tokens_and_stops() -> None:
     played(test)
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_token_is_refused(limit: int) -> None:
+    async def test() -> None:
+        session = Session(FakePolicy(), LIMITS)
+        for request in (session.turn(ask("q", max_tokens=limit)), session.turn_of_tokens([1], limit)):
+            with pytest.raises(RequestRefused, match=f"max_tokens must be >= 1, got {limit}"):
+                await request
+        assert session.rows() == []
+
+    played(test)
+
+
 def test_the_room_of_a_response_is_the_limit() -> None:
     async def test() -> None:
         limits = SessionLimits(prompt_tokens=7, response_tokens=12)
@@ -210,7 +222,8 @@ def test_requests_in_flight_that_are_sent_again_cost_one_generation_each() -> No
             reply = await session.once(text.encode(), lambda: session.turn(ask(text)), again=again)
             return str(reply.said.text)
 
-        assert await asyncio.gather(sent("a", again=False), sent("b", again=False)) == ["one", "two"]
+        first = [*await asyncio.gather(sent("a", again=False), sent("b", again=False))]
+        assert first == ["one", "two"]
         assert [await sent(text, again=True) for text in "aba"] == ["one", "two", "one"]
         assert len(policy.prompts) == 2 and session.counts.coalesced == 3
 

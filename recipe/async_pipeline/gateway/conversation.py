@@ -54,16 +54,31 @@ class Said(NamedTuple):
 
 def tool_call(name: str, arguments: str) -> ToolCall:
     """Return a call with a new id."""
-    return ToolCall("call_" + secrets.token_hex(12), name, arguments)
+    found = parsed(arguments)
+    if isinstance(found, dict) and "\\u" in arguments:
+        # Its escapes may name half a character, which agents could not send back.
+        arguments = json.dumps(found, ensure_ascii=False)
+    return ToolCall("call_" + secrets.token_hex(12), encodable(name), encodable(arguments))
 
 
-def parsed(arguments: str) -> Any:
+def parsed(arguments: Any) -> Any:
     """Return the arguments of a call as a mapping, which chat templates expect; as they are if invalid."""
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        found = json.loads(arguments)
-    except ValueError:
+        found = encodable(json.loads(arguments))
+    except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments
+
+
+def encodable(value: Any) -> Any:
+    """Return a value of JSON without lone surrogates: JSON can name them, but UTF-8 cannot encode them."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {encodable(name): encodable(one) for name, one in value.items()}
+    return [encodable(one) for one in value] if isinstance(value, list) else value
 
 
 def identity(message: Mapping[str, Any]) -> Hashable:
@@ -82,7 +97,5 @@ def identities(messages: Sequence[Mapping[str, Any]]) -> list[Hashable]:
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:
     function = call["function"]
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = parsed(arguments)
+    arguments = parsed(function.get("arguments") or {})
     return str(function["name"]), json.dumps(arguments, sort_keys=True, ensure_ascii=False)

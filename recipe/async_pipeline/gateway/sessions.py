@@ -350,6 +350,8 @@ class Session:
         self, request: Request, token_ids: Sequence[int], max_tokens: int | None, stop: Sequence[str]
     ) -> tuple[Answer, float]:
         """Return the engine's answer and the seconds that it took."""
+        if max_tokens is not None and max_tokens < 1:
+            raise RequestRefused(f"max_tokens must be >= 1, got {max_tokens}")
         limits = self._limits
         room = request.room(len(token_ids), limits.prompt_tokens, limits.response_tokens)
         if room < 1:

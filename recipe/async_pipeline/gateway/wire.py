@@ -62,8 +62,14 @@ def decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise RequestRefused(f"invalid request: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefused(f"the body is not valid JSON: {error}") from error
+
+
+def overridden(found: Any, names: Sequence[str], *, one_call: bool) -> tuple[str, ...]:
+    """Return the parameters of a body that the run decides. `one_call`: it asks for one tool call at most."""
+    given = [name for name in names if getattr(found, name) is not None]
+    return (*given, *(["parallel_tool_calls"] if one_call else []))
 
 
 def event(data: Any, name: str | None = None) -> bytes:

@@ -11,7 +11,18 @@ import msgspec
 from ...errors import RequestRefused
 from ..conversation import Message, parsed
 from ..sessions import Ask, Reply
-from ..wire import CHANGES_SAMPLING, Read, checked, decoded, event, refuse, text_of, texts, tool_of
+from ..wire import (
+    CHANGES_SAMPLING,
+    Read,
+    checked,
+    decoded,
+    event,
+    overridden,
+    refuse,
+    text_of,
+    texts,
+    tool_of,
+)
 
 SAMPLING = ("temperature", "top_p", "top_k")
 REASONING = ("thinking", "redacted_thinking")
@@ -61,6 +72,7 @@ class AnthropicMessages:
     def read(self, body: bytes) -> Read:
         found = decoded(body, _Body)
         choice = (found.tool_choice or {}).get("type", "auto")
+        alone = (found.tool_choice or {}).get("disable_parallel_tool_use") is True
         refuse({"tool_choice": choice not in ("auto", "none")}, CHANGES_SAMPLING)
         messages: list[Message] = []
         if found.system:
@@ -72,7 +84,7 @@ class AnthropicMessages:
             [] if choice == "none" else [_tool(one) for one in found.tools or ()],
             found.max_tokens,
             texts(found.stop_sequences),
-            tuple(name for name in SAMPLING if getattr(found, name) is not None),
+            overridden(found, SAMPLING, one_call=alone),
         )
         return Read(ask, found.model, bool(found.stream))
 
@@ -129,6 +141,8 @@ def _messages(one: _Message) -> Iterator[Message]:
             yield {"role": "tool", "content": content, "tool_call_id": str(block.get("tool_use_id", ""))}
         elif kind == "tool_use":
             given = block.get("input") or {}
+            if not isinstance(given, Mapping):
+                raise RequestRefused(f"input of a tool_use must be an object, got {type(given).__name__}")
             function = {"name": str(block.get("name", "")), "arguments": given.get(INVALID, given)}
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
         elif kind not in REASONING:

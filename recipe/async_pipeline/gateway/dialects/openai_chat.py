@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from ...errors import RequestRefused
-from ..conversation import Message
+from ..conversation import Message, parsed
 from ..sessions import Ask, Reply
 from ..wire import (
     CHANGES_SAMPLING,
@@ -19,6 +19,7 @@ from ..wire import (
     decoded,
     event,
     now,
+    overridden,
     refuse,
     text_of,
     texts,
@@ -63,6 +64,7 @@ class _Body(msgspec.Struct):
     stop: str | list[str] | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     n: int | None = None
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
@@ -97,13 +99,13 @@ class OpenAIChat:
         )
         refuse({"logprobs": bool(found.logprobs)}, "/v1/generate returns log-probs and versions of tokens")
         refuse({"functions": bool(found.functions)}, "tools replaced them")
-        limit = found.max_completion_tokens or found.max_tokens
+        limit = found.max_tokens if found.max_completion_tokens is None else found.max_completion_tokens
         ask = Ask(
             checked([_message(one) for one in found.messages]),
             [] if found.tool_choice == "none" else [_tool(one) for one in found.tools or ()],
             limit,
             texts(found.stop),
-            tuple(name for name in SAMPLING if getattr(found, name) is not None),
+            overridden(found, SAMPLING, one_call=found.parallel_tool_calls is False),
         )
         usage = bool((found.stream_options or {}).get("include_usage"))
         return Read(ask, found.model, bool(found.stream), usage)
@@ -144,7 +146,7 @@ def _message(one: _Message) -> Message:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments or {}},
+                "function": {"name": call.function.name, "arguments": parsed(call.function.arguments or {})},
             }
             for call in one.tool_calls
         ]

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from ...errors import RequestRefused
-from ..conversation import Message
+from ..conversation import Message, parsed
 from ..sessions import Ask, Reply
-from ..wire import CHANGES_SAMPLING, Read, checked, decoded, event, now, refuse, text_of, tool_of
+from ..wire import CHANGES_SAMPLING, Read, checked, decoded, event, now, overridden, refuse, text_of, tool_of
 
 SAMPLING = ("temperature", "top_p")
 TEXTS = ("input_text", "output_text", "text", "refusal")
@@ -25,6 +25,14 @@ class _Tool(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+
+
 class _Body(msgspec.Struct):
     input: str | list[dict[str, Any]]
     model: str = "policy"
@@ -33,7 +41,8 @@ class _Body(msgspec.Struct):
     max_output_tokens: int | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: _Text | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
@@ -49,9 +58,13 @@ class OpenAIResponses:
 
     def read(self, body: bytes) -> Read:
         found = decoded(body, _Body)
-        form = ((found.text or {}).get("format") or {}).get("type", "text")
+        choice = found.tool_choice
+        form = (found.text and found.text.format) or _Format()
         refuse(
-            {"text.format": form != "text", "tool_choice": found.tool_choice not in (None, "auto", "none")},
+            {
+                "text.format": form.type != "text",
+                "tool_choice": found.tool_choice not in (None, "auto", "none"),
+            },
             CHANGES_SAMPLING,
         )
         refuse(
@@ -67,9 +80,9 @@ class OpenAIResponses:
         if found.instructions:
             messages.append({"role": "system", "content": found.instructions})
         _append(messages, items)
-        tools = [] if found.tool_choice == "none" else [_tool(one) for one in found.tools or ()]
-        overridden = tuple(name for name in SAMPLING if getattr(found, name) is not None)
-        ask = Ask(checked(messages), tools, found.max_output_tokens, (), overridden)
+        tools = [] if choice == "none" else [_tool(one) for one in found.tools or ()]
+        given = overridden(found, SAMPLING, one_call=found.parallel_tool_calls is False)
+        ask = Ask(checked(messages), tools, found.max_output_tokens, (), given)
         return Read(ask, found.model, bool(found.stream))
 
     def answer(self, read: Read, reply: Reply) -> bytes:
@@ -99,7 +112,7 @@ def _append(messages: list[Message], items: list[dict[str, Any]]) -> None:
             if said is None:
                 said = {"role": "assistant", "content": ""}
                 messages.append(said)
-            function = {"name": str(item.get("name", "")), "arguments": item.get("arguments") or {}}
+            function = {"name": str(item.get("name", "")), "arguments": parsed(item.get("arguments") or {})}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
             continue
