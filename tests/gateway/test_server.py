@@ -7,12 +7,14 @@ import asyncio
 import os
 import signal
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 uvicorn = pytest.importorskip("uvicorn")
+from recipe.async_pipeline.config.agentic import MAX_UNIX_DIR  # noqa: E402
 from recipe.async_pipeline.gateway.server import GatewayServer  # noqa: E402
 
 
@@ -46,15 +48,14 @@ def test_it_listens_on_a_free_port_of_loopback() -> None:
 def test_it_also_listens_on_a_unix_socket_of_its_user(tmp_path: Path) -> None:
     folder = tmp_path / "s"
     folder.mkdir(mode=0o700)
-    stale = folder / "gateway-999999999.sock"
     with socket.socket(socket.AF_UNIX) as left:
-        left.bind(str(stale))
+        left.bind(str(folder / "gateway-12ab.sock"))
 
     async def test() -> None:
         server = GatewayServer(app, str(folder))
         await server.start()
         path = server.unix_socket
-        assert path == folder / f"gateway-{os.getpid()}.sock" and [*folder.iterdir()] == [path]
+        assert path is not None and [*folder.iterdir()] == [path]
         assert path.stat().st_mode & 0o777 == 0o600
         reader, writer = await asyncio.open_unix_connection(str(path))
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -62,6 +63,43 @@ def test_it_also_listens_on_a_unix_socket_of_its_user(tmp_path: Path) -> None:
         writer.close()
         await server.stop()
         assert [*folder.iterdir()] == []
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_socket_whose_owner_is_in_another_container_is_left_alone(tmp_path: Path) -> None:
+    async def test() -> None:
+        with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as full:
+            for listening, name in ((other, "gateway-1.sock"), (full, "gateway-2.sock")):
+                listening.bind(str(tmp_path / name))
+                listening.listen(0)
+            waiting = socket.socket(socket.AF_UNIX)
+            waiting.connect(str(tmp_path / "gateway-2.sock"))
+            server = GatewayServer(app, str(tmp_path))
+            await server.start()
+            assert len(os.listdir(tmp_path)) == 3
+            await server.stop()
+            waiting.close()
+            assert len(os.listdir(tmp_path)) == 2
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_a_server_without_its_unix_socket_is_not_started_and_may_be_started_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        place = tmp_path / "place"
+        place.write_text("no folder")
+        server = GatewayServer(app, str(place))
+        with pytest.raises(OSError):
+            await server.start()
+        assert server.port == 0
+        place.unlink()
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).endswith(b"here\r\n0\r\n\r\n")
+        writer.close()
+        await server.stop()
 
     asyncio.run(asyncio.wait_for(test(), 30))
 
@@ -74,6 +112,17 @@ def test_the_folder_of_the_unix_socket_is_made_for_its_user_only(tmp_path: Path)
         await server.stop()
 
     asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_the_longest_folder_of_the_configuration_leaves_room_for_the_name() -> None:
+    async def test(folder: str) -> None:
+        server = GatewayServer(app, folder)
+        await server.start()
+        await server.stop()
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        folder = f"{place}/{'a' * (MAX_UNIX_DIR - len(place) - 1)}"
+        asyncio.run(asyncio.wait_for(test(folder), 30))
 
 
 def test_a_server_that_was_not_started_stops() -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """uvicorn in an event loop that exists already, on a free port of 127.0.0.1 and, if wanted, a Unix socket.
 
-unix_dir/gateway-PID.sock   removed at the end; after a kill, by the next gateway that uses the folder
+unix_dir/gateway-RANDOM.sock   removed at the end; after a kill, by the next gateway that uses the folder
+
+A connection, and not the number of a process, tells whether a socket has an owner: containers number their
+processes independently, and may share the folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,14 +41,16 @@ class GatewayServer:
 
     def __init__(self, app: Any, unix_dir: str | None = None) -> None:
         """`unix_dir`: the folder of the Unix socket, which only the user of the run can open."""
-        config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", access_log=False)
-        self._server = _Server(config)
+        self._config = uvicorn.Config(app, ws="none", lifespan="off", log_level="error", access_log=False)
+        self._server: _Server
         self._task: asyncio.Task[None] | None = None
         self.port = 0
         self.unix_socket: Path | None = None
         """Where it also listens, if `unix_dir` is given."""
         if unix_dir is not None:
-            self.unix_socket = Path(unix_dir).expanduser().absolute() / f"{PREFIX}{os.getpid()}{SUFFIX}"
+            # `config.agentic.MAX_UNIX_DIR` leaves 26 bytes for the name.
+            name = f"{PREFIX}{secrets.token_hex(4)}{SUFFIX}"
+            self.unix_socket = Path(unix_dir).expanduser().absolute() / name
 
     @property
     def url(self) -> str:
@@ -53,17 +58,23 @@ class GatewayServer:
         return f"http://{HOST}:{self.port}"
 
     async def start(self) -> None:
-        """Listen. Raises OSError, and WaitTimeout if the server does not begin to serve."""
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((HOST, 0))
-        listening.listen(BACKLOG)
-        self.port = listening.getsockname()[1]
-        sockets = [listening]
-        if self.unix_socket is not None:
-            sockets.append(_unix_listener(self.unix_socket))
-        self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="gateway")
-        await within(self._begun(), START_S, owner="an agent loop worker", what="the gateway to listen")
+        """Listen. Raises OSError, and WaitTimeout if the server does not begin to serve.
+
+        Nothing listens after an error, and the call may be repeated.
+        """
+        self._server = _Server(self._config)
+        sockets = [_listener()]
+        try:
+            if self.unix_socket is not None:
+                sockets.append(_unix_listener(self.unix_socket))
+            self._task = asyncio.create_task(self._server.serve(sockets=sockets), name="gateway")
+            await within(self._begun(), START_S, owner="an agent loop worker", what="the gateway to listen")
+        except BaseException:
+            await self.stop()
+            for one in sockets:
+                one.close()
+            raise
+        self.port = sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         """Stop listening, and end the connections."""
@@ -85,20 +96,45 @@ class GatewayServer:
             await asyncio.sleep(POLL_S)
 
 
+def _listener() -> socket.socket:
+    """Return a socket that listens on a free port. Raises OSError."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind((HOST, 0))
+    listening.listen(BACKLOG)
+    return listening
+
+
 def _unix_listener(path: Path) -> socket.socket:
     """Return a socket that listens there. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for other in path.parent.glob(f"{PREFIX}*{SUFFIX}"):
-        owner = other.name.removeprefix(PREFIX).removesuffix(SUFFIX)
-        if other == path or not Path("/proc", owner).exists():
+        if _is_abandoned(other):
             other.unlink(missing_ok=True)
+    # Others take a socket that does not listen yet for an abandoned one.
+    unnamed = path.with_name(f".{path.name}")
     listening = socket.socket(socket.AF_UNIX)
     try:
-        listening.bind(str(path))
+        listening.bind(str(unnamed))
         # Permission to write the file is permission to connect; each request needs a key as well.
-        path.chmod(0o600)
+        unnamed.chmod(0o600)
         listening.listen(BACKLOG)
+        unnamed.rename(path)
     except BaseException:
         listening.close()
+        unnamed.unlink(missing_ok=True)
         raise
     return listening
+
+
+def _is_abandoned(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        # A gateway whose backlog is full must not block this one.
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
