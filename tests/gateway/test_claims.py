@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_runner_waits_for_a_task() -> None:
         await asyncio.sleep(20)
         await claims.offer(TASK)
         assert (await waiting) is not None and loop.time() < 30
+
+    played(test)
+
+
+def test_a_runner_that_stops_waiting_takes_neither_a_task_nor_its_notice() -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        gone, waiting = (asyncio.create_task(claims.claim(30)) for _ in range(2))
+        await asyncio.sleep(1)
+        await claims.offer(TASK)
+        gone.cancel()
+        assert (await waiting) is not None
+        assert asyncio.get_running_loop().time() < 30
 
     played(test)
 
@@ -188,6 +202,54 @@ def test_only_the_run_key_claims_and_only_finite_rewards_are_taken(serve: Serve,
                 ]
 
             assert await in_thread(tries) == [401, 401, 401, 422, 401, 400, 410]
+
+    play(test)
+
+
+def test_a_runner_that_dies_while_it_waits_gets_no_task(serve: Serve, play: Play) -> None:
+    async def test() -> None:
+        claims = Claims(60)
+        async with serve(claims=claims) as at:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(at.url.rpartition(":")[2]))
+            body = b'{"wait_s": 50}'
+            head = f"POST /v1/tasks/claim HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {claims.key}\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            while not claims.waiting:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+            writer.transport.abort()
+            while claims.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            offer = await claims.offer(TASK)
+            assert not offer.claimed.done()
+            assert await claims.claim(0) is not None
+
+    play(test)
+
+
+@pytest.mark.parametrize("answer", ["401", "404", "501", "no task", "no http"])
+def test_runners_pass_over_a_file_whose_port_something_else_uses(
+    serve: Serve, play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(client, "random", SimpleNamespace(shuffle=lambda files: None))
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        text = {"no http": "-ERR\r\n", "no task": 'HTTP/1.0 200 OK\r\n\r\n{"a": 1}'}
+        writer.write(text.get(answer, f"HTTP/1.0 {answer} No\r\n\r\n<html>").encode())
+        writer.close()
+
+    async def test() -> None:
+        claims = Claims(60)
+        server = await asyncio.start_server(other, "127.0.0.1", 0)
+        async with server, serve(claims=claims) as at:
+            port = server.sockets[0].getsockname()[1]
+            for name, url in (("1", f"http://127.0.0.1:{port}"), ("2", at.url)):
+                found = {"url": url, "key": claims.key}
+                (tmp_path / f"gateway-{name}.json").write_text(json.dumps(found))
+            (tmp_path / "gateway-3.json").write_text("[]")
+            await claims.offer(TASK)
+            found = await in_thread(client.claim, tmp_path, 0.02)
+            assert found is not None and found.base_url == "http://x/v1"
 
     play(test)
 

@@ -57,14 +57,17 @@ class Claims:
         self._lease_s = lease_s
         self._offered: deque[Offer] = deque()
         self._leased: dict[str, Offer] = {}
-        self._news = asyncio.Condition()
+        self._news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done at the next offer."""
+        self.waiting = 0
+        """Runners that wait for a task."""
 
     async def offer(self, task: Mapping[str, Any]) -> Offer:
         """Let runners claim a task. Call `withdraw` when it is no longer needed."""
         offer = Offer(task)
-        async with self._news:
-            self._offered.append(offer)
-            self._news.notify()
+        self._offered.append(offer)
+        self._news.set_result(None)
+        self._news = asyncio.get_running_loop().create_future()
         return offer
 
     def withdraw(self, offer: Offer) -> None:
@@ -75,14 +78,22 @@ class Claims:
             self._end(lease)
 
     async def claim(self, wait_s: float) -> Claimed | None:
-        """Return a task with a new lease, or None if there is no task within `wait_s` seconds."""
-        async with self._news:
-            if not self._offered:
-                try:
-                    await asyncio.wait_for(self._news.wait_for(lambda: bool(self._offered)), wait_s)
-                except asyncio.TimeoutError:
+        """Return a task with a new lease, or None if there is no task within `wait_s` seconds.
+
+        Cancel it if the runner has gone.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + wait_s
+        self.waiting += 1
+        try:
+            while not self._offered:
+                if loop.time() >= until:
                     return None
-            offer = self._offered.popleft()
+                # Unlike `wait_for`, it never swallows a cancellation.
+                await asyncio.wait({self._news}, timeout=until - loop.time())
+        finally:
+            self.waiting -= 1
+        offer = self._offered.popleft()
         lease = "sk-lease-" + secrets.token_urlsafe(32)
         self._leased[lease] = offer
         self._schedule(lease, offer)

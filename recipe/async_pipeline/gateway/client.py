@@ -15,6 +15,7 @@ while True:                                        # agentic.agent=external
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
@@ -138,9 +139,9 @@ class ClaimedTask:
 
 
 def claim(runners_dir: str | os.PathLike[str], wait_s: float = 10.0) -> ClaimedTask | None:
-    """Return a task of any gateway of the run, or None if none has one. Raises GatewayError.
+    """Return a task of any gateway of the run, or None if none has one.
 
-    `wait_s`: seconds that all gateways together are waited for.
+    `wait_s`: seconds that all gateways together are waited for. Raises GatewayError if it is too long.
     """
     files = sorted(Path(runners_dir).glob("gateway-*.json"))
     random.shuffle(files)
@@ -152,11 +153,15 @@ def claim(runners_dir: str | os.PathLike[str], wait_s: float = 10.0) -> ClaimedT
             found = Client(at["url"], at["key"], retries=0)._call(
                 "/v1/tasks/claim", {"wait_s": wait_s / len(files)}
             )
-        except (OSError, ValueError):  # that gateway is gone
+            if found is not None:
+                return ClaimedTask(at["url"], found)
+        except GatewayError as error:
+            if error.status == 422:
+                raise
             time.sleep(wait_s / len(files))
-            continue
-        if found is not None:
-            return ClaimedTask(at["url"], found)
+        except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+            # That gateway is gone, and something else may listen there.
+            time.sleep(wait_s / len(files))
     return None
 
 

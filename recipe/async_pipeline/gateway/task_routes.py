@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 from collections.abc import Awaitable, Callable
@@ -45,7 +46,18 @@ class TaskRoutes:
         wait_s = (await self._read(request, _Claim)).wait_s
         if not 0 <= wait_s <= MAX_WAIT_S:
             raise RequestRefused(f"wait_s must be between 0 and {MAX_WAIT_S:g}, got {wait_s}", status=422)
-        found = await self._claims.claim(wait_s)
+        claiming = asyncio.ensure_future(self._claims.claim(wait_s))
+        leaving = asyncio.ensure_future(_disconnected(request))
+        leaving.add_done_callback(lambda _: claiming.cancel())
+        try:
+            found = await claiming
+        except asyncio.CancelledError:
+            if not leaving.done():
+                raise
+            # A runner that has died would hold a task until its lease expires.
+            raise RequestRefused("the client disconnected", status=400) from None
+        finally:
+            leaving.cancel()
         return None if found is None else found._asdict()
 
     async def renew(self, request: Request) -> Any:
@@ -68,6 +80,12 @@ class TaskRoutes:
 
     async def _read(self, request: Request, kind: Any) -> Any:
         return decoded(await self._body(request) or b"{}", kind)
+
+
+async def _disconnected(request: Request) -> None:
+    """Wait until the client hangs up. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def key_of(request: Request) -> str:
