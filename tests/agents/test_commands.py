@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,28 @@ def test_a_cancelled_command_is_killed_with_its_children(tmp_path: Path) -> None
 
     asyncio.run(asyncio.wait_for(test(), 60))
     until(lambda: gone(int((tmp_path / "pid").read_text())), "the child is killed")
+
+
+def test_a_command_that_is_cancelled_before_it_starts_leaves_no_pipe(tmp_path: Path) -> None:
+    """A recall may come while all threads of the executor are busy."""
+
+    async def test() -> None:
+        loop, release = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        before = os.listdir("/proc/self/fd")
+        busy = loop.run_in_executor(None, release.wait)
+        task = asyncio.create_task(run_command(["true"], tmp_path, {}))
+        await asyncio.wait({task}, timeout=0.05)
+        task.cancel()
+        await asyncio.wait({task})
+        release.set()
+        await busy
+        # What was begun for it is undone in the one thread.
+        while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
+            await asyncio.sleep(0.01)
+            gc.collect()
+
+    asyncio.run(asyncio.wait_for(test(), 30))
 
 
 def test_a_command_does_not_outlive_its_worker(tmp_path: Path) -> None:

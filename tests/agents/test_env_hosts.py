@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,11 +77,11 @@ def test_a_process_that_hangs_is_killed_with_what_it_started() -> None:
     pids: list[int] = []
 
     async def story(host: Host) -> None:
-        assert isinstance(host, ProcessHost) and host.guard_pid is None
+        assert isinstance(host, ProcessHost) and host._guard is None
         await host.reset(1, {})
         pids.extend(int(pid) for pid in (await host.step("fork")).observation.split())
-        assert host.guard_pid is not None
-        pids.append(host.guard_pid)
+        assert host._guard is not None
+        pids.append(host._guard.pid)
         hanging = asyncio.create_task(host.step("hang"))
         done, _ = await asyncio.wait({hanging}, timeout=0.1)
         assert not done and not any(is_gone(pid) for pid in pids)
@@ -113,7 +114,7 @@ from tests.fakes.environments import COUNTING
 async def play():
     host = ProcessHost(COUNTING)
     await host.reset(1, {})
-    print((await host.step("fork")).observation, host.guard_pid, flush=True)
+    print((await host.step("fork")).observation, host._guard.pid, flush=True)
     await host.step("hang")
 
 asyncio.run(play())
@@ -139,14 +140,34 @@ def test_the_player_does_not_outlive_its_guard() -> None:
         assert isinstance(host, ProcessHost)
         await host.reset(1, {})
         pids.append(int((await host.step("fork")).observation.split()[0]))
-        assert host.guard_pid is not None
-        os.kill(host.guard_pid, signal.SIGKILL)
+        assert host._guard is not None
+        os.kill(host._guard.pid, signal.SIGKILL)
         until(lambda: is_gone(pids[0]), "the kernel kills it")
         with pytest.raises(EnvironmentFailed):
             await host.step("a")
 
     with_host("process", story)
     until(lambda: all(is_gone(pid) for pid in pids), "they end")
+
+
+def test_a_process_whose_start_is_cancelled_leaves_nothing_open() -> None:
+    async def story() -> None:
+        loop, release = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        before = os.listdir("/proc/self/fd")
+        busy = loop.run_in_executor(None, release.wait)
+        host = ProcessHost(COUNTING)
+        resetting = asyncio.create_task(host.reset(1, {}))
+        await asyncio.wait({resetting}, timeout=0.05)
+        resetting.cancel()
+        await asyncio.wait({resetting})
+        assert await host.close()
+        release.set()
+        await busy
+        while os.listdir("/proc/self/fd") != before:  # noqa: ASYNC110 - a process has no event for it
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_a_thread_that_hangs_is_left_behind_and_told(monkeypatch: pytest.MonkeyPatch) -> None:

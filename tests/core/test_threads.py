@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from recipe.async_pipeline.core.threads import in_new_thread, in_thread_of
+from recipe.async_pipeline.core.threads import in_new_thread, in_thread_of, made_in_executor
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME")
 
@@ -87,3 +87,41 @@ def test_a_result_for_a_cancelled_caller_is_dropped_while_the_loop_runs() -> Non
             await waiting
 
     asyncio.run(test(), debug=True)
+
+
+def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def make() -> str:
+        begun.set()
+        release.wait()
+        return "made"
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        undone: asyncio.Future[str] = loop.create_future()
+        making = asyncio.create_task(
+            made_in_executor(make, lambda made: loop.call_soon_threadsafe(undone.set_result, made))
+        )
+        await loop.run_in_executor(None, begun.wait)
+        making.cancel()
+        await asyncio.wait({making})
+        assert making.cancelled() and not undone.done()
+        release.set()
+        assert await undone == "made"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_what_is_made_in_an_executor_is_returned_or_raised() -> None:
+    def fails() -> NoReturn:
+        raise ValueError("bad")
+
+    async def test() -> None:
+        undone: list[str] = []
+        assert await made_in_executor(lambda: "made", undone.append) == "made"
+        with pytest.raises(ValueError, match="bad"):
+            await made_in_executor(fails, undone.append)
+        assert undone == []
+
+    asyncio.run(test())

@@ -75,8 +75,11 @@ def run(spec: Mapping[str, Any]) -> None:
 
 
 def guard(command: int, lifeline: int) -> int:
-    """Wait until the command or the owner of the lifeline ends; then kill the command's process group."""
-    # Ctrl-C reaches all processes of a terminal; the worker decides what it means.
+    """Wait until the command or the owner of the lifeline ends; then kill the command's process group.
+
+    Returns the command's exit status, 128 + n if signal n killed it.
+    """
+    # Ctrl-C reaches all processes of a terminal; the owner decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     waiting = select.poll()

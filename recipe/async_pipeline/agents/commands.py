@@ -12,8 +12,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ..core.threads import made_in_executor
 from .output_log import OutputLog
 
 KEPT_BYTES = 1 << 16
@@ -90,34 +91,11 @@ async def run_command(
     Raises OSError if the guard cannot be started. A command that cannot be started has the status 127.
     """
     loop = asyncio.get_running_loop()
-    lifeline, ours = os.pipe()
-    reported, report = os.pipe()
-    os.set_blocking(reported, False)
-    guard = Path(__file__).with_name("command_process.py")
-
-    def start() -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-I", "-S", str(guard), str(lifeline), str(report)],
-                pass_fds=(lifeline, report),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        finally:
-            os.close(lifeline)
-            os.close(report)
-
-    try:
-        process = await loop.run_in_executor(None, start)
-    except BaseException:
-        os.close(ours)
-        os.close(reported)
-        raise
+    spec = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode()
+    guard = await made_in_executor(lambda: _Guard(spec), _Guard.end)
+    process = guard.process
     transports: list[asyncio.BaseTransport] = []
     try:
-        spec = json.dumps({"command": list(command), "cwd": str(cwd), "env": dict(env)}).encode()
-        await loop.run_in_executor(None, _tell, process, spec)
         tails = [_Tail(loop, log), _Tail(loop, log)]
         for stream, tail in zip((process.stdout, process.stderr), tails, strict=True):
             assert stream is not None
@@ -126,30 +104,66 @@ async def run_command(
         await asyncio.wait([tail.closed for tail in tails], timeout=DRAIN_S)
         return Finished(status, *(tail.text() for tail in tails))
     finally:
-        # The guard kills the command if it is still running.
-        os.close(ours)
         for transport in transports:
             transport.close()
         if process.returncode is None:
-            await loop.run_in_executor(None, _reap, process)
-        # The guard has ended. It reports nothing if it was killed.
+            # It also ends if this is cancelled again.
+            count = await asyncio.shield(loop.run_in_executor(None, guard.end))
+        else:
+            count = guard.end()
+        if left is not None:
+            left.add(count)
+
+
+class _Guard:
+    """The guard of a command, and the pipes to it. Its methods block."""
+
+    def __init__(self, spec: bytes) -> None:
+        """Start it. Raises OSError."""
+        lifeline, self._lifeline = os.pipe()
+        self._reported, report = os.pipe()
+        os.set_blocking(self._reported, False)
+        file = Path(__file__).with_name("command_process.py")
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(file), str(lifeline), str(report)],
+                pass_fds=(lifeline, report),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            os.close(self._reported)
+            raise
+        finally:
+            os.close(lifeline)
+            os.close(report)
+        stdin = self.process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            stdin.write(spec)
+            stdin.close()
+
+    def end(self) -> int:
+        """End it, and the command if that is still running. Returns how many processes have left its group
+        and still run."""
+        os.close(self._lifeline)
+        try:
+            self.process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            # The guard is stuck; the kernel kills the command with it.
+            self.process.kill()
+            self.process.wait()
+        # It reports nothing if it was killed.
         found = b""
         with suppress(BlockingIOError):
-            found = os.read(reported, 16)
-        os.close(reported)
-        if left is not None and found:
-            left.add(int(found))
-        for stream in (process.stdout, process.stderr):
+            found = os.read(self._reported, 16)
+        os.close(self._reported)
+        for stream in (self.process.stdout, self.process.stderr):
             if stream is not None:
                 stream.close()
-
-
-def _tell(process: subprocess.Popen[bytes], spec: bytes) -> None:
-    stdin: IO[bytes] | None = process.stdin
-    assert stdin is not None
-    with suppress(BrokenPipeError):
-        stdin.write(spec)
-        stdin.close()
+        return int(found or 0)
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
@@ -169,15 +183,6 @@ async def _ended(process: subprocess.Popen[bytes]) -> int:
         loop.remove_reader(pid)
         os.close(pid)
     return process.wait()
-
-
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(KILL_S)
-    except subprocess.TimeoutExpired:
-        # The guard is stuck; the kernel kills the command with it.
-        process.kill()
-        process.wait()
 
 
 class _Tail(asyncio.Protocol):

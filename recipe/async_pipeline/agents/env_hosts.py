@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
-from ..core.threads import in_thread_of
+from ..core.threads import in_thread_of, made_in_executor
 from ..errors import EnvironmentFailed
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Isolation, Player, Step, checked_step
 
@@ -114,15 +114,9 @@ class ProcessHost:
 
     def __init__(self, spec: EnvironmentSpec) -> None:
         self._spec = spec
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._lifeline: int | None = None
+        self._guard: _Guard | None = None
         self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter
-
-    @property
-    def guard_pid(self) -> int | None:
-        """The process that the environment's process is a child of; None before the first call."""
-        return None if self._guard is None else self._guard.pid
+        self._writer: asyncio.StreamWriter | None = None
 
     async def reset(self, seed: int, task: Mapping[str, Any]) -> str:
         if self._guard is None:
@@ -136,48 +130,20 @@ class ProcessHost:
     async def close(self) -> bool:
         if self._guard is None:
             return True
-        # The guard kills the player, however busy it is.
-        assert self._lifeline is not None
-        os.close(self._lifeline)
-        self._writer.close()
-        guard = self._guard
-
-        def reaped() -> bool:
-            try:
-                guard.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
-                return False
-            return True
-
-        return await asyncio.get_running_loop().run_in_executor(None, reaped)
+        if self._writer is not None:
+            self._writer.transport.abort()
+        return await asyncio.get_running_loop().run_in_executor(None, self._guard.end)
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        lifeline, self._lifeline = os.pipe()
-        command = [sys.executable, "-m", f"{__package__}.env_process", str(theirs.fileno()), str(lifeline)]
-
-        def start() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(), lifeline),
-                stdin=subprocess.DEVNULL,
-                # The modules that this process can import.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-
-        try:
-            self._guard = await asyncio.get_running_loop().run_in_executor(None, start)
-        finally:
-            theirs.close()
-            os.close(lifeline)
-        ours.setblocking(False)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MESSAGE_BYTES)
+        self._guard = await made_in_executor(_Guard, _Guard.end)
+        self._reader, self._writer = await asyncio.open_connection(
+            sock=self._guard.control, limit=MESSAGE_BYTES
+        )
         self._send(asdict(self._spec))
 
     async def _call(self, request: Mapping[str, Any]) -> Any:
         try:
-            self._send(request)
-            await self._writer.drain()
+            await self._send(request).drain()
             line = await self._reader.readline()
         except (OSError, ValueError) as error:  # ValueError: the answer is too long
             raise EnvironmentFailed(f"{request['call']}: no answer: {error}") from error
@@ -188,8 +154,51 @@ class ProcessHost:
             raise EnvironmentFailed(answer["error"])
         return answer["result"]
 
-    def _send(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> asyncio.StreamWriter:
+        assert self._writer is not None
         self._writer.write(json.dumps(message).encode() + b"\n")
+        return self._writer
+
+
+class _Guard:
+    """The guard of an environment's process, and what connects to both. Its methods block."""
+
+    def __init__(self) -> None:
+        """Start it. Raises OSError."""
+        self.control, theirs = socket.socketpair()
+        self.control.setblocking(False)
+        lifeline, self._lifeline = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.env_process", str(theirs.fileno()), str(lifeline)],
+                pass_fds=(theirs.fileno(), lifeline),
+                stdin=subprocess.DEVNULL,
+                # The modules that this process can import.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        except BaseException:
+            self.control.close()
+            os.close(self._lifeline)
+            raise
+        finally:
+            theirs.close()
+            os.close(lifeline)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def end(self) -> bool:
+        """End it with the environment's process. Returns whether both have ended."""
+        # The guard kills the player, however busy it is.
+        os.close(self._lifeline)
+        self.control.close()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 HOSTS: Mapping[Isolation, Callable[[EnvironmentSpec], Host]] = {

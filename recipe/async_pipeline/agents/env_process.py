@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
-import signal
 import socket
 import sys
 from contextlib import suppress
@@ -25,6 +23,7 @@ from typing import Any
 
 from ..errors import EnvironmentFailed
 from ..processes import end_with_parent, gain_no_rights
+from .command_process import guard
 from .environment import MESSAGE_BYTES, EnvironmentSpec, Player
 
 
@@ -43,24 +42,7 @@ def main(arguments: list[str]) -> int:
     with suppress(PermissionError):  # the child was faster, and its program has begun
         os.setpgid(player, player)
     os.close(control)
-    return guard(player, lifeline)
-
-
-def guard(player: int, lifeline: int) -> int:
-    """Wait until the player or the owner of the lifeline ends; then kill the player's process group."""
-    # Ctrl-C reaches all processes of a terminal; the pool's process decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    waiting = select.poll()
-    waiting.register(lifeline, select.POLLIN | select.POLLHUP)
-    waiting.register(os.pidfd_open(player), select.POLLIN)
-    try:
-        waiting.poll()
-    finally:
-        # The player is not reaped yet, so no other process group can have its number.
-        with suppress(ProcessLookupError):
-            os.killpg(player, signal.SIGKILL)
-        os.waitpid(player, 0)
+    guard(player, lifeline)
     return 0
 
 

@@ -27,6 +27,26 @@ async def in_new_thread(call: Callable[[], T], name: str) -> T:
     return await in_thread_of(start, call)
 
 
+async def made_in_executor(make: Callable[[], T], undo: Callable[[T], object]) -> T:
+    """Return what `make` returns in a thread of the event loop's executor.
+
+    A thread cannot be stopped: if the caller is cancelled meanwhile, `undo` gets what was made, in the
+    executor too. Raises what `make` raises.
+    """
+    loop = asyncio.get_running_loop()
+    making = loop.run_in_executor(None, make)
+
+    def undone(made: asyncio.Future[T]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            loop.run_in_executor(None, undo, made.result())
+
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(undone)
+        raise
+
+
 async def in_thread_of(start: Callable[[Callable[[], None]], object], call: Callable[[], T]) -> T:
     """Return what `call` returns in the thread where `start` makes a function run.
 

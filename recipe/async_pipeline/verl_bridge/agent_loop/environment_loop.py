@@ -251,7 +251,7 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
     def _is_whole(self, said: list[int], sampling_params: Mapping[str, Any]) -> bool:
         """Return whether the policy ended the turn itself."""
         ends = turn_ends(tokens_of(self.config, self.tokenizer), sampling_params)
-        return bool(said) and (said[-1] in ends or bool(sampling_params.get("stop")))
+        return bool(said) and said[-1] in ends
 
 
 async def _timed(episode: Episode, game: Game, text: str) -> Step:
