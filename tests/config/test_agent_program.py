@@ -32,6 +32,13 @@ def test_files_of_commands_become_absolute(tmp_path: Path, monkeypatch: pytest.M
     assert runnable(found[AGENT], AGENT) == found[AGENT], "absolute paths stay"
 
 
+def test_words_that_are_no_files_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = shlex.split(runnable("echo docs '' ./docs docs/", AGENT))
+    assert found[1:] == ["docs", "", str(tmp_path / "docs"), str(tmp_path / "docs")]
+
+
 def test_functions_stay_as_they_are() -> None:
     assert program_values(AgenticConfig()) == {}
     assert program_values(AgenticConfig(agent="json:dump")) == {}

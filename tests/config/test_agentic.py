@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from recipe.async_pipeline.config.agentic import (
@@ -101,6 +103,19 @@ def test_a_knob_requires_what_it_is_for(knob: str, needed: tuple[str, ...]) -> N
         needs = {f"agentic.{one}": KEYS[one][0], **chains}
         found = AsyncPipelineConfig.of({f"agentic.{knob}": value, **needs}).agentic
         assert (found.gateway.max_chains if knob.startswith("gateway") else getattr(found, knob)) == value
+
+
+def test_variables_of_a_command_are_text() -> None:
+    given = {"A": "b", "PORT": 8080, "SHARE": 0.5, "ON": True, "OFF": False}
+    found = AsyncPipelineConfig.of({"agentic.agent": "true", "agentic.agent_env": given}).agentic.variables()
+    assert found == {"A": "b", "PORT": "8080", "SHARE": "0.5", "ON": "true", "OFF": "false"}
+    assert AgenticConfig().variables() == {}
+
+
+@pytest.mark.parametrize("value", [None, ["a"], {"a": 1}])
+def test_a_variable_that_is_no_text_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"agentic.agent_env.A must be a text, a number, .*; correct it"):
+        AsyncPipelineConfig.of({"agentic.agent": "true", "agentic.agent_env": {"A": value}})
 
 
 def test_arguments_of_an_environment_have_another_knob() -> None:

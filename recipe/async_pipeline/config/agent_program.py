@@ -77,8 +77,13 @@ def runnable(command: str, path: str) -> str:
             f"{path} must be a command whose files exist, got {command!r}, but there is no file {where}"
             f"{hint(where.name, others)}; correct it"
         )
-    files = [str(Path(word).absolute()) if Path(word).exists() else word for word in words[1:]]
+    files = [str(Path(word).absolute()) if _is_path(word) else word for word in words[1:]]
     return shlex.join([str(Path(program).absolute()), *files])
+
+
+def _is_path(word: str) -> bool:
+    """Return whether a word is a file, or a folder that is written as a path: `docs` is a word too."""
+    return Path(word).is_file() or (os.sep in word and Path(word).exists())
 
 
 def _script(words: Sequence[str]) -> str | None:

@@ -165,6 +165,7 @@ class AgenticConfig:
                 "rewards of one conversation are no credit for the turns of another, got "
                 f"{self.gateway.max_chains}; set it to 1"
             )
+        self.variables()
         if self.redundancy and self.ends.env_failed == "score":
             raise ConfigError(
                 f"{self.PATH}.redundancy={self.redundancy} requires {self.PATH}.ends.env_failed=again or "
@@ -182,6 +183,21 @@ class AgenticConfig:
                 if value != getattr(type(self), name):
                     either = " or ".join(f"{self.PATH}.{one}" for one in needed)
                     raise ConfigError(f"{self.PATH}.{name}={value!r} requires {either}; set it")
+
+    def variables(self) -> dict[str, str]:
+        """Return `agent_env` as text, with true and false as YAML and the command line have them.
+
+        Raises ConfigError if one is neither a text nor a number, true or false.
+        """
+        found, texts = {}, {True: "true", False: "false"}
+        for name, value in (self.agent_env or {}).items():
+            if not isinstance(value, str | int | float):
+                raise ConfigError(
+                    f"{self.PATH}.agent_env.{name} must be a text, a number, true or false, got {value!r}; "
+                    "correct it"
+                )
+            found[str(name)] = texts[value] if isinstance(value, bool) else str(value)
+        return found
 
     def check_timeouts(self, wait_timeout_s: float) -> None:
         """Raises ConfigError unless all attempts at an episode end before `faults.wait_timeout_s`."""

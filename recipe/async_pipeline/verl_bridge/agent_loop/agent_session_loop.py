@@ -63,7 +63,7 @@ class Setup:
         if knobs.agent is None:
             raise ConfigError(f"the agent loop {NAME} requires {knobs.PATH}.agent; set it")
         rollout, gateway = config.actor_rollout_ref.rollout, knobs.gateway
-        spec = self.spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=dict(knobs.agent_env or {}))
+        spec = self.spec = AgentSpec(agent=knobs.agent, verify=knobs.verify, env=knobs.variables())
         claims = Claims(gateway.lease_s) if knobs.agent == EXTERNAL else None
         self._claims = claims
         self._address = None if gateway.runners_dir is None else Address(gateway.runners_dir)
