@@ -103,11 +103,13 @@ def test_the_address_is_readable_for_its_owner_only(module: ModuleType, tmp_path
 def test_an_address_that_a_killed_run_left_is_removed(module: ModuleType, tmp_path: Path) -> None:
     ended, here = subprocess.Popen(["true"]), socket.gethostname()
     ended.wait()
-    for name in (f"gateway-{here}-{ended.pid}", f"gateway-{here}-1", "gateway-elsewhere-99999999"):
+    other = f"gateway-{here}-1-99999999"
+    for name in (f"gateway-{here}-{ended.pid}", f"gateway-{here}-1", "gateway-elsewhere-99999999", other):
         (tmp_path / f"{name}.json").touch()
     asyncio.run(module.Address(str(tmp_path)).write("http://a", "secret"))
     assert {file.name for file in tmp_path.iterdir()} == {
         f"gateway-{here}-{os.getpid()}.json",
         f"gateway-{here}-1.json",
         "gateway-elsewhere-99999999.json",
+        f"gateway-{here}-1-99999999.json",
     }

@@ -66,7 +66,9 @@ class Address:
     def _write(self, content: dict[str, str]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         for other in self._folder.glob(f"{self._host}*.json"):
-            if not Path("/proc", other.stem.removeprefix(self._host)).exists():
+            owner = other.stem.removeprefix(self._host)
+            # Of host `node`, and not of host `node-1`.
+            if owner.isdecimal() and not Path("/proc", owner).exists():
                 other.unlink(missing_ok=True)
         new = self._file.with_suffix(".new")
         new.unlink(missing_ok=True)
