@@ -65,7 +65,8 @@ class FakePolicy:
     ) -> tuple[list[int], int]:
         if not self.appends:
             raise CannotAppend("reasoning is stripped")
-        return [*token_ids, *b"".join(map(rendered, new))], len(token_ids)
+        closed = [*token_ids] if token_ids[-1] == END else [*token_ids, END]
+        return [*closed, *b"".join(map(rendered, new))], len(token_ids)
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]

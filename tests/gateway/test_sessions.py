@@ -65,8 +65,21 @@ def test_limits_of_tokens_and_stops() -> None:
         assert (cut.said.text, cut.finish) == ("abc", "length")
         stopped = await session.turn(ask("q2", stop=("STOP",)))
         assert (stopped.said.text, stopped.said.stop, stopped.finish) == ("x ", "STOP", "stop")
-        await session.turn(ask("q2", "x ", "more"))
-        assert len(session.rows()) == 3, "no message fits after a text that a stop has cut"
+
+    played(test)
+
+
+def test_a_conversation_continues_after_an_answer_that_the_agents_limits_ended() -> None:
+    """The end of the turn is what the template writes, and not the policy's."""
+
+    async def test() -> None:
+        session = Session(FakePolicy("abcdef", "x STOP y", "z"), LIMITS)
+        await session.turn(ask("q", max_tokens=3))
+        await session.turn(ask("q", "abc", "r", stop=("STOP",)))
+        await session.turn(ask("q", "abc", "r", "x ", "s"))
+        (row,) = session.rows()
+        assert row.response_ids[:4] == [*b"abc", END] and row.mask[:4] == [1, 1, 1, 0]
+        assert row.answers == 3 and row.response_ids[-10:] == [END, *b"<user>s", *b"z", END]
 
     played(test)
 

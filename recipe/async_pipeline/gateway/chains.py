@@ -38,7 +38,7 @@ class Answer(NamedTuple):
     spans: Sequence[Span]
     """Positions count from the first token of the answer."""
     whole: bool = True
-    """It ends with the token that ends a turn. Another message fits only after such an answer."""
+    """It ends with the token that ends a turn."""
 
 
 class Row(NamedTuple):
@@ -61,7 +61,6 @@ class Boundary(NamedTuple):
     messages: int | None
     """Messages up to here; None in a chain of requests that sent tokens."""
     tokens: int
-    whole: bool
 
 
 @dataclass
@@ -156,7 +155,7 @@ class Request:
             chain.messages = [*self.previous, *self.new, said]
             chain.identities = [*self.identities, identity(said)]
         messages = None if said is None else len(chain.messages)
-        chain.boundaries.append(Boundary(messages, len(chain.token_ids), answer.whole))
+        chain.boundaries.append(Boundary(messages, len(chain.token_ids)))
 
     def abandon(self) -> None:
         """Leave the chains as they are. Idempotent."""
@@ -252,7 +251,7 @@ def _common(chain: Chain, wanted: list[Hashable]) -> Boundary | None:
     """Return the last boundary of a chain up to which it has the wanted messages, followed by new ones."""
     for boundary in reversed(chain.boundaries):
         count = boundary.messages
-        if count is None or not boundary.whole or count >= len(wanted):
+        if count is None or count >= len(wanted):
             continue
         if chain.identities[:count] == wanted[:count]:
             return boundary

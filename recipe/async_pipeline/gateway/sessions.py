@@ -57,6 +57,7 @@ class Policy(Protocol):
     ) -> tuple[list[int], int]:
         """Return `token_ids`, the tokens of `previous`, with new messages, and how many of them were kept.
 
+        The last message of `previous` may lack its end: a limit of the agent has ended it.
         Raises CannotAppend, and as `begin`.
         """
 
@@ -199,8 +200,7 @@ class Session:
             answer, engine_s = await self._answer(request, token_ids, ask.max_tokens, ask.stop)
             said = await self._policy.read(answer.token_ids, ask.tools, ask.stop)
             if answer.token_ids:
-                whole = answer.whole and said.stop is None
-                request.commit(token_ids, kept, answer._replace(whole=whole), said.as_message())
+                request.commit(token_ids, kept, answer, said.as_message())
         finally:
             request.abandon()
         name = secrets.token_hex(12)

@@ -45,12 +45,16 @@ class Client:
 
 
 def policy_of(
-    module: ModuleType, tokens: list[int] | None = None, builder: Any = None, path: str = "", **params: Any
+    module: ModuleType,
+    tokens: list[int] | None = None,
+    builder: Any = None,
+    path: str = "",
+    tokenizer: Any = TOKENIZER,
+    **params: Any,
 ) -> Any:
     from omegaconf import OmegaConf
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-    tokenizer = TOKENIZER
     config = {"actor_rollout_ref": {"model": {"path": path or None}}}
     loop = SimpleNamespace(
         config=OmegaConf.create(config),
@@ -96,7 +100,7 @@ def test_a_template_that_refuses_is_the_agents_business(module: ModuleType) -> N
     with pytest.raises(RequestRefused, match="refuses these messages: roles must alternate"):
         asyncio.run(policy.begin([user("q")], []))
     with pytest.raises(CannotAppend, match="roles must alternate"):
-        asyncio.run(policy.append([], [user("q")], [1], []))
+        asyncio.run(policy.append([], [user("q")], [EOS], []))
 
 
 def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
@@ -144,20 +148,27 @@ def test_the_first_stop_text_ends_an_answer(module: ModuleType) -> None:
     assert (said.text, said.stop) == ("one ", "STOP")
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("replies", [["user"] * 3, ["tool", "user", "tool"]])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_no_separator_between_turns_is_lost(module: ModuleType, model_type: str, replies: list[str]) -> None:
-    """Otherwise the policy reads from its second turn on what its template never writes."""
+def test_no_separator_between_turns_is_lost(
+    module: ModuleType, model_type: str, replies: list[str], cut: bool
+) -> None:
+    """Otherwise the policy reads from its second turn on what its template never writes.
+
+    `cut`: the agent's own limits have ended each answer.
+    """
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
     family = FAMILIES[model_type]
     tokenizer = tokenizer_of(family)
-    policy = policy_of(module, builder=create_continuous_token_builder(tokenizer, hf_model_type=model_type))
+    builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type)
+    policy = policy_of(module, builder=builder, tokenizer=tokenizer)
     messages: list[dict[str, Any]] = [user("begin")]
     tokens = asyncio.run(policy.begin(messages, []))
     for i, role in enumerate(replies):
         answer = tokenizer.encode(f"answer {i}", add_special_tokens=False)
-        written = [*tokens, *answer, tokenizer.convert_tokens_to_ids(family.end)]
+        written = [*tokens, *answer, *([] if cut else [tokenizer.convert_tokens_to_ids(family.end)])]
         history = [*messages, {"role": "assistant", "content": f"answer {i}"}]
         reply = {"role": role, "content": f"reply {i}"}
         tokens, kept = asyncio.run(policy.append(history, [reply], written, []))

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
+from os.path import commonprefix
 from typing import Any, TypeVar
 
 from verl.experimental.agent_loop.tool_parser import ToolParser
@@ -60,19 +61,33 @@ class SessionPolicy:
         self, previous: Sequence[Message], new: Sequence[Message], token_ids: Sequence[int], tools: Tools
     ) -> tuple[list[int], int]:
         """Return the tokens with new messages, and how many were kept. Raises CannotAppend."""
-        before = list(previous)
-        merge = partial(
-            self._builder.merge_context_tokens,
-            before,
-            [*before, *new],
-            list(token_ids),
-            tools=list(tools) or None,
-        )
+        before, closed = list(previous), list(token_ids)
         try:
+            if closed[-1] not in self._ends and closed[-1:] != self._closing[:1]:
+                closed += self._closing
+            merge = partial(
+                self._builder.merge_context_tokens,
+                before,
+                [*before, *new],
+                closed,
+                tools=list(tools) or None,
+            )
             merged = await _run(merge, new)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything
             raise CannotAppend(str(error)) from error
-        return list(merged.token_ids), len(token_ids) - merged.removed_prefix_token_count
+        kept = min(len(token_ids), len(closed) - merged.removed_prefix_token_count)
+        return list(merged.token_ids), kept
+
+    @cached_property
+    def _closing(self) -> list[int]:
+        """The tokens that the chat template writes after any text of the assistant."""
+        asked = [{"role": "user", "content": "q"}]
+        turns = [
+            self._builder.render_delta_token_id(asked, [{"role": "assistant", "content": text}])
+            for text in ("a", "b")
+        ]
+        reversed_closing: list[int] = commonprefix([turn[::-1] for turn in turns])
+        return reversed_closing[::-1]
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
