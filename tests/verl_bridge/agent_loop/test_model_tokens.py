@@ -53,5 +53,14 @@ def test_a_folder_without_a_generation_config(module: ModuleType, tmp_path: Path
     assert found == (99, {EOS, 5, 6})
 
 
+def test_a_model_that_transformers_does_not_know(module: ModuleType, tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    (tmp_path / "config.json").write_text('{"model_type": "of_tomorrow", "vocab_size": 7}')
+    GenerationConfig(eos_token_id=[8]).save_pretrained(tmp_path)
+    found = module.tokens_of(config_of(path=str(tmp_path)), TOKENIZER)
+    assert found == (len(TOKENIZER), {EOS, 8})
+
+
 def test_without_a_model_the_tokenizer_counts(module: ModuleType) -> None:
     assert module.tokens_of(config_of(), TOKENIZER) == (len(TOKENIZER), {EOS})

@@ -43,7 +43,11 @@ def turn_ends(model: ModelTokens, sampling_params: Mapping[str, Any]) -> frozens
 @lru_cache
 def _of_folder(path: str, trusted: bool) -> tuple[int, frozenset[int]]:
     local = copy_to_local(path)
-    config = AutoConfig.from_pretrained(local, trust_remote_code=trusted)
+    try:
+        config = AutoConfig.from_pretrained(local, trust_remote_code=trusted).get_text_config()
+        size = getattr(config, "vocab_size", None) or 0
+    except ValueError:
+        # An engine may know a type of model that transformers does not.
+        size = 0
     generation = get_generation_config(local, trust_remote_code=trusted)
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    return size or 0, ids(None if generation is None else generation.eos_token_id)
+    return size, ids(None if generation is None else generation.eos_token_id)
