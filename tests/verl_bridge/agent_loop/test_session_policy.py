@@ -103,6 +103,25 @@ def test_a_template_that_refuses_is_the_agents_business(module: ModuleType) -> N
         asyncio.run(policy.append([], [user("q")], [EOS], []))
 
 
+@pytest.mark.parametrize("shown", ["call.arguments | tojson", "'' + call.arguments"])
+def test_templates_get_arguments_as_they_expect_them(module: ModuleType, shown: str) -> None:
+    """Most write a mapping as JSON, but DeepSeek's concatenate a text."""
+    from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}{%- if message.tool_calls -%}"
+        f"{{%- set call = message.tool_calls[0].function -%}}{{{{- {shown} -}}}}"
+        "{%- else -%}{{- message.content -}}{%- endif -%}{%- endfor -%}"
+    )
+    builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen2")
+    policy = policy_of(module, builder=builder, tokenizer=tokenizer)
+    called = {"type": "function", "function": {"name": "add", "arguments": {"x": 4}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [called]}
+    tokens = asyncio.run(policy.begin([user("q"), said, user("r")], []))
+    assert tokenizer.decode(tokens) == 'q{"x": 4}r'
+
+
 def test_an_answer_is_whole_with_its_end_token(module: ModuleType) -> None:
     for tokens, whole in (([1, EOS], True), ([1, 7], True), ([1, 2], False), ([], False)):
         policy = policy_of(module, tokens, stop_token_ids=[7])

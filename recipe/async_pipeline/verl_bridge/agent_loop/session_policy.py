@@ -18,6 +18,7 @@ from ...errors import RequestRefused
 from ...gateway.chains import Answer
 from ...gateway.conversation import Message, Said, ToolCall, tool_call
 from ...gateway.sessions import CannotAppend
+from ...gateway.wire import arguments_of
 from .model_tokens import tokens_of, turn_ends
 from .prompt_tokens import SHORT_BYTES
 
@@ -50,12 +51,15 @@ class SessionPolicy:
 
     async def begin(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the tokens of a whole request. Raises RequestRefused if the chat template refuses it."""
-        render = partial(self._builder.build_initial_tokens, list(messages), tools=list(tools) or None)
-        try:
-            tokens: list[int] = await _run(render, messages)
-        except Exception as error:  # noqa: BLE001 - a chat template may raise anything
-            raise RequestRefused(f"the chat template of the model refuses these messages: {error}") from error
-        return list(tokens)
+        refused: Exception | None = None
+        for given in (list(messages), _with_json(messages)):
+            render = partial(self._builder.build_initial_tokens, given, tools=list(tools) or None)
+            try:
+                tokens: list[int] = await _run(render, messages)
+                return list(tokens)
+            except Exception as error:  # noqa: BLE001 - a chat template may raise anything
+                refused = refused or error
+        raise RequestRefused(f"the chat template of the model refuses these messages: {refused}") from refused
 
     async def append(
         self, previous: Sequence[Message], new: Sequence[Message], token_ids: Sequence[int], tools: Tools
@@ -128,6 +132,19 @@ async def _run(call: Callable[[], T], messages: Sequence[Message]) -> T:
     if sum(len(str(message.get("content") or "")) for message in messages) <= SHORT_BYTES:
         return call()
     return await asyncio.get_running_loop().run_in_executor(None, call)
+
+
+def _with_json(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have arguments as JSON text, which DeepSeek's templates concatenate."""
+    found = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            text = arguments_of(function.get("arguments"))
+            calls.append({**call, "function": {**function, "arguments": text}})
+        found.append({**message, "tool_calls": calls} if calls else message)
+    return found
 
 
 def _schemas(tools: Tools) -> list[OpenAIFunctionToolSchema]:
