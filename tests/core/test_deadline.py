@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from recipe.async_pipeline.core.clock import run_virtual
-from recipe.async_pipeline.core.deadline import all_of, unless_broken, within
+from recipe.async_pipeline.core.deadline import EXPIRED, all_of, unless_broken, within
 from recipe.async_pipeline.errors import WaitTimeout
 from tests.fakes.virtual_time import counts_cancellations, forever, now
 
@@ -74,6 +75,24 @@ def test_the_awaitable_has_finished_before_the_wait_raises() -> None:
         return now()
 
     assert run_virtual(main()) == 6
+
+
+def test_the_awaitable_learns_that_the_deadline_has_passed() -> None:
+    async def story() -> tuple[Any, ...]:
+        found: list[tuple[Any, ...]] = []
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError as error:
+                found.append(error.args)
+                raise
+
+        with pytest.raises(WaitTimeout):
+            await within(work(), 1, owner="a", what="b")
+        return found[0]
+
+    assert run_virtual(story()) == (EXPIRED,)
 
 
 def test_an_expired_wait_cancels_a_task_too() -> None:

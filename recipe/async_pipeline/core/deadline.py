@@ -11,6 +11,8 @@ from ..errors import WaitTimeout
 from .wait_graph import Wait, waits_of
 
 T = TypeVar("T")
+EXPIRED = "deadline"
+"""The message of a cancellation by a deadline."""
 
 
 async def within(
@@ -113,7 +115,7 @@ class _Deadline:
             self._timer = self._task.get_loop().call_later(more_s, self.expire)
             return
         self.expired = True
-        self._task.cancel()
+        self._task.cancel(EXPIRED)
         # Last: should one of these raise, the wait has ended nevertheless.
         if self._wait.holder is not None:
             self.held_by = f"; {self._wait.holder()}"

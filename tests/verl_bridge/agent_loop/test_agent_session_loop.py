@@ -350,6 +350,29 @@ def test_a_program_outside_of_the_run_claims_the_episode(
     assert list(tmp_path.iterdir()) == [], "its address is gone"
 
 
+def test_a_gateway_whose_address_cannot_be_written_is_started_by_the_next_episode(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runners"
+    folder.write_text("a file")
+    table = Table(module, monkeypatch, agent="external", gateway=GatewayConfig(runners_dir=str(folder)))
+
+    async def test() -> None:
+        setup = module.setup_of(table.config)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"^cannot write .*; correct gateway.runners_dir$"):
+                await setup.server()
+        folder.unlink()
+        server = await setup.server()
+        (file,) = folder.iterdir()
+        assert json.loads(file.read_text())["url"] == server.url
+        assert await setup.server() is server
+        await module.stop()
+        assert list(folder.iterdir()) == []
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_what_is_the_agents_fault(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     for agent, why in (("raises", "ValueError: a bug"), ("quiet", "ended without an answer of the policy")):
         with pytest.raises(AgentFailed, match=why):
@@ -524,7 +547,12 @@ def test_a_program_that_leaves_a_process_behind_is_counted(
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_a_recalled_episode_ends_its_session(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "reason"), [(None, "recalled"), ("redundant", "redundant"), ("deadline", "deadline")]
+)
+def test_a_cancelled_episode_ends_its_session(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, message: str | None, reason: str
+) -> None:
     table = Table(module, monkeypatch, agent=f"{AGENTS}:plays_openai")
 
     async def test() -> None:
@@ -534,10 +562,10 @@ def test_a_recalled_episode_ends_its_session(module: ModuleType, monkeypatch: py
         while not engine.calls:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.01)
         (session,) = {access.session for access in setup.sessions._access.values()}
-        running.cancel()
+        running.cancel(message)
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert session.ended == "recalled" and session.rows() == [] and len(setup.sessions) == 0
+        assert session.ended == reason and session.rows() == [] and len(setup.sessions) == 0
         await setup.stop()
 
     asyncio.run(asyncio.wait_for(test(), 60))

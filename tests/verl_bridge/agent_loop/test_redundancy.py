@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.agents.episodes import REDUNDANT
 from recipe.async_pipeline.core.clock import run_virtual
 from recipe.async_pipeline.core.items import Trajectory
 from recipe.async_pipeline.observe.selection_bias import SelectionMeter
@@ -28,7 +29,8 @@ def settled(
     async def session(i: int) -> None:
         try:
             await asyncio.sleep(seconds[i])
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            assert error.args == (REDUNDANT,)
             cancelled.append(i)
             raise
         if i in raising:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,10 +25,11 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 
 from ...agents.commands import LeftBehind
 from ...agents.episode_folders import Folder
-from ...agents.episodes import DONE
+from ...agents.episodes import DONE, REDUNDANT
 from ...agents.output_log import OutputLog
 from ...agents.runners import AgentSpec, Policy, Runner, Task, runner_of, verified
 from ...config.agentic import EXTERNAL
+from ...core.deadline import EXPIRED
 from ...errors import AgentFailed, ConfigError
 from ...gateway.chains import Row
 from ...gateway.claims import Claims
@@ -41,6 +42,9 @@ from .external_runner import Address, ExternalRunner
 from .row_place import place_of
 from .session_policy import SessionPolicy
 from .version_spans import ROW_SPANS, ROW_TURNS
+
+if TYPE_CHECKING:
+    from ...gateway.server import GatewayServer
 
 logger = logging.getLogger(__name__)
 NAME = "agent_session"
@@ -83,30 +87,34 @@ class Setup:
         """Agents that did not end in time."""
         self.to_play = asyncio.Semaphore(knobs.concurrency)
         self.sessions = Sessions()
-        self._server = GatewayServer(
-            Gateway(
-                self.sessions,
-                max_body_bytes=gateway.max_body_mb << 20,
-                keep_alive_s=gateway.keep_alive_s,
-                claims=claims,
-            ).app,
-            gateway.unix_dir,
-        )
+        app = Gateway(
+            self.sessions,
+            max_body_bytes=gateway.max_body_mb << 20,
+            keep_alive_s=gateway.keep_alive_s,
+            claims=claims,
+        ).app
+        self._make_server = partial(GatewayServer, app, gateway.unix_dir)
+        self._server: GatewayServer | None = None
         self._starting = asyncio.Lock()
 
-    async def url(self) -> str:
-        """Return the address of the gateway, which the first call starts."""
-        async with self._starting:
-            if not self._server.port:
-                await self._server.start()
-                if self._address is not None and self._claims is not None:
-                    await self._address.write(self._server.url, self._claims.key)
-        return self._server.url
+    async def server(self) -> GatewayServer:
+        """Return the server of the gateway, which the first call starts.
 
-    @property
-    def unix_socket(self) -> str | None:
-        """Return where the gateway also listens, if it does."""
-        return None if self._server.unix_socket is None else str(self._server.unix_socket)
+        Raises OSError if it cannot be started, or if its address cannot be written for runners; the next call
+        tries it again.
+        """
+        async with self._starting:
+            if self._server is None:
+                server = self._make_server()
+                try:
+                    await server.start()
+                    if self._address is not None and self._claims is not None:
+                        await self._address.write(server.url, self._claims.key)
+                except BaseException:
+                    await server.stop()
+                    raise
+                self._server = server
+        return self._server
 
     def incidents(self) -> dict[str, int]:
         """Return what could not be ended in time since the last call; see `agents.episodes.COUNTS`."""
@@ -117,7 +125,8 @@ class Setup:
         """Stop the gateway."""
         if self._address is not None:
             self._address.remove()
-        await self._server.stop()
+        if self._server is not None:
+            await self._server.stop()
 
 
 _setups: WeakKeyDictionary[asyncio.AbstractEventLoop, Setup] = WeakKeyDictionary()
@@ -173,11 +182,13 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
         with Folder() as folder:
             try:
                 control = session.keys.control if setup.agent_may_reward else None
-                reached = Policy(f"{await setup.url()}/v1", session.keys.model, control, setup.unix_socket)
+                server = await setup.server()
+                unix_socket = None if server.unix_socket is None else str(server.unix_socket)
+                reached = Policy(f"{server.url}/v1", session.keys.model, control, unix_socket)
                 running = setup.runner.run(task, reached, folder, log)
                 end, why, reward = await _ended(session, running, setup.closed_late)
-            except asyncio.CancelledError:
-                session.end(RECALLED)
+            except asyncio.CancelledError as error:
+                session.end(reason_of(error))
                 raise
             finally:
                 await session.close()
@@ -249,6 +260,12 @@ async def _unless_over(session: Session, running: Any, late: LeftBehind) -> floa
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_S)
         late.add(is_late or not task.done())
+
+
+def reason_of(cancelled: asyncio.CancelledError) -> str:
+    """Return why an episode was cancelled, as its agent reads it."""
+    said = cancelled.args[0] if cancelled.args else None
+    return said if said in (EXPIRED, REDUNDANT) else RECALLED
 
 
 def counts_of(session: Session) -> dict[str, int]:

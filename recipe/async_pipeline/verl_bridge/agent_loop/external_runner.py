@@ -57,7 +57,12 @@ class Address:
 
     async def write(self, url: str, key: str) -> None:
         """Write it. Raises OSError."""
-        await asyncio.get_running_loop().run_in_executor(None, self._write, {"url": url, "key": key})
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._write, {"url": url, "key": key})
+        except OSError as error:
+            raise OSError(
+                f"cannot write the gateway's address for runners: {error}; correct gateway.runners_dir"
+            ) from error
 
     def remove(self) -> None:
         """Remove it. Idempotent."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ...agents.episodes import REDUNDANT
 from ...core.items import Trajectory
 from ...observe.agent_output import FailedAttempt
 from .version_spans import Turn
@@ -82,8 +83,10 @@ async def first_sound(
             failed = failed or any(sessions[i].cancelled() or sessions[i].exception() for i in ended)
             found += [i for i in ended if is_sound(i)]
     finally:
+        # Otherwise the caller is cancelled, with its whole group.
+        message = None if len(found) < needed else REDUNDANT
         for session in waiting:
-            session.cancel()
+            session.cancel(message)
         if waiting:
             await asyncio.wait(waiting, timeout=END_S)
     return None if failed or len(found) < needed else found[:needed]
