@@ -113,6 +113,25 @@ def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_what_is_made_while_the_loop_ends_is_undone() -> None:
+    begun, release, undone = threading.Event(), threading.Event(), list[str]()
+
+    def make() -> str:
+        begun.set()
+        release.wait()
+        return "made"
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        asyncio.create_task(made_in_executor(make, undone.append))  # noqa: RUF006 - left to the end of the loop
+        await loop.run_in_executor(None, begun.wait)
+        # The loop cancels its tasks, and then waits for the threads of its executor.
+        threading.Timer(0.2, release.set).start()
+
+    asyncio.run(test())
+    assert undone == ["made"]
+
+
 def test_what_is_made_in_an_executor_is_returned_or_raised() -> None:
     def fails() -> NoReturn:
         raise ValueError("bad")

@@ -31,19 +31,28 @@ async def made_in_executor(make: Callable[[], T], undo: Callable[[T], object]) -
     """Return what `make` returns in a thread of the event loop's executor.
 
     A thread cannot be stopped: if the caller is cancelled meanwhile, `undo` gets what was made, in the
-    executor too. Raises what `make` raises.
+    executor too, also while the event loop ends. Raises what `make` raises.
     """
-    loop = asyncio.get_running_loop()
-    making = loop.run_in_executor(None, make)
+    loop, lock = asyncio.get_running_loop(), threading.Lock()
+    made: list[T] = []
+    given_up = False
 
-    def undone(made: asyncio.Future[T]) -> None:
-        if not made.cancelled() and made.exception() is None:
-            loop.run_in_executor(None, undo, made.result())
+    def run() -> T:
+        found = make()
+        with lock:
+            made.append(found)
+            undoing = given_up
+        if undoing:
+            undo(found)
+        return found
 
     try:
-        return await asyncio.shield(making)
+        return await asyncio.shield(loop.run_in_executor(None, run))
     except asyncio.CancelledError:
-        making.add_done_callback(undone)
+        with lock:
+            given_up, finished = True, list(made)
+        for found in finished:
+            loop.run_in_executor(None, undo, found)
         raise
 
 
