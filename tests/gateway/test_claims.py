@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -21,6 +22,7 @@ from recipe.async_pipeline.gateway.client import Client, GatewayError, claimed
 
 Serve = Callable[..., Any]
 Play = Callable[[Any], None]
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 TASK = {"messages": [], "seed": 3, "base_url": "http://x/v1", "api_key": "k"}
 
 
@@ -176,6 +178,45 @@ def test_the_client_claims_renews_and_finishes(
                 await broken.ended
 
     play(test)
+
+
+def test_the_runner_of_the_page_survives_an_episode_that_fails(
+    serve: Serve,
+    play: Play,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (code,) = (one for one in PAGE.read_text(encoding="utf-8").split("```") if "from client import" in one)
+    code = code.removeprefix("python").replace("/shared/runners", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "client", client)
+
+    async def test() -> None:
+        claims = Claims(60)
+        async with serve(claims=claims) as at:
+            (tmp_path / "gateway-1.json").write_text(json.dumps({"url": at.url, "key": claims.key}))
+            broken, fine, last = [await claims.offer(TASK) for _ in range(3)]
+            ends = iter((ValueError("the sandbox is broken"), 0.5, SystemExit()))
+
+            def plays(shown: Any, base_url: str, api_key: str) -> float:
+                end: float | BaseException = next(ends)
+                if isinstance(end, BaseException):
+                    raise end
+                return end
+
+            def runs() -> None:
+                with pytest.raises(SystemExit):
+                    exec(code, {"play": plays})  # noqa: S102 - the code of the page
+
+            await in_thread(runs)
+            with pytest.raises(ClaimLost, match="its runner reports: ValueError: the sandbox is broken"):
+                await broken.ended
+            assert await fine.ended == 0.5
+            with pytest.raises(ClaimLost, match="SystemExit"):
+                await last.ended
+
+    play(test)
+    assert "the sandbox is broken" in caplog.text
 
 
 def test_only_the_run_key_claims_and_only_finite_rewards_are_taken(serve: Serve, play: Play) -> None:

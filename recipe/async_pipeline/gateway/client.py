@@ -8,9 +8,12 @@ turn = client.generate([1, 2, 3], max_tokens=16)
 turn.token_ids, turn.log_probs, turn.versions      # of each token
 
 while True:                                        # agentic.agent=external
-    with claimed(runners_dir) as task:             # None: there was no task
-        if task is not None:
-            task.reward = play(task.shown, task.base_url, task.api_key)
+    try:
+        with claimed(runners_dir) as task:         # None: there was no task
+            if task is not None:
+                task.reward = play(task.shown, task.base_url, task.api_key)
+    except Exception:                              # `claimed` has reported it
+        logging.exception("an episode failed")
 """
 
 from __future__ import annotations
