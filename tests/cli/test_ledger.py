@@ -10,6 +10,7 @@ import pytest
 
 from recipe.async_pipeline.cli import main
 from recipe.async_pipeline.errors import ConfigError
+from recipe.async_pipeline.observe.agent_output import FOLDER, MAX_FILES, AgentOutputFolder, FailedAttempt
 from recipe.async_pipeline.observe.ledger_file import audit_file
 from tests.fakes.ledgers import resumed, trained_again, whole, write
 
@@ -88,3 +89,32 @@ def test_repeated_episodes_are_counted(tmp_path: Path, capsys: pytest.CaptureFix
         in out
     )
     assert "episodes     ended early: 1 turns" in out
+
+
+def test_failed_attempts_are_counted_with_their_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "ledger.jsonl", [*whole()])
+    reasons = [("agent_failed", "no sandbox"), ("agent_failed", "a bug"), ("agent_failed", "no sandbox")]
+    failed = [
+        FailedAttempt(f"u_{i}", 1, end, why, "")
+        for i, (end, why) in enumerate([*reasons, ("deadline", "30 s")])
+    ]
+    AgentOutputFolder(tmp_path).add(1, failed)
+    for given in (tmp_path, file):
+        assert main.main(["ledger", str(given)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        at = lines.index(f"attempts     4 failed; see {tmp_path / FOLDER}")
+        assert lines[at + 1 : at + 3] == [
+            "             3 agent_failed, 2 of them: no sandbox",
+            "             1 deadline, 1 of them: 30 s",
+        ]
+
+    AgentOutputFolder(tmp_path).add(
+        2, [FailedAttempt(f"v_{i}", 1, "deadline", "", "") for i in range(MAX_FILES)]
+    )
+    assert main.main(["ledger", str(tmp_path)]) == 0
+    assert (
+        f"{MAX_FILES} failed; see {tmp_path / FOLDER}; the newest {MAX_FILES} are kept"
+        in capsys.readouterr().out
+    )

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..console import echo
 from ..core.ledger_audit import Audit
+from ..observe.agent_output import MAX_FILES, KeptOutput, read_outputs
 from ..observe.ledger_file import NAME, audit_file
 
 
@@ -27,13 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the result. Raises ConfigError if there is no ledger."""
     found = audit_file(args.run)
-    for line in [json.dumps(found.as_dict(), indent=2)] if args.json else in_words(found):
+    failed = read_outputs(args.run if args.run.is_dir() else args.run.parent)
+    for line in [json.dumps(found.as_dict(), indent=2)] if args.json else in_words(found, failed):
         echo(line)
     return 0 if found.ok else 1
 
 
-def in_words(found: Audit) -> list[str]:
-    """Return the result as lines of text."""
+def in_words(found: Audit, failed: Sequence[KeptOutput] = ()) -> list[str]:
+    """Return the result as lines of text. `failed`: the failed attempts at episodes that the run has kept."""
     state = {"completed": "completed", "running": "has not ended, or was killed"}.get(
         found.status, found.status
     )
@@ -54,6 +58,7 @@ def in_words(found: Audit) -> list[str]:
         f"responses    {found.trajectories_trained} trained{elsewhere}; {found.regenerated} prompts were "
         f"generated again{repeated}",
         *([f"episodes     ended early: {ends}"] if ends else []),
+        *_attempts(failed),
         f"lag          at most {found.lag_max}; {found.max_lag} is allowed",
     ]
 
@@ -62,3 +67,14 @@ def in_words(found: Audit) -> list[str]:
     lines += [f"VIOLATION    {text}" for text in found.violations]
     more = found.num_violations - len(found.violations)
     return [*lines, *([f"             and {more} more"] if more else [])]
+
+
+def _attempts(failed: Sequence[KeptOutput]) -> Iterator[str]:
+    """Yield failed attempts by end, each with its most frequent reason, and where they are."""
+    if not failed:
+        return
+    kept = f"; the newest {MAX_FILES} are kept" if len(failed) >= MAX_FILES else ""
+    yield f"attempts     {len(failed)} failed; see {failed[-1].path.parent}{kept}"
+    for end, count in Counter(one.end for one in failed).most_common():
+        why, times = Counter(one.why for one in failed if one.end == end).most_common(1)[0]
+        yield f"             {count} {end}, {times} of them: {why}"

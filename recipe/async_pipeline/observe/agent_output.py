@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of agents whose attempt at an episode failed: `agent_output/EPISODE-attempt-N.txt` of a run.
+"""Failed attempts at episodes, with what their agents wrote: `agent_output/EPISODE-attempt-N.txt` of a run.
 
-The first line of a file is JSON: episode, attempt, step, end and why. The newest files are kept, older ones
-are removed; a resumed run continues in the same folder.
+The first line of a file is JSON: episode, attempt, step, end and why. The output follows, if there is any.
+The newest files are kept, older ones are removed; a resumed run continues in the same folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_FILES = 200
 
 
 class FailedAttempt(NamedTuple):
-    """An attempt at an episode that was not trained, with what its commands wrote."""
+    """An attempt at an episode that was not trained, with what its commands wrote, if it had any."""
 
     episode: str
     """Its key: prompt and session."""

@@ -304,9 +304,10 @@ def test_failed_attempts_are_handed_over_with_their_output(monkeypatch: pytest.M
     steps = iter([hangs, silent, fine])
     episodes = Episodes(EpisodeRules.of(3, EndPolicies()), 5)
     assert run_virtual(episodes.play(lambda number: next(steps)(), "a_0", failed.append)) == []
-    (one,) = failed
-    assert (one.episode, one.attempt, one.end) == ("a_0", 1, "deadline")
-    assert one.output == "attempt 1 ***\n"
+    late, silent_one = failed
+    assert (late.episode, late.attempt, late.end) == ("a_0", 1, "deadline")
+    assert late.output == "attempt 1 ***\n"
+    assert silent_one == FailedAttempt("a_0", 2, "agent_failed", "ValueError: a bug", "")
 
 
 # Turns and tool calls with deadlines.

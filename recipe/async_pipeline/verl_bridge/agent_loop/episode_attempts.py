@@ -221,7 +221,7 @@ class Episodes:
         """Play an episode until an attempt is not to be repeated; `begin(number)` plays one.
 
         Returns the flaw of an episode that failed in its last attempt. Raises errors of the rollout, of
-        scoring and of storing. `name` is for messages; `failed` gets the failed attempts that wrote output.
+        scoring and of storing. `name` is for messages; `failed` gets each failed attempt.
         """
         number = 1
         while True:
@@ -231,8 +231,9 @@ class Episodes:
                 return []
 
             reason = _in_words(attempt.why)
-            if attempt.log is not None and (output := attempt.log.text()):
-                failed(FailedAttempt(name, number, attempt.end, reason, without_secrets(output)))
+            # Also without output: the reason, such as what an external runner reports, is in no other file.
+            output = "" if attempt.log is None else without_secrets(attempt.log.text())
+            failed(FailedAttempt(name, number, attempt.end, reason, output))
             why = f"episode {name}, attempt {number}: {attempt.end}: {reason}"
             if attempt.action == "drop":
                 return [Flaw(FAILED_EPISODE, why)]

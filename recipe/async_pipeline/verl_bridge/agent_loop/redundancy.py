@@ -57,7 +57,7 @@ class Begun:
         self.turns: Sequence[Turn] = ()
         """Finished turns of the current attempt; the list grows."""
         self.failed: list[FailedAttempt] = []
-        """Attempts that failed and wrote output."""
+        """Attempts that failed."""
 
     @property
     def seconds(self) -> float:
