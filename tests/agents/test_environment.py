@@ -21,7 +21,8 @@ def test_an_environment_is_found_by_module_and_class() -> None:
 @pytest.mark.parametrize("name", ["tests.fakes.environments:Other", "no_module_has_this_name:Class"])
 def test_a_wrong_name_is_an_error_with_a_remedy(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"{name}.*write frozen_lake, module:Class, ws://HOST:PORT, or an id of gymnasium"
+        ConfigError,
+        match=f"{name}.*write frozen_lake, module:Class, http://HOST:PORT or .*, or an id of gymnasium",
     ):
         EnvironmentSpec(name=name).make()
 

@@ -11,6 +11,7 @@ import pytest
 
 from recipe.async_pipeline.config.agentic import AgenticConfig
 from recipe.async_pipeline.config.environment_arguments import (
+    OWN_IDS,
     Arguments,
     arguments_in_source,
     built_in_arguments,
@@ -22,11 +23,21 @@ SOURCE = """
 import sys
 sys.exit("this module must not be imported")
 
-class Bare:
+class Environment:
+    def step(self, text): ...
+    def close(self): ...
+
+class Bare(Environment):
+    def __init__(self): ...
     def reset(self, seed, **task): ...
 
-class Room:
+class Room(Environment):
     def __init__(self, width, *, height, door=None): ...
+"""
+METHODS = """
+    async def reset(self, seed, board, *, depth, **task): ...
+    def step(self, text): ...
+    close = None
 """
 
 
@@ -63,7 +74,10 @@ def test_arguments_of_a_custom_class_are_read_in_its_source() -> None:
     assert "environment_kwargs.height must be set, because rooms_to_find:Room" in refusal(
         "rooms_to_find:Room", width=1
     )
-    assert refusal("rooms_to_find:Bare", width=1).endswith("got 1; it has none")
+    assert refusal("rooms_to_find:Bare", width=1).endswith(
+        "got 1; it has none; correct it, or remove the arguments of the configuration by "
+        "trainer.v1.async_pipeline.agentic.environment_kwargs=null"
+    )
     assert "does not define (did you mean 'Room'?)" in refusal("rooms_to_find:Rom")
 
 
@@ -88,12 +102,38 @@ def test_what_a_source_shows(source: str, found: Arguments | None) -> None:
 
 
 def test_other_arguments_may_be_passed_on(rooms: None, tmp_path: Path) -> None:
-    (tmp_path / "open_rooms.py").write_text("class C:\n  def __init__(self, **more): ...", encoding="utf-8")
+    source = f"class C:\n    def __init__(self, **more): ...{METHODS}"
+    (tmp_path / "open_rooms.py").write_text(source, encoding="utf-8")
     check("open_rooms:C", anything=1)
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "why"),
+    [
+        ("    def step(self, text): ...", "", "a class with the method step, which it lacks; write it"),
+        ("    close = None", "", "a class with the method close, which it lacks; write it"),
+        (
+            "self, seed, board, *, depth, **task",
+            "self",
+            "reset that can be called with the seed, but its ",
+        ),
+        (
+            "self, text",
+            "self",
+            "step that can be called with the text of the policy, but its ",
+        ),
+        ("close = None", "def close(self, now): ...", "close that can be called without arguments, but its"),
+    ],
+)
+def test_a_custom_class_has_the_methods(rooms: None, tmp_path: Path, was: str, now: str, why: str) -> None:
+    methods = METHODS.replace(was, now)
+    (tmp_path / "lacking_rooms.py").write_text(f"class C:{methods}", encoding="utf-8")
+    assert why in refusal("lacking_rooms:C")
+
+
 def test_the_arguments_of_built_in_environments() -> None:
-    assert built_in_arguments("frozen_lake") == ("size", "frozen", "slippery", "invalid", "invalid_reward")
+    own = ("size", "frozen", "slippery", "success_rate", "reward_schedule", "invalid", "invalid_reward")
+    assert built_in_arguments("frozen_lake") == own
     assert built_in_arguments("CliffWalking-v1") == ("invalid", "invalid_reward")
 
 
@@ -110,6 +150,7 @@ class TestOfGymnasium:
             ("frozen_lake", {"size": 5, "slippery": True, "invalid": "continue"}),
             ("CliffWalking-v1", {"is_slippery": True, "invalid_reward": -1.0}),
             ("CliffWalking", {}),
+            ("frozen_lake", {"success_rate": 0.5, "reward_schedule": [2, 0, 0], "frozen": 1}),
         ],
     )
     def test_what_can_be_made(self, name: str, kwargs: dict[str, Any]) -> None:
@@ -119,6 +160,7 @@ class TestOfGymnasium:
         ("name", "meant"),
         [
             ("frozen_lak", "frozen_lake"),
+            ("Frozen_Lake", "frozen_lake"),
             ("CliffWalkng-v1", "CliffWalking-v1"),
             ("FrozenLake-v7", "FrozenLake-v1"),
         ],
@@ -133,13 +175,37 @@ class TestOfGymnasium:
     @pytest.mark.parametrize(
         ("name", "kwargs", "why"),
         [
-            ("frozen_lake", {"invalid": "ends"}, "(ConfigError: invalid must be end or continue, got 'ends'"),
+            ("frozen_lake", {"invalid": "ends"}, "(invalid must be end or continue, got 'ends'"),
+            ("frozen_lake", {"size": "four"}, "size must be a whole number >= 2, got 'four'"),
+            ("frozen_lake", {"size": 1}, "size must be a whole number >= 2, got 1"),
+            ("frozen_lake", {"frozen": 8}, "frozen must be a probability above 0, got 8"),
+            ("frozen_lake", {"frozen": 0}, "frozen must be a probability above 0, got 0"),
             ("Pendulum-v1", {}, "must be Discrete or Text, got Box"),
         ],
     )
     def test_what_cannot_be_made(self, name: str, kwargs: dict[str, Any], why: str) -> None:
         line = refusal(name, **kwargs)
         assert why in line and line.endswith("; correct them")
+
+    @pytest.mark.parametrize("name", ["is_slippery", "max_episode_steps", "desc", "map_name"])
+    def test_what_frozen_lake_sets_itself_is_no_argument(self, name: str) -> None:
+        assert f"environment_kwargs.{name} must be an argument of frozen_lake" in refusal(
+            "frozen_lake", **{name: 1}
+        )
+
+    def test_a_package_that_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """gymnasium raises no ImportError then."""
+        import gymnasium
+        from gymnasium.envs.registration import EnvSpec
+
+        spec = EnvSpec("Lacking-v0", entry_point=f"{OWN_IDS}lacking_a_package:Lacking")
+        monkeypatch.setitem(gymnasium.registry, "Lacking-v0", spec)
+        folder, *_ = gymnasium.__path__
+        source = "from gymnasium.error import DependencyNotInstalled\nraise DependencyNotInstalled('none')"
+        monkeypatch.setattr(gymnasium, "__path__", [folder, str(tmp_path)])
+        (tmp_path / "lacking_a_package.py").write_text(source, encoding="utf-8")
+        line = refusal("Lacking-v0")
+        assert "cannot be imported (DependencyNotInstalled: none); install what it requires" in line
 
     def test_environments_of_other_packages_are_not_made(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import gymnasium

@@ -25,6 +25,11 @@ def test_a_key_that_the_config_lacks() -> None:
         "write +trainer.v1.async_pipeline.staleness.max_lag=... to add it"
     )
     assert "did you mean 'faults.wait_timeout_s'" in unknown_key("trainer.v1.async_pipeline.wait_timeout")
+    assert unknown_key("trainer.v1.async_pipeline.agentic.environment_kwargs").endswith(
+        "write +trainer.v1.async_pipeline.agentic.environment_kwargs={...} to add them, and "
+        "trainer.v1.async_pipeline.agentic.environment_kwargs=null before it to remove the names of the "
+        "configuration"
+    )
     assert unknown_key("trainer.nope") == (
         "trainer.nope is not a key of this config; check its spelling, or write +trainer.nope=... to add it"
     )

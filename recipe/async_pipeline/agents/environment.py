@@ -82,7 +82,7 @@ class EnvironmentSpec:
         except (ImportError, AttributeError) as error:
             raise ConfigError(
                 f"the environment {self.name!r} cannot be imported ({error}); write {', '.join(BUILT_IN)}, "
-                "module:Class, ws://HOST:PORT, or an id of gymnasium"
+                "module:Class, http://HOST:PORT or ws://HOST:PORT, or an id of gymnasium"
             ) from error
         return made
 

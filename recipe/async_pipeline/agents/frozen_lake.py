@@ -15,8 +15,10 @@ The policy answers with one letter of LDRU; any other text is invalid and ends t
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from ..errors import ConfigError
 from .gym_environment import GymEnvironment
 
 ACTIONS = "LDRU"
@@ -33,12 +35,38 @@ Board = tuple[str, ...]
 class FrozenLake(GymEnvironment):
     """A random board for each seed, or the `board` of the task."""
 
-    def __init__(self, *, size: int = 4, frozen: float = 0.8, slippery: bool = False, **kwargs: Any) -> None:
-        """`size`: rows and columns; `frozen`: probability of ice; `slippery`: the player may slide."""
+    def __init__(
+        self,
+        *,
+        size: int = 4,
+        frozen: float = 0.8,
+        slippery: bool = False,
+        success_rate: float | None = None,
+        reward_schedule: Sequence[float] | None = None,
+        invalid: Literal["end", "continue"] = "end",
+        invalid_reward: float = 0.0,
+    ) -> None:
+        """`size`: rows and columns; `frozen`: probability of ice; `slippery`: the player may slide.
+
+        `success_rate` and `reward_schedule` are gymnasium's. Raises ConfigError if there are no such boards.
+        """
+        # gymnasium would search for such boards without an end.
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+            raise ConfigError(f"size must be a whole number >= 2, got {size!r}; 4 is the default")
+        if isinstance(frozen, bool) or not isinstance(frozen, int | float) or not 0 < frozen <= 1:
+            raise ConfigError(f"frozen must be a probability above 0, got {frozen!r}; 0.8 is the default")
+
         self._size, self._frozen = size, frozen
         self.board: Board = ()
-        # No limit in the environment: the run bounds the turns of an episode.
-        super().__init__("FrozenLake-v1", is_slippery=slippery, max_episode_steps=-1, **kwargs)
+        options = {"success_rate": success_rate, "reward_schedule": reward_schedule}
+        super().__init__(
+            "FrozenLake-v1",
+            invalid=invalid,
+            invalid_reward=invalid_reward,
+            is_slippery=slippery,
+            max_episode_steps=-1,  # the run bounds the turns of an episode
+            **{name: value for name, value in options.items() if value is not None},
+        )
 
     def reset(self, seed: int, **task: Any) -> str:
         """Begin an episode. `task` may have a `board` of gymnasium's letters, a text for each row."""

@@ -19,11 +19,17 @@ from ..agents.environment import BUILT_IN, GYMNASIUM, OPEN_ENV, EnvironmentSpec,
 from ..errors import ConfigError
 from .agentic import AgenticConfig
 from .paths import hint
-from .user_classes import find_class
+from .user_classes import Call, check_methods, find_class
 
 NAME, ARGUMENTS = f"{AgenticConfig.PATH}.environment", f"{AgenticConfig.PATH}.environment_kwargs"
 OWN_IDS = "gymnasium."
 """Modules of the environments that gymnasium brings along, which start no programs."""
+METHODS = (
+    Call("reset", 1, "the seed", by_name=True),
+    Call("step", 1, "the text of the policy"),
+    Call("close", 0),
+)
+"""How an environment is called; `reset` also gets the row's task, by name."""
 
 
 class Arguments(NamedTuple):
@@ -45,15 +51,19 @@ def check_environment(knobs: AgenticConfig) -> None:
         return
     if name not in BUILT_IN and ":" in name:
         found = find_class(name, NAME, derived=False)
-        _check_names(name, given, None if found is None else arguments_in_source(found))
+        if found is not None:
+            check_methods(found, METHODS, f"{NAME}={name!r}")
+            _check_names(name, given, arguments_in_source(found))
         return
 
     if find_spec("gymnasium") is None:
         raise ConfigError(f"{NAME}={name!r} requires gymnasium; pip install async_pipeline[agentic]")
-    entry_point = None if name in BUILT_IN else _entry_point(name)
-    if entry_point is not None and not entry_point.startswith(OWN_IDS):
-        return
-    known = (*built_in_arguments(name), *_of_gymnasium(entry_point or _entry_point("FrozenLake-v1")))
+    known = built_in_arguments(name)
+    if name not in BUILT_IN:
+        entry_point = _entry_point(name)
+        if not entry_point.startswith(OWN_IDS):
+            return
+        known = (*known, *_of_gymnasium(name, entry_point))
     _check_names(name, given, Arguments(tuple(dict.fromkeys(known))))
     try:
         # gymnasium warns of an id without its version, which the processes of the environments repeat.
@@ -62,11 +72,16 @@ def check_environment(knobs: AgenticConfig) -> None:
             EnvironmentSpec(name=name, kwargs=given).make().close()
     except Exception as error:  # noqa: BLE001 - an environment may raise anything
         shown = f" and {ARGUMENTS}={given!r}" if given else ""
-        reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"{NAME} must be an environment that can be made, got {name!r}{shown}, which cannot ("
-            f"{type(error).__name__}: {reason}); correct them"
+            f"{_reason(error)}); correct them"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return what an error says, in one line; errors of this package speak for themselves."""
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split()).rstrip(".")
 
 
 def _check_server(name: str, given: Mapping[str, Any]) -> None:
@@ -119,7 +134,8 @@ def _check_names(name: str, given: Mapping[str, Any], known: Arguments | None) -
             has = f"it has {', '.join(known.names)}" if known.names else "it has none"
             raise ConfigError(
                 f"{ARGUMENTS}.{one} must be an argument of {name}, got {value!r}"
-                f"{hint(one, known.names)}; {has}"
+                f"{hint(one, known.names)}; {has}; correct it, or remove the arguments of the configuration "
+                f"by {ARGUMENTS}=null"
             )
     for one in known.required:
         if one not in given:
@@ -134,21 +150,23 @@ def _entry_point(name: str) -> str:
     found = [one for one in gymnasium.registry if name in (one, one.rpartition("-v")[0])]
     if not found:
         raise ConfigError(
-            f"{NAME} must be {', '.join(BUILT_IN)}, module:Class, ws://HOST:PORT, or an id of gymnasium, got "
-            f"{name!r}{hint(name, [*BUILT_IN, *gymnasium.registry])}; correct it"
+            f"{NAME} must be {', '.join(BUILT_IN)}, module:Class, http://HOST:PORT or ws://HOST:PORT of a "
+            f"server of OpenEnv, or an id of gymnasium, got {name!r}"
+            f"{hint(name, [*BUILT_IN, *gymnasium.registry])}; correct it"
         )
     return str(gymnasium.registry[found[-1]].entry_point)
 
 
-def _of_gymnasium(entry_point: str) -> Iterator[str]:
+def _of_gymnasium(name: str, entry_point: str) -> Iterator[str]:
     """Yield the arguments that gymnasium passes on to one of its environments."""
     yield "max_episode_steps"
     module, _, cls = entry_point.partition(":")
     try:
         yield from _named(getattr(importlib.import_module(module), cls))
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001 - gymnasium raises no ImportError for missing packages
         raise ConfigError(
-            f"{NAME} names {entry_point}, which requires a package ({error}); install it"
+            f"{NAME}={name!r} requires {entry_point}, which cannot be imported ({_reason(error)}); install "
+            "what it requires"
         ) from None
 
 

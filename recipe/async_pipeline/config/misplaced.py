@@ -184,6 +184,11 @@ def unknown_key(path: str, near: str | None = None) -> str:
     if not path.startswith(f"{OWN}."):
         return f"{path} is not a key of this config; check its spelling, or write +{path}=... to add it"
     knob = path.removeprefix(f"{OWN}.")
+    if knob in mapping_knobs(AsyncPipelineConfig):
+        return (
+            f"{path} gets no further names without a +; write +{path}={{...}} to add them, and {path}=null "
+            "before it to remove the names of the configuration"
+        )
     known = {*knob_paths(), *sections_of(AsyncPipelineConfig)}
     if knob in known or knob.startswith(tuple(f"{one}." for one in mapping_knobs(AsyncPipelineConfig))):
         return f"{path} is a knob that this config does not have; write +{path}=... to add it"

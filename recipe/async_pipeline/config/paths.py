@@ -48,7 +48,11 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return root
 
 
-def hint(name: str, known: Any) -> str:
-    """Return ` (did you mean 'x'?)` for the nearest known name, or nothing if none is near."""
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def hint(name: str, known: Any, cutoff: float = 0.6) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest known name, or nothing if none is near.
+
+    Names that differ in upper and lower case only are near.
+    """
+    by_lower = {str(one).lower(): str(one) for one in known}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=cutoff)
+    return f" (did you mean {by_lower[close[0]]!r}?)" if close else ""

@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core.schedule import Schedule
 from ..errors import ConfigError
@@ -18,6 +19,18 @@ from ..strategies import STRATEGIES, schedule_class
 from .paths import hint
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Call(NamedTuple):
+    """How a method is called."""
+
+    name: str
+    arguments: int
+    """Without self."""
+    passed: str = ""
+    """What they are, for errors."""
+    by_name: bool = False
+    """Whether it may get any further arguments by name."""
 
 
 def schedule_at(strategy: str, path: str) -> type[Schedule]:
@@ -74,14 +87,46 @@ def check_function(target: str, path: str, arguments: int) -> None:
         raise ConfigError(f"{path} names {target!r}, which is a class; name a function")
     if node is None or node.decorator_list:
         return
-    args = node.args
-    places = len(args.posonlyargs) + len(args.args)
-    most = arguments if args.vararg else places
-    if not places - len(args.defaults) <= arguments <= most or None in args.kw_defaults:
+    if not _takes(node.args, arguments):
         raise ConfigError(
             f"{path} must name a function that can be called with {arguments} arguments, got {target!r}, "
-            f"whose arguments are ({ast.unparse(args)}); change them"
+            f"whose arguments are ({ast.unparse(node.args)}); change them"
         )
+
+
+def check_methods(cls: ast.ClassDef, calls: Iterable[Call], what: str) -> None:
+    """Raises ConfigError if a class lacks a method, or if one cannot be called as it will be.
+
+    `what`: the key with the class, for errors. Methods that the source does not show are not checked.
+    """
+    defined = {node.name: node for node in _statements(cls.body) if isinstance(node, Function)}
+    others = {
+        part.id
+        for node in _statements(cls.body)
+        if not isinstance(node, Function)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }
+    whole = not (cls.bases or cls.keywords or cls.decorator_list or "__getattr__" in defined)
+    for call in calls:
+        node = defined.get(call.name)
+        if node is None and whole and call.name not in others:
+            raise ConfigError(f"{what} must be a class with the method {call.name}, which it lacks; write it")
+        if node is None or node.decorator_list or _takes(node.args, 1 + call.arguments, call.by_name):
+            continue
+        passed = f"be called with {call.passed}" if call.passed else "be called without arguments"
+        raise ConfigError(
+            f"{what} must have a method {call.name} that can {passed}, but its arguments are "
+            f"({ast.unparse(node.args)}); change them"
+        )
+
+
+def _takes(args: ast.arguments, count: int, by_name: bool = False) -> bool:
+    """Return whether a function can be called with so many arguments, and perhaps others by name."""
+    places = len(args.posonlyargs) + len(args.args)
+    enough = count <= places or args.vararg is not None
+    required = places - len(args.defaults)
+    return enough and (by_name or (required <= count and None not in args.kw_defaults))
 
 
 def find_module(target: str, path: str) -> ModuleSpec:
