@@ -26,6 +26,8 @@ class Counting:
         if task.get("hangs"):
             time.sleep(1000)
         self.count, self.episodes = self.start, self.episodes + 1
+        if task.get("silent"):
+            return ""
         return f"seed {seed} episode {self.episodes} {task.get('hint', '')}".strip()
 
     def step(self, text: str) -> Any:

@@ -28,7 +28,9 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.started, self.cancelled = asyncio.Event(), asyncio.Event()
-        self.served = DirectCalls(echo=self.echo, fail=self.fail, hang=self.hang, odd=self.odd)
+        self.served = DirectCalls(
+            echo=self.echo, fail=self.fail, refuse=self.refuse, hang=self.hang, odd=self.odd
+        )
 
     async def echo(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append("direct")
@@ -36,6 +38,10 @@ class Actor:
 
     async def fail(self) -> None:
         raise ValueError("a bad prompt")
+
+    async def refuse(self) -> None:
+        # As a further actor's error arrives here, called directly or through Ray.
+        raise RayTaskError("generate", "the further trace", ValueError("a bad prompt")).as_instanceof_cause()
 
     async def odd(self) -> Any:
         return lambda: None
@@ -98,6 +104,16 @@ def test_an_error_is_the_one_that_ray_would_raise() -> None:
         assert isinstance(raised.value.cause, ValueError)
         assert "in fail" in str(raised.value)
         assert await caller.call("echo") == ((), {}), "the connection stays usable"
+
+    with_actor(story)
+
+
+def test_an_error_of_a_further_actor_keeps_its_cause() -> None:
+    async def story(actor: Actor, handle: Handle, caller: DirectCaller) -> None:
+        with pytest.raises(ValueError, match="the further trace") as raised:
+            await caller.call("refuse")
+        assert isinstance(raised.value, RayTaskError)
+        assert repr(raised.value.cause) == "ValueError('a bad prompt')"
 
     with_actor(story)
 

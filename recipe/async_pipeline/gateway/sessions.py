@@ -352,6 +352,8 @@ class Session:
         """Return the engine's answer and the seconds that it took."""
         if max_tokens is not None and max_tokens < 1:
             raise RequestRefused(f"max_tokens must be >= 1, got {max_tokens}")
+        if not token_ids:
+            raise RequestRefused("the messages must have a text, got none: the chat template writes no token")
         limits = self._limits
         room = request.room(len(token_ids), limits.prompt_tokens, limits.response_tokens)
         if room < 1:
@@ -365,6 +367,8 @@ class Session:
         asked = time.perf_counter()
         try:
             answer = await self._policy.generate(request.chain.request_id, token_ids, limit, stop)
+        except RequestRefused:
+            raise
         except Exception as error:  # noqa: BLE001 - handed to the owner of the session
             # Here, so that a deadline inside the rollout is not taken for the one of the turn.
             raise self._failed(error) from error

@@ -133,6 +133,9 @@ class _Callee(_Messages):
             value = await self._methods[method](*args, **kwargs)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  raised in the caller's process
             raised, trace = error, traceback.format_exc()
+            # Of a further actor. Its class is made at run time, so it cannot be pickled.
+            if isinstance(error, RayTaskError):
+                raised, trace = error.cause, str(error)
 
         try:
             message = pickle.dumps((number, value, raised, trace), protocol=5)

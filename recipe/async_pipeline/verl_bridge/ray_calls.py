@@ -39,6 +39,6 @@ def result_of(future: Future[T], timeout_s: float, *, owner: str, what: str) -> 
         raise WaitTimeout(f"{owner} waited {timeout_s:g} s for {what}") from None
 
 
-def cause_of(error: Exception) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """Return the error that was raised in the actor's process, or `error` if it was raised in this one."""
     return error.cause if isinstance(error, RayTaskError) else error

@@ -323,6 +323,44 @@ def test_a_cancellation_of_the_agents_own_is_its_failure(
         Table(module, monkeypatch, agent=f"{AGENTS}:{agent}").play(Engine())
 
 
+NO_FUNCTION = {
+    "custom_reward_function": {"path": None},
+    "reward_model": {"enable": False},
+    "reward_manager": {"module": {"path": None}},
+}
+
+
+def test_an_agent_without_a_reward_fails_if_nothing_else_scores(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:silent")
+    (output,) = table.play(Engine())
+    assert output.reward_score is None, "a reward function scores it"
+    table.config.reward = NO_FUNCTION
+    with pytest.raises(AgentFailed, match=r"gave no reward.*set agentic.verify or reward.custom_reward"):
+        table.play(Engine(), data_source="of_no_benchmark")
+    (output,) = table.play(Engine(), data_source="openai/gsm8k")
+    assert output.reward_score is None, "verl has a function for it"
+
+
+def test_an_agent_that_fails_at_a_limit_is_scored_if_nothing_else_scores(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(module, monkeypatch, agent=f"{AGENTS}:endless", max_turns=3, failure_reward=-0.5)
+    table.config.reward = NO_FUNCTION
+    (output,) = table.play(Engine(turns=100), data_source="of_no_benchmark")
+    assert (output.extra_fields[END], output.reward_score) == ("turns", -0.5)
+
+
+def test_a_request_that_the_engine_refuses_is_the_agents(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    engine.error = ValueError("prompt of an odd length\nand more")
+    with pytest.raises(AgentFailed, match="400.*the engine refuses the request: prompt of an odd length$"):
+        Table(module, monkeypatch, agent=f"{AGENTS}:silent").play(engine)
+
+
 def test_a_last_turn_that_is_cut_off(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = Table(module, monkeypatch, agent=f"{AGENTS}:silent", response_length=3).play(Engine())
     assert (output.extra_fields[END], len(output.response_ids)) == ("cut_off", 3)

@@ -132,6 +132,12 @@ def test_an_episode_token_for_token(module: ModuleType) -> None:
     assert table.left_behind == 0
 
 
+def test_an_episode_needs_a_text_to_begin_with(module: ModuleType) -> None:
+    table = Table(module)
+    with pytest.raises(EnvironmentFailed, match="neither the prompt nor the first observation has a text"):
+        table.play(Policy(table.said("a")), extra_info={"seed": 5, "task": {"silent": True}})
+
+
 def test_each_reward_is_at_the_end_of_its_turn_or_all_of_them_at_the_end_of_the_response(
     module: ModuleType,
 ) -> None:

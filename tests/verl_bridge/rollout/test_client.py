@@ -211,6 +211,29 @@ def test_an_error_of_a_request_is_no_failure_of_its_episode(module: ModuleType) 
     assert balancer.requested == ["a"]
 
 
+class VLLMClientError(Exception):
+    """Has the name of vLLM's base of errors about a request."""
+
+
+class EmptyPrompt(VLLMClientError):
+    pass
+
+
+@pytest.mark.parametrize("error", [EmptyPrompt("no tokens"), ValueError("no tokens")])
+def test_a_request_that_an_engine_refuses_costs_its_episode_only(
+    module: ModuleType, error: Exception
+) -> None:
+    balancer = Balancer(a=failing(raised_remotely(error)))
+
+    async def begin(number: int) -> None:
+        await client_of(module, balancer).generate("r", prompt_ids=[], sampling_params={})
+
+    episodes = Episodes(EpisodeRules.of(2, EndPolicies()))
+    (flaw,) = asyncio.run(episodes.play(begin, "a_0"))
+    assert balancer.requested == ["a", "a"], "it is repeated, as any failure of an agent loop"
+    assert flaw.why == f"episode a_0, attempt 2: agent_failed: {type(error).__name__}: no tokens"
+
+
 def test_a_later_request_gets_the_last_death_of_an_empty_pool(module: ModuleType) -> None:
     balancer = Balancer(a=failing(raised_remotely(EngineDeadError("died"))))
     with pytest.raises(EngineDeadError):

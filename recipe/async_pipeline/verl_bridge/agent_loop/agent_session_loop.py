@@ -35,6 +35,7 @@ from ...gateway.chains import Row
 from ...gateway.claims import Claims
 from ...gateway.registry import Sessions
 from ...gateway.sessions import RECALLED, Session, SessionLimits
+from ..reward.default_function import can_score
 from ..run_config import knobs_of
 from .environment_loop import RewardedTurns, plain, seed_of
 from .episode_attempts import END, NOTED, TOOK_MS, WHY, current_attempt
@@ -72,7 +73,7 @@ class Setup:
         self._claims = claims
         self._address = None if gateway.runners_dir is None else Address(gateway.runners_dir)
         self.runner: Runner = runner_of(spec) if claims is None else ExternalRunner(claims)
-        self.agent_may_reward = gateway.agent_may_reward
+        self.agent_may_reward, self.failure_reward = gateway.agent_may_reward, knobs.failure_reward
         self.limits = SessionLimits(
             prompt_tokens=int(rollout.prompt_length),
             response_tokens=int(rollout.response_length),
@@ -203,6 +204,8 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
             else:
                 reward = reward if session.reward is None else session.reward
                 rewarded = session.turn_rewards.placed(rows[-1], reward)
+                if reward is None and not rewarded and not can_score(self.config, row.get("data_source")):
+                    reward = without_reward(end, setup.failure_reward)
         seconds = time.perf_counter() - started
         spent = {
             "generate_sequences": policy.generate_s,
@@ -220,6 +223,16 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
             }
         )
         return outputs
+
+
+def without_reward(end: str, failure_reward: float) -> float:
+    """Return the reward of an episode that nothing scores. Raises AgentFailed if the agent ended it."""
+    if end != DONE:
+        return failure_reward
+    raise AgentFailed(
+        "the agent gave no reward, and verl has no reward function for its data_source; return or print one, "
+        "or set agentic.verify or reward.custom_reward_function.path"
+    )
 
 
 async def _ended(session: Session, running: Any, late: LeftBehind) -> tuple[str, str, float | None]:

@@ -169,6 +169,8 @@ class EnvironmentLoop(AgentLoopBase):  # type: ignore[misc]
                 game = await stack.enter_async_context(playing)
             messages = with_observation(list(row["raw_prompt"]), game.observation)
             episode = Episode(messages, await self.ct_build_initial_tokens(messages))
+            if not episode.token_ids:
+                raise EnvironmentFailed("reset: neither the prompt nor the first observation has a text")
             await self._play(episode, game, sampling_params, setup)
         output = episode.output(setup.response_length, turn_rewards=setup.turn_rewards)
         if left := setup.pool.newly_left():

@@ -27,6 +27,7 @@ from ...core.deadline import within
 from ...errors import EnvironmentFailed, WaitTimeout
 from ...observe.agent_output import FailedAttempt
 from ...redaction import without_secrets
+from ..ray_calls import cause_of
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -159,7 +160,8 @@ class Attempt:
         if self._scoring:
             raise error
         self.end = next((end for kind, end in END_OF.items() if isinstance(error, kind)), "agent_failed")
-        self.why = f"{type(error).__name__}: {error}"
+        cause = cause_of(error)
+        self.why = f"{type(cause).__name__}: {cause}"
         self._judge(written=False)
 
     def _judge_late(self, late: WaitTimeout) -> None:

@@ -19,6 +19,8 @@ from ...gateway.chains import Answer
 from ...gateway.conversation import Message, Said, ToolCall, tool_call
 from ...gateway.sessions import CannotAppend
 from ...gateway.wire import arguments_of
+from ..ray_calls import cause_of
+from ..rollout.client import refuses_request
 from .model_tokens import tokens_of, turn_ends
 from .prompt_tokens import SHORT_BYTES
 
@@ -96,14 +98,20 @@ class SessionPolicy:
     async def generate(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, stop: Sequence[str]
     ) -> Answer:
-        """Have an engine answer. Raises what the rollout client raises."""
+        """Have an engine answer. Raises RequestRefused if it refuses, and what the rollout client raises."""
         params = {**self._sampling, "max_tokens": max_tokens}
         if stop:
             params["stop"] = [*(self._sampling.get("stop") or ()), *stop]
         started = time.perf_counter()
-        output = await self._client.generate(
-            request_id=request_id, prompt_ids=list(token_ids), sampling_params=params
-        )
+        try:
+            output = await self._client.generate(
+                request_id=request_id, prompt_ids=list(token_ids), sampling_params=params
+            )
+        except Exception as error:
+            if not refuses_request(error):
+                raise
+            why = str(cause_of(error)).partition("\n")[0]
+            raise RequestRefused(f"the engine refuses the request: {why}") from error
         self.generate_s += time.perf_counter() - started
         tokens = list(output.token_ids)
         spans = [(int(version), int(at)) for version, at in output.extra_fields.get("version_spans") or ()]

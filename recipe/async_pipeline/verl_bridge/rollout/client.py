@@ -37,6 +37,8 @@ DEATHS = 5
 """Give up on a request after this many consecutive replica deaths: the request itself may cause them."""
 ENGINE_DEAD = "EngineDeadError"
 """vLLM's error, by name: importing vLLM for it would cost each agent loop worker seconds."""
+REFUSALS = ("ValueError", "VLLMClientError")
+"""What engines raise for requests that they cannot answer, SGLang and vLLM."""
 
 
 class PipelineLLMClient(LLMServerClient):
@@ -73,7 +75,8 @@ class PipelineLLMClient(LLMServerClient):
         Tokens that the transcript already holds are not generated again. On cancellation, the server
         abandons the request.
 
-        Raises WaitTimeout if a turn of a training episode takes longer than it may, which costs the episode.
+        Raises WaitTimeout if a turn of a training episode takes longer than it may, and the engine's error if
+        it refuses the request; both cost the episode.
         Raises the error that the last replica died of if none returns in time, or if `DEATHS` replicas
         died during this request. Other errors propagate at once.
         """
@@ -88,7 +91,7 @@ class PipelineLLMClient(LLMServerClient):
         try:
             output = await (answering if attempt is None else attempt.turn(answering))
         except Exception as error:
-            if attempt is not None and not attempt.is_late:
+            if attempt is not None and not attempt.is_late and not refuses_request(error):
                 attempt.rollout_failed(error)
             raise
         said = output.extra_fields
@@ -282,6 +285,11 @@ class PipelineLLMClient(LLMServerClient):
                 return False
             # Polling is necessary: the balancer does not notify.
             await asyncio.sleep(REFRESH_S)
+
+
+def refuses_request(error: Exception) -> bool:
+    """Return whether the engine refuses only this request, such as an empty prompt."""
+    return any(cls.__name__ in REFUSALS for cls in type(cause_of(error)).__mro__)
 
 
 def is_death(error: Exception) -> bool:
