@@ -139,7 +139,7 @@ def test_a_limit_is_remembered_when_a_request_from_before_it_is_answered() -> No
 
         first = asyncio.create_task(request("q"))
         await settled()
-        with pytest.raises(RequestRefused, match="conversations"):
+        with pytest.raises(RequestRefused, match="begins another conversation"):
             await request("q2")
         policy.gate.set()
         said = (await first).said.text

@@ -226,8 +226,9 @@ class Chains:
 
         if len(self.all) + self.beginning >= self._limit:
             raise RequestRefused(
-                f"this session has {self._limit} conversations, which is the limit, and the messages "
-                "continue none of them; raise agentic.gateway.max_chains, or change less of the history",
+                "the request begins another conversation, because it does not append to one of this session, "
+                f"which may have {self._limit}; raise agentic.gateway.max_chains, or send each request "
+                "once, with the whole history unchanged",
                 end="chains",
             )
         self.beginning += 1
