@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from recipe.async_pipeline.agents.episodes import EndPolicies
 from recipe.async_pipeline.config.agentic import AgenticConfig, GatewayConfig
 from recipe.async_pipeline.config.episode_plan import episodes_in_words
 
@@ -70,3 +71,47 @@ def test_who_gives_the_reward_of_an_agent(knobs: dict[str, Any], kind: str, rewa
 def test_an_agent_that_has_its_control_key() -> None:
     lines = said(agent="mine:play", gateway=GatewayConfig(agent_may_reward=True))
     assert "the agent has its control key: everything that it runs can set its reward" in lines
+
+
+def last(*, ends: dict[str, Any], **knobs: Any) -> list[str]:
+    """Return the lines about ends, which follow those about an environment and its limits."""
+    return said(environment="frozen_lake", ends=EndPolicies(**ends), **knobs)[2:]
+
+
+def test_failures_that_are_not_repeated() -> None:
+    drop = {"env_failed": "drop", "agent_failed": "drop", "deadline": "drop"}
+    changed = "ends that differ from the defaults: "
+    assert last(ends=drop) == [
+        "one that fails is not repeated: its group is bad data (failed_episode)",
+        f"{changed}env_failed=drop, agent_failed=drop, deadline=drop",
+    ]
+    assert last(ends={}, attempts=1) == [
+        "one that fails is not repeated: its group is bad data (failed_episode)"
+    ]
+    assert last(ends={"deadline": "drop"}, attempts=3) == [
+        "one that ends as env_failed or agent_failed is played 3 times at most, with its seed and without "
+        "its group",
+        "one that ends as deadline is not repeated: its group is bad data (failed_episode)",
+        f"{changed}deadline=drop",
+    ]
+
+
+def test_ends_that_are_scored_otherwise() -> None:
+    assert last(ends={"turns": "score", "env_failed": "score"}, failure_reward=-1.0) == [
+        "one that fails is played 2 times at most, with its seed and without its group",
+        "ends that differ from the defaults: turns=score, env_failed=score (score: -1)",
+    ]
+
+
+def test_ends_that_an_agent_loop_does_not_know_are_not_described() -> None:
+    lines = said(agent="mine:play", ends=EndPolicies(env_failed="drop", invalid="score"))
+    assert lines[-1] == "one that fails is played 2 times at most, with its seed and without its group"
+    lines = said("tool_agent", ends=EndPolicies(turns="score"))
+    assert lines[-1].startswith("one that fails is played 2 times")
+
+
+def test_rewards_by_turn_and_prefixes_of_episodes() -> None:
+    knobs = AgenticConfig(environment="frozen_lake", turn_rewards=True)
+    lines = list(episodes_in_words(knobs, {}, "session"))
+    assert lines[2] == "each reward is at the last token of its turn (turn_rewards)"
+    assert lines[3].endswith("use the keys and values of their episode (reuse_prefixes=session)")

@@ -150,7 +150,7 @@ def plan_of(
         old_logp=old_logp,
         loss=loss_in_words(config, old_logp, -(-batch // mini)),
         correction=correction_in_words(config, old_logp, knobs.staleness.max_lag - (oldest == 0)),
-        episodes=tuple(episodes_in_words(knobs.agentic, config)),
+        episodes=tuple(episodes_in_words(knobs.agentic, config, knobs.weight_sync.reuse_prefixes)),
         replicas=generate // tp,
         tensor_parallel=tp,
         groups_per_step=batch,
