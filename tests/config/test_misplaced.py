@@ -85,6 +85,8 @@ def test_a_misplaced_key_is_sent_to_its_place(path: str, place: str) -> None:
         ("async_strateg", "async_strategy"),
         ("async_stategy", "async_strategy"),
         ("async_pipelin", "async_pipeline"),
+        ("trainer.v1.async_pipelin", "async_pipeline"),
+        ("trainer.v1.async_pipelines", "async_pipeline"),
         ("trainer.generate_ahead_step", "generate_ahead_steps"),
         ("actor_rollout_ref.rollout.enable_dual_bufer", "enable_dual_buffer"),
     ],
@@ -98,6 +100,22 @@ def test_a_misspelled_key_is_not_ignored(path: str, meant: str) -> None:
     node[leaf] = "x"
     with pytest.raises(ConfigError, match=f"{path} is unknown, got 'x'; did you mean '{meant}'"):
         resolve(raw)
+
+
+@pytest.mark.parametrize(
+    ("path", "system"),
+    [
+        ("train_env_manager.group_size", "roll"),
+        ("num_return_sequences_in_group", "roll"),
+        ("custom_envs.Lake.env_type", "roll"),
+        ("rllm.agent.max_steps", "rllm"),
+    ],
+)
+def test_keys_of_another_systems_file_are_sent_to_its_translation(path: str, system: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(nested((path, 4)))
+    name = path.partition(".")[0]
+    assert_one_line(caught, f"{name} is a key of", "4", f"`async-pipeline translate {system} FILE`")
 
 
 @pytest.mark.parametrize(

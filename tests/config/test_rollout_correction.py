@@ -11,7 +11,9 @@ import pytest
 
 from recipe.async_pipeline.config.rollout_correction import (
     CORRECTION,
+    ESTIMATOR,
     POLICY_LOSS,
+    check_estimator,
     check_loss,
     check_loss_parameters,
     correction_in_words,
@@ -181,4 +183,13 @@ def test_a_loss_without_a_ratio_does_not_correct(mode: str) -> None:
     words = correction_in_words(nested((f"{POLICY_LOSS}.loss_mode", mode)), "rollout", 2)
     assert words == (
         "none: the loss has no ratio, though responses may have lag 2; set pg_variant=tis to correct for it"
+    )
+
+
+def test_an_estimator_that_verl_does_not_have() -> None:
+    check_estimator(nested((ESTIMATOR, "grpo")), ("gae", "grpo"))
+    with pytest.raises(ConfigError) as caught:
+        check_estimator(nested((ESTIMATOR, "grppo")), ("gae", "grpo"))
+    assert str(caught.value) == (
+        f"{ESTIMATOR} must be one of gae, grpo, got 'grppo' (did you mean 'grpo'?); correct it"
     )

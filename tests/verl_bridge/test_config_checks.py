@@ -562,6 +562,11 @@ def test_a_loss_that_an_external_library_may_add_is_accepted(launch: ModuleType,
     launch.checked(smoke({f"{LOSS}.loss_mode": "mine", "actor_rollout_ref.model.external_lib": "my_losses"}))
 
 
+def test_an_estimator_that_verl_does_not_have_is_refused(launch: ModuleType, smoke: Smoke) -> None:
+    with pytest.raises(ConfigError, match=r"got 'grppo' \(did you mean 'grpo'\?\); correct it"):
+        launch.checked(smoke({"algorithm.adv_estimator": "grppo"}))
+
+
 def test_uncorrected_staleness_is_reported(
     launch: ModuleType, smoke: Smoke, capsys: pytest.CaptureFixture[str]
 ) -> None:

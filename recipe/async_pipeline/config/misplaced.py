@@ -41,6 +41,21 @@ ALSO_VERLS = ("strategy", "agent")
 """Knobs whose names are also keys of verl's below `LIKELY`: of its actor, and of its rollout."""
 
 
+FILES_OF = {"rllm": "rllm"} | dict.fromkeys(
+    (
+        "actor_infer",
+        "actor_train",
+        "custom_envs",
+        "env_monitor",
+        "is_num_return_sequences_expand",
+        "num_return_sequences_in_group",
+        "rollout_batch_size",
+        "train_env_manager",
+        "val_env_manager",
+    ),
+    "roll",
+)
+"""Keys at the top of other systems' files that no other software has, and their names in `translate`."""
 VERLS_SECTIONS = {"rollout": "actor_rollout_ref.rollout"}
 """Sections of this package whose names verl uses too, and verl's places of them."""
 
@@ -49,6 +64,11 @@ def reject_misplaced(raw: Mapping[str, Any]) -> None:
     """Raises ConfigError if a key of this package is misspelled, or is where no code reads it."""
     if select(raw, RUNTIME) is not None:
         raise ConfigError(f"{RUNTIME} is written when a run is launched; remove it, knobs belong below {OWN}")
+    for name in FILES_OF.keys() & raw.keys():
+        raise ConfigError(
+            f"{name} is a key of another system's file, got {shown(name, raw[name])}; translate the file by "
+            f"`async-pipeline translate {FILES_OF[name]} FILE`"
+        )
     places = _places()
     for path, value in walk(raw):
         leaf = path.rpartition(".")[2]
@@ -160,6 +180,7 @@ def reject_near_misses(raw: Mapping[str, Any]) -> None:
         "actor_rollout_ref",
         "actor_rollout_ref.actor",
         "trainer",
+        "trainer.v1",
         "actor_rollout_ref.rollout",
     ):
         node = select(raw, parent) if parent else raw

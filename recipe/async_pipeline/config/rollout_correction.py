@@ -16,6 +16,7 @@ from .paths import hint, select
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
+ESTIMATOR = "algorithm.adv_estimator"
 SPLITS = ("advantage", "score")
 RATIO_LEVELS = ("token", "sequence")
 IS_LEVELS = ("token", "sequence")
@@ -79,6 +80,16 @@ def check_loss_parameters(section: Mapping[str, Any]) -> None:
                 f"{POLICY_LOSS}.{name} must be one of {', '.join(choices)}, got {value!r}; {choices[0]} is "
                 "the default"
             )
+
+
+def check_estimator(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ConfigError unless `known`, verl's registry, has the estimator of advantages."""
+    name = select(config, ESTIMATOR)
+    if name not in known:
+        raise ConfigError(
+            f"{ESTIMATOR} must be one of {', '.join(sorted(known))}, got {name!r}"
+            f"{hint(str(name), known)}; correct it"
+        )
 
 
 def check_loss(config: Mapping[str, Any], known: Collection[str] | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
@@ -30,10 +30,11 @@ from ..config.agent_program import program_values
 from ..config.aliases import BYPASS, FOREIGN
 from ..config.batch_sizes import check_batch_sizes
 from ..config.environment_arguments import check_environment
+from ..config.image_aliases import FLOW_GRPO
 from ..config.loss_modes import LOSS_CONFIG, OWN_LOSSES
 from ..config.paths import MODE, OWN, PATCH_FREE, hint, select
 from ..config.placement import PLACED, POOLS, RATIOS, TASK_RATIOS, Placement, placement_of, proximal_policy
-from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_loss
+from ..config.rollout_correction import CORRECTION, POLICY_LOSS, check_estimator, check_loss
 from ..config.schema import AsyncPipelineConfig
 from ..config.translation import Translation, is_enabled, require_no_stray_keys, resolve
 from ..config.user_classes import find_class, schedule_at
@@ -168,6 +169,7 @@ def _require_corrections_that_work(config: DictConfig, *, bypass: bool) -> None:
             f"old_logp=rollout), got {value!r}; set it to null, since only the loss corrects then"
         )
 
+    check_estimator(config, {*ADV_ESTIMATOR_REGISTRY, FLOW_GRPO})
     # Losses that an external library registers in the workers are unknown here.
     check_loss(
         config,
