@@ -22,8 +22,16 @@ def episode(key: str, reward: float | None, **more: object) -> EpisodeRecord:
 EPISODES = EpisodesRead(
     step=3,
     episodes=(
-        episode("a", 1.0, prompt="P.\n..>", response="R\n#..G>R", versions=(2, 2)),
-        episode("b", 0.0, end="invalid", attempts=2, prompt="p", response="x"),
+        episode(
+            "a",
+            1.0,
+            prompt="P.\n..>",
+            parts=((True, "R"), (False, "\n#..G>\n"), (True, "")),
+            versions=(2, 2),
+            turns=2,
+            place={"index": 7, "seed": 3},
+        ),
+        episode("b", 0.0, end="invalid", attempts=2, prompt="p", parts=((True, "x"),)),
         episode("c", None),
     ),
 )
@@ -32,20 +40,25 @@ EPISODES = EpisodesRead(
 def test_the_worst_come_first() -> None:
     assert list(in_words(EPISODES, None)) == [
         "step 3: 3 episodes, mean reward 0.500; ends: 2 done, 1 invalid",
+        "> what the policy read, < what it wrote",
         "",
-        "c  reward None  done  9 tokens  versions 1 to 2",
+        "c  reward None  end done  1 turn  9 tokens  versions 1 to 2",
         "",
-        "b  reward 0.0  invalid, attempt 2  9 tokens  versions 1 to 2",
+        "b  reward 0.0  end invalid, attempt 2  1 turn  9 tokens  versions 1 to 2",
         "  > p",
         "  < x",
         "",
-        "a  reward 1.0  done  9 tokens  version 2",
+        "a  prompt 7  seed 3  reward 1.0  end done  2 turns  9 tokens  version 2",
         "  > P.",
         "  > ..>",
         "  < R",
-        "  < #..G>R",
+        "  > #..G>",
+        "  <",
     ]
-    assert [line.split()[0] for line in in_words(EPISODES, 1) if line and line[0] != " "] == ["step", "c"]
+    assert [line.split()[0] for line in in_words(EPISODES, 1) if line and line[0] not in " >"] == [
+        "step",
+        "c",
+    ]
 
 
 def test_conversations_are_shown_with_their_episode() -> None:
@@ -59,8 +72,8 @@ def test_conversations_are_shown_with_their_episode() -> None:
     )
     assert [line for line in in_words(found, 1) if line] == [
         "step 3: 2 episodes in 3 conversations, mean reward 0.500; ends: 1 done, 1 tokens",
-        "u_1_0  continued in the next one  9 tokens  versions 1 to 2",
-        "u_1_1  reward 0.0  tokens  9 tokens  versions 1 to 2",
+        "u_1_0  conversation 1 of 2  1 turn  9 tokens  versions 1 to 2",
+        "u_1_1  conversation 2 of 2  reward 0.0  end tokens  1 turn  9 tokens  versions 1 to 2",
     ]
 
 
@@ -84,7 +97,7 @@ def test_the_output_of_failed_attempts_is_named(tmp_path: Path) -> None:
         outputs=(*others, output("u_0", 1), output("v_0", 2)),
     )
     lines = list(in_words(found, 1))
-    at = lines.index("u_0_0  reward 1.0  done, attempt 2  9 tokens  versions 1 to 2")
+    at = lines.index("u_0_0  reward 1.0  end done, attempt 2  1 turn  9 tokens  versions 1 to 2")
     assert lines[at + 1 : at + 3] == [
         "  attempt 1 at u_0: agent_failed: a bug",
         f"    {tmp_path / 'u_0-1.txt'}",

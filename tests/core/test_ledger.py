@@ -168,10 +168,11 @@ def test_an_episode_records_its_end_and_attempts_unless_they_are_usual() -> None
     fates, ledger = drawn("a")
     records = kept(ledger)
     first, second = group("a").trajectories
-    trajectories = (first, replace(second, attempts=3, end="turns"))
+    trajectories = (replace(first, turns=1), replace(second, attempts=3, end="turns", turns=8))
     ledger.finish(Group(uid="a", step=1, trajectories=trajectories, redundant=2))
     assert [one.get("attempts") for one in records[0]["trajectories"]] == [None, 3]
     assert [one.get("end") for one in records[0]["trajectories"]] == [None, "turns"]
+    assert [one.get("turns") for one in records[0]["trajectories"]] == [None, 8]
     audited = audit(
         [
             {"n": 1, "kind": "opened", "step": 0, "max_lag": 1, "last_step": 1},

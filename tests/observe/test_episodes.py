@@ -63,6 +63,31 @@ def test_ends_and_texts_belong_to_their_episodes(tmp_path: Path) -> None:
     assert (second.prompt, second.end, second.attempts, second.reward) == ("in 1", "turns", 2, -1.0)
 
 
+def test_text_in_the_run_directory_is_found_from_any_folder(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [*whole()], {2: [text_of(key, 0) for key in keys_of(2)]})
+    (run / "config.json").write_text('{"trainer": {"rollout_data_dir": "outputs/lake/run/texts"}}')
+    assert {one.response for one in read_episodes(run, 2).episodes} == {"out 0"}
+
+
+def test_who_wrote_which_part_is_read(tmp_path: Path) -> None:
+    records = whole()
+    keys = keys_of(2)
+    for record in records:
+        for one in record["trajectories"] if record["kind"] == "finished" else ():
+            if one["key"] == keys[0]:
+                one["turns"] = 2
+    parts = [[True, "R"], [False, "\n..>"], [True, "D"]]
+    first = {**text_of(keys[0], 0), "turns": parts, "place": {"index": 7}}
+    rows = [first, *(text_of(key, 1) | {"turns": None} for key in keys[1:])]
+    one, other = read_episodes(run_of(tmp_path, [*records], {2: rows}), 2).episodes[:2]
+    assert (one.parts, one.turns, one.place) == (
+        ((True, "R"), (False, "\n..>"), (True, "D")),
+        2,
+        {"index": 7},
+    )
+    assert (other.parts, other.turns, other.place) == (((True, "out 1"),), 1, {})
+
+
 def test_a_conversation_that_another_one_follows_is_not_the_last(tmp_path: Path) -> None:
     records = whole()
     keys = keys_of(2)

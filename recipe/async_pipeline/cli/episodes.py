@@ -14,6 +14,8 @@ from ..core.session_keys import episode_of
 from ..observe.agent_output import KeptOutput
 from ..observe.episodes import EpisodeRecord, EpisodesRead, read_episodes
 
+READ, WROTE = ">", "<"
+"""Marks of lines."""
 OTHER_OUTPUTS = 10
 """How many files of episodes that the step has not trained are named, the newest ones."""
 
@@ -46,12 +48,14 @@ def in_words(found: EpisodesRead, worst: int | None) -> Iterator[str]:
     yield f"step {found.step}: {len(last)} episodes{several}{mean}; ends: {counts}"
     if found.without_text:
         yield found.without_text
+    if any(one.parts for one in found.episodes):
+        yield f"{READ} what the policy read, {WROTE} what it wrote"
     outputs: dict[str, list[KeptOutput]] = {}
     for output in found.outputs:
         outputs.setdefault(output.episode, []).append(output)
     for conversations in sorted(episodes, key=lambda some: _rank(some[-1]))[:worst]:
-        for one in conversations:
-            yield from _conversation(one)
+        for number, one in enumerate(conversations, start=1):
+            yield from _conversation(one, number, len(conversations))
         yield from _outputs(outputs.get(episode_of(conversations[-1].key), ()))
 
     shown = {episode_of(one.key) for one in last}
@@ -83,13 +87,24 @@ def _rank(one: EpisodeRecord) -> float:
     return -math.inf if one.reward is None else one.reward
 
 
-def _conversation(one: EpisodeRecord) -> Iterator[str]:
+def _conversation(one: EpisodeRecord, number: int, count: int) -> Iterator[str]:
+    """Yield a conversation, the `number`th of the `count` of its episode."""
     first, last = one.versions
-    versions = f"version {first}" if first == last else f"versions {first} to {last}"
-    repeated = f", attempt {one.attempts}" if one.attempts > 1 else ""
+    about = [one.key]
+    if count > 1:
+        about.append(f"conversation {number} of {count}")
+    about += [f"{'prompt' if name == 'index' else name} {value}" for name, value in one.place.items()]
+    if one.is_last:
+        repeated = f", attempt {one.attempts}" if one.attempts > 1 else ""
+        about += [f"reward {one.reward}", f"end {one.end}{repeated}"]
+    about += [
+        f"{one.turns} turn{'s' if one.turns > 1 else ''}",
+        f"{one.tokens} tokens",
+        f"version {first}" if first == last else f"versions {first} to {last}",
+    ]
     yield ""
-    ended = f"reward {one.reward}  {one.end}{repeated}" if one.is_last else "continued in the next one"
-    yield f"{one.key}  {ended}  {one.tokens} tokens  {versions}"
-    for mark, text in ((">", one.prompt), ("<", one.response)):
-        for line in (text or "").splitlines():
-            yield f"  {mark} {line}"
+    yield "  ".join(about)
+    for own, text in ((False, one.prompt or ""), *one.parts):
+        # The chat template's line breaks between two turns belong to none; an empty answer is one too.
+        for line in text.strip("\n").splitlines() or ([""] if own else []):
+            yield f"  {WROTE if own else READ} {line}".rstrip()

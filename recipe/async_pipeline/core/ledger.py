@@ -202,6 +202,8 @@ def _fields_of(one: Trajectory) -> dict[str, Any]:
         fields["spans"] = [list(span) for span in one.spans]
     if one.reward is not None:
         fields["reward"] = one.reward
+    if one.turns is not None and one.turns > 1:
+        fields["turns"] = one.turns
     if one.end != "done":
         fields["end"] = one.end
     if one.attempts > 1:

@@ -2,14 +2,15 @@
 """The trained episodes of a run: how each ended, from the ledger, and its text, if verl has written it.
 
 verl writes the text of each step's responses into `trainer.rollout_data_dir`, one file per step, with their
-keys, which the ledger has too. Rows with which verl pads a batch are in the file only.
+keys, which the ledger has too. Rows with which verl pads a batch are in the file only. This package adds who
+wrote which part of a response (`verl_bridge.trainer.episode_texts`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ class EpisodeRecord:
     prompt: str | None = None
     """None: its text is not known."""
     response: str | None = None
+    parts: tuple[tuple[bool, str], ...] = ()
+    """The parts of the response in order, each with whether the policy wrote it; empty without a text."""
+    turns: int = 1
+    """Answers of the policy."""
+    place: Mapping[str, Any] = field(default_factory=dict)
+    """`index` and `seed` of its prompt, as far as they are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +120,20 @@ def _record(one: Mapping[str, Any], step: int, last: Collection[str]) -> Episode
         tokens=int(one["tokens"]),
         versions=(int(one["first"]), int(one["last"])),
         is_last=str(one["key"]) in last,
+        turns=int(one.get("turns", 1)),
     )
 
 
 def _with_text(one: EpisodeRecord, text: Mapping[str, Any]) -> EpisodeRecord:
-    values = {**vars(one), "prompt": str(text.get("input")), "response": str(text.get("output"))}
-    return EpisodeRecord(**values)
+    response = str(text.get("output"))
+    parts = text.get("turns") or [[True, response]]
+    return replace(
+        one,
+        prompt=str(text.get("input")),
+        response=response,
+        parts=tuple((bool(own), str(part)) for own, part in parts),
+        place=text.get("place") or {},
+    )
 
 
 def _order(key: str) -> tuple[Any, ...]:
@@ -139,6 +154,9 @@ def _texts(run: Path, step: int) -> tuple[Mapping[str, Mapping[str, Any]], str]:
     if not folder:
         return {}, f"the run wrote no text; set {key} to have it"
     file = Path(folder) / f"{step}.jsonl"
+    # The path is relative to the folder in which the run was started.
+    if not file.is_file() and (inside := run / file.parent.name / file.name).is_file():
+        file = inside
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return {str(row["uid"]): row for row in rows}, ""

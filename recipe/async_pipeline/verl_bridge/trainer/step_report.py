@@ -27,6 +27,7 @@ from ...observe.step_account import StepAccountant
 from ...observe.summary import RunRecorder
 from ...observe.table import StepRow, progress
 from .calls import BlockingCalls
+from .episode_texts import log_rollout_data
 from .kept_pictures import KeptPictures
 from .ray_metrics import RayGauges
 from .sample_metrics import SampleMeters
@@ -151,8 +152,9 @@ class StepReport:
         if self._rollout_data_dir:
             observers.value(
                 "trainer.rollout_data_dir",
-                view._log_rollout_data,
-                own_copy(batch.payload),
+                log_rollout_data,
+                view,
+                batch,
                 timing,
                 self._rollout_data_dir,
                 lost="without further generations in that folder",
