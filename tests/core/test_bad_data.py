@@ -132,8 +132,18 @@ def test_drop_tries_again_unless_that_is_hopeless_and_then_quarantines(kind: str
     assert data.counts[kind] == len(tries), "a group counts once"
     assert data.refuse("p") == Verdict(f"quarantined since group u{len(tries) - 1}: {kind}: why", False)
     assert data.refuse("another") is None
-    assert len(said) == 1, "the first of a kind"
-    assert said[0].endswith(f": group u0: {kind}: why")
+    assert len(said) == len(tries)
+    assert said[0].endswith(f" says, 1 group so far: group u0: {kind}: why")
+
+
+def test_the_user_reads_of_each_flaw_and_of_many_how_many_there_are() -> None:
+    said: list[str] = []
+    data = BadData({**DROP, "all_masked": "keep"}, 3, said.append)
+    for i in range(35):
+        data.judge(f"u{i}", f"p{i}", [Flaw("all_masked", "why")])
+    counts = [line.partition(" says, ")[2].partition(" so far")[0] for line in said]
+    assert counts == ["1 group", *(f"{n} groups" for n in (*range(2, 11), 20, 30))]
+    assert said[-1].endswith("30 groups so far: group u29: all_masked: why")
 
 
 def test_a_sound_answer_in_between_restarts_the_count() -> None:

@@ -154,7 +154,7 @@ class BadData:
         self, policies: Mapping[str, str], attempts: int, say: Callable[[str], None] = lambda line: None
     ) -> None:
         """`policies`: by kind; `attempts`: how often to generate for a prompt. `say` gets a line for
-        the user for the first flaw of each kind.
+        the user for each of the first ten flaws of a kind, each tenth of the first hundred, and so on.
         """
         self.counts: Counter[str] = Counter()
         """Groups by kind; a group with several flaws counts once for each kind."""
@@ -248,8 +248,11 @@ class BadData:
                 raise BadDataError(
                     f"group {uid} is bad: {flaw}; set {_knob(kind)}=drop to continue without such groups"
                 )
-            if self.counts[kind] == 1:
-                self._say(f"bad data, {self._policies[kind]} as {_knob(kind)} says: group {uid}: {flaw}")
+            if _is_round(self.counts[kind]):
+                groups = f"{self.counts[kind]} group{'s' if self.counts[kind] > 1 else ''} so far"
+                self._say(
+                    f"bad data, {self._policies[kind]} as {_knob(kind)} says, {groups}: group {uid}: {flaw}"
+                )
         return next((flaw for kind, flaw in first.items() if self._policies[kind] == "drop"), None)
 
     def _drop(self, why: str) -> None:
@@ -259,6 +262,11 @@ class BadData:
             raise BadDataError(
                 f"{self._dropped} of {self._groups} groups could not be used; the last, because {why}"
             )
+
+
+def _is_round(count: int) -> bool:
+    """Return whether a count has one digit that is not 0: 1 to 9, 10, 20, ..., 100, 200, ..."""
+    return not str(count)[1:].strip("0")
 
 
 def _knob(kind: str) -> str:

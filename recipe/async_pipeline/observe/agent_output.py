@@ -41,6 +41,12 @@ class KeptOutput(NamedTuple):
     why: str
 
 
+def name_of(episode: str, attempt: int) -> str:
+    """Return the name of the file of an attempt."""
+    name = re.sub(r"[^\w.-]", "-", episode)
+    return f"{name}-attempt-{attempt}.txt"
+
+
 class AgentOutputFolder:
     """Writes the folder; made with the first file. May be called from any thread."""
 
@@ -55,8 +61,7 @@ class AgentOutputFolder:
             for one in failed:
                 about = {name: value for name, value in one._asdict().items() if name != "output"}
                 first = json.dumps({**about, "step": step}, ensure_ascii=False)
-                name = re.sub(r"[^\w.-]", "-", one.episode)
-                file = self._path / f"{name}-attempt-{one.attempt}.txt"
+                file = self._path / name_of(one.episode, one.attempt)
                 file.write_text(f"{first}\n{one.output}", encoding="utf-8", errors="replace")
             for old in _by_age(self._path)[: -self._max_files]:
                 old.unlink(missing_ok=True)

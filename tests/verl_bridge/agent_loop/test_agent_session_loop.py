@@ -703,7 +703,7 @@ def test_a_program_that_hangs_is_killed_at_the_deadline(
 ) -> None:
     ends, flaws, _ = fates(module, monkeypatch, tmp_path / "agent.py", "while True: pass", 0.5)
     assert ends == [("deadline", "again"), ("deadline", "drop")]
-    assert "an episode to end" in flaws[0]
+    assert "an episode to end (agentic.episode_timeout_s)" in flaws[0]
     program = str(tmp_path / "agent.py").encode()
     alive = [one for one in Path("/proc").glob("[0-9]*/cmdline") if program in read(one)]
     assert alive == []

@@ -94,7 +94,8 @@ def test_one_that_fails_is_repeated(error: BaseException, caplog: pytest.LogCapt
 
 def test_one_that_fails_in_every_attempt_is_bad_data() -> None:
     (flaw,) = played(*[raises(ValueError("of a\ntool"))] * 3, most=3)
-    assert flaw == Flaw("failed_episode", "episode a_0, attempt 3: agent_failed: ValueError: of a tool")
+    why = "episode a_0, attempt 3: agent_failed: ValueError: of a tool; see agent_output/a_0-attempt-3.txt"
+    assert flaw == Flaw("failed_episode", why)
 
 
 def test_a_policy_may_drop_at_once() -> None:
@@ -234,13 +235,13 @@ def test_a_response_is_trained_scored_or_played_again(
 def test_a_response_that_is_not_trained_is_not_stored(ends: list[str | None], policy: str) -> None:
     stored: list[tuple[str, float]] = []
     (flaw,) = played(*returns(*ends, stored=stored), env_failed=policy)
-    assert flaw.why == f"episode a_0, attempt {len(ends)}: env_failed: why" and stored == []
+    assert flaw.why.startswith(f"episode a_0, attempt {len(ends)}: env_failed: why; see ") and stored == []
 
 
 def test_an_environment_that_fails_before_anything_was_written_cannot_be_scored() -> None:
     failing = raises(EnvironmentFailed("reset: no"))
     (flaw,) = played(failing, failing, env_failed="score")
-    assert flaw.why == "episode a_0, attempt 2: env_failed: EnvironmentFailed: reset: no"
+    assert flaw.why.startswith("episode a_0, attempt 2: env_failed: EnvironmentFailed: reset: no; see ")
 
 
 def test_time_that_is_excused_does_not_count() -> None:
@@ -333,7 +334,7 @@ def slow_turn(then: Step | None = None, *, seconds: float = 10) -> Step:
 @pytest.mark.parametrize("then", [None, succeeds, raises(ValueError("after it"))])
 def test_a_turn_that_takes_too_long_ends_the_attempt_also_if_the_agent_ignores_it(then: Any) -> None:
     (flaw,) = played(*[slow_turn(then)] * 2, turn_timeout_s=5)
-    assert "attempt 2: deadline: " in flaw.why and "a turn of the policy" in flaw.why
+    assert "attempt 2: deadline: " in flaw.why and "a turn of the policy (agentic.turn_timeout_s)" in flaw.why
     assert played(slow_turn(then), slow_turn(seconds=4), turn_timeout_s=5) == []
     assert played(slow_turn()) == [], "without a limit"
 

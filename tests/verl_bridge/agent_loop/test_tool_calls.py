@@ -105,7 +105,10 @@ def test_a_tool_that_hangs_costs_its_episode(verls: ModuleType) -> None:
     try:
         stateful = Stateful()
         (flaw,) = played(verls, function(verls, release.wait), stateful)
-        assert "attempt 2: deadline: " in flaw.why and "the tool t to return" in flaw.why
+        assert (
+            "attempt 2: deadline: " in flaw.why
+            and "the tool t to return (agentic.tool_timeout_s)" in flaw.why
+        )
         assert stateful.released == ["i"]
         assert played(verls, function(verls, release.wait), function(verls, lambda: "4")) == []
     finally:

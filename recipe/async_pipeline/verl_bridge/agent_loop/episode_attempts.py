@@ -25,7 +25,7 @@ from ...agents.output_log import OutputLog
 from ...core.bad_data import Flaw
 from ...core.deadline import within
 from ...errors import EnvironmentFailed, WaitTimeout
-from ...observe.agent_output import FailedAttempt
+from ...observe.agent_output import FOLDER, FailedAttempt, name_of
 from ...redaction import without_secrets
 from ..ray_calls import cause_of
 
@@ -142,7 +142,8 @@ class Attempt:
 
     async def turn(self, answering: Awaitable[T]) -> T:
         """Await the policy's answer to a request. Raises as `within`."""
-        return await self.within(answering, self._episodes.turn_timeout_s, what="a turn of the policy")
+        what = "a turn of the policy (agentic.turn_timeout_s)"
+        return await self.within(answering, self._episodes.turn_timeout_s, what=what)
 
     def rollout_failed(self, error: Exception) -> None:
         """Note an error of the rollout client, which is no fault of the episode."""
@@ -238,7 +239,7 @@ class Episodes:
             failed(FailedAttempt(name, number, attempt.end, reason, output))
             why = f"episode {name}, attempt {number}: {attempt.end}: {reason}"
             if attempt.action == "drop":
-                return [Flaw(FAILED_EPISODE, why)]
+                return [Flaw(FAILED_EPISODE, f"{why}; see {FOLDER}/{name_of(name, number)}")]
             logger.warning("%s; it is repeated", why)
             number += 1
 
@@ -250,7 +251,7 @@ class Episodes:
                     begin(attempt.number),
                     self.timeout_s,
                     owner="an agent loop",
-                    what="an episode to end",
+                    what="an episode to end (agentic.episode_timeout_s)",
                     excused_s=attempt.excused_s,
                 )
             # A tool that calls exit() must not end the process of all agent loops.

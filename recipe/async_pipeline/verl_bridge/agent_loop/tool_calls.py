@@ -41,7 +41,7 @@ def limited(call: CallTool, timeout_s: float | None) -> CallTool:
     @wraps(call)
     async def call_tool(loop: Any, tool_call: Any, *args: Any, **kwargs: Any) -> Any:
         attempt = current_attempt()
-        what = f"the tool {tool_call.name} to return"
+        what = f"the tool {tool_call.name} to return (agentic.tool_timeout_s)"
         try:
             calling = call(loop, tool_call, *args, **kwargs)
             if attempt is None:
