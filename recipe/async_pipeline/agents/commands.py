@@ -24,8 +24,10 @@ KILL_S = 5.0
 DRAIN_S = 1.0
 """Seconds to wait for the end of the output of a command that has ended: a process that left its group may
 keep a pipe open."""
-PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
-"""Variables of the run that a command gets. All others, such as keys and tokens, it does not."""
+PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables of the run that a command gets. All others, such as keys and tokens, it does not.
+
+Nor LD_LIBRARY_PATH: packages such as OpenCV change it in the worker, which breaks programs elsewhere."""
 
 
 class LeftBehind:
