@@ -30,7 +30,9 @@ def test_512_sessions_of_5_turns(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert (found["sessions"], found["turns"], found["wrong"]) == (512, 5, 0)
     assert 0 < found["stall_s"] < gateway.TARGET_STALL_S
-    assert found["cpu_ms"] > 0 and found["memory_mb"] < 500
+    assert found["cpu_ms_per_request"] > 0 and found["memory_mib"] < 500
+    for name in ("cpu_ms_per_request", "stall_s", "memory_mib", "seconds"):
+        assert found[name] == round(found[name], 4)
 
 
 def test_a_wrong_row_is_found() -> None:
