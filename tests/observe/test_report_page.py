@@ -62,7 +62,7 @@ def test_tiles_show_the_numbers_of_the_run_with_units(run: RunData) -> None:
     assert list(figures) == ["Step time", "Throughput", "Overlap efficiency", "Devices idle", "Lag", "Reward"]
     assert run.accounting is not None
     assert figures["Devices idle"][0] == f"{run.accounting.bubble_ratio:.0%}"
-    assert figures["Step time"][0].endswith(" s")
+    assert figures["Step time"][0].endswith(" s") and figures["Throughput"][0].endswith(" samples/s")
     assert "at most 1 of 1 allowed" in figures["Lag"][1]
 
 

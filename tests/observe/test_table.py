@@ -63,7 +63,7 @@ def test_closing_shows_the_use_of_devices_if_known() -> None:
     known = [line for line in closing(SUMMARY | facts) if "devices idle" in line]
     assert len(known) == 1
     assert (
-        "since the first version was served: devices idle 25 % of the time, overlap efficiency 80 % ("
+        "since the first version was served: devices idle 25% of the time, overlap efficiency 80% ("
         in known[0]
     )
     assert known[0].endswith("the report leaves out the first step")

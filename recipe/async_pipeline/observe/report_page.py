@@ -83,7 +83,10 @@ def figures_of(run: RunData) -> Mapping[str, tuple[str, str]]:
         found["Step time"] = (seconds(median(steps)), spread)
 
     if run.samples_per_s:
-        found["Throughput"] = (f"{amount(run.samples_per_s)} /s", "responses trained, without the first step")
+        found["Throughput"] = (
+            f"{amount(run.samples_per_s)} samples/s",
+            "responses trained, without the first step",
+        )
 
     if run.typical is not None and run.typical.steady_s:
         found["Overlap efficiency"] = (

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .wording import percent
+
 MARK = "[async_pipeline]"
 """Prefix of every line for the user; `async-pipeline watch` shows these and writes the rest to run.log."""
 
@@ -79,10 +81,6 @@ def progress(row: StepRow, *, untrained: float, finished: float, critical: str) 
     )
 
 
-def _percent(share: object) -> str:
-    return f"{100 * float(str(share)):.0f} %"
-
-
 def header() -> str:
     """Return the column titles, aligned with the rows."""
     widths = [len(fmt.format("" if name == "step" else 0)) for name, fmt in _COLUMNS]
@@ -113,9 +111,10 @@ def closing(summary: Mapping[str, object]) -> list[str]:
         )
     )
     if "overlap_efficiency" in summary and summary["groups_trained"]:
+        idle, efficiency = (percent(float(str(summary[n]))) for n in ("bubble_ratio", "overlap_efficiency"))
         lines.append(
-            f"{MARK} since the first version was served: devices idle {_percent(summary['bubble_ratio'])} of "
-            f"the time, overlap efficiency {_percent(summary['overlap_efficiency'])} (100 %: no schedule of "
+            f"{MARK} since the first version was served: devices idle {idle} of "
+            f"the time, overlap efficiency {efficiency} (100%: no schedule of "
             "this work is faster); the report leaves out the first step"
         )
 
