@@ -102,6 +102,6 @@ def test_the_output_of_failed_attempts_is_named(tmp_path: Path) -> None:
         "  attempt 1 at u_0: agent_failed: a bug",
         f"    {tmp_path / 'u_0-1.txt'}",
     ]
-    assert lines[at + 4] == "output of 12 failed attempts at episodes that this step has not trained:"
+    assert lines[at + 4] == "12 failed attempts at episodes that this step has not trained:"
     assert lines[-1] == f"    {tmp_path / 'v_0-2.txt'}"
     assert len(lines) == at + 5 + 2 * OTHER_OUTPUTS

@@ -132,5 +132,5 @@ def test_a_run_without_such_a_step_is_refused(tmp_path: Path) -> None:
         read_episodes(run, 9)
     write(run / "ledger.jsonl", [whole()[0], "half a li"])
     AgentOutputFolder(tmp_path).add(1, [FailedAttempt("u_0", 1, "agent_failed", "a bug", "Traceback")])
-    with pytest.raises(RunFilesError, match="has no trained step.*; .*agent_output has the output of failed"):
+    with pytest.raises(RunFilesError, match="has no trained step.*; .*agent_output has the failed attempts"):
         read_episodes(run)

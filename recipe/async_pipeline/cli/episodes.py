@@ -62,12 +62,12 @@ def in_words(found: EpisodesRead, worst: int | None) -> Iterator[str]:
     others = [output for output in found.outputs if output.episode not in shown]
     if others:
         yield ""
-        yield f"output of {len(others)} failed attempts at episodes that this step has not trained:"
+        yield f"{len(others)} failed attempts at episodes that this step has not trained:"
         yield from _outputs(others[-OTHER_OUTPUTS:])
 
 
 def _outputs(outputs: Sequence[KeptOutput]) -> Iterator[str]:
-    """Yield where the output of failed attempts is."""
+    """Yield failed attempts, each with its file."""
     for one in outputs:
         yield f"  attempt {one.attempt} at {one.episode}: {one.end}: {one.why}"
         yield f"    {one.path}"

@@ -55,7 +55,7 @@ class EpisodesRead:
     without_text: str = ""
     """Why the text is not known; empty if it is."""
     outputs: tuple[KeptOutput, ...] = ()
-    """What agents wrote in failed attempts, of all steps, the newest last."""
+    """The failed attempts that are kept, of all steps, the newest last."""
 
 
 def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
@@ -66,7 +66,7 @@ def read_episodes(run: Path, step: int | None = None) -> EpisodesRead:
     trained = _trained(run / NAME)
     outputs = tuple(read_outputs(run))
     if not trained:
-        written = f"; {outputs[-1].path.parent} has the output of failed agents" if outputs else ""
+        written = f"; {outputs[-1].path.parent} has the failed attempts" if outputs else ""
         raise RunFilesError(
             f"{run / NAME} has no trained step; wait for one, or give another run directory{written}"
         )
