@@ -32,3 +32,18 @@ def test_its_keys_and_verls() -> None:
     assert found.unknown == ["fancy"]
     by_hand = [one.key for one in found.keys if one.outcome.kind == "by hand"]
     assert by_hand == ["rllm.agent.engine_args.a", "rllm.gateway.port"]
+
+
+def test_its_lake_is_this_packages() -> None:
+    lake = {"name": "frozenlake", "env_args": {"size": 8, "p": 0.7, "is_slippery": False, "max_steps": 5}}
+    found = translate_rllm({"rllm": {"env": lake}})
+    assert found.overrides == {
+        "+async_pipeline": True,
+        f"+{OWN}.agentic.environment": "frozen_lake",
+        f"+{OWN}.agentic.environment_kwargs.size": 8,
+        f"+{OWN}.agentic.environment_kwargs.frozen": 0.7,
+        f"+{OWN}.agentic.environment_kwargs.slippery": False,
+    }
+    assert found.keys[-1].outcome.kind == "by hand"
+    other = translate_rllm({"rllm": {"env": {"name": "mine:C", "env_args": {"size": 8}}}})
+    assert other.overrides == {"+async_pipeline": True, f"+{OWN}.agentic.environment": "mine:C"}

@@ -96,6 +96,30 @@ def test_the_agentic_file_with_and_without_its_environments() -> None:
         assert whole.overrides[path] == value, path
 
 
+def test_environments_make_a_file_agentic_that_names_its_group_twice() -> None:
+    found = translated("roll_agentic", **ENVIRONMENTS, num_return_sequences_in_group=8)
+    assert found.overrides["data.train_batch_size"] == 128 and found.overrides[f"{ROLLOUT}.n"] == 8
+    kinds = {one.key: one.outcome.kind for one in found.keys}
+    assert kinds["actor_infer.generating_args.max_new_tokens"] == "set"
+
+
+def test_the_limit_of_a_response_is_set_once() -> None:
+    key = "actor_infer.generating_args.max_new_tokens"
+    alone = translate_roll({"prompt_length": 64, "actor_infer": {"generating_args": {"max_new_tokens": 128}}})
+    assert alone.overrides["data.max_response_length"] == 128
+    found = translated("roll_rlvr", response_length=4096)
+    kinds = {one.key: one.outcome for one in found.keys}
+    assert found.overrides["data.max_response_length"] == 4096
+    assert kinds[key].kind == "differs" and kinds[key].text.startswith("response_length sets")
+
+
+def test_engines_have_one_device_unless_the_file_names_more() -> None:
+    size = f"{ROLLOUT}.tensor_model_parallel_size"
+    assert translated("roll_agentic").overrides[size] == 1
+    config = {"strategy_args": {"strategy_config": {"tensor_parallel_size": 4}}}
+    assert translated("roll_agentic", actor_infer=config).overrides[size] == 4
+
+
 CONFIG = "actor_train.strategy_args.strategy_config"
 
 

@@ -3,14 +3,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..agentic import AgenticConfig
-from .rules import Document, Table, TranslatedFile, as_it_is, by_hand, nothing, to, translate
+from ..paths import select
+from .rules import Document, Outcome, Rule, Table, TranslatedFile, as_it_is, by_hand, nothing, to, translate
 
 _AGENTIC = f"+{AgenticConfig.PATH}"
 VERLS = ("actor_rollout_ref", "algorithm", "critic", "data", "reward", "trainer")
 """Sections of verl."""
 ALSO = {"+async_pipeline": True}
+_ARGUMENT = by_hand("set agentic.environment_kwargs")
 _GATEWAY = by_hand("see the gateway's keys below agentic in docs/configuration.md, if the agent needs one")
+
+
+ENVIRONMENTS = {"frozenlake": "frozen_lake"}
+"""rLLM's environments that this package has, by its own name of them."""
+ARGUMENTS = {"size": "size", "p": "frozen", "is_slippery": "slippery"}
+"""Arguments of rLLM's frozenlake, by this package's names."""
+
+
+def _environment(value: Any, document: Document) -> Outcome:
+    name = ENVIRONMENTS.get(value, value)
+    text = "" if value in ENVIRONMENTS else "an id of gymnasium or module:Class"
+    return Outcome("set", {f"{_AGENTIC}.environment": name}, text)
+
+
+def _argument(name: str) -> Rule:
+    def rule(value: Any, document: Document) -> Outcome:
+        if select(document, "rllm.env.name") in ENVIRONMENTS:
+            return Outcome("set", {f"{_AGENTIC}.environment_kwargs.{name}": value})
+        return _ARGUMENT(value, document)
+
+    return rule
 
 
 def translate_rllm(document: Document) -> TranslatedFile:
@@ -23,8 +48,9 @@ TABLE: Table = (
     ("rllm.agent.trajectory_timeout", to(f"{_AGENTIC}.episode_timeout_s", as_=float)),
     ("rllm.agent.name", by_hand("name an agent loop, in rollout.agent.default_agent_loop or in the rows")),
     ("rllm.agent.*", by_hand("an argument of the agent: see docs/agents.md")),
-    ("rllm.env.name", to(f"{_AGENTIC}.environment", text="an id of gymnasium or module:Class")),
-    ("rllm.env.env_args.*", by_hand("set agentic.environment_kwargs")),
+    ("rllm.env.name", _environment),
+    *((f"rllm.env.env_args.{name}", _argument(own)) for name, own in ARGUMENTS.items()),
+    ("rllm.env.env_args.*", _ARGUMENT),
     ("rllm.gateway.*", _GATEWAY),
     ("rllm.workflow.n_parallel_tasks", to(f"{_AGENTIC}.concurrency")),
     ("rllm.rejection_sample.enable", to("algorithm.filter_groups.enable")),

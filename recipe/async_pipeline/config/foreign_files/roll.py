@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import ConfigError
 from ..agentic import AgenticConfig
 from ..paths import select
+from .roll_run import MEGATRON, RUN, TRAIN_STRATEGY, by_engine, trains_with_megatron
 from .rules import (
     Document,
     Outcome,
@@ -39,7 +40,6 @@ _REF = "actor_rollout_ref.ref"
 _AGENTIC = f"+{AgenticConfig.PATH}"
 _TRAIN, _INFER = "actor_train.strategy_args", "actor_infer.strategy_args.strategy_config"
 _TRANSFORMER = f"{_ACTOR}.megatron.override_transformer_config"
-MEGATRON = "megatron_train"
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -61,6 +61,7 @@ ALSO = {"+async_pipeline": True}
 FSDP = {"deepspeed_train": "fsdp2", "fsdp2_train": "fsdp2"}
 PRECISION = {"param_dtype": ("bf16", "bfloat16"), "reduce_dtype": ("fp32", "float32")}
 """verl's defaults of mixed precision, as ROLL may spell them."""
+TENSOR_PARALLEL = f"{_ROLLOUT}.tensor_model_parallel_size"
 LOG_PROBS = "log_prob_micro_batch_size_per_gpu"
 DATA = "data.train_files and data.val_files: parquet with verl's columns"
 ENVIRONMENT = f"{_AGENTIC}.environment: frozen_lake, an id of gymnasium, or module:Class"
@@ -77,18 +78,26 @@ def translate_roll(document: Document) -> TranslatedFile:
             missing.append(
                 f"{prefix}.{LOG_PROBS}: samples of a forward pass, ROLL's {worker}.infer_batch_size"
             )
-    return replace(found, missing=tuple(missing))
+    # verl's default is 2; ROLL's engines have one device each unless they name more.
+    engines = {TENSOR_PARALLEL: 1} if "actor_infer" in document else {}
+    overrides = {**engines, **found.overrides}
+    return replace(found, missing=tuple(missing), overrides=overrides)
 
 
 def is_agentic(document: Document) -> bool:
-    """Return whether the file is of the agentic pipeline: RLVR states the length of its prompts."""
-    return not any(key in document for key in (_RLVR_GROUP, "prompt_length", "rewards"))
+    """Return whether the file is of the agentic pipeline, which has environments.
+
+    Without them, as in a file that completes another one: RLVR states the length of its prompts.
+    """
+    return any(key in document for key in (_ENVS, "custom_envs")) or not any(
+        key in document for key in (_RLVR_GROUP, "prompt_length", "rewards")
+    )
 
 
 def responses_per_prompt(document: Document) -> int:
     """Return the size of a group."""
     if is_agentic(document):
-        return whole(document, f"{_ENVS}.group_size", 1)
+        return whole(document, f"{_ENVS}.group_size", whole(document, _RLVR_GROUP, 1))
     return whole(document, _RLVR_GROUP, 1)
 
 
@@ -163,7 +172,10 @@ def _tokens_of_a_call(value: Any, document: Document) -> Outcome:
         return Outcome("set", {f"{_AGENTIC}.max_turn_tokens": value}, "of one turn")
     if value == document.get("response_length"):
         return Outcome("nothing to do", text="it is response_length")
-    return Outcome("by hand", text="set data.max_response_length")
+    total = next((name for name in ("response_length", "sequence_length") if name in document), None)
+    if total is None:
+        return Outcome("set", {"data.max_response_length": value})
+    return Outcome("differs", text=f"{total} sets data.max_response_length, the limit of a response here")
 
 
 def _environment(value: Any, document: Document) -> Outcome:
@@ -189,16 +201,6 @@ def _trained_sequences(value: Any, document: Document) -> Outcome:
     return Outcome("by hand", text=f"set {_ROLLOUT}.n")
 
 
-def trains_with_megatron(document: Document) -> bool:
-    """Return whether the file trains with Megatron."""
-    return bool(select(document, f"{_TRAIN}.strategy_name") == MEGATRON)
-
-
-def _by_engine(megatron: Rule, other: Rule) -> Rule:
-    """Use one rule for files that train with Megatron, and the other one for the rest."""
-    return lambda value, document: (megatron if trains_with_megatron(document) else other)(value, document)
-
-
 def _engine(value: Any, document: Document) -> Outcome:
     if value == MEGATRON:
         return Outcome("set", {"model_engine": "megatron"}, "the reference follows the actor")
@@ -219,8 +221,7 @@ def _precision(name: str) -> Rule:
 
 def _of_fsdp2(rule: Rule) -> Rule:
     """Use a rule for files that train with FSDP2: other strategies have no such key."""
-    strategy = f"{_TRAIN}.strategy_name"
-    return lambda value, document: (rule if select(document, strategy) == "fsdp2_train" else _other)(
+    return lambda value, document: (rule if select(document, TRAIN_STRATEGY) == "fsdp2_train" else _other)(
         value, document
     )
 
@@ -290,14 +291,14 @@ TABLE: Table = (
     ),
     (
         "actor_train.model_args.disable_gradient_checkpointing",
-        _by_engine(
+        by_engine(
             nothing("recompute_granularity says what Megatron computes again"),
             to("actor_rollout_ref.model.enable_gradient_checkpointing", as_=lambda value: not value),
         ),
     ),
     (
         "actor_train.model_args.dtype",
-        _by_engine(
+        by_engine(
             one_of(DTYPES, f"{_ACTOR}.megatron.dtype", otherwise=f"set {_ACTOR}.megatron.dtype"),
             only(
                 "bf16",
@@ -319,21 +320,21 @@ TABLE: Table = (
         "actor_train.data_args.file_name",
         by_hand("write the rows as parquet with verl's columns, and set data.train_files and data.val_files"),
     ),
-    (f"{_TRAIN}.strategy_name", _engine),
+    (TRAIN_STRATEGY, _engine),
     *(
         (
             f"{_TRAIN}.strategy_config.{name}",
-            _by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP)),
+            by_engine(to(f"{_ACTOR}.megatron.{name}"), only(1, "no model parallelism", _FSDP)),
         )
         for name in PARALLEL_SIZES
     ),
     *(
-        (f"{_TRAIN}.strategy_config.{name}", _by_engine(to(f"{_ACTOR}.megatron.{name}"), nothing(_FSDP)))
+        (f"{_TRAIN}.strategy_config.{name}", by_engine(to(f"{_ACTOR}.megatron.{name}"), nothing(_FSDP)))
         for name in ("sequence_parallel", "use_distributed_optimizer")
     ),
     (
         f"{_TRAIN}.strategy_config.recompute_granularity",
-        _by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
+        by_engine(_recompute, nothing("gradient checkpointing recomputes whole layers")),
     ),
     *(
         (f"{_TRAIN}.strategy_config.{name}", _of_fsdp2(to(f"{_ACTOR}.fsdp_config.{name}")))
@@ -367,7 +368,7 @@ TABLE: Table = (
     ),
     (f"{_INFER}.gpu_memory_utilization", to(f"{_ROLLOUT}.gpu_memory_utilization")),
     (f"{_INFER}.mem_fraction_static", to(f"{_ROLLOUT}.gpu_memory_utilization")),
-    (f"{_INFER}.tensor_parallel_size", to(f"{_ROLLOUT}.tensor_model_parallel_size")),
+    (f"{_INFER}.tensor_parallel_size", to(TENSOR_PARALLEL)),
     (f"{_INFER}.block_size", to(f"+{_ROLLOUT}.engine_kwargs.vllm.block_size")),
     (f"{_INFER}.load_format", to(f"{_ROLLOUT}.load_format")),
     ("actor_infer.device_mapping", _devices_of(_ROLLOUT)),
@@ -393,4 +394,5 @@ TABLE: Table = (
     ("custom_envs.*", by_hand("an argument of the environment: set agentic.environment_kwargs")),
     ("env_monitor.hung_timeout", to(f"{_AGENTIC}.episode_timeout_s", as_=float)),
     ("env_monitor.*", nothing("deadlines are enforced: see agentic.*_timeout_s")),
+    *RUN,
 )
