@@ -55,8 +55,18 @@ def test_external_runners_are_no_program_of_the_run(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("agent", "why"),
     [
-        ("no_such_program x", "must be module:function or a command whose program exists, got 'no_such_prog"),
-        ("", "must be module:function or a command"),
+        (
+            "no_such_program x",
+            "must be module:function, external or a command whose program exists, got 'no_such_prog",
+        ),
+        ("", "must be module:function, external or a command"),
+        ("extern", r"got 'extern' \(did you mean 'external'\?\); correct it"),
+        ("basin", r"got 'basin'; correct it"),
+        (
+            "./plain.py x",
+            r"a file that is not executable; chmod \+x ./plain.py, or write 'python ./plain.py'",
+        ),
+        ("./plain.sh", r"a file that is not executable; chmod \+x ./plain.sh$"),
         ("python 'x", r"must be a command, got .* \(No closing quotation\); correct its quotes"),
         ("no_such_module:run", "names module 'no_such_module', which cannot be found, .*; check PYTHONPATH"),
         ("no_such_package.module:run", "which cannot be found"),
@@ -86,6 +96,8 @@ def test_what_cannot_be_run(
     for name in ("my_agent.py", "my_agent.sh", "python3", "bash"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
+    for name in ("plain.py", "plain.sh"):
+        (tmp_path / name).write_text("")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     if why is None:
@@ -98,6 +110,11 @@ def test_what_cannot_be_run(
 def test_verify_is_checked_as_well() -> None:
     with pytest.raises(ConfigError, match=r"agentic\.verify must be"):
         program_values(AgenticConfig(agent="json:dump", verify="no_such_program"))
+
+
+def test_verify_is_a_command_only() -> None:
+    with pytest.raises(ConfigError, match=r"verify must be a command .*, a function; write a command that"):
+        program_values(AgenticConfig(agent="json:dump", verify="json:dump"))
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,12 @@ VALUES = {
 def test_a_knob_requires_what_it_is_for(knob: str, needed: tuple[str, ...]) -> None:
     value = VALUES.get(knob, 3)
     either = " or ".join(f".*agentic.{one}" for one in needed)
-    with pytest.raises(ConfigError, match=rf"agentic.{knob.partition('.')[0]}=.* requires {either}; set it"):
+    with pytest.raises(ConfigError, match=rf"agentic.{knob}=.* requires {either}; set it"):
         AsyncPipelineConfig.of({f"agentic.{knob}": value})
     for one in needed:
         chains = {"agentic.gateway.max_chains": 1} if knob == "turn_rewards" and one == "agent" else {}
-        needs = {f"agentic.{one}": KEYS[one][0], **chains}
+        command = {"agentic.agent": "true"} if knob == "agent_env" else {}
+        needs = {f"agentic.{one}": KEYS[one][0], **chains, **command}
         found = AsyncPipelineConfig.of({f"agentic.{knob}": value, **needs}).agentic
         assert (found.gateway.max_chains if knob.startswith("gateway") else getattr(found, knob)) == value
 
@@ -146,3 +147,35 @@ def test_the_path_of_a_unix_socket_is_limited() -> None:
     assert AsyncPipelineConfig.of(values).agentic.gateway.unix_dir == values[knob]
     with pytest.raises(ConfigError, match=r"unix_dir must have at most 80 bytes .*; name a shorter one"):
         AsyncPipelineConfig.of({**values, knob: values[knob] + "a"})
+
+
+def test_knobs_of_a_section_are_named_one_by_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        AsyncPipelineConfig.of({"agentic.gateway.max_chains": 1, "agentic.environment": "m:C"})
+    path = AgenticConfig.PATH
+    assert str(caught.value) == f"{path}.gateway.max_chains=1 requires {path}.agent; set it"
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (
+            {"agent": "m:f", "agent_env": {"A": "b"}},
+            "agent_env requires a command as the agent, or verify, got",
+        ),
+        (
+            {"agent": "true", "agent_env": {"OPENAI_API_KEY": "abc"}},
+            "agent_env.OPENAI_API_KEY must not be set, because the run sets it",
+        ),
+        ({"agent": "true", "ends.invalid": "score"}, "ends.invalid=score requires .*agentic.environment"),
+        ({"agent": "true", "gateway.lease_s": 0.001}, "gateway.lease_s must be >= 1"),
+    ],
+)
+def test_a_knob_that_has_no_effect_with_this_agent(values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"agentic.{why}"):
+        AsyncPipelineConfig.of({f"agentic.{name}": value for name, value in values.items()})
+
+
+def test_variables_of_verify_may_be_those_of_any_model() -> None:
+    values = {"agentic.agent": "m:f", "agentic.agent_env": {"OPENAI_API_KEY": "abc"}}
+    assert AsyncPipelineConfig.of({**values, "agentic.verify": "true"}).agentic.variables()

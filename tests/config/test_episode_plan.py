@@ -104,7 +104,7 @@ def test_ends_that_are_scored_otherwise() -> None:
 
 
 def test_ends_that_an_agent_loop_does_not_know_are_not_described() -> None:
-    lines = said(agent="mine:play", ends=EndPolicies(env_failed="drop", invalid="score"))
+    lines = said(agent="mine:play", ends=EndPolicies(env_failed="drop"))
     assert lines[-1] == "one that fails is played 2 times at most, with its seed and without its group"
     lines = said("tool_agent", ends=EndPolicies(turns="score"))
     assert lines[-1].startswith("one that fails is played 2 times")

@@ -22,6 +22,9 @@ INTERPRETER = re.compile(r"python[\d.]*|bash|sh|dash|zsh|node")
 FLAGS = re.compile(r"-[a-zA-Z]+")
 ARGUMENT_FOLLOWS = frozenset("cemorWX")
 """Options of interpreters after which the first word is something else than a script."""
+VERIFY = f"{AgenticConfig.PATH}.verify"
+CLOSE = 0.8
+"""How much a program must resemble a word to be suggested: PATH has thousands of them."""
 GIVEN = 2
 """Arguments of an agent that is a function: the task and the policy."""
 
@@ -46,8 +49,7 @@ def program_values(agentic: AgenticConfig) -> dict[str, str]:
     else:
         values[path] = runnable(agentic.agent, path)
     if agentic.verify is not None:
-        where = f"{AgenticConfig.PATH}.verify"
-        values[where] = runnable(agentic.verify, where)
+        values[VERIFY] = runnable(agentic.verify, VERIFY)
     return values
 
 
@@ -65,10 +67,7 @@ def runnable(command: str, path: str) -> str:
         ) from None
     program = shutil.which(words[0]) if words else None
     if program is None:
-        raise ConfigError(
-            f"{path} must be module:function or a command whose program exists, got {command!r}"
-            f"{hint(words[0], _programs(words[0])) if words else ''}; correct it"
-        )
+        raise ConfigError(_no_program(command, words, path))
     script = _script(words)
     if script is not None and not Path(script).exists():
         where = Path(script).absolute()
@@ -79,6 +78,23 @@ def runnable(command: str, path: str) -> str:
         )
     files = [str(Path(word).absolute()) if _is_path(word) else word for word in words[1:]]
     return shlex.join([str(Path(program).absolute()), *files])
+
+
+def _no_program(command: str, words: Sequence[str], path: str) -> str:
+    """Return why the first word of a command is no program."""
+    only = path == VERIFY
+    kinds = "a command" if only else f"module:function, {EXTERNAL} or a command"
+    wrong = f"{path} must be {kinds} whose program exists, got {command!r}"
+    if not words:
+        return f"{wrong}; correct it"
+    file = Path(words[0])
+    if file.is_file():
+        run = f", or write 'python {words[0]}'" if file.suffix == ".py" else ""
+        return f"{wrong}, a file that is not executable; chmod +x {words[0]}{run}"
+    if only and is_function(command):
+        return f"{wrong}, a function; write a command that runs it"
+    own = hint(words[0], () if only else (EXTERNAL,)) or hint(words[0], _programs(words[0]), CLOSE)
+    return f"{wrong}{own}; correct it"
 
 
 def _is_path(word: str) -> bool:

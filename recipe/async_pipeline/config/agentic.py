@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, ClassVar
 
 from ..agents.environment import Isolation
 from ..agents.episodes import EndPolicies
+from ..agents.runners import is_function
 from ..core.bad_data import is_finite
 from ..errors import ConfigError
-from .fields import Bounds, Limit, Positive, Seconds, check_fields
+from .fields import LONGEST_S, Bounds, Limit, Positive, Seconds, check_fields
 from .paths import OWN, select
 
 AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
@@ -32,6 +33,8 @@ OF_ENVIRONMENTS = (
     "env_timeout_s",
 )
 """Knobs that have an effect only with `environment`."""
+OF_POLICY = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY")
+"""Environment variables by which a command reaches the policy."""
 OF_AGENTS = ("agent_env", "verify", "gateway")
 """Knobs that have an effect only with `agent`."""
 
@@ -52,7 +55,7 @@ class GatewayConfig:
     """Give the agent the control key of its session too, with which it sets its reward and ends its episode
     (docs/agents.md). What the agent runs, or what the policy makes it do, can then set the reward, unless
     `verify` gives it."""
-    lease_s: Seconds = 60.0
+    lease_s: Annotated[float, Bounds(least=1, most=LONGEST_S, remedy="60 is the default")] = 60.0
     """With agent=external: seconds after which a runner that has not renewed its lease counts as dead. Its
     episode ends as agent_failed."""
     runners_dir: str | None = None
@@ -179,10 +182,32 @@ class AgenticConfig:
             if any(getattr(self, name) is not None for name in needed):
                 continue
             for name in names:
-                value = getattr(self, name)
-                if value != getattr(type(self), name):
-                    either = " or ".join(f"{self.PATH}.{one}" for one in needed)
-                    raise ConfigError(f"{self.PATH}.{name}={value!r} requires {either}; set it")
+                either = " or ".join(f"{self.PATH}.{one}" for one in needed)
+                for given in _given(self, name):
+                    raise ConfigError(f"{self.PATH}.{given} requires {either}; set it")
+        self._check_agent()
+
+    def _check_agent(self) -> None:
+        """Raises ConfigError if a knob cannot have an effect with this agent."""
+        if self.agent is None:
+            return
+        if self.agent_env is not None and self.verify is None and not _is_command(self.agent):
+            raise ConfigError(
+                f"{self.PATH}.agent_env requires a command as the agent, or verify, got "
+                f"agent={self.agent!r}; remove it"
+            )
+        # `verify` does not reach the policy, and may use another model.
+        overridden = [name for name in OF_POLICY if name in (self.agent_env or {}) and self.verify is None]
+        if overridden:
+            raise ConfigError(
+                f"{self.PATH}.agent_env.{overridden[0]} must not be set, because the run sets it for the "
+                "agent; remove it"
+            )
+        if self.environment is None and self.ends.invalid != EndPolicies().invalid:
+            raise ConfigError(
+                f"{self.PATH}.ends.invalid={self.ends.invalid} requires {self.PATH}.environment, because an "
+                "agent over HTTP takes no actions; remove it"
+            )
 
     def variables(self) -> dict[str, str]:
         """Return `agent_env` as text, with true and false as YAML and the command line have them.
@@ -208,6 +233,20 @@ class AgenticConfig:
                 f"{self.attempts} attempts end before faults.wait_timeout_s ({wait_timeout_s:g}), got "
                 f"{one_s:g}; lower it, or raise faults.wait_timeout_s"
             )
+
+
+def _given(config: Any, name: str) -> Iterator[str]:
+    """Yield `knob=value` for what a knob, or the knobs of a section, has that differs from the defaults."""
+    value, default = getattr(config, name), getattr(type(config), name)
+    if not is_dataclass(value):
+        yield from [f"{name}={value!r}"] if value != default else []
+        return
+    for field in fields(value):
+        yield from (f"{name}.{one}" for one in _given(value, field.name))
+
+
+def _is_command(agent: str) -> bool:
+    return agent != EXTERNAL and not is_function(agent)
 
 
 def agent_loop_for(own: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
