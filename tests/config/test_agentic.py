@@ -176,6 +176,6 @@ def test_a_knob_that_has_no_effect_with_this_agent(values: dict[str, Any], why: 
         AsyncPipelineConfig.of({f"agentic.{name}": value for name, value in values.items()})
 
 
-def test_variables_of_verify_may_be_those_of_any_model() -> None:
+def test_verify_may_use_any_model() -> None:
     values = {"agentic.agent": "m:f", "agentic.agent_env": {"OPENAI_API_KEY": "abc"}}
     assert AsyncPipelineConfig.of({**values, "agentic.verify": "true"}).agentic.variables()

@@ -3,7 +3,7 @@
 
     rules        what a key can become, and the walk over a file
     roll         ROLL's keys, of its RLVR and its agentic pipeline
-    roll_run     those of them that stand for themselves
+    roll_run     keys of ROLL whose meaning depends on no other key
     rllm         rLLM's keys that verl does not have
     uni_agent    uni-agent's keys that verl does not have
 
