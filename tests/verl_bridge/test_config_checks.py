@@ -605,7 +605,10 @@ ENVIRONMENT = f"{OWN}.agentic.environment"
             "turn_rewards requires .* reads rewards by token, got grpo, .*; use gae or reinforce_plus_plus",
         ),
         ({f"{OWN}.agentic.max_turns": 4}, "max_turns=4 requires .*environment or .*agentic.agent; set it"),
-        ({f"{OWN}.agentic.agent": "no_such_program x"}, "agentic.agent must be module:function or a command"),
+        (
+            {f"{OWN}.agentic.agent": "no_such_program x"},
+            "agentic.agent must be module:function, external or a command",
+        ),
         (
             {f"{OWN}.agentic.agent": "json:dump", f"{OWN}.reward.while_generating": False},
             "agentic.agent requires .*reward.while_generating=True, .* got False; set it",
