@@ -89,13 +89,20 @@ def test_a_result_for_a_cancelled_caller_is_dropped_while_the_loop_runs() -> Non
     asyncio.run(test(), debug=True)
 
 
-def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
-    begun, release = threading.Event(), threading.Event()
+class Making:
+    """Makes something, which ends when it may."""
 
-    def make() -> str:
-        begun.set()
-        release.wait()
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+
+    def __call__(self) -> str:
+        self.begun.set()
+        self.release.wait()
         return "made"
+
+
+def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
+    make = Making()
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
@@ -103,30 +110,25 @@ def test_what_is_made_for_a_cancelled_caller_is_undone() -> None:
         making = asyncio.create_task(
             made_in_executor(make, lambda made: loop.call_soon_threadsafe(undone.set_result, made))
         )
-        await loop.run_in_executor(None, begun.wait)
+        await loop.run_in_executor(None, make.begun.wait)
         making.cancel()
         await asyncio.wait({making})
         assert making.cancelled() and not undone.done()
-        release.set()
+        make.release.set()
         assert await undone == "made"
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_what_is_made_while_the_loop_ends_is_undone() -> None:
-    begun, release, undone = threading.Event(), threading.Event(), list[str]()
-
-    def make() -> str:
-        begun.set()
-        release.wait()
-        return "made"
+    make, undone = Making(), list[str]()
 
     async def test() -> None:
         loop = asyncio.get_running_loop()
         asyncio.create_task(made_in_executor(make, undone.append))  # noqa: RUF006 - left to the end of the loop
-        await loop.run_in_executor(None, begun.wait)
+        await loop.run_in_executor(None, make.begun.wait)
         # The loop cancels its tasks, and then waits for the threads of its executor.
-        threading.Timer(0.2, release.set).start()
+        threading.Timer(0.2, make.release.set).start()
 
     asyncio.run(test())
     assert undone == ["made"]

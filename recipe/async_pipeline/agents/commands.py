@@ -148,8 +148,10 @@ class _Guard:
             stdin.close()
 
     def end(self) -> int:
-        """End it, and the command if that is still running. Returns how many processes have left its group
-        and still run."""
+        """End it, and the command if that is still running.
+
+        Returns how many processes have left its group and still run.
+        """
         os.close(self._lifeline)
         try:
             self.process.wait(KILL_S)

@@ -86,8 +86,7 @@ class Runner(Protocol):
         """Run it for one episode, and return its reward or None if it gave none.
 
         `folder` is for its files, and is made if it needs one; `log` gets the output of commands. Raises
-        AgentFailed. If cancelled, the agent is stopped, as far as
-        it can be.
+        AgentFailed. If cancelled, the agent is stopped, as far as it can be.
         """
 
 

@@ -204,8 +204,10 @@ class AgentSessionLoop(AgentLoopBase):  # type: ignore[misc]
             else:
                 reward = reward if session.reward is None else session.reward
                 rewarded = session.turn_rewards.placed(rows[-1], reward)
-                if reward is None and not rewarded and not can_score(self.config, row.get("data_source")):
-                    reward = without_reward(end, setup.failure_reward)
+                if reward is None and not rewarded:
+                    # In a thread: the first call for a data source imports verl's function for it.
+                    scores = await asyncio.to_thread(can_score, self.config, row.get("data_source"))
+                    reward = None if scores else without_reward(end, setup.failure_reward)
         seconds = time.perf_counter() - started
         spent = {
             "generate_sequences": policy.generate_s,
