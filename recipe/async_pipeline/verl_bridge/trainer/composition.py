@@ -35,7 +35,7 @@ def generation(trainer: AsyncPipelineTrainer, manager: PushAgentLoopManager) -> 
         temperature=trainer.config.actor_rollout_ref.rollout.temperature,
         filter_metric=trainer._resolve_filter_groups_metric(),
         reward_workers=lambda: trainer.reward_loop_manager.reward_loop_workers,
-        served=lambda: trainer._flow.versions.served,
+        served=lambda: trainer.publisher.served,
         note=lambda event, **fields: trainer._note("generate", event, **fields),
         keep_output=trainer.observers.guard(
             "the output of agents",

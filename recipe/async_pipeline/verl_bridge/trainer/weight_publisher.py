@@ -38,6 +38,11 @@ class WeightPublisher:
         self._tickets: dict[int, Ticket] = {}
         self._last: Publication | None = None
 
+    @property
+    def served(self) -> int:
+        """The newest version that every replica of the rotation serves; -1 before the first."""
+        return -1 if self._last is None else self._last.version
+
     async def gather(self, version: int) -> Ticket:
         """Copy the weights into an arena; the training devices are free afterwards.
 
