@@ -25,7 +25,7 @@ from tests.fakes.alias_values import GERL_SCRIPTS
 
 pytestmark = pytest.mark.e2e
 pytest.importorskip("diffusers")
-STRATEGIES = {"on_policy": 0, "one_step_off": 1, "fully_async": 3}
+LAGS = {"on_policy": 0, "fully_async": 3}
 GROUPS, SAMPLES, TENSORS = 12, 8, 67
 """Prompts of a step, images of each, and tensors of the transformer."""
 GAIN = 0.25
@@ -58,7 +58,7 @@ def check_images(job: Job, strategy: str, steps: int) -> dict[str, Any]:
     assert job.status == 0, job.output[-3000:]
     summary = job.summary
     assert (summary["status"], summary["strategy"], summary["steps"]) == ("completed", strategy, steps)
-    assert summary["lag_max"] <= summary["max_lag"] == STRATEGIES[strategy]
+    assert summary["lag_max"] <= summary["max_lag"] == LAGS[strategy]
     assert summary["served_version"] == summary["trainer_version"] == steps
     assert summary["groups_trained"] == steps * GROUPS
     assert summary["samples_trained"] == steps * GROUPS * SAMPLES
@@ -113,10 +113,9 @@ def test_on_policy_the_trainer_and_the_sampler_agree_bit_for_bit(image_task: Pat
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_reward_grows_with_every_strategy(image_task: Path, tmp_path: Path, strategy: str) -> None:
-    job = train(image_task, tmp_path / "run", strategy, 40)
-    summary = check_images(job, strategy, 40)
+def test_the_reward_grows_at_a_lag_of_three(image_task: Path, tmp_path: Path) -> None:
+    job = train(image_task, tmp_path / "run", "fully_async", 40)
+    summary = check_images(job, "fully_async", 40)
     assert summary["reward_last"] - summary["reward_first"] >= GAIN
 
 

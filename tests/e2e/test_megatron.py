@@ -128,9 +128,8 @@ def test_recorded_routing_is_replayed(own_pool: bool, moe_task: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", LAGS)
-@pytest.mark.parametrize("task", ["tied_task", "moe_task"])
-def test_the_reward_grows_with_every_strategy(
+@pytest.mark.parametrize(("strategy", "task"), [("n_step_ahead", "moe_task"), ("fully_async", "tied_task")])
+def test_the_reward_grows_at_a_lag_of_three(
     task: str, strategy: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     job = train(request.getfixturevalue(task), tmp_path / "run", strategy, 60, MEGATRON)

@@ -8,6 +8,7 @@ its weights.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -28,16 +29,16 @@ from tests.e2e.weights import assert_equal_bits, assert_same_weights
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TOLERANCE = 1e-5
-KILLS_IN_EPISODES = 10
+KILLS = int(os.environ.get("ASYNC_PIPELINE_TEST_KILLS", "3"))
+"""Of a run that is killed again and again, each time at another moment; docs/results has runs with twenty."""
 AFTER_S = 2.0
 """A kill comes up to so long after the line of output that announces it."""
 
 
-def killed_at(step: int | None, seed: int, run_dir: Path, steps: int = STEPS) -> Event:
+def killed_at(step: int | None, run_dir: Path, delay_s: float, steps: int = STEPS) -> Event:
     """A moment after a step (None: any) was reported: in its checkpoint, in the publication, or in the
     next step.
     """
-    delay_s = random.Random(seed).uniform(0.0, AFTER_S)
 
     def kill(process: subprocess.Popen[str]) -> None:
         threading.Timer(delay_s, kill_all, (process, run_dir)).start()
@@ -53,10 +54,9 @@ def test_killed_and_resumed_on_policy_is_the_run_that_was_left_alone(tied_task: 
     ended_well(undisturbed)
 
     again = command(killed, "on_policy", "trainer.save_freq=2")
-    first = run_job(again, killed / "run", tied_task, events=[killed_at(2, 1, killed / "run")])
-    second = run_job(again, killed / "run", tied_task, events=[killed_at(5, 2, killed / "run")])
+    first = run_job(again, killed / "run", tied_task, events=[killed_at(5, killed / "run", 0.3)])
     last = run_job(again, killed / "run", tied_task)
-    assert first.status != 0 and second.status != 0
+    assert first.status != 0
     ended_well(last)
     assert " resumed from " in last.output
     assert audit_file(last.run_dir).processes >= 2
@@ -70,14 +70,14 @@ def assert_kills_change_nothing(
     folder: Path,
     *overrides: str,
     compared: Sequence[str] = COMPARED,
-    kills: int = 20,
     groups: int = 16,
 ) -> Job:
-    """Compare a run that is killed so many times with one that is left alone, and return the latter.
+    """Compare a run that is killed at `KILLS` random moments with an undisturbed run, and return the latter.
 
     `groups`: of a step, as the overrides have it.
     """
-    steps = kills + 4
+    steps = KILLS + 4
+    delays_s = [random.uniform(0.0, AFTER_S) for _ in range(KILLS)]
     alone, killed = folder / "alone", folder / "killed"
     for one in (alone, killed):
         one.mkdir()
@@ -99,27 +99,22 @@ def assert_kills_change_nothing(
         *overrides,
         steps=steps,
     )
-    for seed in range(kills):
-        job = run_job(again, killed / "run", task, events=[killed_at(None, seed, killed / "run", steps)])
+    for delay_s in delays_s:
+        job = run_job(again, killed / "run", task, events=[killed_at(None, killed / "run", delay_s, steps)])
         assert job.status != 0
     last = run_job(again, killed / "run", task)
     ended_well(last, steps, groups)
     assert losses(last, compared) == [
         pytest.approx(row, abs=10 * TOLERANCE, rel=TOLERANCE) for row in losses(undisturbed, compared)
-    ]
+    ], f"killed {delays_s} s after a step"
     assert_equal_bits(weights(killed, steps), weights(alone, steps))
     return undisturbed
-
-
-def test_killed_at_twenty_moments(tied_task: Path, tmp_path: Path) -> None:
-    """Takes half an hour on two cores."""
-    assert_kills_change_nothing(tied_task, tmp_path)
 
 
 KL_COEFFICIENT, REJECTED = "actor/reward_kl_penalty_coeff", "rollout_corr/rollout_rs_masked_fraction"
 
 
-def test_killed_at_twenty_moments_with_rejected_tokens_and_an_adaptive_kl(
+def test_killed_at_random_moments_with_rejected_tokens_and_an_adaptive_kl(
     tied_task: Path, tmp_path: Path
 ) -> None:
     """The reward stage of a later step, which rejects tokens and advances the coefficient, may run before a
@@ -158,7 +153,7 @@ def test_killed_far_ahead_nothing_is_lost_and_a_damaged_checkpoint_is_passed_ove
         "trainer.max_actor_ckpt_to_keep=2",
     )
     run_dir = tmp_path / "run"
-    first = run_job(again, run_dir, tied_task, events=[killed_at(4, 3, run_dir)])
+    first = run_job(again, run_dir, tied_task, events=[killed_at(4, run_dir, 0.5)])
     assert first.status != 0
     newest, before = published(tmp_path / "checkpoints")[:2]
     with (newest / "pipeline.json").open("a") as file:
@@ -192,7 +187,7 @@ def test_answers_that_were_being_written_continue_from_their_tokens(
         seeded=False,
     )
     run_dir = tmp_path / "run"
-    first = run_job(again, run_dir, tied_task, events=[killed_at(2, 4, run_dir)])
+    first = run_job(again, run_dir, tied_task, events=[killed_at(2, run_dir, 0.5)])
     assert first.status != 0
     last = run_job(again, run_dir, tied_task)
     ended_well(last)
@@ -256,7 +251,7 @@ def test_episodes_that_were_being_played_continue_from_their_turns(
         seeded=False,
     )
     run_dir = tmp_path / "run"
-    first = run_job(again, run_dir, lake_task, events=[killed_at(2, 4, run_dir)])
+    first = run_job(again, run_dir, lake_task, events=[killed_at(2, run_dir, 0.5)])
     assert first.status != 0
     last = run_job(again, run_dir, lake_task)
     ended_well(last, groups=batch)
@@ -280,7 +275,7 @@ def with_both_loops(task: Path, made: Path) -> Path:
     return made
 
 
-def test_killed_at_ten_moments_in_the_middle_of_episodes(lake_task: Path, tmp_path: Path) -> None:
+def test_killed_at_random_moments_in_the_middle_of_episodes(lake_task: Path, tmp_path: Path) -> None:
     """An environment plays half of the boards and a program over HTTP the others; both begin again.
 
     A checkpoint of an on-policy run holds no token of the next step, so finished turns are generated again.
@@ -302,6 +297,5 @@ def test_killed_at_ten_moments_in_the_middle_of_episodes(lake_task: Path, tmp_pa
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={agents}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=environment",
-        kills=KILLS_IN_EPISODES,
         groups=4,
     )

@@ -32,7 +32,7 @@ SGLANG = "actor_rollout_ref.rollout.name=sglang"
 KL_MAX = 0.005
 """Of one policy between the trainer's log-probs and the engine's."""
 GAIN = 0.15
-STRATEGIES = {"on_policy": 0, "one_step_off": 1, "n_step_ahead": 2, "fully_async": 3}
+LAGS = {"on_policy": 0, "fully_async": 3}
 TWO_RANKS = (
     "actor_rollout_ref.rollout.n_gpus_per_node=2",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
@@ -45,7 +45,7 @@ WAITS_S = 1.0
 
 
 def train(task: Path, folder: Path, strategy: str, steps: int, *overrides: str) -> Job:
-    lag = STRATEGIES[strategy]
+    lag = LAGS[strategy]
     more = [f"trainer.v1.async_pipeline.staleness.max_lag={lag}"] if lag > 1 else []
     command = smoke_command(
         SGLANG,
@@ -74,24 +74,20 @@ def test_two_ranks_serve_one_replica(tied_task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sizes", [(), TWO_RANKS], ids=["one-rank", "two-ranks"])
-def test_lora_adapters_are_trained(tied_task: Path, tmp_path: Path, sizes: tuple[str, ...]) -> None:
+def test_lora_adapters_are_trained_and_served_by_two_ranks(tied_task: Path, tmp_path: Path) -> None:
     adapters = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.load_format=auto")
-    job = train(tied_task, tmp_path / "run", "on_policy", 5, *adapters, *sizes)
+    job = train(tied_task, tmp_path / "run", "on_policy", 5, *adapters, *TWO_RANKS)
     summary = check_clean_end(job, "on_policy", 0, 5)
     check_events(job)
     assert summary["rollout_corr_kl_max"] <= KL_MAX
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_reward_grows_with_every_strategy(tied_task: Path, tmp_path: Path, strategy: str) -> None:
-    job = train(tied_task, tmp_path / "run", strategy, 60)
-    summary = check_clean_end(job, strategy, STRATEGIES[strategy], 60)
+def test_the_reward_grows_at_a_lag_of_three(tied_task: Path, tmp_path: Path) -> None:
+    job = train(tied_task, tmp_path / "run", "fully_async", 60)
+    summary = check_clean_end(job, "fully_async", LAGS["fully_async"], 60)
     check_events(job)
     assert summary["reward_last"] - summary["reward_first"] >= GAIN
-    if strategy == "on_policy":
-        assert summary["rollout_corr_kl_max"] <= KL_MAX
 
 
 def gathered(run_dir: Path) -> int:
