@@ -13,8 +13,12 @@
 #   --engine   tests that load verl or vLLM in the test process (marker real_engine)
 #   --e2e      whole jobs on the real stack (marker e2e)
 #   --nightly  the slowest whole jobs (marker nightly); in no default tier
+#   --nightly-part
+#              a tenth of them: the tests that have waited longest (tests/nightly.tsv, which it updates)
 #
 # Settings:
+#   ASYNC_PIPELINE_NIGHTLY_PART  `commit` instead of `oldest`: another tenth with each commit that leaves the table
+#                                as it is
 #   ASYNC_PIPELINE_TEST_PYTHON   an interpreter to test with, instead of .venv; skips setup.sh
 #   ASYNC_PIPELINE_TEST_LIMIT_S  seconds after which a whole job counts as a hang (default: 540); raise it where
 #                                other work keeps the cores busy
@@ -57,7 +61,7 @@ while [ "$#" -gt 0 ]; do
       usage
       exit
       ;;
-    --quick | --lint | --unit | --engine | --e2e | --nightly) TIERS+=("${1#--}") ;;
+    --quick | --lint | --unit | --engine | --e2e | --nightly | --nightly-part) TIERS+=("${1#--}") ;;
     *) break ;;
   esac
   shift
@@ -100,6 +104,9 @@ for tier in "${TIERS[@]}"; do
     engine) stage "engine" pytest -m "$ENGINE" ;;
     e2e) stage "e2e" pytest --durations=12 -m "$E2E" ;;
     nightly) stage "nightly" pytest --durations=12 -m nightly ;;
+    nightly-part)
+      stage "part of nightly" pytest -m nightly --nightly-part "${ASYNC_PIPELINE_NIGHTLY_PART:-oldest}"
+      ;;
   esac
 done
 printf '\nall passed, %s s\n' "$SECONDS"

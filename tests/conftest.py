@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["tests.nightly"]
+
 # The same examples in every run, nothing left on disk, no clock: a busy machine must not fail a test.
 settings.register_profile("schedules", max_examples=60, deadline=None, database=None, derandomize=True)
 settings.load_profile("schedules")

@@ -24,7 +24,7 @@ VERBATIM = {".patch"}
 TEXT = [name for name in tracked_files() if Path(name).suffix not in BINARY]
 WORKFLOWS = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
 TEST_SCRIPT = (REPOSITORY / "run_scripts" / "test.sh").read_text(encoding="utf-8")
-TIERS = {"--quick", "--lint", "--unit", "--engine", "--e2e", "--nightly"}
+TIERS = {"--quick", "--lint", "--unit", "--engine", "--e2e", "--nightly", "--nightly-part"}
 
 
 def test_no_ignored_file_is_tracked() -> None:
@@ -86,7 +86,7 @@ def test_workflows_parse_and_call_tiers_that_exist(file: Path) -> None:
             assert ("run" in step) != ("uses" in step)
             for script in re.findall(r"bash (\S+)", step.get("run", "")):
                 assert (REPOSITORY / script).is_file()
-            for options in re.findall(r"test\.sh((?: --\w+)+)", step.get("run", "")):
+            for options in re.findall(r"test\.sh((?: --[\w-]+)+)", step.get("run", "")):
                 assert set(options.split()) <= TIERS
 
 
