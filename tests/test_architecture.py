@@ -10,7 +10,7 @@ import builtins
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,19 +136,25 @@ def parse(module: str) -> ast.Module:
     return ast.parse((PACKAGE / module).read_text(encoding="utf-8"))
 
 
-def imports(module: str) -> Iterator[str]:
-    """Absolute dotted names of everything that a module imports, anywhere in it."""
+@cache
+def nodes_of(module: str) -> Sequence[ast.AST]:
+    return [*ast.walk(parse(module))]
+
+
+@cache
+def imports(module: str) -> Sequence[str]:
+    """Return absolute dotted names of everything that a module imports, anywhere in it."""
+    return [*imports_in(module)]
+
+
+def imports_in(module: str) -> Iterator[str]:
     package = [*OWN_NAME.split("."), *module.split("/")[:-1]]
-    for node in ast.walk(parse(module)):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             yield ".".join([*base, *filter(None, [node.module])])
-
-
-def top_levels(module: str) -> set[str]:
-    return {name.split(".")[0] for name in imports(module)}
 
 
 def mirror_of(module: str) -> str:
@@ -159,18 +165,17 @@ def mirror_of(module: str) -> str:
 # Tests mirror the tree.
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith(("__init__.py", "__main__.py"))])
-def test_every_module_has_a_mirror_test(module: str) -> None:
-    covering = TESTED_ELSEWHERE.get(module, mirror_of(module))
-    assert (REPOSITORY / "tests" / covering).is_file(), (
-        f"{module} has no test; write tests/{mirror_of(module)}"
-    )
+def test_every_module_has_a_mirror_test() -> None:
+    modules = [m for m in MODULES if not m.endswith(("__init__.py", "__main__.py"))]
+    covering = {m: TESTED_ELSEWHERE.get(m, mirror_of(m)) for m in modules}
+    missing = [m for m, test in covering.items() if not (REPOSITORY / "tests" / test).is_file()]
+    assert missing == [], "no test; write tests/DIR/test_NAME.py"
 
 
-@pytest.mark.parametrize("module", TESTED_ELSEWHERE)
-def test_exceptions_are_still_needed(module: str) -> None:
-    assert module in MODULES, "the module is gone: drop its line"
-    assert not (REPOSITORY / "tests" / mirror_of(module)).exists(), "it has a mirror now: drop its line"
+def test_exceptions_are_still_needed() -> None:
+    gone = [module for module in TESTED_ELSEWHERE if module not in MODULES]
+    mirrored = [module for module in TESTED_ELSEWHERE if (REPOSITORY / "tests" / mirror_of(module)).exists()]
+    assert (gone, mirrored) == ([], []), "the module is gone, or it has a mirror now: drop its line"
 
 
 TESTS = sorted(path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").rglob("test_*.py"))
@@ -185,24 +190,37 @@ def test_no_test_module_imports_another() -> None:
 # Layers.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_only_the_bridge_imports_the_stack(module: str) -> None:
-    if not module.startswith(MAY_IMPORT_STACK):
-        assert not top_levels(module) & STACK
+def below(*folders: str) -> list[str]:
+    """Return the modules in these folders, which end in a slash."""
+    found = [m for m in MODULES if m.startswith(folders)]
+    assert found
+    return found
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(READS_FILES_ONLY)])
-def test_what_patches_verl_does_not_import_it(module: str) -> None:
-    assert not top_levels(module) & (STACK | HEAVY)
+def imported(modules: Iterable[str], forbidden: Callable[[str, str], bool]) -> list[str]:
+    """Return `module: name` for each import for which `forbidden(module, name)`."""
+    return [f"{m}: {name}" for m in modules for name in sorted(set(imports(m))) if forbidden(m, name)]
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith(DECIDES)])
-def test_what_decides_imports_the_standard_library_and_itself(module: str) -> None:
-    allowed = (f"{OWN_NAME}.errors", f"{OWN_NAME}.core", f"{OWN_NAME}.{module.split('/')[0]}")
-    for name in imports(module):
-        own = name.startswith(allowed)
-        assert own or name.split(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+def top(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_only_the_bridge_imports_the_stack() -> None:
+    others = [m for m in MODULES if not m.startswith(MAY_IMPORT_STACK)]
+    assert imported(others, lambda module, name: top(name) in STACK) == []
+
+
+def test_what_patches_verl_does_not_import_it() -> None:
+    assert imported(below(*READS_FILES_ONLY), lambda module, name: top(name) in STACK | HEAVY) == []
+
+
+def test_what_decides_imports_the_standard_library_and_itself() -> None:
+    def forbidden(module: str, name: str) -> bool:
+        allowed = (f"{OWN_NAME}.errors", f"{OWN_NAME}.core", f"{OWN_NAME}.{module.split('/')[0]}")
+        return not name.startswith(allowed) and top(name) not in sys.stdlib_module_names
+
+    assert imported(below(*DECIDES), forbidden) == []
 
 
 GROUND = {"errors", "console", "redaction", "processes"}
@@ -232,12 +250,13 @@ LAYERS: Mapping[str, set[str]] = {
 """What each folder may import; the table in docs/architecture.md. `cli` may import all of them."""
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.split("/")[0] in LAYERS])
-def test_layers_import_what_is_below_them(module: str) -> None:
-    folder = module.split("/")[0]
-    allowed = GROUND | LAYERS[folder] | {folder}
-    ours = {name.split(".")[2] for name in imports(module) if name.startswith(f"{OWN_NAME}.")}
-    assert ours <= allowed, f"{module} imports {', '.join(sorted(ours - allowed))}"
+def test_layers_import_what_is_below_them() -> None:
+    def forbidden(module: str, name: str) -> bool:
+        folder = module.split("/")[0]
+        allowed = GROUND | LAYERS[folder] | {folder}
+        return name.startswith(f"{OWN_NAME}.") and name.split(".")[2] not in allowed
+
+    assert imported([m for m in MODULES if m.split("/")[0] in LAYERS], forbidden) == []
 
 
 LAZY = {
@@ -248,29 +267,37 @@ LAZY = {
 """Adapters that import an optional package when they are used."""
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("agents/")])
-def test_agents_import_the_standard_library_and_what_they_adapt(module: str) -> None:
-    others = {top for top in top_levels(module) if top != "recipe" and top not in sys.stdlib_module_names}
-    assert others <= {LAZY.get(module, "")}
+def is_foreign(name: str) -> bool:
+    """Whether an import is neither ours nor of the standard library."""
+    return top(name) not in {"recipe", *sys.stdlib_module_names}
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("diffusion/")])
-def test_diffusion_imports_libraries_of_models_when_it_uses_them(module: str) -> None:
-    top = {
-        (alias.name if isinstance(node, ast.Import) else node.module or "").split(".")[0]
+def test_agents_import_the_standard_library_and_what_they_adapt() -> None:
+    foreign = imported(
+        below("agents/"), lambda module, name: is_foreign(name) and top(name) != LAZY.get(module)
+    )
+    assert foreign == []
+
+
+def test_diffusion_imports_libraries_of_models_when_it_uses_them() -> None:
+    at_the_top = {
+        f"{module}: {alias.name if isinstance(node, ast.Import) else node.module or ''}"
+        for module in below("diffusion/")
         for node in parse(module).body
         if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
         for alias in node.names
     }
-    assert top - {"torch"} <= set(sys.stdlib_module_names)
+    assert [
+        found for found in at_the_top if top(found.split(": ")[1]) not in {"torch", *sys.stdlib_module_names}
+    ] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_only_images_need_diffusers(module: str) -> None:
-    if "diffusers" in top_levels(module):
-        assert module.startswith(
-            ("diffusion/", "toy/image_", "verl_bridge/rollout/diffusers/", "verl_bridge/workers/diffusion_")
-        )
+IMAGES = ("diffusion/", "toy/image_", "verl_bridge/rollout/diffusers/", "verl_bridge/workers/diffusion_")
+
+
+def test_only_images_need_diffusers() -> None:
+    others = [m for m in MODULES if not m.startswith(IMAGES)]
+    assert imported(others, lambda module, name: top(name) == "diffusers") == []
 
 
 SERVES = {
@@ -280,10 +307,12 @@ SERVES = {
 """The modules that import the optional packages of the gateway, and only in the process that serves."""
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("gateway/")])
-def test_the_gateway_imports_the_standard_library_and_its_wire(module: str) -> None:
-    others = {top for top in top_levels(module) if top != "recipe" and top not in sys.stdlib_module_names}
-    assert others - {"msgspec"} <= SERVES.get(module, set())
+def test_the_gateway_imports_the_standard_library_and_its_wire() -> None:
+    foreign = imported(
+        below("gateway/"),
+        lambda module, name: is_foreign(name) and top(name) not in {"msgspec", *SERVES.get(module, ())},
+    )
+    assert foreign == []
 
 
 def test_every_folder_has_a_layer_or_is_the_command_line() -> None:
@@ -298,12 +327,17 @@ def test_a_relative_import_is_resolved() -> None:
 OWN_PATH = re.compile(r"(?:pkg://)?(recipe\.async_pipeline(?:\.\w+)+)[:.]?")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_path_in_a_string_leads_to_something(module: str) -> None:
+def test_a_path_in_a_string_leads_to_something() -> None:
     """Ray, vLLM, hydra and verl import these by name, and only in a run."""
-    strings = (node.value for node in ast.walk(parse(module)) if isinstance(node, ast.Constant))
-    for found in filter(None, (OWN_PATH.fullmatch(s) for s in strings if isinstance(s, str))):
-        assert exists(found[1].removeprefix(f"{OWN_NAME}.")), f"{module} names {found[1]}, which is not there"
+    named = [
+        (module, found[1])
+        for module in MODULES
+        for node in nodes_of(module)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if (found := OWN_PATH.fullmatch(node.value))
+    ]
+    assert named
+    assert [one for one in named if not exists(one[1].removeprefix(f"{OWN_NAME}."))] == []
 
 
 def exists(dotted: str) -> bool:
@@ -345,18 +379,23 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 # Habits.
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_prints(module: str) -> None:
-    calls = [node.func for node in ast.walk(parse(module)) if isinstance(node, ast.Call)]
-    assert "print" not in {func.id for func in calls if isinstance(func, ast.Name)}
+def test_nothing_prints() -> None:
+    printing = [
+        module
+        for module in MODULES
+        for node in nodes_of(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert printing == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_its_licence_and_its_purpose(module: str) -> None:
-    assert (
-        (PACKAGE / module).read_text(encoding="utf-8").startswith("# SPDX-License-Identifier: Apache-2.0\n")
-    )
-    assert ast.get_docstring(parse(module))
+LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
+
+
+def test_every_module_says_its_licence_and_its_purpose() -> None:
+    texts = {module: (PACKAGE / module).read_text(encoding="utf-8") for module in MODULES}
+    assert [module for module, text in texts.items() if not text.startswith(LICENCE)] == []
+    assert [module for module in MODULES if not ast.get_docstring(parse(module))] == []
 
 
 def test_every_error_has_our_root_and_a_standard_parent() -> None:
