@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Install what is missing, then run the checks in stages and print the time of each.
 #
-#   bash run_scripts/test.sh                     lint, unit, engine and e2e
+#   bash run_scripts/test.sh                     lint and unit next to engine, which use one core each; then e2e
 #   bash run_scripts/test.sh --quick             lint, and the unit tests without the slow ones
 #   bash run_scripts/test.sh --unit --engine     the named tiers, in this order
 #   bash run_scripts/test.sh tests/core -k ...   pytest's own arguments: one run with just these
@@ -84,7 +84,29 @@ source run_scripts/cpu_env.sh
 if [ "$#" -gt 0 ]; then
   exec "$PYTHON" -m pytest "$@"
 fi
-[ "${#TIERS[@]}" -gt 0 ] || TIERS=(lint unit engine e2e)
+
+# Lint and the unit tests write into a file until the engine tests have ended. `set -m` gives them a process group;
+# without it, bash would start them with SIGINT ignored, which their children inherit.
+side_by_side() {
+  local log status=0
+  log="$(mktemp)"
+  export ASYNC_PIPELINE_TEST_PYTHON="$PYTHON"
+  set -m
+  bash run_scripts/test.sh --lint --unit >"$log" 2>&1 &
+  OTHERS=$!
+  set +m
+  trap 'kill -- "-$OTHERS" 2>/dev/null || true' EXIT
+  bash run_scripts/test.sh --engine || status=$?
+  wait "$OTHERS" || status=$?
+  cat "$log"
+  rm "$log"
+  return "$status"
+}
+
+if [ "${#TIERS[@]}" -eq 0 ]; then
+  side_by_side
+  TIERS=(e2e)
+fi
 
 for tier in "${TIERS[@]}"; do
   case "$tier" in
