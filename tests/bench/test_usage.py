@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from recipe.async_pipeline.bench.usage import Usage, UsageMeter, cpu_between, foreign_cpu, part_of
@@ -54,6 +57,43 @@ def test_foreign_cpu_excludes_this_job() -> None:
     ]
     assert foreign_cpu(samples) == pytest.approx((10.0 - 5.0) / 10)
     assert foreign_cpu(samples[:1]) == 0.0
+
+
+class NamedProcess:
+    """A process of which psutil says what the test says."""
+
+    pid = 1
+    name, cpu_s = "", 0.0
+
+    def children(self, recursive: bool) -> list[NamedProcess]:
+        return []
+
+    def oneshot(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def cpu_times(self) -> SimpleNamespace:
+        return SimpleNamespace(user=self.cpu_s, system=0.0)
+
+    def memory_info(self) -> SimpleNamespace:
+        return SimpleNamespace(rss=0, shared=0)
+
+    def cmdline(self) -> list[str]:
+        return [self.name]
+
+    def create_time(self) -> float:
+        return 1.0
+
+
+def test_time_counts_for_the_part_of_a_process_at_that_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of Ray is renamed when an actor starts in it, and a process that ends has no name."""
+    process = NamedProcess()
+    monkeypatch.setattr(psutil, "Process", lambda pid: process)
+    meter = UsageMeter(1, every_s=1000.0)
+    found = []
+    for process.name, process.cpu_s in (("ray::IDLE", 2.0), ("ray::WorkerDict", 5.0), ("", 5.5)):
+        found.append(meter.sample().cpu_s)
+    meter.stop()
+    assert found == [{"other": 2.0}, {"other": 2.0, "train": 3.0}, {"other": 2.5, "train": 3.0}]
 
 
 def test_cpu_time_of_ended_processes_is_kept() -> None:

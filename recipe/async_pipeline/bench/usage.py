@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -64,7 +65,9 @@ class UsageMeter:
         self.samples: list[Usage] = []
         self._parts, self._every_s = parts, every_s
         self._root = psutil.Process(pid)
-        self._seen: dict[tuple[int, float], tuple[str, float]] = {}
+        self._seen: dict[tuple[int, float], float] = {}
+        """CPU seconds of each process at the last sample."""
+        self._cpu_s: defaultdict[str, float] = defaultdict(float)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample_until_ended, name="usage", daemon=True)
         self._thread.start()
@@ -80,7 +83,11 @@ class UsageMeter:
             self.samples.append(self.sample())
 
     def sample(self) -> Usage:
-        """Take one sample. Processes that have ended count with their last known CPU time."""
+        """Take one sample. Processes that have ended count with their last known CPU time.
+
+        Time counts for the part that a process belongs to when it is spent: Ray renames a worker when an
+        actor starts in it, and a process that ends loses its name.
+        """
         private = 0
         try:
             processes = [self._root, *self._root.children(recursive=True)]
@@ -92,17 +99,14 @@ class UsageMeter:
                 with process.oneshot():
                     spent = process.cpu_times()
                     memory = process.memory_info()
-                    # Ray renames a worker when an actor starts in it, so a process may change its part.
                     part = part_of(" ".join(process.cmdline()), self._parts)
-                    self._seen[process.pid, process.create_time()] = (part, spent.user + spent.system)
+                    key, seconds = (process.pid, process.create_time()), spent.user + spent.system
+                    self._cpu_s[part] += seconds - self._seen.get(key, 0.0)
+                    self._seen[key] = seconds
                     private += memory.rss - memory.shared
             except psutil.Error:
                 continue
 
-        cpu: dict[str, float] = {}
-        for part, seconds in self._seen.values():
-            cpu[part] = cpu.get(part, 0.0) + seconds
-
         busy = psutil.cpu_times()
         machine = sum(busy) - busy.idle - getattr(busy, "iowait", 0.0) - getattr(busy, "guest", 0.0)
-        return Usage(time.monotonic(), cpu, private, machine)
+        return Usage(time.monotonic(), dict(self._cpu_s), private, machine)
