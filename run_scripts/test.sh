@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Install what is missing, then run the checks in stages and print the time of each.
 #
-#   bash run_scripts/test.sh                     lint and unit next to engine, which use one core each; then e2e
+#   bash run_scripts/test.sh                     lint, unit and engine, next to e2e
 #   bash run_scripts/test.sh --quick             lint, and the unit tests without the slow ones
 #   bash run_scripts/test.sh --unit --engine     the named tiers, in this order
 #   bash run_scripts/test.sh tests/core -k ...   pytest's own arguments: one run with just these
@@ -85,28 +85,26 @@ if [ "$#" -gt 0 ]; then
   exec "$PYTHON" -m pytest "$@"
 fi
 
-# Lint and the unit tests write into a file until the engine tests have ended. `set -m` gives them a process group;
-# without it, bash would start them with SIGINT ignored, which their children inherit.
+# The first three tiers use one core, and the jobs of e2e keep more than one busy only while they start. The output of
+# the former is shown at the end. In a folder of its own, neither side finds the Ray clusters of the other. `set -m`
+# gives the former a process group; without it, bash would start them with SIGINT ignored, which children inherit.
 side_by_side() {
-  local log status=0
-  log="$(mktemp)"
+  local folder status=0
+  folder="$(mktemp -d)"
   export ASYNC_PIPELINE_TEST_PYTHON="$PYTHON"
   set -m
-  bash run_scripts/test.sh --lint --unit >"$log" 2>&1 &
+  RAY_TMPDIR="$folder" bash run_scripts/test.sh --lint --unit --engine >"$folder/log" 2>&1 &
   OTHERS=$!
   set +m
   trap 'kill -- "-$OTHERS" 2>/dev/null || true' EXIT
-  bash run_scripts/test.sh --engine || status=$?
+  bash run_scripts/test.sh --e2e || status=$?
   wait "$OTHERS" || status=$?
-  cat "$log"
-  rm "$log"
+  cat "$folder/log"
+  rm -rf "$folder"
   return "$status"
 }
 
-if [ "${#TIERS[@]}" -eq 0 ]; then
-  side_by_side
-  TIERS=(e2e)
-fi
+[ "${#TIERS[@]}" -gt 0 ] || side_by_side
 
 for tier in "${TIERS[@]}"; do
   case "$tier" in

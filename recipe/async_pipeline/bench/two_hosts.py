@@ -51,8 +51,9 @@ class Host:
     def __init__(self, number: int, environment: Mapping[str, str]) -> None:
         """Create the namespaces. Raises ConfigError if this user must not."""
         self.address = f"10.77.0.{number}"
-        self._environment = {**os.environ, "RAY_ADDRESS": f"{self.address}:{PORT}", **environment}
         # Nodes of one machine would otherwise share the sockets of their sessions.
+        own = {"RAY_ADDRESS": f"{self.address}:{PORT}", "RAY_TMPDIR": "/tmp"}
+        self._environment = {**os.environ, **own, **environment}
         script = (
             f"mount -t tmpfs -o size={SHM_SIZE} tmpfs /dev/shm && mkdir -p /tmp/ray "
             "&& mount -t tmpfs tmpfs /tmp/ray && ip link set lo up && echo ready && exec sleep infinity"
