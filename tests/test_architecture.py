@@ -49,6 +49,8 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "config/paths.py": "config/test_translation.py",
     "config/foreign_pools.py": "config/test_placement.py",
     "console.py": "cli/test_main.py",
+    # A row of it, and how it is printed.
+    "cli/finding.py": "cli/test_doctor.py",
     # Nothing to call: classes without a body, and a protocol.
     "errors.py": "test_architecture.py",
     "core/trainer_protocol.py": "core/test_flow.py",
@@ -112,6 +114,9 @@ TESTED_ELSEWHERE: Mapping[str, str] = {
     "verl_bridge/rollout/sglang/lora.py": "verl_bridge/rollout/sglang/test_adapter.py",
     "verl_bridge/rollout/sglang/layout.py": "verl_bridge/rollout/sglang/test_adapter.py",
     "verl_bridge/rollout/standalone_replica.py": "verl_bridge/test_lost_nodes.py",
+    # Tables, which are compared with the code and with the engines.
+    "verl_bridge/rollout/sglang/uses.py": "contract/test_declared.py",
+    "verl_bridge/rollout/vllm/uses.py": "contract/test_declared.py",
     # Tested as the base of vLLM's server, and with vLLM's models.
     "verl_bridge/rollout/versioned_server.py": "verl_bridge/rollout/vllm/test_server.py",
     "verl_bridge/rollout/served_layout.py": "verl_bridge/rollout/vllm/test_layout.py",
@@ -243,8 +248,8 @@ LAYERS: Mapping[str, set[str]] = {
     "gpu_kit": {"observe", "weight_sync"},
     "soak": {"agents", "bench", "core", "observe", "toy", "weight_sync"},
     "verl_bridge": {
-        *("agents", "bench", "checkpoint", "config", "core", "diffusion", "gateway", "observe", "patching"),
-        *("stages", "strategies", "weight_sync"),
+        *("agents", "bench", "checkpoint", "config", "contract", "core", "diffusion", "gateway", "observe"),
+        *("patching", "stages", "strategies", "weight_sync"),
     },
 }
 """What each folder may import; the table in docs/architecture.md. `cli` may import all of them."""

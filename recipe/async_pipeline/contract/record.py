@@ -2,7 +2,7 @@
 """The contract: the shape in the pinned verl of everything that this package uses.
 
 `python -m recipe.async_pipeline.contract.record` writes `patches/contract.json` from the code and from the
-pinned tree. Nothing in it is kept by hand.
+pinned tree, and `patches/engines.json` from the installed engines. Nothing in them is kept by hand.
 """
 
 from __future__ import annotations
@@ -80,9 +80,13 @@ def shape_of(sources: Sources, place: str) -> str | None:
 def _shape(node: Any) -> str:
     if not isinstance(node, signatures.Function):
         return "value"
-    kinds = decorators(node) & {"property", "staticmethod", "classmethod"}
+    kinds = decorators(node)
+    if kinds & {"property", "cached_property"}:
+        return "property"
+    if "setter" in kinds:
+        return "value"  # a property that can be assigned to
     text = signatures.as_text(signatures.of_function(node))
-    return "property" if "property" in kinds else " ".join([*sorted(kinds), text])
+    return " ".join([*sorted(kinds & {"staticmethod", "classmethod"}), text])
 
 
 def _constructor(sources: Sources, place: str) -> str | None:
@@ -148,7 +152,9 @@ def load(folder: Path) -> Contract:
 
 
 def main() -> None:
-    """Write the contract with the pinned tree, or with the one of another pin."""
+    """Write the contract with the pinned tree, or with the one of another pin, and with the engines."""
+    from . import engines
+
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--verl-dir", type=Path, metavar="DIR", help="the folder that contains verl/")
     given: Path | None = parser.parse_args().verl_dir
@@ -156,6 +162,10 @@ def main() -> None:
     folder = verl_source.series_folder(root)
     verl_source.check_version(root, verl_source.read_pin(folder))
     (folder / FILE).write_text(as_text(of_tree(root, folder)), encoding="utf-8")
+    found = {engine.name: engines.record(engine) for engine in engines.installed()}
+    file = series.patches_dir() / engines.FILE
+    known = engines.load(file.parent) if file.is_file() else {}
+    file.write_text(engines.as_text(list({**known, **found}.values())), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -119,10 +119,12 @@ def from_text(text: str) -> Signature | None:
     return of_function(parsed)
 
 
-def override_conflict(own: Signature, base: Signature) -> str | None:
-    """Return why `own` cannot be called as `base` is, or None if it can."""
+def override_conflict(own: Signature, base: Signature, caller: str = "verl") -> str | None:
+    """Return why `own` cannot be called as `base` is by `caller`, or None if it can."""
     if own.is_async != base.is_async:
-        return f"verl's method is {'async' if base.is_async else 'not async'}, the override is not the same"
+        return (
+            f"{caller}'s method is {'async' if base.is_async else 'not async'}, the override is not the same"
+        )
 
     least, most = len(base.positional) - base.optional, len(base.positional)
     for positional in dict.fromkeys((least, most)):
@@ -130,15 +132,17 @@ def override_conflict(own: Signature, base: Signature) -> str | None:
         names = base.keywords if full else base.required
         why = own.refuses(Call(positional=positional, names=tuple(names), open=False))
         if why is not None:
-            return f"verl {why}"
-    return _renamed(own, base.positional[1:])
+            return f"{caller} {why}"
+    return _renamed(own, base.positional[1:], caller)
 
 
-def _renamed(own: Signature, names: Sequence[str]) -> str | None:
+def _renamed(own: Signature, names: Sequence[str], caller: str) -> str | None:
     """Return which parameters could not be passed by name."""
     if own.more_keywords:
         return None
     unknown = [name for name in names if name not in (*own.positional, *own.keywords)]
     return (
-        f"verl may pass {', '.join(unknown)} by name, the override has no such parameter" if unknown else None
+        f"{caller} may pass {', '.join(unknown)} by name, the override has no such parameter"
+        if unknown
+        else None
     )

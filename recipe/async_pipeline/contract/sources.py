@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two source trees as one name space: verl's and this package's, parsed on use.
+"""Two source trees as one name space: this package's, and the one of verl or of an engine; parsed on use.
 
 A *place* is `module` or `module:Name` or `module:Class.member`, where the thing is defined; names are
 followed through re-exports.
@@ -74,10 +74,14 @@ class Sources:
 
     roots: Mapping[str, Path]
     """The folder of each package."""
+    theirs: str = THEIRS
+    """The package whose names are followed."""
+    files: tuple[str, ...] | None = None
+    """The modules of this package that count, relative to it; None for all."""
     read: Callable[[Path], bytes] = Path.read_bytes
     exists: Callable[[Path], bool] = Path.is_file
     imports: dict[str, Mapping[str, Import]] = field(default_factory=dict)
-    """By module of this package, once asked for: the names that its imports of verl bind."""
+    """By module of this package, once asked for: the names that its imports of that package bind."""
     _modules: dict[str, Module | None] = field(default_factory=dict)
     _members: dict[str, dict[str, Member]] = field(default_factory=dict)
 
@@ -88,9 +92,10 @@ class Sources:
         return self._modules[name]
 
     def own_modules(self) -> Iterator[Module]:
-        """Parse every module of this package, in the order of their names."""
+        """Parse the modules of this package that count, in the order of their names."""
         root = self.roots[OURS]
-        for file in sorted(root.rglob("*.py")):
+        files = root.rglob("*.py") if self.files is None else (root / file for file in self.files)
+        for file in sorted(files):
             parts = file.relative_to(root).with_suffix("").parts
             dotted = ".".join([OURS, *(part for part in parts if part != "__init__")])
             module = self.module(dotted)
@@ -132,7 +137,11 @@ class Sources:
         bound = module.names.get(name)
         if isinstance(bound, Import):
             found = self.find(bound.module, bound.name, hops + 1)
-            if found is None and bound.module.split(".")[0] != THEIRS and not bound.module.startswith(OURS):
+            if (
+                found is None
+                and bound.module.split(".")[0] != self.theirs
+                and not bound.module.startswith(OURS)
+            ):
                 return Found(kind="value", module=module, name=name)  # of a third package
             return found
         if bound is not None:
@@ -278,3 +287,29 @@ def imported(node: ast.AST, package: str) -> Iterator[tuple[str, Import]]:
         module = ".".join([*base, *filter(None, [node.module])])
         for alias in node.names:
             yield alias.asname or alias.name, Import(module, alias.name)
+
+
+def guarded_imports(module: Module) -> Iterator[Import]:
+    """Yield what a module imports in `try` or `suppress` and does without if that fails."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Try):
+            handled = [handler.type for handler in node.handlers if handler.type is not None]
+        elif isinstance(node, ast.With):
+            handled = [item.context_expr for item in node.items]
+        else:
+            continue
+        if any(name in ast.unparse(one) for one in handled for name in ("ImportError", "ModuleNotFound")):
+            package = module.name.rpartition(".")[0]
+            for inner in (inner for statement in node.body for inner in ast.walk(statement)):
+                yield from (bound for _, bound in imported(inner, package))
+
+
+def words_in(module: Module) -> frozenset[str]:
+    """Return the attributes and the string literals that occur in a module."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return frozenset(found)

@@ -15,9 +15,9 @@ from typing import Literal
 
 from . import signatures
 from .signatures import Call, Signature
-from .sources import OURS, THEIRS, Found, Import, Member, Module, Sources, decorators, imported, own_members
+from .sources import OURS, Found, Import, Member, Module, Sources, decorators, imported, own_members
 
-_DOTTED = re.compile(r"(?:pkg://)?(verl(?:\.\w+)+)")
+_DOTTED = r"(?:pkg://)?({}(?:\.\w+)+)"
 _BY_NAME = ("getattr", "setattr")
 
 How = Literal["imports", "uses", "calls", "overrides", "inherits"]
@@ -63,7 +63,7 @@ def _aliases(sources: Sources, module: Module) -> Mapping[str, Import]:
             for node in ast.walk(module.tree)
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name, bound in imported(node, _package_of(module))
-            if bound.module.split(".")[0] == THEIRS
+            if bound.module.split(".")[0] == sources.theirs
         }
     return sources.imports[module.name]
 
@@ -74,17 +74,18 @@ def _package_of(module: Module) -> str:
 
 def _named(sources: Sources, module: Module, aliases: Mapping[str, Import]) -> Iterator[Use]:
     """Yield imports, members of what was imported, calls, and paths in strings."""
+    dotted = re.compile(_DOTTED.format(sources.theirs))
     for node in ast.walk(module.tree):
         where = _where(module, node)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            match = _DOTTED.fullmatch(node.value)
+            match = dotted.fullmatch(node.value)
             if match and (place := _path(sources, match[1])):
                 yield Use(place=place, how="uses", where=where)
         elif not aliases:
             continue
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for _, bound in imported(node, _package_of(module)):
-                if bound.module.split(".")[0] == THEIRS:
+                if bound.module.split(".")[0] == sources.theirs:
                     yield Use(place=_place(bound), how="imports", where=where)
         elif isinstance(node, ast.Attribute) and (place := _chain(sources, node, aliases)):
             yield Use(place=place, how="uses", where=where)

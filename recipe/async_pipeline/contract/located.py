@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where this package calls, assigns or replaces a member of an engine, found by the member's name.
+
+Several classes may have a member of that name: `engines.py` reports only uses that fitted before.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from . import signatures
+from .declared import Alternative, module_of
+from .signatures import Call, Signature
+from .sources import Module, Sources
+from .uses import uses_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """One use of a member."""
+
+    where: str
+    how: Literal["calls", "stores", "replaces"]
+    call: Call | None = None
+    signature: Signature | None = None
+    """Of the function that takes the member's place."""
+
+    def conflict(self, now: Signature, shape: str) -> str | None:
+        """Return why the use does not fit a signature, or None. `shape` is the text of the signature."""
+        if self.call is not None:
+            bound = now.positional[:1] in (("self",), ("cls",)) and not shape.startswith("static")
+            return (now.without_self() if bound else now).refuses(self.call)
+        if self.signature is not None:
+            return signatures.override_conflict(self.signature, now, caller="the engine")
+        return None
+
+
+class Located:
+    """The uses of members in the files of this package that use an engine."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    @cached_property
+    def _derived(self) -> dict[str, list[Use]]:
+        """By place, what follows from imports and subclasses."""
+        found: dict[str, list[Use]] = defaultdict(list)
+        for use in uses_of(self._sources):
+            if use.call is not None:
+                found[use.place].append(Use(where=use.where, how="calls", call=use.call))
+            elif use.signature is not None:
+                found[use.place].append(Use(where=use.where, how="replaces", signature=use.signature))
+        return found
+
+    def of(self, alternative: Alternative, files: Sequence[str]) -> Iterator[Use]:
+        """Yield the uses of a member in some files."""
+        yield from self._derived[alternative.place]
+        for file in files:
+            yield from _named(module_of(self._sources, file), file, alternative.name)
+
+
+def _named(module: Module, file: str, name: str) -> Iterator[Use]:
+    kept, replacing = _kept_as(module, name), _replacing(module, name)
+    for node in ast.walk(module.tree):
+        where = f"{file}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in kept:
+            yield Use(where=where, how="calls", call=signatures.of_call(node))
+        elif isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            yield Use(where=where, how="stores")
+        elif isinstance(node, signatures.Function) and node.name in replacing:
+            own = signatures.of_function(node)
+            if own.positional[:1] == ("self",):
+                yield Use(where=where, how="replaces", signature=own)
+
+
+def _assigned(module: Module) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield target and value of the assignments in a module."""
+    for node in ast.walk(module.tree):
+        for target in node.targets if isinstance(node, ast.Assign) else ():
+            assert isinstance(node, ast.Assign)
+            both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
+            targets = target.elts if both and isinstance(target, ast.Tuple) else [target]
+            values = node.value.elts if both and isinstance(node.value, ast.Tuple) else [node.value]
+            yield from zip(targets, values, strict=False)
+
+
+def _kept_as(module: Module, name: str) -> set[str]:
+    """Return a member's name, and the attributes that keep it: `self._send = manager.send`."""
+    kept = (
+        target.attr
+        for target, value in _assigned(module)
+        if isinstance(target, ast.Attribute) and isinstance(value, ast.Attribute) and value.attr == name
+    )
+    return {name, *kept}
+
+
+def _replacing(module: Module, name: str) -> set[str]:
+    """Return a member's name, and the methods that replace it: `manager.send = self._send_one`."""
+    replacing = (
+        value.attr
+        for target, value in _assigned(module)
+        if isinstance(target, ast.Attribute) and isinstance(value, ast.Attribute) and target.attr == name
+    )
+    return {name, *replacing}

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package uses of SGLang's objects at run time, for `contract/engines.py`, which reads this file.
+
+Imports are not listed: they are read from the code. Literals only, since the file is read, not imported.
+`contract/declared.py` has the grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FILES: Mapping[str, str] = {
+    "verl_bridge/engine_check.py": "verify_gpu.sh",
+    "verl_bridge/bench/sglang_steps.py": "benchmarks",
+    "verl_bridge/rollout/served_layout.py": "proof",
+    "verl_bridge/rollout/sglang/adapter.py": "weight load",
+    "verl_bridge/rollout/sglang/arguments.py": "start of an engine on a CPU",
+    "verl_bridge/rollout/sglang/calls.py": "weight load",
+    "verl_bridge/rollout/sglang/cpu_stubs.py": "start of an engine on a CPU",
+    "verl_bridge/rollout/sglang/engine.py": "generation",
+    "verl_bridge/rollout/sglang/layout.py": "proof",
+    "verl_bridge/rollout/sglang/lora.py": "LoRA",
+    "verl_bridge/rollout/sglang/rank.py": "weight load",
+    "verl_bridge/rollout/sglang/scheduler.py": "start of an engine",
+    "verl_bridge/rollout/sglang/server.py": "start of an engine",
+    "verl_bridge/sglang_rules.py": "refusal of arguments",
+}
+"""The files that use SGLang, and what breaks without something that they import."""
+
+USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "weight load": {
+        "sglang.srt.managers.scheduler:Scheduler": (
+            "tp_size",
+            "tp_cpu_group",
+            "tp_worker",
+            "init_request_dispatcher",
+            "_request_dispatcher",
+        ),
+        "sglang.srt.managers.tp_worker:TpModelWorker": ("model_runner",),
+        "sglang.srt.model_executor.model_runner:ModelRunner": ("device", "model"),
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": (
+            "send_to_scheduler",
+            "_result_dispatcher",
+            "auto_create_handle_loop",
+        ),
+        "sglang.srt.managers.tokenizer_manager | sglang.srt.managers.io_struct": ("'send_pyobj'",),
+        "sglang.srt.models.llama:LlamaForCausalLM": ("load_weights",),
+    },
+    "version spans": {
+        "sglang.srt.managers.scheduler:Scheduler": (
+            "waiting_queue",
+            "running_batch",
+            "last_batch",
+            "cur_batch",
+            "chunked_req",
+            "grammar_manager",
+            "result_queue",
+        ),
+        "sglang.srt.constrained.grammar_manager:GrammarManager": ("grammar_queue",),
+        "sglang.srt.managers.schedule_batch:ScheduleBatch": ("reqs", "forward_mode"),
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode": ("is_extend",),
+        "sglang.srt.managers.schedule_batch:Req": (
+            "rid",
+            "output_ids",
+            "output_token_logprobs_val",
+            "is_chunked",
+            "finished",
+        ),
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("_send_one_request",),
+        "sglang.srt.managers.io_struct:TokenizedGenerateReqInput": ("rid",),
+    },
+    "prefixes of old versions": {
+        "sglang.srt.managers.schedule_batch:Req": ("extra_key", "lora_id"),
+        "sglang.srt.managers.io_struct:GenerateReqInput": ("extra_key",),
+    },
+    "generation": {
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("generate_request", "abort_request"),
+        "sglang.srt.managers.io_struct:GenerateReqInput": ("rid", "input_ids", "sampling_params", "stream"),
+        "sglang.srt.sampling.sampling_params:SamplingParams": (
+            "max_new_tokens",
+            "min_new_tokens",
+            "sampling_seed",
+            "ignore_eos",
+        ),
+        "sglang.srt.managers.tokenizer_manager": (
+            "'output_ids'",
+            "'meta_info'",
+            "'finish_reason'",
+            "'output_token_logprobs'",
+            "'completion_tokens'",
+        ),
+        "sglang.srt.managers.scheduler:Scheduler": ("max_req_len", "max_req_input_len"),
+    },
+    "pause": {
+        "sglang.srt.managers.scheduler:Scheduler": ("_engine_paused",),
+    },
+    "proof": {
+        "sglang.srt.models.llama:LlamaForCausalLM": ("bitsandbytes_stacked_params_mapping",),
+        "sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM": ("packed_modules_mapping",),
+        "sglang.srt.layers.linear": ("'output_dim'", "'input_dim'"),
+        "sglang.srt.layers.linear:ColumnParallelLinear": ("tp_rank", "tp_size", "output_size"),
+        "sglang.srt.layers.linear:MergedColumnParallelLinear": ("output_sizes",),
+        "sglang.srt.layers.linear:RowParallelLinear": ("tp_rank",),
+        "sglang.srt.layers.linear:QKVParallelLinear": (
+            "num_heads",
+            "num_kv_heads",
+            "num_kv_head_replicas",
+            "total_num_heads",
+            "total_num_kv_heads",
+            "head_size",
+            "v_head_size",
+        ),
+        "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbedding": ("shard_indices",),
+        "sglang.srt.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices": (
+            "org_vocab_start_index",
+            "org_vocab_end_index",
+        ),
+    },
+    "LoRA": {
+        "sglang.srt.managers.scheduler:Scheduler": ("enable_lora",),
+        "sglang.srt.managers.tokenizer_manager:TokenizerManager": ("lora_registry",),
+        "sglang.srt.lora.lora_registry:LoRARegistry": ("register",),
+        "sglang.srt.lora.lora_registry:LoRARef": ("lora_id",),
+        "sglang.srt.model_executor.model_runner:ModelRunner": ("lora_manager",),
+        "sglang.srt.lora.lora_manager:LoRAManager": (
+            "lora_modules",
+            "loras",
+            "memory_pool",
+            "embed_tokens_module",
+            "lm_head_module",
+            "unload_lora_adapter",
+            "load_lora_adapter_from_tensors",
+            "fetch_new_loras",
+        ),
+        "sglang.srt.managers.io_struct:LoRAUpdateOutput": ("success", "error_message"),
+        "sglang.srt.lora.mem_pool:LoRAMemoryPool": ("uid_to_buffer_id", "load_lora_weight_to_buffer"),
+        "sglang.srt.lora.layers:BaseLayerWithLoRA": ("base_layer",),
+        "sglang.srt.lora.layers:QKVParallelLinearWithLoRA": ("A_buffer_qkv", "B_buffer_qkv"),
+        "sglang.srt.lora.layers:RowParallelLinearWithLoRA": ("A_buffer", "B_buffer"),
+        "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": ("max_loras_per_batch",),
+    },
+    "refusal of arguments": {
+        "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": (
+            "model_path",
+            "dtype",
+            "quantization",
+            "lora_paths",
+            "load_format",
+            "enable_lora",
+            "max_lora_rank",
+            "lora_target_modules",
+            "custom_weight_loader",
+            "tp_size",
+            "pp_size",
+            "dp_size",
+            "enable_dp_attention",
+            "ep_size",
+            "speculative_algorithm",
+            "disaggregation_mode",
+            "host",
+            "api_key",
+            "admin_api_key",
+            "tokenizer_worker_num",
+        ),
+    },
+    "benchmarks": {
+        "sglang.srt.managers.scheduler:Scheduler": ("run_batch", "tp_rank"),
+    },
+    "verify_gpu.sh": {
+        "sglang.srt.entrypoints.engine:Engine": ("generate",),
+    },
+    "start of an engine on a CPU": {
+        "sglang.srt.server_args:ServerArgs | sglang.srt.arg_groups.field_order:'*'": (
+            "device",
+            "attention_backend",
+            "lora_backend",
+            "enable_memory_saver",
+            "disable_overlap_schedule",
+            "sleep_on_idle",
+            "max_total_tokens",
+        ),
+    },
+}
+"""By what breaks without it."""

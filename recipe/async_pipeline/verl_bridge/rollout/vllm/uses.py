@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package uses of vLLM's objects at run time, for `contract/engines.py`, which reads this file.
+
+Imports are not listed: they are read from the code. Literals only, since the file is read, not imported.
+`contract/declared.py` has the grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FILES: Mapping[str, str] = {
+    "verl_bridge/engine_check.py": "verify_gpu.sh",
+    "verl_bridge/bench/weight_sync_worker.py": "benchmarks",
+    "verl_bridge/rollout/served_layout.py": "proof",
+    "verl_bridge/rollout/vllm/adapter.py": "weight load",
+    "verl_bridge/rollout/vllm/block_fp8.py": "fp8",
+    "verl_bridge/rollout/vllm/engine.py": "generation",
+    "verl_bridge/rollout/vllm/layout.py": "proof",
+    "verl_bridge/rollout/vllm/plugin.py": "weight load",
+    "verl_bridge/rollout/vllm/prefork.py": "start of an engine on a CPU",
+    "verl_bridge/rollout/vllm/prefork_imports.py": "start of an engine on a CPU",
+    "verl_bridge/rollout/vllm/server.py": "weight load",
+    "verl_bridge/rollout/vllm/worker.py": "weight load",
+}
+"""The files that use vLLM, and what breaks without something that they import."""
+
+USES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "weight load": {
+        "vllm.v1.engine.core:EngineCore": ("collective_rpc", "scheduler"),
+        "vllm.v1.engine.core_client:AsyncMPClient": ("call_utility_async",),
+        "vllm.v1.engine.async_llm:AsyncLLM": ("engine_core", "collective_rpc"),
+        "vllm.v1.worker.worker_base:WorkerBase": ("device", "model_runner"),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("model",),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("model",),
+        "vllm.model_executor.models.llama:LlamaForCausalLM": ("load_weights",),
+    },
+    "version spans": {
+        "vllm.v1.core.sched.scheduler:Scheduler": ("requests",),
+        "vllm.v1.request:Request": ("num_output_tokens",),
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("input_batch",),
+        "vllm.v1.worker.gpu_input_batch:InputBatch": (
+            "num_tokens_no_spec",
+            "num_prompt_tokens",
+            "req_id_to_index",
+        ),
+        "vllm.v1.engine.async_llm:AsyncLLM": ("add_request",),
+    },
+    "prefixes of old versions": {
+        "vllm.v1.request:Request": (
+            "num_computed_tokens",
+            "cache_salt",
+            "block_hashes",
+            "update_block_hashes",
+        ),
+        "vllm.inputs.llm:TokensPrompt": ("prompt_token_ids", "cache_salt"),
+    },
+    "generation": {
+        "vllm.v1.engine.async_llm:AsyncLLM": ("generate",),
+        "vllm.outputs:RequestOutput": ("outputs", "finished", "prompt_token_ids"),
+        "vllm.outputs:CompletionOutput": (
+            "token_ids",
+            "finish_reason",
+            "logprobs",
+            "cumulative_logprob",
+            "text",
+        ),
+        "vllm.logprobs:Logprob": ("logprob",),
+        "vllm.sampling_params:SamplingParams": (
+            "max_tokens",
+            "min_tokens",
+            "seed",
+            "stop",
+            "detokenize",
+            "output_kind",
+        ),
+        "vllm.sampling_params:RequestOutputKind": ("FINAL_ONLY",),
+    },
+    "pause": {
+        "vllm.v1.engine.async_llm:AsyncLLM": ("pause_generation", "resume_generation"),
+        # With it, the modes abort and wait reject requests instead of holding them back.
+        "vllm.v1.engine.core_client:AsyncMPClient": ("!pause_generation_async",),
+    },
+    "responses of lost replicas": {
+        "vllm.v1.engine.async_llm:AsyncLLM": ("output_processor",),
+        "vllm.v1.engine.output_processor:OutputProcessor": ("request_states",),
+        "vllm.v1.engine.output_processor:RequestState": ("detokenizer", "logprobs_processor"),
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer": ("output_token_ids",),
+        "vllm.v1.engine.logprobs:LogprobsProcessor": ("logprobs",),
+    },
+    "supervision": {
+        "vllm.v1.engine.async_llm:AsyncLLM": ("errored", "dead_error"),
+        "vllm.v1.engine.core:EngineCore": ("is_scheduler_paused",),
+    },
+    "proof": {
+        "vllm.model_executor.models.llama:LlamaForCausalLM": ("packed_modules_mapping",),
+        "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VLForConditionalGeneration": ("hf_to_vllm_mapper",),
+        "vllm.model_executor.models.utils": ("!ShardIds",),
+        "vllm.model_executor.models.utils:WeightsMapper": ("_map_name_with_shard",),
+        "vllm.model_executor.layers.linear": ("'output_dim'", "'input_dim'"),
+        "vllm.model_executor.layers.linear:ColumnParallelLinear": ("tp_rank", "tp_size", "output_size"),
+        "vllm.model_executor.layers.linear:MergedColumnParallelLinear": ("output_sizes",),
+        "vllm.model_executor.layers.linear:RowParallelLinear": ("tp_rank",),
+        "vllm.model_executor.layers.linear:QKVParallelLinear": (
+            "num_heads",
+            "num_kv_heads",
+            "num_kv_head_replicas",
+            "total_num_heads",
+            "total_num_kv_heads",
+            "head_size",
+            "v_head_size",
+        ),
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding": ("shard_indices",),
+        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices": (
+            "org_vocab_start_index",
+            "org_vocab_end_index",
+        ),
+        "vllm.model_executor.layers.attention.attention": (
+            "'_q_scale'",
+            "'_k_scale'",
+            "'_v_scale'",
+            "'_prob_scale'",
+        ),
+    },
+    "proof of experts": {
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner": ("routed_experts",),
+        "vllm.model_executor.layers.fused_moe.routed_experts": ("'is_transposed'",),
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": (
+            "get_expert_mapping",
+            "_map_global_expert_id_to_local_expert_id",
+            "moe_config",
+        ),
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": ("moe_parallel_config",),
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEParallelConfig": ("tp_rank", "tp_size"),
+    },
+    "fp8": {
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("vllm_config",),
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner": ("vllm_config",),
+        "vllm.config.vllm:VllmConfig": ("quant_config", "model_config"),
+        "vllm.config.model:ModelConfig": ("dtype",),
+        "vllm.model_executor.layers.quantization.fp8:Fp8Config": ("weight_block_size",),
+    },
+    "LoRA": {
+        "vllm.v1.worker.gpu_worker:Worker": ("add_lora", "remove_lora"),
+        "vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin": ("lora_manager",),
+        "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager": ("_adapter_manager",),
+        "vllm.lora.model_manager:LRUCacheLoRAModelManager": (
+            "lora_index_to_id",
+            "modules",
+            "packed_modules_mapping",
+            "lora_config",
+        ),
+        "vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA": ("lora_a_stacked", "lora_b_stacked"),
+        "vllm.lora.peft_helper:PEFTHelper": ("vllm_lora_scaling_factor",),
+        "vllm.config.lora:LoRAConfig": ("lora_dtype",),
+    },
+    "benchmarks": {
+        "vllm.v1.worker.gpu_worker:Worker": ("execute_model",),
+        "vllm.v1.worker.worker_base:WorkerBase": ("rank",),
+    },
+    "verify_gpu.sh": {
+        "vllm.entrypoints.llm:LLM": ("generate",),
+    },
+    "platform": {
+        "vllm.platforms.interface:Platform": ("is_cpu",),
+    },
+    "experts on a CPU": {
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": ("quant_method",),
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase": ("moe_kernel",),
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel": ("fused_experts",),
+        "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEExperts": ("moe_config",),
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": (
+            "_use_zentorch",
+            "_padded_intermediate_size",
+            "_intermediate_alignment",
+            "isa",
+        ),
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts",),
+        "vllm.model_executor.layers.fused_moe.config:FusedMoEConfig": ("intermediate_size_per_partition",),
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": ("'w13_weight'", "'w2_weight'"),
+        "vllm._custom_ops": ("cpu_prepack_moe_weight",),
+    },
+    "dense layers on a CPU": {
+        "vllm._custom_ops": ("_supports_onednn",),
+        "vllm.model_executor.layers.utils": ("check_cpu_sgl_kernel",),
+    },
+}
+"""By what breaks without it."""
