@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
-import socket
-from collections import namedtuple
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from recipe.async_pipeline.cli import doctor, main
+from recipe.async_pipeline.cli.finding import Finding, as_line
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 from recipe.async_pipeline.contract import compare
 from recipe.async_pipeline.errors import PatchError
@@ -108,7 +106,7 @@ def test_a_missing_or_wrong_verl_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "patch apply" in patches(FOLDER).detail
 
 
-def patches(folder: Path) -> doctor.Finding:
+def patches(folder: Path) -> Finding:
     (finding,) = doctor.check_patches(folder)
     return finding
 
@@ -131,7 +129,7 @@ def test_an_unpatched_verl_is_usable_within_limits(monkeypatch: pytest.MonkeyPat
         "warn",
         "none applied: start with trainer.v1.trainer_mode=async_pipeline",
     )
-    assert [doctor.as_line(limit).split(maxsplit=1) for limit in limits] == [
+    assert [as_line(limit).split(maxsplit=1) for limit in limits] == [
         ["warn", "without 0001     the first limit"],
         ["warn", "without 0001     the second"],
     ]
@@ -151,37 +149,11 @@ def test_verl_from_another_place_is_a_warning(monkeypatch: pytest.MonkeyPatch, t
     assert doctor.check_pin(FOLDER).verdict == "warn"
 
 
-def test_devices_are_counted(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
-        (tmp_path / name).touch()
-    assert doctor.count_nvidia_devices(tmp_path) == 2
-    assert "2 GPUs" in doctor.check_devices(2).detail
-    assert "no GPU" in doctor.check_devices(0).detail
-
-
-@pytest.mark.parametrize(("free", "verdict"), [(8e9, "ok"), (1e6, "warn")])
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, verdict: str) -> None:
-    usage = namedtuple("usage", "free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(free))
-    assert doctor.check_shared_memory(tmp_path).verdict == verdict
-    assert doctor.check_shared_memory(tmp_path / "none").verdict == "warn"
-
-
-def test_a_taken_port_is_a_warning() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        taken = doctor.check_port(port, "Ray's head")
-        assert taken.verdict == "warn" and str(port) in taken.detail
-    assert doctor.check_port(port, "Ray's head").verdict == "ok"
-
-
 def test_the_status_is_2_if_a_check_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = doctor.Finding(subject="a", verdict="ok", detail="fine")
-    bad = doctor.Finding(subject="b", verdict="fail", detail="broken", remedy="fix it")
+    good = Finding(subject="a", verdict="ok", detail="fine")
+    bad = Finding(subject="b", verdict="fail", detail="broken", remedy="fix it")
     monkeypatch.setattr(doctor, "examine", lambda: (good,))
     assert main.main(["doctor"]) == EXIT_OK
     monkeypatch.setattr(doctor, "examine", lambda: (good, bad))

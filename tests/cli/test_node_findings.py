@@ -8,15 +8,15 @@ import json
 
 import pytest
 
-from recipe.async_pipeline.cli import doctor, main, node_findings
-from recipe.async_pipeline.cli.doctor import Finding
+from recipe.async_pipeline.cli import main, node_findings
+from recipe.async_pipeline.cli.finding import Finding, Verdict
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS
 
 pytest.importorskip("ray")
 from recipe.async_pipeline.verl_bridge.node_calls import NodeAnswer  # noqa: E402
 
 
-def finding(subject: str, detail: str, verdict: doctor.Verdict = "ok") -> Finding:
+def finding(subject: str, detail: str, verdict: Verdict = "ok") -> Finding:
     return Finding(
         subject=subject, verdict=verdict, detail=detail, remedy="" if verdict == "ok" else "fix it"
     )
@@ -88,7 +88,7 @@ def test_versions_must_agree_and_folders_need_not() -> None:
 
 @pytest.mark.parametrize(("verdict", "status"), [("warn", EXIT_OK), ("fail", EXIT_USERS)])
 def test_the_command_prints_lines_or_json(
-    verdict: doctor.Verdict, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    verdict: Verdict, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
 

@@ -11,19 +11,21 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import os
-import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from recipe.async_pipeline import __version__
 from recipe.async_pipeline.config.paths import MODE, PATCH_FREE
 from recipe.async_pipeline.console import EXIT_OK, EXIT_USERS, echo
+from recipe.async_pipeline.contract import engines
 from recipe.async_pipeline.errors import ConfigError, PatchError
 from recipe.async_pipeline.patching import patched_tree, series, verl_source
+
+from .engine_findings import NOWHERE, check_versions, examine_engines
+from .finding import Finding, as_line
+from .machine_findings import examine_machine
 
 if TYPE_CHECKING:
     from recipe.async_pipeline.contract.compare import Problem
@@ -32,10 +34,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 PLUGIN_GROUP, PLUGIN_NAME = "verl.plugins", "async_pipeline"
 SUPPORTED_PYTHON = ((3, 10), (3, 13))
 SETUP = "run `bash run_scripts/setup.sh`"
-MIN_SHM_GB = 2.0
-"""Two weight arenas and two buckets of the default sizes (2 x 512 + 2 x 128 MB), and Ray's object store."""
 MEGATRON = ("megatron-core", "megatron-bridge")
-RAY_PORTS = {6379: "Ray's head", 8265: "Ray's dashboard"}
 
 CONTRACT_REMEDIES: Mapping[tuple[str, str], str] = {
     ("names", "breaks"): "use verl {pin}, or change the named files to what verl has instead",
@@ -50,18 +49,6 @@ CONTRACT_REMEDIES: Mapping[tuple[str, str], str] = {
 
 VERDICTS = {"breaks": "breaks", "changed": "fits, but has changed"}
 
-Verdict = Literal["ok", "warn", "fail"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """The result of one check."""
-
-    subject: str
-    verdict: Verdict
-    detail: str
-    remedy: str = ""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `async-pipeline doctor`."""
@@ -72,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="read the verl in this folder instead, without running it, and report what of it this package "
         "uses is missing or has changed",
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="?",
+        const=NOWHERE,
+        metavar="DIR",
+        help="read the installed vLLM and SGLang instead, or the ones in this folder, without running them, "
+        "and report what of them this package uses is missing or has changed",
     )
     parser.add_argument(
         "--cluster",
@@ -92,14 +87,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print every finding. Returns 2 if one of them is a failure, else 0.
 
-    Raises PatchError if `--verl-dir` is not a verl tree, ContractError if a file of it cannot be parsed, and
-    ConfigError if no cluster answers at the address of `--cluster`.
+    Raises PatchError if `--verl-dir` is not a verl tree, ContractError if `--engine` has no engine or a file
+    cannot be parsed, and ConfigError if no cluster answers at the address of `--cluster`.
     """
+    chosen = [name for name in ("verl_dir", "engine", "cluster") if getattr(args, name) is not None]
+    if len(chosen) > 1:
+        first, second = (f"--{name.replace('_', '-')}" for name in chosen[:2])
+        raise ConfigError(f"{first} and {second} exclude each other; give one of them")
     if args.cluster is not None:
         return _run_on_cluster(args)
     if args.nodes is not None:
         raise ConfigError(f"--nodes requires --cluster, got {args.nodes} without it; add --cluster")
-    findings = examine() if args.verl_dir is None else examine_tree(args.verl_dir)
+    if args.engine is not None:
+        findings = examine_engines(None if args.engine == NOWHERE else Path(args.engine))
+    else:
+        findings = examine() if args.verl_dir is None else examine_tree(args.verl_dir)
     if args.json:
         echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -111,8 +113,6 @@ def run(args: argparse.Namespace) -> int:
 def _run_on_cluster(args: argparse.Namespace) -> int:
     from .node_findings import examine_cluster, in_words
 
-    if args.verl_dir is not None:
-        raise ConfigError("--cluster and --verl-dir exclude each other; give one of them")
     rows = examine_cluster(args.cluster, args.nodes)
     if args.json:
         echo(json.dumps([{"node": node} | dataclasses.asdict(finding) for node, finding in rows], indent=2))
@@ -120,12 +120,6 @@ def _run_on_cluster(args: argparse.Namespace) -> int:
         for line in in_words(rows):
             echo(line)
     return EXIT_USERS if any(finding.verdict == "fail" for _, finding in rows) else EXIT_OK
-
-
-def as_line(finding: Finding) -> str:
-    """Return the line that the report prints for a finding."""
-    remedy = f"; {finding.remedy}" if finding.remedy else ""
-    return f"{finding.verdict:<5} {finding.subject:<16} {finding.detail}{remedy}"
 
 
 def examine() -> tuple[Finding, ...]:
@@ -140,12 +134,11 @@ def examine() -> tuple[Finding, ...]:
         check_plugin(importlib.metadata.entry_points(group=PLUGIN_GROUP)),
         check_package("torch", "torch"),
         *check_engines(),
+        *check_versions(engines.installed(), series.patches_dir()),
         check_package("ray", "ray"),
         check_package("transfer_queue", "TransferQueue"),
         check_megatron(),
-        check_devices(count_nvidia_devices()),
-        check_shared_memory(Path("/dev/shm")),
-        *(check_port(port, user) for port, user in RAY_PORTS.items()),
+        *examine_machine(),
     )
 
 
@@ -321,50 +314,3 @@ def check_optional(
         return Finding(subject=subject, verdict="ok", detail=f"{name} {version_of(name)}")
     except importlib.metadata.PackageNotFoundError:
         return Finding(subject=subject, verdict="ok", detail=f"not installed; {needed}")
-
-
-def count_nvidia_devices(devices: Path = Path("/dev")) -> int:
-    """Return the number of NVIDIA devices that this process can see."""
-    return len([entry for entry in devices.glob("nvidia*") if entry.name.removeprefix("nvidia").isdigit()])
-
-
-def check_devices(num_gpus: int) -> Finding:
-    """Report the devices of this machine."""
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_gpus:
-        return Finding(subject="devices", verdict="ok", detail=f"{num_gpus} GPUs, {num_cpus} CPU cores")
-    detail = f"no GPU, {num_cpus} CPU cores: the small CPU runs only"
-    if num_cpus < 2:
-        return Finding(
-            subject="devices", verdict="warn", detail=detail, remedy="use at least 2 cores for overlap"
-        )
-    return Finding(subject="devices", verdict="ok", detail=detail)
-
-
-def check_shared_memory(folder: Path) -> Finding:
-    """Check that the weight arenas and Ray's object store fit."""
-    if not folder.is_dir():
-        return Finding(subject="shared memory", verdict="warn", detail=f"{folder} does not exist")
-
-    free_gb = shutil.disk_usage(folder).free / 1e9
-    if free_gb >= MIN_SHM_GB:
-        return Finding(subject="shared memory", verdict="ok", detail=f"{free_gb:.1f} GB free in {folder}")
-    return Finding(
-        subject="shared memory",
-        verdict="warn",
-        detail=f"{free_gb:.1f} GB free in {folder}, below {MIN_SHM_GB:g}",
-        remedy="in a container, start it with a larger --shm-size; delete the leftovers of dead runs",
-    )
-
-
-def check_port(port: int, user: str) -> Finding:
-    """Check that `port` of this machine is free for `user`."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            remedy = "another Ray may be running: run `ray stop`, or ignore this if it is yours"
-            detail = f"{port} ({user}) is in use: {error.strerror}"
-            return Finding(subject="port", verdict="warn", detail=detail, remedy=remedy)
-    return Finding(subject="port", verdict="ok", detail=f"{port} ({user}) is free")

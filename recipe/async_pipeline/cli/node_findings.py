@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .doctor import Finding, as_line
+from .finding import Finding, as_line
 
 if TYPE_CHECKING:
     from ..verl_bridge.node_calls import NodeAnswer
