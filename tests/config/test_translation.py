@@ -245,6 +245,7 @@ def test_every_knob_is_read() -> None:
         "faults.max_prompt_attempts": 3,
         "faults.strict_observers": True,
         "run_dir": "somewhere",
+        "engine_check": "warn",
         "custom_stages": ["m:C@reward->train"],
     }
     kinds = {f"faults.bad_data.{kind}" for kind in POLICIES} | {f"agentic.ends.{end}" for end in END_POLICIES}

@@ -258,6 +258,10 @@ class AsyncPipelineConfig:
     validation: Literal["parallel", "pause"] = "parallel"
     """While a version is validated (trainer.test_freq), training continues and the replicas keep that
     version. Prompts for training are generated meanwhile (parallel), or wait until it is over (pause)."""
+    engine_check: Literal["refuse", "warn"] = "refuse"
+    """What happens if the installed engine lacks something that this package uses, or has changed it, as
+    `async-pipeline doctor --engine` reports: the run is refused, or starts with a warning. The version that
+    this package is tested with is not compared."""
     staleness: StalenessConfig = StalenessConfig()
     training: TrainingConfig = TrainingConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -41,6 +41,7 @@ from .config_checks import (
 )
 from .config_rules import MANAGER, reward_model_devices
 from .diffusers_rules import draws_images, set_image_keys
+from .engine_contract import check_engine
 from .ray_cluster import ADDRESS, LOCAL, choose_cluster, mark_run_dir, require_devices
 
 REWARDS_MODULE = "pkg://recipe.async_pipeline.verl_bridge.reward.manager"
@@ -76,6 +77,7 @@ def adopt(config: DictConfig) -> None:
     found = checked(config)
     assert found is not None, "verl makes this trainer only if the mode asks for it"
     _refuse_late_changes(config, found)
+    _check_engine(config, found)
     set_verls_keys(config, found)
     _rewrite(config, found, joins=False)
     _require_devices(config)
@@ -92,6 +94,12 @@ def _refuse_late_changes(config: DictConfig, found: Checked) -> None:
                 f"{path} must be {value} with {MODE}={PATCH_FREE}, because a knob asks so, got {now}; set "
                 "it too, since verl has computed other values from it"
             )
+
+
+def _check_engine(config: DictConfig, found: Checked) -> None:
+    """Raises ConfigError if the installed engine lacks something that the run uses; warns if a knob asks."""
+    if line := check_engine(config, found.translation.config.engine_check):
+        _say(line)
 
 
 def _require_devices(config: DictConfig) -> None:
@@ -132,6 +140,7 @@ def _prepare(config: DictConfig) -> None:
     found = checked(config)
     if found is None:
         return
+    _check_engine(config, found)
     cluster, line = choose_cluster(config, found.placement)
     set_verls_keys(config, found)
     _rewrite(config, found, joins=cluster[ADDRESS] != LOCAL)
