@@ -142,6 +142,20 @@ def test_the_first_other_operation_is_named(writer: ArenaWriter) -> None:
     assert other == "aten.mul_.Tensor"
 
 
+def test_an_operation_without_tensors_is_no_part_of_a_load(writer: ArenaWriter) -> None:
+    """The garbage collector may call the finalizer of an engine's kernel at any moment."""
+    library = torch.library.Library("copy_plan", "FRAGMENT")
+    library.define("release(int handle) -> ()")
+    library.impl("release", lambda handle: None, "CompositeExplicitAutograd")
+
+    def collected(served: Served, published: Weights) -> None:
+        torch.ops.copy_plan.release(1)
+        load_weights(served, published)
+
+    load, other = record(writer, Served(), collected)
+    assert load is not None and other is None
+
+
 def test_what_was_changed_after_the_load_is_not_repeated(writer: ArenaWriter) -> None:
     served = Served()
     manifest, published = publish(writer, 0)

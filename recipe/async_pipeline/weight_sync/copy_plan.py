@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .element_map import ElementMap, Piece, View, last
 from .manifest import Manifest, TensorEntry
@@ -106,6 +107,8 @@ class Recorder(TorchDispatchMode):
             self.filled.append(Filled(args[0].data_ptr(), tuple(args[0].shape), args[0].stride()))
         elif func is _READ and self._is_own(args[0]):
             pass  # e.g. which experts this rank has; no version changes it
+        elif not any(isinstance(one, torch.Tensor) for one in tree_leaves((args, kwargs, result))):
+            pass  # e.g. a finalizer that the garbage collector calls
         elif func._schema.is_mutable or not _is_view(result, args):
             self._provenance.follow(func, result, args, kwargs or {}, self._view_of)
             self.other = self.other or str(func)

@@ -138,8 +138,8 @@ class ElementMap:
     pieces: Mapping[str, tuple[Piece, ...]]
     constant: Mapping[str, tuple[View, ...]] = field(default_factory=dict)
     """Views of served tensors that the load fills with a constant, e.g. padding."""
-    note: str = ""
-    """What the load did in addition to copies, for messages."""
+    note: str = field(default="", compare=False)
+    """What the load did in addition to copies, for messages: two loads with the same map may differ in it."""
 
     def targets(self) -> dict[str, list[tuple[str, View]]]:
         """Return the published name and the view of each piece, by served tensor."""
