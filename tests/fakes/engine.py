@@ -7,7 +7,7 @@ buffer. `Fault`s make its loader wrong in the ways that loaders are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -104,6 +104,11 @@ class FakeEngine(RecordingAdapter):
         if tied:
             self._tensors[LM_HEAD] = self._tensors[EMBED]
         self.sealed = 0
+
+    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        """Have the weights in the memory of a device, which adopts them."""
+        self._device = device
+        adopt(self._tensors.values())
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return dict(self._tensors)

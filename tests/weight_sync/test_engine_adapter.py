@@ -35,6 +35,7 @@ from tests.fakes.engine import (
     swapping,
     weights,
 )
+from tests.fakes.simulated_device import DEVICE, SimulatedDevice, Stream, WrongMemory, simulated_device
 
 _FP8 = torch.float8_e4m3fn
 Publish = Callable[[Weights], Manifest]
@@ -83,6 +84,45 @@ def test_a_staged_version_is_served_at_its_commit(
 ) -> None:
     first, second = trained(options, 1), trained(options, 2)
     check_stages(replica(size, **options), publish(first), publish(second))
+
+
+@pytest.mark.parametrize(("size", "options"), SHAPES)
+def test_weights_on_a_device_are_loaded_staged_and_proved(
+    publish: Publish, size: int, options: dict[str, Any]
+) -> None:
+    with simulated_device() as device:
+        ranks = on_device(device, replica(size, **options))
+        versions = (publish(trained(options, number)) for number in range(1, 4))
+        check_loads(ranks, versions)
+        check_stages(ranks, publish(trained(options, 4)), publish(trained(options, 5)))
+        assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())
+    assert device.pinned, "copies from pageable memory are slower"
+
+
+def on_device(device: SimulatedDevice, ranks: list[FakeEngine]) -> list[FakeEngine]:
+    for rank in ranks:
+        rank.move(DEVICE, device.adopt)
+    return ranks
+
+
+def test_a_loader_that_computes_with_host_memory_is_refused_by_the_device(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with simulated_device() as device:
+        (rank,) = on_device(device, replica(1))
+        monkeypatch.setattr(rank, "_load_rows", lambda name, tensor: rank._tensors[name][:90].mul_(tensor))
+        with pytest.raises(WrongMemory, match=r"aten.mul_.Tensor runs on the device, .* in host memory"):
+            load([rank], publish(weights(1)))
+
+
+def test_a_staged_version_is_awaited(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the copies to the device had not ended at the commit, the proof would see it."""
+    with simulated_device() as device:
+        ranks = on_device(device, replica(1))
+        load(ranks, publish(weights(1)))
+        monkeypatch.setattr(Stream, "synchronize", lambda stream: None)
+        with pytest.raises(ProofError, match="is served with values other than the published"):
+            check_stages(ranks, publish(weights(2)), publish(weights(3)))
 
 
 def test_a_version_of_another_layout_is_staged_by_its_own_record(publish: Publish) -> None:

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CUDA device that is not there: its memory is host memory which only kernels of the device may touch.
+
+Tensors stay plain tensors with real values and addresses, so all code runs as it is. Two modes decide by
+the storage where a tensor is. `.device` and `.is_cuda` tell so; an operation that mixes host and device memory,
+and a read of device memory on the host without a copy, raise an error as CUDA does. Copies that do not block
+are made when their stream synchronizes or runs its next operation, so a missing synchronization leaves old
+bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from recipe.async_pipeline.weight_sync import memory_work
+
+DEVICE = torch.device("cuda", 0)
+_aten = torch.ops.aten
+_COPIES = {_aten.copy_.default, _aten._foreach_copy_.default}
+_INDEXED = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+}
+"""Operations on device memory whose indices may be in host memory."""
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class WrongMemory(RuntimeError):
+    """A kernel got memory that it cannot use; PyTorch's own error for it is a RuntimeError too."""
+
+
+class Stream:
+    """A queue of copies."""
+
+    def __init__(self) -> None:
+        self.pending: list[Pair] = []
+
+    def synchronize(self) -> None:
+        """Make the copies."""
+        pending, self.pending = self.pending, []
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for target, source in pending:
+                target.copy_(source)
+
+
+class SimulatedDevice:
+    """One device. `pinned` has the sizes of the host memory that was pinned for it, in bytes."""
+
+    def __init__(self) -> None:
+        self.active = True
+        self.pinned: list[int] = []
+        self._memory: dict[int, torch.UntypedStorage] = {}
+        """The device's storages. None is freed, so that no other memory gets its address."""
+        self._streams: list[Stream] = [Stream()]
+        self._current = threading.local()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move memory to the device, where it is."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._memory[storage._cdata] = storage
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is in the device's memory."""
+        return self._holds(tensor.untyped_storage())
+
+    def _holds(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._memory
+
+    def holds_address(self, address: int) -> bool:
+        """Return whether an address is in the device's memory."""
+        return any(0 <= address - one.data_ptr() < one.nbytes() for one in self._memory.values())
+
+    @property
+    def stream(self) -> Stream:
+        """The current stream of this thread."""
+        return getattr(self._current, "stream", self._streams[0])
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before, self._current.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def synchronize(self, device: Any = None) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Apply the rules to this thread."""
+        with _Rules(self), _Properties(self):
+            yield
+
+    def copy(self, pairs: Iterable[Pair], *, blocks: bool) -> None:
+        """Copy within a memory or between both."""
+        for target, source in pairs:
+            ends = {self.holds(one) for one in _tensors_in((target, source))}
+            if len(ends) == 2 and not blocks:
+                self.stream.pending.append((target, source))
+                continue
+            if True in ends:
+                self.stream.synchronize()
+            target.copy_(source)
+
+
+class _Rules(TorchDispatchMode):
+    """Which operations may run, and where their results are."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        super().__init__()
+        self._simulated = simulated
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        simulated, kwargs = self._simulated, dict(kwargs or {})
+        if not simulated.active:
+            return func(*args, **kwargs)
+        if func in _COPIES:
+            blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+            many = func is not _aten.copy_.default
+            simulated.copy(zip(*args[:2], strict=True) if many else [args[:2]], blocks=blocks)
+            return None if many else args[0]
+        if func is _aten._to_copy.default:
+            return self._moved(*args, **kwargs)
+        tensors = list(_tensors_in((args, kwargs)))
+        here = [tensor for tensor in tensors if simulated.holds(tensor)]
+        asked = kwargs.get("device")
+        if asked is not None:
+            kwargs["device"] = torch.device("cpu")
+        if here and not func.is_view:
+            self._check(func, args, tensors)
+            simulated.stream.synchronize()
+        result = func(*args, **kwargs)
+        if here or (asked is not None and torch.device(asked).type == DEVICE.type):
+            simulated.adopt(_tensors_in(result))
+        return result
+
+    def _check(self, func: Any, args: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises WrongMemory if an operand is in host memory; single numbers may be."""
+        looked_at = [args[0], *_tensors_in(args[2:])] if func in _INDEXED else tensors
+        for tensor in looked_at:
+            if tensor.dim() and not self._simulated.holds(tensor):
+                raise WrongMemory(
+                    f"{func} runs on the device, but got a tensor of {tuple(tensor.shape)} in host memory"
+                )
+
+    def _moved(self, tensor: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        simulated, asked = self._simulated, kwargs.pop("device", None)
+        was = simulated.holds(tensor)
+        there = was if asked is None else torch.device(asked).type == DEVICE.type
+        blocks = not kwargs.pop("non_blocking", False)
+        moved = torch.empty_like(tensor, dtype=kwargs.get("dtype") or tensor.dtype)
+        if there:
+            simulated.adopt([moved])
+        simulated.copy([(moved, tensor)], blocks=blocks)
+        return moved
+
+
+class _Properties(TorchFunctionMode):
+    """What tensors say of themselves, and calls that PyTorch answers before any operation runs."""
+
+    def __init__(self, simulated: SimulatedDevice) -> None:
+        super().__init__()
+        self._simulated = simulated
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        simulated, kwargs = self._simulated, dict(kwargs or {})
+        if not simulated.active:
+            return func(*args, **kwargs)
+        if getattr(func, "__name__", "") == "__get__" and simulated.holds(args[0]):
+            said: Mapping[Any, Any] = {
+                torch.Tensor.device: DEVICE,
+                torch.Tensor.is_cuda: True,
+                torch.Tensor.is_cpu: False,
+            }
+            if func.__self__ in said:
+                return said[func.__self__]
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and simulated.holds(args[0]):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy; copy it to host memory first")
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+            return self._to(func, *args, **kwargs)
+        asked = kwargs.get("device")
+        if asked is None or torch.device(asked).type != DEVICE.type:
+            return func(*args, **kwargs)
+        made = func(*args, **kwargs | {"device": torch.device("cpu")})
+        simulated.adopt(_tensors_in(made))
+        return made
+
+    def _to(self, func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        simulated, copies = self._simulated, kwargs.pop("copy", False)
+        if func is not torch.Tensor.to:
+            args = (func.__name__, *args)
+        if isinstance(args[0] if args else None, torch.Tensor):
+            other = args[0]
+            args = (DEVICE if simulated.holds(other) else torch.device("cpu"), other.dtype, *args[1:])
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        was = simulated.holds(tensor)
+        there = was if device is None else device.type == DEVICE.type
+        if was == there and dtype in (None, tensor.dtype) and not copies:
+            return tensor
+        place = DEVICE if there else torch.device("cpu")
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=place, non_blocking=non_blocking)
+
+
+def _tensors_in(found: Any) -> Iterator[torch.Tensor]:
+    if isinstance(found, torch.Tensor):
+        yield found
+    elif isinstance(found, (list, tuple)):
+        for one in found:
+            yield from _tensors_in(one)
+    elif isinstance(found, dict):
+        yield from _tensors_in(list(found.values()))
+
+
+@contextmanager
+def simulated_device() -> Iterator[SimulatedDevice]:
+    """Let this process have a device, in all threads that start meanwhile."""
+    simulated = SimulatedDevice()
+    run, clone, move = threading.Thread.run, torch.UntypedStorage.clone, ctypes.memmove
+
+    def run_with_rules(thread: threading.Thread) -> None:
+        with simulated.modes() if simulated.active else nullcontext():
+            run(thread)
+
+    def cloned(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copied = clone(storage)
+        if simulated._holds(storage):
+            simulated._memory[copied._cdata] = copied
+        return copied
+
+    def moved(target: int, source: int, nbytes: int) -> None:
+        for address in (target, source):
+            if simulated.holds_address(address):
+                raise WrongMemory("the host copied bytes from or to device memory")
+        move(target, source, nbytes)
+
+    class OwnStream(Stream):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__()
+            simulated._streams.append(self)
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        simulated.pinned.append(nbytes)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    replaced = {
+        "_lazy_init": lambda: None,
+        "synchronize": simulated.synchronize,
+        "current_stream": lambda device=None: simulated.stream,
+        "Stream": OwnStream,
+        "stream": simulated.use,
+        "cudart": lambda: runtime,
+        "check_error": lambda code: None,
+    }
+    memory_work._threads.cache_clear()  # threads that started before do not know the rules
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "run", run_with_rules)
+        patched.setattr(torch.UntypedStorage, "clone", cloned)
+        patched.setattr(memory_work.ctypes, "memmove", moved)
+        for name, replacement in replaced.items():
+            patched.setattr(torch.cuda, name, replacement)
+        try:
+            with simulated.modes():
+                yield simulated
+        finally:
+            simulated.synchronize()
+            simulated.active = False
+            memory_work._threads.cache_clear()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own loaders and LoRA slots on a simulated device: host tensors reach it by copies only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipe.async_pipeline.weight_sync.arena import ArenaWriter
+from recipe.async_pipeline.weight_sync.board import await_manifest
+from recipe.async_pipeline.weight_sync.manifest import Manifest
+from tests.conftest import Load
+from tests.fakes.adapter_contract import check_loads, check_stages
+
+pytestmark = [pytest.mark.real_engine, pytest.mark.filterwarnings("default")]
+
+
+class Trainer:
+    """Publishes versions of a model from the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._version = device, 0
+        self.writer = ArenaWriter(1 << 20, 1000, torch.bfloat16)
+
+    def publish(self, weights: dict[str, torch.Tensor], config: str | None = None) -> Manifest:
+        self._version += 1
+        trained = {name: tensor.detach().to(self._device) for name, tensor in weights.items()}
+        return await_manifest(self.writer.gather(self._version, trained.items(), config), 30)
+
+
+@pytest.fixture
+def trainer(load: Load) -> Iterator[Trainer]:
+    simulation = load("tests.fakes.simulated_device")
+    made = Trainer(simulation.DEVICE)
+    yield made
+    made.writer.close()
+
+
+@pytest.fixture
+def device(load: Load) -> Iterator[Any]:
+    for name in ("vllm_models", "lora_ranks", "checkpoints"):
+        load(f"tests.fakes.{name}")  # what they import asks for the machine's real devices
+    with load("tests.fakes.simulated_device").simulated_device() as simulated:
+        yield simulated
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-moe", "glm4-fused"])
+def test_weights_are_loaded_staged_and_proved(
+    load: Load, device: Any, trainer: Trainer, tmp_path: Path, name: str, size: int
+) -> None:
+    checkpoints, ranks_of = load("tests.fakes.checkpoints"), load("tests.fakes.vllm_models")
+    model = checkpoints.make(name, tmp_path)
+    ranks = [ranks_of.ModelRank(tmp_path, rank, size) for rank in range(size)]
+    for rank in ranks:
+        rank._device = torch.device("cuda", 0)
+        rank.model.to(torch.bfloat16)
+        device.adopt(rank.tensors().values())
+    check_loads(ranks, (trainer.publish(checkpoints.train(model, number)) for number in range(3)))
+    check_stages(ranks, *(trainer.publish(checkpoints.train(model, number)) for number in (3, 4)))
+    assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama"])
+def test_adapters_are_loaded_and_proved(
+    load: Load, device: Any, trainer: Trainer, tmp_path: Path, name: str, size: int
+) -> None:
+    made = load("tests.fakes.lora_ranks")
+    tensors, config = made.adapters_of(load("tests.fakes.checkpoints").make(name, tmp_path))
+    ranks = [made.LoraRank(tmp_path, rank, size, device) for rank in range(size)]
+
+    def versions() -> Iterator[Manifest]:
+        for _ in range(3):
+            drawn = {key: torch.randn_like(tensor) for key, tensor in tensors.items()}
+            yield trainer.publish(drawn, config)
+
+    check_loads(ranks, versions())
+    served = [rank.commit(next(versions()), 1 << 20).tensors for rank in ranks]
+    assert all(tensor.is_cuda for of_rank in served for tensor in of_rank.values())
+    assert not any(rank.prepare(next(versions())) for rank in ranks), "adapters are loaded at the commit"
