@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from recipe.async_pipeline.verl_bridge.rollout.vllm.layout import served_layout
 from recipe.async_pipeline.weight_sync.engine_adapter import Computed, Expected
 from recipe.async_pipeline.weight_sync.manifest import TensorEntry
 from recipe.async_pipeline.weight_sync.recording_adapter import RecordingAdapter
-from recipe.async_pipeline.weight_sync.standby_conversion import Convert
+from recipe.async_pipeline.weight_sync.standby_conversion import Convert, Named
 from tests.fakes.vllm_models import as_rank, config_of
 
 QUANTIZED = {
@@ -56,6 +56,11 @@ class Fp8Rank(RecordingAdapter):
         assert fp8 is not None
         self._fp8 = fp8
 
+    def move(self, device: torch.device, adopt: Callable[[Iterable[torch.Tensor]], None]) -> None:
+        """Have the weights in the memory of a device, which adopts them."""
+        self._device = device
+        adopt(self.tensors().values())
+
     @contextmanager
     def _here(self) -> Iterator[None]:
         """Let vLLM and verl believe that this is the rank's process."""
@@ -73,7 +78,10 @@ class Fp8Rank(RecordingAdapter):
     def begin(self) -> None:
         self._fp8.begin()
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
+        return self._fp8.convert_piece(piece, self._device)
+
+    def load(self, piece: Sequence[Named]) -> None:
         with self._here():
             self._fp8.load(piece)
 
@@ -84,7 +92,7 @@ class Fp8Rank(RecordingAdapter):
         return self._fp8.computed(self._layout, self.tensors())
 
     def conversion(self) -> Convert | None:
-        return self._fp8.conversion(torch.device("cpu"))
+        return self._fp8.conversion(self._device)
 
     def seal(self) -> None:
         with self._here():

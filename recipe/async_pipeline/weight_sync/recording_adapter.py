@@ -20,7 +20,7 @@ from .copy_plan import RecordedLoad, Recorder, view_of
 from .element_map import ElementMap, View
 from .engine_adapter import Computed, Conversion, Delivered, Expected
 from .manifest import Manifest, TensorEntry
-from .standby_conversion import Convert, Converted, StandbyConversion, replaced
+from .standby_conversion import Convert, Converted, Named, StandbyConversion, replaced
 from .standby_copy import StandbyCopy
 from .standby_version import Ended, ignore
 
@@ -46,6 +46,13 @@ class RecordingAdapter(ABC):
     def begin(self) -> None:  # noqa: B027 - most engines require nothing
         """Do what the engine requires before the first piece of each load by its loader."""
 
+    def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
+        """Return some published tensors as `load` takes them, with those converted that `conversion` would.
+
+        Unlike `load`, it is not recorded, so it may copy whole tensors to the device.
+        """
+        return piece
+
     @abstractmethod
     def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Run the engine's loader on some published tensors."""
@@ -65,7 +72,7 @@ class RecordingAdapter(ABC):
     def conversion(self) -> Convert | None:
         """Return how tensors of the current layout are converted, or None if the engine only copies them.
 
-        `load` must take the results in the places of the published tensors.
+        `load` must take the results in the place of the published tensors.
         """
         return None
 
@@ -137,9 +144,11 @@ class RecordingAdapter(ABC):
         if isinstance(self._standby, StandbyCopy):
             self._standby = None  # it belongs to an older record
         published, before = self.published(manifest), _places(tensors)
-        with Recorder(published) as recorder:
-            for piece in self._reader.read(manifest, piece_bytes):
-                self.load(replaced(piece, converted))
+        recorder = Recorder(published)
+        for piece in self._reader.read(manifest, piece_bytes):
+            ready = self.convert_piece(replaced(piece, converted))
+            with recorder:
+                self.load(ready)
 
         learned = recorder.elements(tensors)
         if learned != self._elements or manifest.tensors != self._layout:

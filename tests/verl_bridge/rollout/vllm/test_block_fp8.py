@@ -36,6 +36,7 @@ SIZES = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
 QKV, DOWN = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
@@ -53,11 +54,12 @@ def without_triton(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 class Setup:
     """A checkpoint, its published versions, and the ranks of vLLM that serve it in fp8."""
 
-    def __init__(self, load: Load, folder: Path) -> None:
+    def __init__(self, load: Load, folder: Path, *, experts: bool = False) -> None:
         self._fake, self._checkpoints = load("tests.fakes.fp8_models"), load("tests.fakes.checkpoints")
         transformers = load("transformers")
         torch.manual_seed(0)
-        config = transformers.Qwen3Config(**SIZES)
+        dense = transformers.Qwen3Config(**SIZES)
+        config = transformers.Qwen3MoeConfig(**SIZES, **EXPERTS) if experts else dense
         self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.model.save_pretrained(folder)
         self._folder, self._version = folder, 0
@@ -82,6 +84,13 @@ def made(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup
     setup.close()
 
 
+@pytest.fixture(scope="module")
+def with_experts(load: Load, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    setup = Setup(load, tmp_path_factory.mktemp("experts"), experts=True)
+    yield setup
+    setup.close()
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_weight_and_scale_is_proved(made: Setup, size: int) -> None:
     ranks = made.ranks(size)
@@ -97,6 +106,52 @@ def test_every_weight_and_scale_is_proved(made: Setup, size: int) -> None:
 def test_the_contract_of_adapters_holds(made: Setup, size: int) -> None:
     check_loads(made.ranks(size), (made.publish()[1] for _ in range(3)))
     check_stages(made.ranks(size), made.publish()[1], made.publish()[1])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_weights_and_scales_of_experts_are_proved(with_experts: Setup, size: int) -> None:
+    ranks = with_experts.ranks(size)
+    check_loads(ranks, (with_experts.publish()[1] for _ in range(2)))
+    check_stages(ranks, with_experts.publish()[1], with_experts.publish()[1])
+    fused = {name for one in ranks[0].computed() for name in one.served if ".experts." in name}
+    parts = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
+    assert {name.rpartition(".")[2] for name in fused} == set(parts)
+    one_wrong(next(name for name in fused if name.endswith("w13_weight_scale_inv")))(ranks[0])
+    with pytest.raises(ProofError, match="w13_weight_scale_inv is served with values other"):
+        prove_first(ranks, with_experts.publish()[1])
+
+
+@pytest.fixture
+def device(load: Load, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A device whose kernel for fp8 is verl's other implementation."""
+    simulation, kernels = load("tests.fakes.simulated_device"), load("verl.utils.kernel.fp8_kernel")
+
+    def kernel(values: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        if not values.is_cuda:
+            raise simulation.WrongMemory("the kernel for fp8 got a tensor in host memory")
+        quantized: tuple[torch.Tensor, torch.Tensor] = kernels._scaled_fp8_blockwise_pytorch(values, block)
+        return quantized
+
+    load("tests.fakes.fp8_models")  # what it imports asks for the machine's real devices
+    monkeypatch.setattr(kernels, "_DISABLE_TRITON_FP8", False)
+    monkeypatch.setattr(kernels, "_TRITON_AVAILABLE", True)
+    monkeypatch.setattr(kernels, "scaled_fp8_blockwise_triton", kernel)
+    with simulation.simulated_device() as simulated:
+        yield simulated
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("model", ["made", "with_experts"])
+def test_weights_on_a_device_are_quantized_there(
+    request: pytest.FixtureRequest, device: Any, model: str, size: int
+) -> None:
+    setup: Setup = request.getfixturevalue(model)
+    ranks = setup.ranks(size)
+    for rank in ranks:
+        rank.move(torch.device("cuda", 0), device.adopt)
+    check_loads(ranks, (setup.publish()[1] for _ in range(3)))
+    check_stages(ranks, setup.publish()[1], setup.publish()[1])
+    assert all(tensor.is_cuda for rank in ranks for tensor in rank.tensors().values())
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -118,6 +173,7 @@ def test_weights_are_quantized_before_the_commit(
 
     with monkeypatch.context() as during:
         during.setattr(load("verl.utils.vllm.vllm_quant_utils"), "scaled_fp8_blockwise", quantize)
+        during.setattr(ranks[0]._fp8, "_quantized", quantize)
         prove_first(ranks, second)
     for rank, other in zip(ranks, others, strict=True):
         served = rank.tensors()

@@ -30,7 +30,7 @@ from ....weight_sync.element_map import ElementMap, Piece, View
 from ....weight_sync.engine_adapter import Computed, Conversion, Delivered, Expected
 from ....weight_sync.manifest import Manifest, TensorEntry
 from ....weight_sync.recording_adapter import RecordingAdapter
-from ....weight_sync.standby_conversion import Convert
+from ....weight_sync.standby_conversion import Convert, Named
 from ....weight_sync.standby_version import Ended, ignore
 from ..served_layout import served_tensors
 from .block_fp8 import BlockFp8
@@ -61,7 +61,10 @@ class VllmAdapter(RecordingAdapter):
         if self._fp8 is not None:
             self._fp8.begin()
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def convert_piece(self, piece: Sequence[Named]) -> Sequence[Named]:
+        return piece if self._fp8 is None else self._fp8.convert_piece(piece, self._device)
+
+    def load(self, piece: Sequence[Named]) -> None:
         """Load buffers by their names, as verl does, and all others through the model."""
         buffers = dict(self._model.named_buffers())
         for name, tensor in piece:

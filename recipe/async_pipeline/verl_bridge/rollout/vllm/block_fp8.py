@@ -18,6 +18,7 @@ import torch
 from verl.utils.kernel.fp8_kernel import scaled_fp8_blockwise
 from verl.utils.vllm import vllm_quant_utils
 from verl.utils.vllm.vllm_quant_utils import (
+    is_fp8_weight,
     is_quantized_model,
     load_quanted_weights,
     prepare_quanted_weights_for_loading,
@@ -29,7 +30,7 @@ from ....errors import ProofError
 from ....weight_sync.element_map import Piece, View
 from ....weight_sync.engine_adapter import Computed
 from ....weight_sync.manifest import TensorEntry
-from ....weight_sync.standby_conversion import Convert, Converted
+from ....weight_sync.standby_conversion import Convert, Converted, Named
 from ..served_layout import ServedLayout
 
 FP8 = torch.float8_e4m3fn
@@ -58,11 +59,21 @@ class BlockFp8:
         """Give weights and scales the layout of a checkpoint, before the first piece of a load."""
         self._reload = prepare_quanted_weights_for_loading(self._runner.model)
 
-    def load(self, piece: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Quantize and load published tensors, except for tensors that are served unquantized.
+    def convert_piece(self, piece: Sequence[Named], device: torch.device) -> list[Named]:
+        """Quantize published tensors on a device, except for tensors that are served unquantized.
 
-        Takes the results of `conversion` in the place of published tensors.
+        verl's loader would do so where they are, but its kernel for GPUs cannot read host memory.
         """
+        found: list[Named] = []
+        for name, tensor in piece:
+            if _is_converted(name, tensor) or not is_fp8_weight(name, self._runner.model):
+                found.append((name, tensor))
+            else:
+                found += self._quantized(name, tensor, device)
+        return found
+
+    def load(self, piece: Sequence[Named]) -> None:
+        """Load tensors that `convert_piece` or `conversion` returned."""
         # verl's function finds the conversion by this name and takes no other.
         vllm_quant_utils.quant_weights = _unless_converted
         try:
@@ -71,15 +82,15 @@ class BlockFp8:
             vllm_quant_utils.quant_weights = quant_weights
 
     def conversion(self, device: torch.device) -> Convert | None:
-        """Return what quantizes the weights of the last layout as `load` would; None before a load."""
-        return partial(self._quantized, device) if self._names else None
+        """Return what quantizes the last layout's weights as `convert_piece` would; None before a load."""
+        return partial(self._convert, device) if self._names else None
 
-    def _quantized(self, device: torch.device, published: Mapping[str, torch.Tensor]) -> Converted:
-        found = {}
-        for name in self._names:
-            values, scales = scaled_fp8_blockwise(published[name].to(device).to(self._dtype), self._block)
-            found[name] = [(name, values), (name + SCALE, scales.squeeze(-1))]
-        return found
+    def _convert(self, device: torch.device, published: Mapping[str, torch.Tensor]) -> Converted:
+        return {name: self._quantized(name, published[name], device) for name in self._names}
+
+    def _quantized(self, name: str, published: torch.Tensor, device: torch.device) -> list[Named]:
+        values, scales = scaled_fp8_blockwise(published.to(device).to(self._dtype), self._block)
+        return [(name, values), (name + SCALE, scales.squeeze(-1))]
 
     def end(self) -> None:
         """Give weights and scales the layout of the kernels, after the proof of a load."""
@@ -131,13 +142,15 @@ class BlockFp8:
         return {weight: values, weight + SCALE: scales}
 
 
-def _unless_converted(
-    weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _is_converted(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.dtype is FP8 or name.endswith(SCALE)
+
+
+def _unless_converted(weights: Iterable[Named], *args: Any, **kwargs: Any) -> Iterator[Named]:
     """verl's `quant_weights`, which leaves weights and scales alone that are quantized already."""
     published = []
     for name, tensor in weights:
-        if tensor.dtype is FP8 or name.endswith(SCALE):
+        if _is_converted(name, tensor):
             yield name, tensor
         else:
             published.append((name, tensor))
