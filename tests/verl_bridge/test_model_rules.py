@@ -142,6 +142,16 @@ def test_fp8_and_expert_parallelism_need_an_accelerator(rules: ModuleType, smoke
     rules.check_model(smoke(elsewhere | adapters | {f"{MODEL}.lora.merge": True}))
 
 
+def test_fp8_is_refused_for_latent_attention(rules: ModuleType, smoke: Smoke, tmp_path: Path) -> None:
+    """vLLM's `W_UV` and `W_UK_T` are computed from quantized weights, when it starts."""
+    latent = {"trainer.device": "cuda", f"{MODEL}.hf_config_path": str(tmp_path / "latent")}
+    write_model(tmp_path / "latent", DENSE | {"model_type": "deepseek_v2", "kv_lora_rank": 512})
+    rules.check_model(smoke(latent))
+    part = rf"{ROLLOUT}.quantization must be null for .* \(kv_lora_rank .*\), got 'fp8', .*; leave it out"
+    with pytest.raises(ConfigError, match=part):
+        rules.check_model(smoke(latent | {f"{ROLLOUT}.quantization": "fp8"}))
+
+
 def test_a_description_that_cannot_be_read_is_refused(
     rules: ModuleType, smoke: Smoke, tmp_path: Path
 ) -> None:

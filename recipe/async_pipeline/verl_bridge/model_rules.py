@@ -72,7 +72,7 @@ def check_model(config: DictConfig) -> None:
     if config.actor_rollout_ref.rollout.name == "diffusers":
         return  # `diffusers_rules` knows the knobs too
     _check_engine_arguments(OmegaConf.select(config, ENGINE_ARGUMENTS) or {})
-    _check_fp8(config)
+    _check_fp8(config, described)
     if config.trainer.device == "cpu":
         _check_cpu_engine(config, described)
 
@@ -176,8 +176,10 @@ def _check_pictures(config: DictConfig, described: Mapping[str, Any]) -> None:
         )
 
 
-def _check_fp8(config: DictConfig) -> None:
-    """Raises ConfigError if an engine that serves fp8 would not get all weights through the conversion."""
+def _check_fp8(config: DictConfig, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError if an engine that serves fp8 would not get all weights through the conversion, or
+    would compute with older ones.
+    """
     rollout = config.actor_rollout_ref.rollout
     if rollout.quantization != "fp8":
         return
@@ -190,6 +192,12 @@ def _check_fp8(config: DictConfig) -> None:
         raise ConfigError(
             f"{ROLLOUT}.quantization must be null for LoRA adapters that are not merged, got 'fp8', since "
             f"the base is loaded without a conversion; leave it out, or set {MODEL}.lora.merge=True"
+        )
+    if _text_model(described).get("kv_lora_rank"):
+        raise ConfigError(
+            f"{ROLLOUT}.quantization must be null for a model with latent attention (kv_lora_rank in its "
+            "config.json), got 'fp8', with which vLLM decodes with dequantized copies of the first weights; "
+            "leave it out, so that bfloat16 is served"
         )
 
 
