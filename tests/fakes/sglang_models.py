@@ -28,6 +28,7 @@ from recipe.async_pipeline.weight_sync.board import await_manifest
 from recipe.async_pipeline.weight_sync.map_check import check_map
 from tests.fakes import checkpoints
 from tests.fakes.adapter_contract import check_loads, check_stages, prove_first
+from tests.fakes.simulated_device import DEVICE, SimulatedDevice, simulated_device
 
 CASES = [
     (name, size)
@@ -35,6 +36,7 @@ CASES = [
     for size in (1, 2, 4)
 ]
 ADAPTERS = [(name, size) for name in ("qwen2-tied", "llama") for size in (1, 2, 4)]
+ON_A_DEVICE = [("qwen2-tied", 2)]
 RANK, ALPHA = 4, 12
 """Of the adapters. The pool has room for larger ones."""
 FIRST, SECOND = (f"model.layers.{layer}.self_attn.o_proj.weight" for layer in (0, 1))
@@ -61,10 +63,18 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         yield
 
 
-def make_rank(folder: Path, rank: int, size: int, renamed: Mapping[str, str], *, lora: bool = False) -> Any:
+def make_rank(
+    folder: Path,
+    rank: int,
+    size: int,
+    renamed: Mapping[str, str],
+    *,
+    lora: bool = False,
+    simulated: SimulatedDevice | None = None,
+) -> Any:
     """Return the adapter of one rank of a model that SGLang built; its loader confuses `renamed` tensors.
 
-    `lora`: of an engine that serves LoRA adapters.
+    `lora`: of an engine that serves LoRA adapters. `simulated`: the device that its weights are on.
     """
     from sglang.srt import server_args
     from sglang.srt.configs.model_config import ModelConfig
@@ -96,12 +106,16 @@ def make_rank(folder: Path, rank: int, size: int, renamed: Mapping[str, str], *,
     model.requires_grad_(False)
     for parameter in model.parameters():
         parameter.data.normal_()
+    device = torch.device("cpu")
+    if simulated is not None:
+        device = DEVICE
+        simulated.adopt([*model.parameters(), *model.buffers()])
     if not lora:
-        return Rank(model, torch.device("cpu"))
+        return Rank(model, device)
 
     with as_rank(rank, size):
         manager = lora_manager(model, config, arguments, rank, size)
-    return Rank(model, torch.device("cpu"), manager)
+    return Rank(model, device, manager)
 
 
 def lora_manager(model: Any, config: Any, arguments: Any, rank: int, size: int) -> Any:
@@ -149,17 +163,47 @@ def check(name: str, size: int, folder: Path, publish: Callable[[dict[str, torch
         prove_first(replica(SWAPPED), version())
 
 
-def check_adapters(name: str, size: int, folder: Path, publish: Callable[..., Any]) -> None:
-    """Adapters are proved, and replace each other; one whose matrices were confused is a ProofError."""
-    model = get_peft_model(
+def check_on_a_device(name: str, size: int, folder: Path, publish: Callable[..., Any]) -> None:
+    """Weights and adapters reach a device by copies only, and are proved there."""
+    model, trained = checkpoints.make(name, folder), iter(range(100))
+    adapter, config = adapters(name, folder)
+    with simulated_device() as simulated:
+
+        def ranks(*, lora: bool) -> list[Any]:
+            made = [make_rank(folder, rank, size, {}, lora=lora, simulated=simulated) for rank in range(size)]
+            assert all(tensor.is_cuda for one in made for tensor in one.tensors().values())
+            return made
+
+        whole = ranks(lora=False)
+        check_loads(whole, (publish(checkpoints.train(model, next(trained))) for _ in range(3)))
+        check_stages(whole, *(publish(checkpoints.train(model, next(trained))) for _ in range(2)))
+        served = ranks(lora=True)
+        check_loads(served, (publish(adapter(), config) for _ in range(3)))
+        last = publish(adapter(), config)
+        held = [one.commit(last, 1 << 20).tensors.values() for one in served]
+        assert all(tensor.is_cuda for of_rank in held for tensor in of_rank)
+
+
+def adapters(name: str, folder: Path) -> tuple[Callable[[], dict[str, torch.Tensor]], str]:
+    """Return what draws the tensors of an adapter, by peft's names, and its configuration."""
+    wrapped = get_peft_model(
         checkpoints.make(name, folder), LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear")
     )
-    config, trained = described(model.peft_config["default"]), iter(range(100))
+    trained = iter(range(100))
+
+    def draw() -> dict[str, torch.Tensor]:
+        torch.manual_seed(next(trained))
+        return {name: torch.randn_like(tensor) for name, tensor in adapter_of(wrapped).items()}
+
+    return draw, described(wrapped.peft_config["default"])
+
+
+def check_adapters(name: str, size: int, folder: Path, publish: Callable[..., Any]) -> None:
+    """Adapters are proved, and replace each other; one whose matrices were confused is a ProofError."""
+    adapter, config = adapters(name, folder)
 
     def version() -> Any:
-        torch.manual_seed(next(trained))
-        tensors = {name: torch.randn_like(tensor) for name, tensor in adapter_of(model).items()}
-        return publish(tensors, config)
+        return publish(adapter(), config)
 
     def replica(renamed: Mapping[str, str]) -> list[Any]:
         return [make_rank(folder, rank, size, renamed, lora=True) for rank in range(size)]
@@ -198,6 +242,9 @@ def main(folder: Path) -> None:
         for name, size in ADAPTERS:
             check_adapters(name, size, folder / name, publish)
             sys.stdout.write(f"adapters of {name} on {size}\n")
+        for name, size in ON_A_DEVICE:
+            check_on_a_device(name, size, folder / name, publish)
+            sys.stdout.write(f"{name} on {size} with a device\n")
     finally:
         writer.close()
 

@@ -2,10 +2,10 @@
 """A CUDA device that is not there: its memory is host memory which only kernels of the device may touch.
 
 Tensors stay plain tensors with real values and addresses, so all code runs as it is. Two modes decide by
-the storage where a tensor is. `.device` and `.is_cuda` tell so; an operation that mixes host and device memory,
-and a read of device memory on the host without a copy, raise an error as CUDA does. Copies that do not block
-are made when their stream synchronizes or runs its next operation, so a missing synchronization leaves old
-bytes.
+the storage where a tensor is, and `.device` and `.is_cuda` follow from it. An operation that mixes host and
+device memory, and a read of device memory on the host without a copy, raise an error as CUDA does. Copies
+that do not block are made when their stream synchronizes or runs its next operation, so a missing
+synchronization leaves old bytes.
 """
 
 from __future__ import annotations
