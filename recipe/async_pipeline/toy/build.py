@@ -26,7 +26,7 @@ from recipe.async_pipeline.toy.task import TaskSpec, split_problems
 from recipe.async_pipeline.toy.warmup import WarmupSpec, warm_up
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 MARKER = "toy.json"
 REWARD_FILE = Path(__file__).with_name("reward.py")
@@ -180,7 +180,7 @@ def fill_toy(spec: TextSpec, work: Path, report: Callable[[str], None]) -> float
     return success
 
 
-def save_model(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
     """Save a model in bf16, with its tokenizer."""
     import torch
     from transformers.utils.logging import disable_progress_bar, enable_progress_bar

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy: a Qwen2 or a Qwen3-MoE with random weights, so small that an optimizer step takes a second."""
+"""The policy: a Qwen2, Qwen3 or Qwen3-MoE with random weights. An optimizer step takes a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from recipe.async_pipeline.errors import ConfigError
 from recipe.async_pipeline.toy.tokenizer import VOCAB_SIZE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2ForCausalLM,
+        Qwen3ForCausalLM,
+        Qwen3MoeForCausalLM,
+    )
 
 # The small head sizes for which vLLM's CPU attention has kernels.
 HEAD_DIMS = (32, 64)
@@ -54,6 +59,11 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen3ModelSpec(ModelSpec):
+    """Shape of a policy that normalizes its queries and keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeModelSpec(ModelSpec):
     """Shape of a policy with a mixture of experts in each layer."""
 
@@ -77,10 +87,17 @@ class MoeModelSpec(ModelSpec):
 
 def make_model(
     spec: ModelSpec, tokenizer: PreTrainedTokenizerFast, seed: int
-) -> Qwen2ForCausalLM | Qwen3MoeForCausalLM:
+) -> Qwen2ForCausalLM | Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     """Build the fp32 policy with weights drawn from `seed`; the caller's random state is preserved."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     if len(tokenizer) != VOCAB_SIZE:
         raise ConfigError(f"tokenizer holds {len(tokenizer)} tokens, the model needs exactly {VOCAB_SIZE}")
@@ -112,6 +129,8 @@ def make_model(
                 "norm_topk_prob": True,
             }
             model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
+        elif isinstance(spec, Qwen3ModelSpec):
+            model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=spec.head_dim))
         else:
             model = Qwen2ForCausalLM(Qwen2Config(**shape))
 
