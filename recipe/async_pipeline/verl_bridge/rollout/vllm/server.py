@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
+from ....console import echo
 from ....core.items import LoadReport
+from ....observe.table import MARK
 from ....weight_sync.versioned_engine import Loaded, Salts
 from ...cpu_platform import is_cpu
 from ..versioned_server import VersionedServer, is_one_node, loopback_of
 from . import prefork
 from .engine import progress_by_name, serve_versions
+from .facts import engine_line
 from .plugin import IN_PROCESS
 
 EXTENSION = "recipe.async_pipeline.verl_bridge.rollout.vllm.worker.PipelineWorkerExtension"
@@ -49,6 +53,9 @@ class PipelineVLLMServer(VersionedServer, vLLMHttpServer):
             self._server_address = node
         self._versioned = serve_versions(self.engine)
         self.serve_control_calls()
+        if self.replica_rank == 0:
+            (first, *_) = await self.engine.collective_rpc("engine_facts")
+            echo(f"{MARK} {engine_line(version('vllm'), first)}")
 
     async def _load_into_engine(
         self, manifest: bytes, piece_bytes: int, timeout_s: float, salts: Salts | None

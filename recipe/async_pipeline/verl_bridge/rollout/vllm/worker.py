@@ -19,6 +19,7 @@ from ....weight_sync.map_check import Share
 from ....weight_sync.proof import Prover
 from ....weight_sync.staging import StagingBoard
 from .adapter import VllmAdapter, keep_weights_unpacked
+from .facts import engine_facts
 
 
 class PipelineWorkerExtension(vLLMColocateWorkerExtension):
@@ -34,6 +35,10 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         if current_platform.is_cpu():
             keep_weights_unpacked()
         return super().__new__(cls, **kwargs)
+
+    def engine_facts(self) -> dict[str, str]:
+        """Return which of vLLM's paths this rank has taken."""
+        return engine_facts(self)
 
     def stage_snapshot(self, manifest: bytes) -> str | None:
         """Start to stage a version during generation; its load is then a copy within the device.

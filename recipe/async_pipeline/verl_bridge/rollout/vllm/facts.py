@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's many paths an engine has taken: its model runner, attention and executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def engine_facts(worker: Any) -> dict[str, str]:
+    """Return the facts of one rank, as plain values. `worker` is vLLM's; its model must be built."""
+    runner, config = worker.model_runner, worker.vllm_config
+    # The classes of both runners have the same name; only the second one keeps requests in states.
+    generation = "V2" if hasattr(runner, "req_states") else "V1"
+    attention = {
+        str(module.attn_backend.get_name())
+        for module in runner.model.modules()
+        if hasattr(module, "attn_backend")
+    }
+    executor = config.parallel_config.distributed_executor_backend
+    return {
+        "model runner": f"{generation} ({type(runner).__module__}.{type(runner).__qualname__})",
+        "attention": ", ".join(sorted(attention)) or "unknown",
+        "executor": executor if isinstance(executor, str) else getattr(executor, "__qualname__", "unknown"),
+        "CUDA graphs": "off" if config.model_config.enforce_eager else "on",
+    }
+
+
+def engine_line(version: str, facts: dict[str, str]) -> str:
+    """Return the facts as one line of a run's output."""
+    return f"engine: vLLM {version}, {', '.join(f'{name} {fact}' for name, fact in facts.items())}"
