@@ -14,6 +14,7 @@ import pytest
 from recipe.async_pipeline.bench.weight_sync_jobs import Engines, overrides_of
 from recipe.async_pipeline.gpu_kit import catalogue, steps
 from recipe.async_pipeline.gpu_kit.steps import Options
+from recipe.async_pipeline.toy.untrained import UNTRAINED
 from tests import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
@@ -61,18 +62,39 @@ def test_a_job_on_gpus_requires_two(options: Options, installed: Callable[..., N
     assert "but there is 1" in str(why_not(replace(options, devices=1))["job"])
 
 
-def test_an_engine_is_loaded_over_two_devices(options: Options, installed: Callable[..., None]) -> None:
-    toy = ("torch", "transformers", "pyarrow")
+def test_an_engine_gets_versions_of_each_kind_of_model(
+    options: Options, installed: Callable[..., None]
+) -> None:
     cpu = replace(options, device="cpu", devices=2)
-    installed(*toy)
+    installed("torch", "transformers")
     assert why_not(options)["engine"] == "needs vllm or sglang"
-    installed(*toy, "sglang")
-    assert why_not(options)["engine"] is None and why_not(cpu)["engine"] == "needs CUDA devices"
-    command = catalogue.engine(options, options.folder / "engine.json")
-    assert command[3:5] == ("--engine", "sglang") and "/task/model" in command
-    installed(*toy, "sglang", "vllm")
-    assert catalogue.engine(options, Path("e"))[4] == "vllm"
-    assert "but there is 1" in str(why_not(replace(options, devices=1))["engine"])
+    installed("torch", "transformers", "sglang")
+    assert why_not(options)["engine"] is None and str(why_not(cpu)["engine"]).startswith("needs msgspec")
+    assert "sglang" in catalogue.engine(options, options.folder / "engine.json")
+    installed("torch", "transformers", "vllm")
+    assert "needs msgspec" in str(why_not(options)["engine"]), "a worker of vLLM imports verl"
+    installed(*catalogue.RUN)
+    assert why_not(options)["engine"] is None and why_not(cpu)["engine"] is None
+    command = catalogue.engine(options, Path("e"))
+    assert [str(options.folder / "models" / name) in command for name in UNTRAINED] == [True] * len(UNTRAINED)
+    assert command[command.index("--ranks") + 1] == "2" and command[command.index("--engine") + 1] == "vllm"
+    alone = catalogue.engine(replace(options, devices=1), Path("e"))
+    assert alone[alone.index("--ranks") + 1] == "1"
+
+
+def test_the_models_are_written_before_a_command_runs(options: Options, tmp_path: Path) -> None:
+    assert tuple(UNTRAINED) == catalogue.UNTRAINED
+    first, *_, last = command = catalogue.with_models(tmp_path, ["qwen3"], ("the command", "--option"))
+    assert (first, last) == ("bash", "--option")
+    made = command.index("recipe.async_pipeline.toy.untrained")
+    assert list(command[made + 1 : made + 3]) == [str(tmp_path), "qwen3"]
+    chained = [*command[:4], "echo", "made", *command[made + 3 :]]
+    assert chained[-2:] == ["the command", "--option"]
+    for name in ("qwen3", "experts"):
+        job = next(step for step in catalogue.STEPS if step.name == name).command(
+            options, tmp_path / "j.json"
+        )
+        assert f"actor_rollout_ref.model.path={options.folder / 'models' / name}" in job
 
 
 def test_weight_updates_are_measured_next_to_verls_manager(
@@ -122,6 +144,7 @@ def test_a_checkpoint_of_the_user_takes_the_place_of_the_toy_model(options: Opti
     ("step", "replicas"),
     [
         (catalogue.job, "1 replica of 2 devices"),
+        (catalogue.experts_job, "1 replica of 2 devices"),
         (catalogue.megatron_job, "1 replica of 2 devices"),
         (catalogue.ladder, "2 replicas of 1 device"),
     ],

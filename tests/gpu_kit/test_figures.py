@@ -71,8 +71,20 @@ def test_weight_updates_show_the_stalls_of_each_way() -> None:
     }
 
 
-def test_the_engine_shows_its_times() -> None:
-    found = figures.of_engine(
-        {"engine": "vllm", "ranks": 2, "load_s": 30.0, "generate_s": 0.1, "tokens": [8, 8]}
-    )
-    assert values(found)["load_s"] == 30.0 and all(one.meaning for one in found[1:])
+def test_the_engine_shows_its_path_with_each_model() -> None:
+    of_model = {
+        "model runner": "V2 (a.Class)",
+        "attention": "FLASH_ATTN",
+        "load_s": 0.1,
+        "wrong": ["one", "two"],
+    }
+    found = figures.of_engine({"engine": "vllm", "ranks": 2, "models": {"qwen3": of_model, "experts": {}}})
+    assert values(found) == {
+        "engine": "vllm",
+        "ranks": 2,
+        "qwen3, model runner": "V2 (a.Class)",
+        "qwen3, attention": "FLASH_ATTN",
+        "qwen3, load_s": 0.1,
+        "qwen3, wrong": 2,
+    }
+    assert all(one.meaning for one in found[1:])

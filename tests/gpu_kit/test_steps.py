@@ -20,6 +20,7 @@ from recipe.async_pipeline.gpu_kit.steps import (
     run_step,
     run_steps,
 )
+from recipe.async_pipeline.verl_bridge.rollout.vllm.facts import engine_line
 
 
 @pytest.fixture
@@ -69,6 +70,14 @@ def test_a_step_that_fails_shows_the_end_of_its_output(
     assert result.status == FAILED and result.figures == ([Figure("twice", 6)] if WRITES in code else None)
     assert all(word in result.detail for word in words)
     assert str(options.folder / "one.log") in result.detail
+
+
+def test_a_run_says_which_path_its_engine_took(options: Options) -> None:
+    facts = {"model runner": "V2 (a.Class)", "attention": "FLASH_ATTN", "executor": "mp"}
+    line = engine_line("0.24.0", facts)
+    code = f"print('  12.3 s  {line}'); print('  14.0 s  {line}'); {WRITES}"
+    result = run_step(step(code), options)
+    assert result.figures == [Figure("twice", 6), Figure("engine", line.removeprefix("engine: "))]
 
 
 def test_figures_of_an_earlier_run_do_not_count(options: Options) -> None:

@@ -16,6 +16,9 @@ RUN = (*ARENA, "verl", "ray", "vllm", "transformers", "hydra", "omegaconf", "pya
 """Modules of a training run."""
 OWN = (sys.executable, "-m", "recipe.async_pipeline")
 JOB_STEPS = 20
+UNTRAINED_STEPS = 5
+UNTRAINED = ("qwen2", "qwen3", "experts")
+"""Models of `toy.untrained`: engines take another path for each of them."""
 SIZES = {"cuda": "1", "cpu": "0.06"}
 """GiB of weights for the copies."""
 UPDATED = {"cuda": "500M", "cpu": "2M"}
@@ -53,14 +56,12 @@ def engine_of() -> str | None:
 
 
 def missing_for_engine(options: Options) -> str | None:
-    """Return why no engine can be loaded over two devices, or None."""
+    """Return why no engine can be loaded, or None."""
     if options.device != "cuda":
-        return "needs CUDA devices"
+        return lacking(RUN)  # SGLang would need the arguments of a run
     if engine_of() is None:
         return "needs vllm or sglang"
-    if options.devices < 2:
-        return f"tensor parallelism needs two devices, but there is {options.devices}"
-    return None
+    return lacking(RUN) if engine_of() == "vllm" else None
 
 
 def missing_for_weight_updates(options: Options) -> str | None:
@@ -88,9 +89,40 @@ def delivery(options: Options, written: Path) -> Sequence[str]:
 
 
 def engine(options: Options, written: Path) -> Sequence[str]:
+    folder = models_folder(options)
     module = (sys.executable, "-m", "recipe.async_pipeline.verl_bridge.engine_check")
-    what = ("--engine", str(engine_of()), "--model", str(options.model or options.task() / "model"))
-    return (*module, *what, "--ranks", "2", "--device", options.device, "--json", str(written))
+    ranks = ("--ranks", "2" if options.devices > 1 else "1", "--device", options.device)
+    models = [str(folder / name) for name in UNTRAINED]
+    check = (*module, *models, "--engine", str(engine_of()), *ranks, "--json", str(written))
+    return with_models(folder, UNTRAINED, check)
+
+
+def models_folder(options: Options) -> Path:
+    """Return where the untrained models of the kit are."""
+    return options.folder / "models"
+
+
+def with_models(folder: Path, names: Sequence[str], command: Sequence[str]) -> Sequence[str]:
+    """Return a command that writes untrained models first."""
+    made = (sys.executable, "-m", "recipe.async_pipeline.toy.untrained", str(folder), *names)
+    count = str(len(made) + 1)
+    return ("bash", "-c", f'"${{@:1:{len(made)}}}" && exec "${{@:{count}}}"', "-", *made, *command)
+
+
+def qwen3_job(options: Options, written: Path) -> Sequence[str]:
+    return untrained_job(options, written, "qwen3")
+
+
+def experts_job(options: Options, written: Path) -> Sequence[str]:
+    return untrained_job(options, written, "experts")
+
+
+def untrained_job(options: Options, written: Path, name: str) -> Sequence[str]:
+    """Return the command of a run of few steps with one of the kit's models, which learns nothing."""
+    folder = models_folder(options)
+    few = f"trainer.total_training_steps={UNTRAINED_STEPS}"
+    model = f"actor_rollout_ref.model.path={folder / name}"
+    return with_models(folder, [name], training(options, written, "vllm", few, model))
 
 
 def job(options: Options, written: Path) -> Sequence[str]:
@@ -195,10 +227,11 @@ STEPS: tuple[Step, ...] = (
     ),
     Step(
         name="engine",
-        shows="the installed engine loads a checkpoint in bfloat16 over two devices, and generates",
-        limit_s=600.0,
+        shows="the engine alone gets versions of a Qwen2, a Qwen3 and a mixture of experts while it answers; "
+        "each is proved, and the version of each token is recorded",
+        limit_s=1200.0,
         command=engine,
-        needs=("torch", "transformers", "pyarrow"),
+        needs=("torch", "transformers"),
         missing=missing_for_engine,
         figures=of_engine,
     ),
@@ -216,6 +249,24 @@ STEPS: tuple[Step, ...] = (
         shows=f"{JOB_STEPS} steps of asynchronous RL with FSDP2 and vLLM, every version proved",
         limit_s=1200.0,
         command=job,
+        needs=RUN,
+        missing=missing_for_job,
+        figures=of_job,
+    ),
+    Step(
+        name="qwen3",
+        shows=f"{UNTRAINED_STEPS} steps with a Qwen3, every version proved",
+        limit_s=1200.0,
+        command=qwen3_job,
+        needs=RUN,
+        missing=missing_for_job,
+        figures=of_job,
+    ),
+    Step(
+        name="experts",
+        shows=f"{UNTRAINED_STEPS} steps with a mixture of experts, every version proved",
+        limit_s=1200.0,
+        command=experts_job,
         needs=RUN,
         missing=missing_for_job,
         figures=of_job,

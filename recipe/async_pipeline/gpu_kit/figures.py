@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .steps import Figure, Figures
@@ -59,23 +60,34 @@ def of_delivery(found: Any) -> Figures:
 
 
 ENGINE = {
-    "engine": "",
-    "ranks": "devices that share the checkpoint",
-    "load_s": "seconds, with the start of the engine's processes",
-    "generate_s": "seconds of one response",
-    "tokens": "of each response",
+    "model runner": "vLLM's; the second one keeps requests in states",
+    "attention": "its backend",
+    "executor": "its processes",
+    "CUDA graphs": "their kernels read weights by address",
+    "versions": "loaded while requests were open",
+    "staged": "of them copied to the device before",
+    "tensors_proved": "served tensors compared with the published ones, over all versions",
+    "start_s": "seconds, with the start of the engine's processes",
+    "load_s": "seconds, the least of all versions: load and proof",
+    "tokens": "compared with the version that is recorded for them",
+    "responses_of_several_versions": "written across a load",
+    "wrong": "responses whose tokens are of other versions than recorded",
 }
 
 
 def of_engine(found: Any) -> Figures:
-    return _each(found, ENGINE)
+    figures = [Figure("engine", found["engine"]), Figure("ranks", found["ranks"], "share the checkpoint")]
+    for model, report in found["models"].items():
+        shown = {name: len(value) if name == "wrong" else value for name, value in report.items()}
+        figures += [replace(one, name=f"{model}, {one.name}") for one in _each(shown, ENGINE)]
+    return figures
 
 
 def of_job(found: Any) -> Figures:
     return _each(found, OF_SUMMARY)
 
 
-def _each(found: Any, meanings: Mapping[str, str]) -> Figures:
+def _each(found: Any, meanings: Mapping[str, str]) -> list[Figure]:
     return [Figure(name, found[name], meaning) for name, meaning in meanings.items() if name in found]
 
 

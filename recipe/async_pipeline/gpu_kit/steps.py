@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -24,6 +25,8 @@ PASSED: Final = "passed"
 FAILED: Final = "failed"
 NOT_RUN: Final = "not run"
 NOT_SELECTED = "not selected"
+_ENGINE = re.compile(r"\bengine: (vLLM \S+, model runner .+)$", re.MULTILINE)
+"""A line that the server of a run prints; see `verl_bridge.rollout.vllm.facts`."""
 TAIL_LINES = 20
 """Lines of a failed step's output that the report shows."""
 
@@ -150,6 +153,9 @@ def run_step(step: Step, options: Options) -> Result:
     seconds = time.monotonic() - started
     found = _found_in(written)
     figures = None if found is None else step.figures(found)
+    engines = engines_in(log)
+    if engines:
+        figures = [*(figures or ()), *engines]
     if code == 0 and found is not None:
         return Result(
             name=step.name, shows=step.shows, status=PASSED, seconds=seconds, figures=figures, written=found
@@ -165,6 +171,12 @@ def run_step(step: Step, options: Options) -> Result:
         figures=figures,
         written=found,
     )
+
+
+def engines_in(log: Path) -> Figures:
+    """Return which paths the engines of a run have taken, as its output says."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return [Figure("engine", met) for met in dict.fromkeys(_ENGINE.findall(text))]
 
 
 def _found_in(written: Path) -> Any:
