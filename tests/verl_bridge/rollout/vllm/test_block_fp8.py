@@ -129,8 +129,8 @@ def device(load: Load, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def kernel(values: torch.Tensor, block: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         if not values.is_cuda:
             raise simulation.WrongMemory("the kernel for fp8 got a tensor in host memory")
-        quantized: tuple[torch.Tensor, torch.Tensor] = kernels._scaled_fp8_blockwise_pytorch(values, block)
-        return quantized
+        quantized, scales = kernels._scaled_fp8_blockwise_pytorch(values, block)
+        return quantized, scales.squeeze(-1)
 
     load("tests.fakes.fp8_models")  # what it imports asks for the machine's real devices
     monkeypatch.setattr(kernels, "_DISABLE_TRITON_FP8", False)

@@ -90,7 +90,7 @@ class BlockFp8:
 
     def _quantized(self, name: str, published: torch.Tensor, device: torch.device) -> list[Named]:
         values, scales = scaled_fp8_blockwise(published.to(device).to(self._dtype), self._block)
-        return [(name, values), (name + SCALE, scales.squeeze(-1))]
+        return [(name, values), (name + SCALE, _by_block(scales))]
 
     def end(self) -> None:
         """Give weights and scales the layout of the kernels, after the proof of a load."""
@@ -132,14 +132,19 @@ class BlockFp8:
         scales = torch.zeros(served_scales.shape, dtype=served_scales.dtype, device=served.device)
         for name, own in pieces.items():
             whole = published[name].to(served.device).to(self._dtype)
-            quantized, of_blocks = scaled_fp8_blockwise(whole, self._block)
-            of_blocks = of_blocks.reshape(of_blocks.shape[:2])
+            quantized, scales_of_whole = scaled_fp8_blockwise(whole, self._block)
+            of_blocks = _by_block(scales_of_whole)
             for piece in own:
                 piece.target.of(values).copy_(piece.source.of(quantized.contiguous()))
                 target = blocks_of(weight, piece.target, served.shape, self._block)
                 source = blocks_of(name, piece.source, whole.shape, self._block)
                 target.of(scales).copy_(source.of(of_blocks.contiguous()))
         return {weight: values, weight + SCALE: scales}
+
+
+def _by_block(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales with one axis for each axis of the weight; verl's kernels differ in a third one."""
+    return scales.reshape(scales.shape[:2])
 
 
 def _is_converted(name: str, tensor: torch.Tensor) -> bool:
