@@ -17,6 +17,7 @@ from recipe.async_pipeline.gpu_kit.steps import (
     Figure,
     Options,
     Step,
+    logs_of,
     run_step,
     run_steps,
 )
@@ -78,6 +79,17 @@ def test_a_run_says_which_path_its_engine_took(options: Options) -> None:
     code = f"print('  12.3 s  {line}'); print('  14.0 s  {line}'); {WRITES}"
     result = run_step(step(code), options)
     assert result.figures == [Figure("twice", 6), Figure("engine", line.removeprefix("engine: "))]
+
+
+def test_the_runs_of_a_benchmark_say_it_too(options: Options) -> None:
+    folder = logs_of("one", options) / "dual_buffer"
+    folder.mkdir(parents=True)
+    line = engine_line("0.24.0", {"model runner": "V1 (a.Class)"})
+    (folder / "job.log").write_text(f"(Server pid=7) [async_pipeline] {line}\n", encoding="utf-8")
+    assert run_step(step(WRITES), options).figures == [
+        Figure("twice", 6),
+        Figure("engine", "vLLM 0.24.0, model runner V1 (a.Class)"),
+    ]
 
 
 def test_figures_of_an_earlier_run_do_not_count(options: Options) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .figures import of_copies, of_delivery, of_engine, of_environment, of_job, of_ladder, of_weight_updates
-from .steps import Options, Step, lacking
+from .steps import Options, Step, lacking, logs_of
 
 ARENA = ("torch", "msgspec", "numpy", "psutil", "xxhash")
 """Modules of the steps without verl: torch, and requirements of this package that are installed with it."""
@@ -136,7 +136,9 @@ def megatron_job(options: Options, written: Path) -> Sequence[str]:
 
 def weight_updates(options: Options, written: Path) -> Sequence[str]:
     sizes = ("--params", UPDATED[options.device], "--replicas", "1", "--versions", "3")
-    return (*OWN, "bench", "weight-sync", "--device", options.device, *sizes, "--json", str(written))
+    logs = str(logs_of(written.stem, options))
+    bench = (*OWN, "bench", "weight-sync", "--device", options.device, *sizes, "--json", str(written))
+    return ("bash", "-c", 'rm -rf "$1" && exec "${@:2}" --logs "$1"', "-", logs, *bench)
 
 
 def ladder(options: Options, written: Path) -> Sequence[str]:

@@ -153,7 +153,7 @@ def run_step(step: Step, options: Options) -> Result:
     seconds = time.monotonic() - started
     found = _found_in(written)
     figures = None if found is None else step.figures(found)
-    engines = engines_in(log)
+    engines = engines_in([log, *sorted(logs_of(step.name, options).rglob("*.log"))])
     if engines:
         figures = [*(figures or ()), *engines]
     if code == 0 and found is not None:
@@ -173,9 +173,14 @@ def run_step(step: Step, options: Options) -> Result:
     )
 
 
-def engines_in(log: Path) -> Figures:
-    """Return which paths the engines of a run have taken, as its output says."""
-    text = log.read_text(encoding="utf-8", errors="replace")
+def logs_of(step: str, options: Options) -> Path:
+    """Return the folder in which a step may keep the output of several runs."""
+    return options.folder / f"{step}-logs"
+
+
+def engines_in(logs: Iterable[Path]) -> Figures:
+    """Return which paths the engines of runs have taken, as their output says."""
+    text = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
     return [Figure("engine", met) for met in dict.fromkeys(_ENGINE.findall(text))]
 
 
