@@ -64,7 +64,7 @@ def test_each_version_of_the_weights_says_another_token() -> None:
 
 
 @pytest.mark.real_engine
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_versions_are_loaded_while_a_real_engine_answers(tmp_path: Path) -> None:
     """One rank; `verify_gpu.sh` takes two."""
     save_untrained([str(tmp_path), "qwen3"])

@@ -140,13 +140,12 @@ def device(load: Load, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield simulated
 
 
-@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("model", ["made", "with_experts"])
 def test_weights_on_a_device_are_quantized_there(
-    request: pytest.FixtureRequest, device: Any, model: str, size: int
+    request: pytest.FixtureRequest, device: Any, model: str
 ) -> None:
     setup: Setup = request.getfixturevalue(model)
-    ranks = setup.ranks(size)
+    ranks = setup.ranks(2)
     for rank in ranks:
         rank.move(torch.device("cuda", 0), device.adopt)
     check_loads(ranks, (setup.publish()[1] for _ in range(3)))
