@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import keep_prefixes_apart, load_snapshot, register
+from recipe.async_pipeline.verl_bridge.rollout.vllm.plugin import (
+    keep_prefixes_apart,
+    load_snapshot,
+    output_tokens,
+    register,
+)
 
 
 @pytest.fixture
@@ -33,17 +39,41 @@ def test_every_engine_core_can_load(monkeypatch: pytest.MonkeyPatch, core: Any) 
     assert core.load_snapshot is load_snapshot
 
 
+def core_with(live: dict[str, int], *in_flight: dict[str, list[int]] | None) -> Any:
+    """Return an engine core with the output tokens of its live requests, and steps of unread outputs."""
+    queue = []
+    for tokens in in_flight:
+        step: Future[Any] = Future()
+        # As vLLM: a step that fails has no output, and one that only reads prompts no list of tokens.
+        lists = list(tokens.values()) if tokens and any(tokens.values()) else []
+        output = (
+            SimpleNamespace(req_ids=list(tokens), sampled_token_ids=lists) if tokens is not None else None
+        )
+        step.set_result(output)
+        queue.append((step, "what was scheduled", "the model's part"))
+    requests = {name: SimpleNamespace(num_output_tokens=tokens) for name, tokens in live.items()}
+    return SimpleNamespace(scheduler=SimpleNamespace(requests=requests), batch_queue=queue or None)
+
+
 def test_a_load_counts_the_tokens_of_live_requests() -> None:
     def collective_rpc(method: str, timeout_s: float, args: tuple[Any, ...]) -> list[Any]:
         assert (method, timeout_s, args) == ("load_snapshot", 9.0, (b"manifest", 64))
-        # `done` is finished; the scheduler does not know the last token of `a` yet; `b` waits.
-        return [({"load_s": 1.0}, {"a": 4, "done": 7}, None), ({"load_s": 2.0}, {"a": 4}, None)]
+        return [({"load_s": 1.0}, None), ({"load_s": 2.0}, None)]
 
-    live = {"a": SimpleNamespace(num_output_tokens=3), "b": SimpleNamespace(num_output_tokens=2)}
-    core = SimpleNamespace(collective_rpc=collective_rpc, scheduler=SimpleNamespace(requests=live))
+    core = core_with({"a": 3, "b": 2}, {"a": [7]})
+    core.collective_rpc = collective_rpc
     reports, progress = load_snapshot(core, b"manifest", 64, 9.0, None)
     assert reports == [{"load_s": 1.0}, {"load_s": 2.0}]
     assert progress == {"a": 4, "b": 2}
+
+
+def test_tokens_of_steps_in_flight_count_as_written_before_the_load() -> None:
+    live = {"plain": 3, "drafts": 5, "reads its prompt": 0, "waits": 0}
+    step = {"plain": [1], "drafts": [4, 5, 6], "reads its prompt": [], "aborted": [8]}
+    assert output_tokens(core_with(live)) == live, "without async scheduling"
+    assert output_tokens(core_with(live, step)) == {**live, "plain": 4, "drafts": 8}
+    assert output_tokens(core_with(live, step, {"plain": [2]})) == {**live, "plain": 5, "drafts": 8}
+    assert output_tokens(core_with(live, {"reads its prompt": []}, None)) == live
 
 
 class Waiting:
@@ -69,7 +99,9 @@ def test_requests_without_a_step_use_the_prefixes_of_the_new_version() -> None:
 @pytest.mark.real_engine
 def test_vllm_has_the_methods_that_are_used() -> None:
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     assert {"collective_rpc"} <= set(dir(EngineCore))
-    assert "update_block_hashes" in dir(Request)
+    assert {"update_block_hashes", "num_output_tokens"} <= set(dir(Request))
+    assert {"req_ids", "sampled_token_ids"} <= set(ModelRunnerOutput.__dataclass_fields__)

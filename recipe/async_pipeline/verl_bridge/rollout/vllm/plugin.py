@@ -40,16 +40,32 @@ def load_snapshot(
     answers = core.collective_rpc("load_snapshot", timeout_s, (manifest, piece_bytes))
     if salts is not None:
         keep_prefixes_apart(core.scheduler.requests.values(), salts)
-    progress = {name: request.num_output_tokens for name, request in core.scheduler.requests.items()}
-    for _, in_batch, _ in answers:
-        progress |= {name: tokens for name, tokens in in_batch.items() if name in progress}
-    shares = [share for _, _, share in answers if share is not None]
+    shares = [share for _, share in answers if share is not None]
     if shares:
         from ....weight_sync.manifest import decode
         from ....weight_sync.map_check import check_union
 
         check_union(decode(manifest).version, shares)
-    return [report for report, _, _ in answers], progress
+    return [report for report, _ in answers], output_tokens(core)
+
+
+def output_tokens(core: Any) -> dict[str, int]:
+    """Return the output tokens of each live request, with the ones that the scheduler has not received yet.
+
+    Under async scheduling a step is in flight between two steps of the engine core. The workers ran it before
+    anything that the core asks of them now. Only its output has the right number: the scheduler's
+    placeholders include drafts that may be rejected, and a preempted request has none. Waits for that step.
+    """
+    tokens = {name: request.num_output_tokens for name, request in core.scheduler.requests.items()}
+    for future, *_ in core.batch_queue or ():
+        output = future.result()
+        if output is None:
+            continue  # The step has failed; the engine core raises its error next.
+        # A step that only reads prompts has no tokens at all.
+        for name, sampled in zip(output.req_ids, output.sampled_token_ids, strict=False):
+            if name in tokens:
+                tokens[name] += len(sampled)
+    return tokens
 
 
 def keep_prefixes_apart(requests: Iterable[Any], salts: Sequence[str]) -> None:

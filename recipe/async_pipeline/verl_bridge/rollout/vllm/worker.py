@@ -52,14 +52,11 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
         staging = self._engine_adapter().prepare(described, partial(board.post, described.version))
         return board.name if staging else None
 
-    def load_snapshot(
-        self, manifest: bytes, piece_bytes: int
-    ) -> tuple[dict[str, float], dict[str, int], Share | None]:
+    def load_snapshot(self, manifest: bytes, piece_bytes: int) -> tuple[dict[str, float], Share | None]:
         """Load and verify one version; the engine runs nothing else meanwhile.
 
-        Returns this rank's LoadReport as a dict, the output tokens of each request in the batch, and this
-        rank's share of the published tensors if the shares of all ranks must be checked together.
-        Raises WeightSyncError or ProofError.
+        Returns this rank's LoadReport as a dict, and its share of the published tensors if the shares of all
+        ranks must be checked together. Raises WeightSyncError or ProofError.
         """
         started = time.perf_counter()
         described, adapter = decode(manifest), self._engine_adapter()
@@ -74,15 +71,7 @@ class PipelineWorkerExtension(vLLMColocateWorkerExtension):
             load_s=load_s, stall_s=load_s + prove_s, prove_s=prove_s, tensors_proved=proved.tensors
         )
         # vLLM passes only plain values between its processes.
-        return asdict(report), self._output_tokens(), proved.share
-
-    def _output_tokens(self) -> dict[str, int]:
-        """Return output tokens by request, including a token whose step the scheduler has not finished."""
-        batch = self.model_runner.input_batch
-        return {
-            request: int(batch.num_tokens_no_spec[index] - batch.num_prompt_tokens[index])
-            for request, index in batch.req_id_to_index.items()
-        }
+        return asdict(report), proved.share
 
     def _engine_adapter(self) -> VllmAdapter:
         self._adapter = self._adapter or VllmAdapter(self)
